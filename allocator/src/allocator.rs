@@ -39,7 +39,7 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let buffer = allocator.alloc(100 << 20, &stream)?;
 /// stream.fill(buffer.ptr(), 0, buffer.bytes())?;
 /// drop(buffer); // legal at once: later work of the stream comes after the fill

@@ -35,7 +35,7 @@
 //! use aquifer_device::DeviceSpec;
 //! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
 //! let allocator = Allocator::new(&device, Config::default())?;
-//! let stream = device.create_stream()?;
+//! let stream = device.stream()?;
 //! let block = allocator.alloc(500, &stream)?;
 //! stream.fill(block.ptr(), 0, 500)?; // 501 would panic, and name this line and that of the allocation
 //! device.synchronize()?;

@@ -13,7 +13,7 @@ const BYTES: u64 = 1 << 16;
 fn bench() -> (Device, DeviceBuffer<u8>, [Stream; 2]) {
     let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+    let streams = [device.stream().unwrap(), device.stream().unwrap()];
     let buffer = allocator.alloc_buffer(BYTES, &streams[0]).unwrap();
     (device, buffer, streams)
 }

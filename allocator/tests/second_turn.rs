@@ -22,7 +22,7 @@ impl Bench {
     fn new() -> Bench {
         let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
         let allocator = Allocator::new(&device, Config::default()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         Bench { device, allocator, stream }
     }
 
@@ -91,7 +91,7 @@ fn a_claim_that_ends_during_a_turn_of_its_thread_is_over_after_the_turn() {
         let (tell, told) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| {
-                let writer = bench.device.create_stream().unwrap();
+                let writer = bench.device.stream().unwrap();
                 tell.send(()).unwrap();
                 // Waits for the turn, and the claims.
                 drop(Turn::take(&writer, &[(buffer.storage(), Write)]).unwrap());
@@ -112,7 +112,7 @@ fn threads_wait_for_each_others_turns() {
         thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    let stream = bench.device.create_stream().unwrap();
+                    let stream = bench.device.stream().unwrap();
                     for round in 0..2000_u32 {
                         let kind = if round % 3 == 0 { Write } else { Read };
                         let turn = Turn::take(&stream, &[(buffer.storage(), kind)]).unwrap();

@@ -169,7 +169,7 @@ impl Device {
     /// ```should_panic
     /// use aquifer_device::DeviceSpec;
     /// let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
-    /// let (one, two) = (device.create_stream()?, device.create_stream()?);
+    /// let (one, two) = (device.stream()?, device.stream()?);
     /// let memory = device.alloc(1 << 20)?;
     /// one.fill(memory, 1, 1 << 20)?;
     /// two.fill(memory, 2, 1 << 20)?; // nothing orders it after the first
@@ -223,15 +223,15 @@ impl Device {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn create_stream(&self) -> Result<Stream> {
-        self.create_stream_with(StreamFlags { non_blocking: true, priority: 0 })
+    pub fn stream(&self) -> Result<Stream> {
+        self.stream_with(StreamFlags { non_blocking: true, priority: 0 })
     }
 
     /// Creates a stream with the given flags.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn create_stream_with(&self, flags: StreamFlags) -> Result<Stream> {
+    pub fn stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         fork::check(Operation::CreateStream)?;
         let context = &self.0.context;
         self.0.retired.destroy_left();

@@ -17,7 +17,7 @@ use crate::timeline::{Recording, Timeline};
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+/// let (producer, consumer) = (device.stream()?, device.stream()?);
 /// let tick = producer.tick();
 /// let event = device.create_event(false)?;
 /// event.record(&producer)?;

@@ -138,7 +138,7 @@ mod tests {
     #[test]
     fn a_device_is_known_by_its_label_until_nothing_belongs_to_it() {
         let device = open(3);
-        let (id, stream) = (device.id(), device.create_stream().unwrap());
+        let (id, stream) = (device.id(), device.stream().unwrap());
         assert_eq!(DeviceLabel::of(id).to_string(), "sim:3 (Simulated H100 80 GiB)");
         drop(device);
         assert_eq!(DeviceLabel::of(stream.device_id()).to_string(), "sim:3 (Simulated H100 80 GiB)");

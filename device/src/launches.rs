@@ -22,7 +22,7 @@ use crate::timeline::Tick;
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let (one, two) = (device.stream()?, device.stream()?);
 /// let ptr = device.alloc(1 << 20)?;
 /// let capture = one.begin_capture()?;
 /// let launches = one.launches_of_capture().expect("it captures");

@@ -10,7 +10,7 @@
 //! ```
 //! use aquifer_device::DeviceSpec;
 //! let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
-//! let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+//! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
 //! consumer.wait_for(&producer.tick())?; // on the device; the host does not wait
@@ -31,7 +31,7 @@
 //! ```should_panic
 //! # use aquifer_device::DeviceSpec;
 //! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?;
-//! let (producer, consumer) = (device.create_stream()?, device.create_stream()?);
+//! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
 //! consumer.download_blocking(&mut [0; 4], ptr)?; // panics: `consumer.wait_for(&producer.tick())` is missing

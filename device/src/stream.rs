@@ -29,7 +29,7 @@ use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let ptr = device.alloc(1 << 20)?;
 /// stream.fill(ptr, 7, 1 << 20)?;
 /// let mut bytes = [0; 4];
@@ -255,7 +255,7 @@ impl Stream {
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let [one, two] = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
-    /// let (producer, consumer) = (one.create_stream()?, two.create_stream()?);
+    /// let (producer, consumer) = (one.stream()?, two.stream()?);
     /// let (src, dst) = (one.alloc(1 << 20)?, two.alloc(1 << 20)?);
     /// producer.fill(src, 7, 1 << 20)?;
     /// consumer.wait_for(&producer.tick())?; // before the source is read
@@ -408,7 +408,7 @@ impl Stream {
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let held_off = stream.hold_off_captures().ok_or("it captures")?;
     /// // Enqueue work on the stream.
     /// drop(held_off);

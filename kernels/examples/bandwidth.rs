@@ -65,7 +65,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let bytes = args.next().map_or(Ok(1024), |mib| mib.parse::<u64>())? << 20;
     let allocator = Allocator::new(&device, Config::default())?;
     let kernels = Kernels::load(&device)?;
-    let stream = device.create_stream()?;
+    let stream = device.stream()?;
     println!("{}: operands of {} MiB", device.info().name, bytes >> 20);
 
     let mut a: DeviceBuffer<u8> = allocator.alloc_buffer(bytes, &stream)?;

@@ -15,7 +15,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let device = std::env::args().nth(1).unwrap_or_else(|| "sim".into()).parse::<DeviceSpec>()?.open()?;
     let allocator = Allocator::new(&device, Config::default())?;
     let kernels = Kernels::load(&device)?;
-    let (produce, consume) = (device.create_stream()?, device.create_stream()?);
+    let (produce, consume) = (device.stream()?, device.stream()?);
     let mut findings: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::FINDINGS_LEN, &consume)?;
     kernels.fill(&consume, &mut findings, 0u64)?;
 

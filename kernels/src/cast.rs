@@ -96,7 +96,7 @@ impl Kernels {
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (kernels, stream) = (Kernels::load(&device)?, device.create_stream()?);
+    /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
     /// let mut floats: DeviceBuffer<f32> = allocator.alloc_buffer(100, &stream)?;
     /// let mut bytes: DeviceBuffer<u8> = allocator.alloc_buffer(100, &stream)?;
     /// kernels.fill(&stream, &mut floats, 300.7f32)?;

@@ -42,7 +42,7 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let kernels = Kernels::load(&device)?;
 ///
-/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let (one, two) = (device.stream()?, device.stream()?);
 /// let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &one)?;
 /// let mut y: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &two)?;
 /// kernels.fill(&one, &mut x, 2.0f32)?;

@@ -50,7 +50,7 @@
 //!
 //! let device = Device::new(SimDriver::new(SimConfig::default()));
 //! let allocator = Allocator::new(&device, Config::default())?;
-//! let (kernels, one, two) = (Kernels::load(&device)?, device.create_stream()?, device.create_stream()?);
+//! let (kernels, one, two) = (Kernels::load(&device)?, device.stream()?, device.stream()?);
 //! let len = 1000u32;
 //! let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(len.into(), &one)?;
 //! kernels.fill(&one, &mut x, 1.5f32)?;

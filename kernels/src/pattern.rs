@@ -205,7 +205,7 @@ impl Kernels {
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (kernels, stream) = (Kernels::load(&device)?, device.create_stream()?);
+    /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
     ///
     /// let mut memory: DeviceBuffer<u8> = allocator.alloc_buffer(1001, &stream)?;
     /// let mut findings: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::FINDINGS_LEN, &stream)?;

@@ -212,7 +212,7 @@ impl Kernels {
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (kernels, stream) = (Kernels::load(&device)?, device.create_stream()?);
+    /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
     /// let mut tenths: DeviceBuffer<f32> = allocator.alloc_buffer(1_000_000, &stream)?;
     /// let mut scratch: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::SUM_SCRATCH_LEN, &stream)?;
     /// let mut sum: DeviceBuffer<f32> = allocator.alloc_buffer(1, &stream)?;

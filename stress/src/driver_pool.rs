@@ -39,7 +39,7 @@ impl DriverPool {
     pub fn new(device: Device, streams: usize) -> Result<DriverPool, Failure> {
         let mut all = vec![device.default_stream().clone()];
         for _ in 1..streams {
-            all.push(device.create_stream()?);
+            all.push(device.stream()?);
         }
         device.driver().pool_usage()?;
         Ok(DriverPool { device, streams: all, failed: None })

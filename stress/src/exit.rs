@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn a_driver_that_lacks_memory_to_give_some_back_has_failed() {
         let config = SimConfig::parse("1GiB,fault_rate=any:1:out_of_memory").unwrap();
-        let error = Device::new(SimDriver::new(config)).create_stream().unwrap_err();
+        let error = Device::new(SimDriver::new(config)).stream().unwrap_err();
         assert!(error.is_out_of_memory(), "{error}");
         assert_eq!(Failure::from(AllocError::from(error.clone())).outcome(), Outcome::Failed);
         assert_eq!(Failure::from(TransferError::from(error)).outcome(), Outcome::Failed);

@@ -108,7 +108,7 @@ mod tests {
     fn inputs_come_back_as_they_went_and_damage_is_seen() {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
         let allocator = Allocator::new(&device, Config::default()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let mut inputs = Inputs::new(&allocator).unwrap();
         for number in 1..=100u64 {
             // Some smaller than a head, some larger.

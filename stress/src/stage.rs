@@ -45,7 +45,7 @@ impl Stage {
     pub fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Stage, Failure> {
         let mut all = vec![device.default_stream().clone()];
         for _ in 1..streams {
-            all.push(device.create_stream()?);
+            all.push(device.stream()?);
         }
         Ok(Stage { allocator: session.allocator(device, config)?, streams: all, first_oom: None, work: Work::Touch })
     }

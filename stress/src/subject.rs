@@ -60,7 +60,7 @@ impl Aquifer {
     pub fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
         let mut all = vec![device.default_stream().clone()];
         for _ in 1..streams {
-            all.push(device.create_stream()?);
+            all.push(device.stream()?);
         }
         Ok(Aquifer { allocator: session.allocator(device, config)?, streams: all })
     }
@@ -75,7 +75,7 @@ impl Aquifer {
     /// # Errors
     /// Errors of the driver.
     pub fn on_new_stream(&self) -> Result<Aquifer, Failure> {
-        let stream = self.allocator.device().create_stream()?;
+        let stream = self.allocator.device().stream()?;
         Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream] })
     }
 }

@@ -72,7 +72,7 @@ impl Bench {
         let driver = Subject::new(capacity);
         let device = driver.device();
         let opened = Allocator::new(&device, config).and_then(|allocator| {
-            Ok((allocator, device.create_stream()?, device.create_stream()?)) // made before any fault is injected
+            Ok((allocator, device.stream()?, device.stream()?)) // made before any fault is injected
         });
         let (allocator, stream, side) = opened.unwrap_or_else(|error| panic!("{error}"));
         Bench { driver, device, allocator, stream, side }

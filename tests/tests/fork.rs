@@ -99,7 +99,7 @@ struct World {
 impl World {
     fn new(device: Device, options: &str) -> World {
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [(); 3].map(|()| device.create_stream().unwrap());
+        let streams = [(); 3].map(|()| device.stream().unwrap());
         let transfer = Transfer::new(&allocator).unwrap();
         transfer.kernels().unwrap();
         // So that the next one is a hit.
@@ -123,7 +123,7 @@ impl World {
         refused("alloc", device.alloc(MIB));
         refused("memory_info", device.memory_info());
         refused("synchronize", device.synchronize());
-        refused("create_stream", device.create_stream());
+        refused("create_stream", device.stream());
         refused("create_event", device.create_event(false));
         refused("fill", one.fill(aquifer_device::DevicePtr(1 << 40), 1, 512));
         refused("stream.synchronize", one.synchronize());
@@ -205,7 +205,7 @@ fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
             &|| drop((allocator.trim_to(8 * MIB), allocator.snapshot(), allocator.memory_stats())),
             &|| {
                 device.settle();
-                drop(device.create_stream());
+                drop(device.stream());
                 drop(two.wait_for(&three.tick()));
                 drop(device.synchronize());
             },

@@ -38,7 +38,7 @@ fn churn(
 fn allocations_of(options: &str) -> Result<(u64, u64), Box<dyn Error>> {
     let device = "sim:24GiB,checks=off".parse::<DeviceSpec>()?.open()?;
     let allocator = Allocator::new(&device, Config::parse(options)?)?;
-    let stream = device.create_stream()?;
+    let stream = device.stream()?;
     let mut live: Vec<Option<Allocation>> = (0..251).map(|_| None).collect();
     // The same program again needs no more records, bins and memory, once its memory is where it needs it.
     let mut moved = None;
@@ -82,7 +82,7 @@ fn operations_allocate_no_host_memory_after_warm_up() {
 fn blocks_given_back_by_another_thread_take_no_host_memory_either() {
     let device = "sim:1GiB,checks=off".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let mut blocks: Vec<Option<Allocation>> = (0..100).map(|_| None).collect();
     let mut counts = (0, 0);
     for _ in 0..20 {

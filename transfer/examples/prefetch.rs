@@ -35,7 +35,7 @@ fn main() -> Result<()> {
 /// Times one loop and what it is made of.
 fn show(name: &str, transfer: &Transfer, compute: Duration, assert: bool) -> Result<()> {
     let (device, kernels) = (transfer.device(), transfer.kernels()?);
-    let stream = device.create_stream()?;
+    let stream = device.stream()?;
     // What a loader with threads of its own has ready: batches in page-locked memory.
     let batches: Vec<Tensor> = (0..STEPS)
         .map(|_| Tensor::zeros(transfer.pinned(), DType::U8, &[BATCH_BYTES]))

@@ -107,7 +107,7 @@ mod tests {
         let (begun, open) = (Begun::default(), Job::new());
         begun.note_job(&open);
         for nth in 0..1000 {
-            let (stream, job) = (device.create_stream().unwrap(), Job::new());
+            let (stream, job) = (device.stream().unwrap(), Job::new());
             begun.note_job(&job);
             match nth % 2 {
                 0 => job.finish(Ok(())),
@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn of_each_stream_the_latest_tick_counts() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
-        let (begun, stream) = (Begun::default(), device.create_stream().unwrap());
+        let (begun, stream) = (Begun::default(), device.stream().unwrap());
         let ticks = [(); 3].map(|()| {
             let tick = stream.tick();
             tick.cover().unwrap();

@@ -166,7 +166,7 @@ mod tests {
     fn transfers_that_blocked_nobody_overlap_wholly() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let pending = transfer.to_device(vec![1u8; 1000], &stream).unwrap();
         device.synchronize().unwrap();
         pending.wait().unwrap();
@@ -186,7 +186,7 @@ mod tests {
     fn reading_one_element_counts_as_waiting_however_quick_the_device_is() {
         let sim = SimDriver::new(SimConfig::default());
         let transfer = Transfer::new(&Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap()).unwrap();
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         let buffer = transfer.to_device(vec![1u8; 1000], &stream).unwrap().wait().unwrap();
         let tensor = crate::Tensor::from_buffer(&buffer, &[1000], &transfer).unwrap().select(0, 7).unwrap();
         let before = transfer.counters().synchronisations;

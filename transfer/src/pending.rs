@@ -40,7 +40,7 @@ pub(crate) struct Shared {
 /// use aquifer_transfer::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 ///
 /// let pending = transfer.to_device(vec![1.0f32, 2.0, 3.0], &stream)?; // returns at once
 /// let buffer: DeviceBuffer<f32> = pending.wait()?;

@@ -153,7 +153,7 @@ impl<B: Batch> Batch for Option<B> {
 /// use aquifer_transfer::{Prefetcher, Tensor, Transfer, TransferError};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 ///
 /// let pool = transfer.pinned().clone();
 /// let loader = (0..10).map(move |n| Tensor::full(&pool, &[1000], n as f32));
@@ -250,7 +250,7 @@ impl<B: Batch> Prefetcher<B> {
     ) -> Result<Prefetcher<B>, TransferError> {
         transfer.check_stream(stream)?;
         let ahead = ahead.clamp(1, AHEAD_MAX);
-        let own = transfer.device().create_stream()?;
+        let own = transfer.device().stream()?;
         let (send_batch, batches) = bounded(ahead);
         let (slots, take_slot) = unbounded();
         // What the stream did until now is done before anything it does with a batch.

@@ -110,7 +110,7 @@ impl TransferConfig {
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let transfer = Transfer::new(&allocator)?;
-/// let (kernels, stream) = (Kernels::load(&device)?, device.create_stream()?);
+/// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
 ///
 /// let mut host = transfer.pinned().alloc::<f32>(1000)?;
 /// host.write()?.fill(2.0);
@@ -199,7 +199,7 @@ impl Transfer {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.create_stream()?);
+    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let transfer = Transfer::new(&allocator)?; // as urgent as the device allows
     /// let background = transfer.at_priority(i32::MAX)?;
     /// assert!(background.priority() > transfer.priority());
@@ -271,7 +271,7 @@ impl Transfer {
     /// let [first, second, third] = [(); 3].map(|()| transfer.next_stream(Direction::Upload).id());
     /// assert!(first != second && first == third); // two streams a direction take turns
     ///
-    /// let own = device.create_stream()?;
+    /// let own = device.stream()?;
     /// assert_eq!(transfer.on(&own)?.next_stream(Direction::Upload).id(), own.id());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -293,7 +293,7 @@ impl Transfer {
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let tick = stream.tick();
     /// transfer.enqueued_on(&stream)?.wait()?; // or `.await`
     /// assert!(tick.is_done()?);
@@ -319,7 +319,7 @@ impl Transfer {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.create_stream()?);
+    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let transfer = Transfer::new(&allocator)?;
     /// let mut weights: DeviceBuffer<u8> = allocator.alloc_buffer(64 << 20, &stream)?;
     /// let upload = transfer.upload_from(vec![1u8; 64 << 20], &mut weights)?; // threads of the runtime go on with it

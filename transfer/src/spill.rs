@@ -39,7 +39,7 @@ use crate::runtime::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let transfer = Transfer::new(&allocator)?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 ///
 /// let spiller = Spiller::new(&transfer, 0);
 /// let cache = spiller.add(transfer.to_device(vec![7u8; 40 << 20], &stream)?.wait()?, 0)?;

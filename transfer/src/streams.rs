@@ -81,7 +81,7 @@ impl Streams {
 
 impl Lanes {
     fn new(device: &Device, count: usize, flags: StreamFlags) -> Result<Lanes, DeviceError> {
-        let streams = (0..count).map(|_| device.create_stream_with(flags)).collect::<Result<_, _>>()?;
+        let streams = (0..count).map(|_| device.stream_with(flags)).collect::<Result<_, _>>()?;
         Ok(Lanes { streams, next: AtomicUsize::new(0) })
     }
 

@@ -19,7 +19,7 @@ use crate::error::TransferError;
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// use aquifer_transfer::Timer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let ptr = device.alloc(64 << 20)?;
 ///
 /// let timer = Timer::start(&device, &stream)?;
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn the_device_s_time_is_measured_and_nothing_waits_unasked() {
         let device = Device::new(SimDriver::new(SimConfig::default().jitter(false)));
-        let (stream, kernels) = (device.create_stream().unwrap(), Kernels::load(&device).unwrap());
+        let (stream, kernels) = (device.stream().unwrap(), Kernels::load(&device).unwrap());
         kernels.spin(&stream, Duration::from_millis(50)).unwrap(); // before: not measured
         let calls = device.driver_calls();
         let timer = Timer::start(&device, &stream).unwrap();
@@ -133,8 +133,7 @@ mod tests {
     #[test]
     fn a_stop_ahead_of_its_start_measures_nothing() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
-        let (one, two, kernels) =
-            (device.create_stream().unwrap(), device.create_stream().unwrap(), Kernels::load(&device).unwrap());
+        let (one, two, kernels) = (device.stream().unwrap(), device.stream().unwrap(), Kernels::load(&device).unwrap());
         kernels.spin(&one, Duration::from_millis(5)).unwrap();
         let timing = Timer::start(&device, &one).unwrap().stop(&two).unwrap();
         assert_eq!(timing.wait().unwrap(), Duration::ZERO);

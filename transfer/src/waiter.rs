@@ -273,7 +273,7 @@ mod tests {
     /// Two ticks of one stream, the earlier one first.
     fn ticks() -> [Tick; 2] {
         let device = Device::new(SimDriver::new(SimConfig::default()));
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let memory = device.alloc(1 << 20).unwrap();
         [0, 1].map(|byte| {
             stream.fill(memory, byte, 1 << 20).unwrap();

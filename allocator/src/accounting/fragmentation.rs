@@ -326,7 +326,7 @@ mod tests {
         for options in ["", "backing:segments"] {
             let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
             let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-            let streams = [(); 5].map(|()| device.create_stream().unwrap());
+            let streams = [(); 5].map(|()| device.stream().unwrap());
             // Enough memory of their own for all streams at once, so that none grows later or takes another's.
             let own = |n: u64| move |i: u64| 512 * (1 + (i * 7919 + n) % 60);
             let warm = streams.iter().map(|stream| {

@@ -30,7 +30,7 @@ use crate::shell::awake::Keeper;
 /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
-/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let (one, two) = (device.stream()?, device.stream()?);
 /// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
 /// let claim = Claim::take(buffer.storage(), AccessKind::Write)?;
 /// let (ptr, bytes) = (buffer.ptr(), buffer.bytes());

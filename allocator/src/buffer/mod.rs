@@ -81,7 +81,7 @@ impl DeviceBuffer<u8> {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let allocation = allocator.alloc(4000, &stream)?;
     /// stream.fill(allocation.ptr(), 0, 4000)?;
     /// let zeros = DeviceBuffer::from_allocation(allocation, &stream)?.cast::<f32>().expect("4000 bytes are 1000 floats");
@@ -181,7 +181,7 @@ impl<T: Copy> DeviceBuffer<T> {
     /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (one, two) = (device.create_stream()?, device.create_stream()?);
+    /// let (one, two) = (device.stream()?, device.stream()?);
     /// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
     /// {
     ///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;

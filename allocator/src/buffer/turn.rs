@@ -30,7 +30,7 @@ use crate::shell::awake::KeptAwake;
 /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
-/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let (one, two) = (device.stream()?, device.stream()?);
 /// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
 /// {
 ///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;
@@ -75,7 +75,7 @@ impl<'a> Turn<'a> {
     /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
     /// use aquifer_device::{AccessKind::{Read, Write}, Device, sim::{SimConfig, SimDriver}};
     /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
-    /// let streams = [devices[0].create_stream()?, devices[1].create_stream()?];
+    /// let streams = [devices[0].stream()?, devices[1].stream()?];
     /// let from: DeviceBuffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc_buffer(1 << 20, &streams[0])?;
     /// let to: DeviceBuffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc_buffer(1 << 20, &streams[1])?;
     /// {

@@ -308,7 +308,7 @@ mod tests {
             let device = Device::new(SimDriver::new(SimConfig::new(4 << 30)));
             let config = Config { granule: Some(granule), ..Config::default() };
             let allocator = Allocator::new(&device, config).unwrap();
-            let streams = [(); 4].map(|()| device.create_stream().unwrap());
+            let streams = [(); 4].map(|()| device.stream().unwrap());
             let _kept = allocator.alloc(1 << 20, &streams[0]).unwrap();
             for _ in 0..100 {
                 for stream in &streams {
@@ -323,7 +323,7 @@ mod tests {
     /// How often streams borrow from each other if two of them take turns, after one of them allocated so often by itself.
     fn loans(allocator: &Allocator, before: u32) -> u64 {
         let loans = allocator.memory_stats().cross_stream_reuses;
-        let streams = [(); 2].map(|()| allocator.device().create_stream().unwrap());
+        let streams = [(); 2].map(|()| allocator.device().stream().unwrap());
         let _kept = allocator.alloc(1 << 20, &streams[0]).unwrap();
         (0..before).for_each(|_| drop(allocator.alloc(1 << 20, &streams[0]).unwrap()));
         for _ in 0..500 {

@@ -64,7 +64,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (stream, pool) = (device.create_stream()?, allocator.create_pool(PoolOptions::default())?);
+    /// let (stream, pool) = (device.stream()?, allocator.create_pool(PoolOptions::default())?);
     /// let capture = stream.begin_capture()?;
     /// let route = allocator.capture(&stream, &pool)?;
     /// let scratch = allocator.alloc(1 << 20, &stream)?;

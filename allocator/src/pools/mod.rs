@@ -34,7 +34,7 @@ use crate::shell::special;
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
 /// drop(pool.alloc(48 << 20, &stream)?); // the pool keeps it
 /// let lent = allocator.alloc(40 << 20, &stream)?; // there is no other memory for this

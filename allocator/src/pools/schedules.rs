@@ -28,7 +28,7 @@ fn explore(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static
         let sim = SimDriver::new(SimConfig::new(64 * MIB));
         let device = Device::new(sim.clone());
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let streams = [0; 2].map(|_| device.stream().unwrap());
         let pool = Arc::new(allocator.create_pool(PoolOptions::default()).unwrap());
         model(&Setup { sim: sim.clone(), pool, streams });
         device.synchronize().unwrap();

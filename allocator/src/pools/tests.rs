@@ -15,7 +15,7 @@ const MIB: u64 = 1 << 20;
 
 fn setup(config: &str) -> (Allocator, [Stream; 3]) {
     let device = Device::new(SimDriver::new(SimConfig::new(16 << 30)));
-    let streams = [(); 3].map(|()| device.create_stream().unwrap());
+    let streams = [(); 3].map(|()| device.stream().unwrap());
     (Allocator::new(&device, Config::parse(config).unwrap()).unwrap(), streams)
 }
 

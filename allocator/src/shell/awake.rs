@@ -151,7 +151,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::SimDriver};
     /// let device = Device::new(SimDriver::new(Default::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let awake = allocator.keep_awake()?;
     /// let control = std::thread::spawn({
     ///     let allocator = allocator.clone();
@@ -184,7 +184,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::SimDriver};
     /// let device = Device::new(SimDriver::new(Default::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// allocator.sleep(Contents::SaveToHost)?;
     /// assert!(!allocator.wait_awake(Duration::from_millis(1)));
     /// let control = std::thread::spawn({

@@ -340,7 +340,7 @@ impl Shell {
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone());
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let last = Allocator::new(&device, Config::default())?.alloc(1 << 20, &stream)?;
 /// drop((stream, device));
 /// drop(last); // by whoever comes last

@@ -55,7 +55,7 @@ fn frees_that_race_with_an_allocation_and_readers_are_all_counted() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let [one, two, kept] = [0; 3].map(|_| allocator.alloc(SIZE, &stream).unwrap());
         let (allocating, reading) = (allocator.clone(), allocator.clone());
         let threads = [
@@ -83,7 +83,7 @@ fn frees_that_race_with_each_other_and_with_the_last_handle() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let [one, two] = [0; 2].map(|_| allocator.alloc(SIZE, &stream).unwrap());
         let shell = allocator.shell();
         join([drop_in_thread(one), drop_in_thread(two), thread::spawn(move || drop(allocator))]);
@@ -97,7 +97,7 @@ fn a_thread_that_frees_more_than_a_queue_holds_while_others_allocate_and_close()
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let blocks = [0; 5].map(|_| allocator.alloc(SIZE, &stream).unwrap());
         let shell = allocator.shell();
         join([
@@ -116,7 +116,7 @@ fn the_last_handles_race_with_each_other_and_with_a_reader() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let last = allocator.alloc(SIZE, &stream).unwrap();
         let shell = allocator.shell();
         let (clone, reading) = (allocator.clone(), allocator.clone());
@@ -135,13 +135,13 @@ fn a_shell_is_not_shared_by_allocators_that_open_while_others_close() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let last = allocator.alloc(SIZE, &stream).unwrap();
         let live = |device: &Device| {
             let device = device.clone();
             thread::spawn(move || {
                 let allocator = open(&device);
-                let stream = device.create_stream().unwrap();
+                let stream = device.stream().unwrap();
                 let kept = allocator.alloc(SIZE, &stream).unwrap();
                 assert_eq!(allocator.allocated_bytes(), SIZE);
                 drop(allocator.alloc(SIZE, &stream).unwrap());
@@ -165,7 +165,7 @@ fn memory_shared_by_two_streams_is_reused_without_a_race() {
     explore(|| {
         let (sim, device) = device();
         let allocator = open(&device);
-        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let streams = [0; 2].map(|_| device.stream().unwrap());
         let work = |own: usize| {
             let (allocator, streams) = (allocator.clone(), streams.clone());
             thread::spawn(move || {
@@ -197,7 +197,7 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
     explore(|| {
         let (sim, device) = device();
         let allocator = open(&device);
-        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let [one, two] = [0; 2].map(|_| device.stream().unwrap());
         let block = allocator.alloc(SIZE, &one).unwrap();
         block.record_stream(&two).unwrap();
         // The stream gets on in two steps, and the block waits for the second: a sweep between them frees nothing.
@@ -226,7 +226,7 @@ fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let streams = [0; 3].map(|_| device.create_stream().unwrap());
+        let streams = [0; 3].map(|_| device.stream().unwrap());
         let mut kept = streams.each_ref().map(|stream| Some(allocator.alloc(SIZE, stream).unwrap()));
         let shell = allocator.shell();
         drop(shell.part(None));
@@ -259,7 +259,7 @@ fn memory_handed_to_another_stream_is_freed_in_its_order() {
     explore(|| {
         let (sim, device) = device();
         let allocator = open(&device);
-        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let [one, two] = [0; 2].map(|_| device.stream().unwrap());
         let block = allocator.alloc(SIZE, &one).unwrap();
         one.fill(block.ptr(), 1, SIZE).unwrap();
         two.wait_for(&one.tick()).unwrap();
@@ -287,7 +287,7 @@ fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
         let (_, device) = device();
         // Pieces are counted in segments alone.
         let allocator = Allocator::new(&device, "backing:segments".parse::<Config>().unwrap()).unwrap();
-        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let [one, two] = [0; 2].map(|_| device.stream().unwrap());
         let threads = [one.clone(), one, two].map(|stream| {
             let allocator = allocator.clone();
             thread::spawn(move || {
@@ -317,7 +317,7 @@ fn blocks_that_other_streams_use_and_the_last_handle() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let [one, two] = [0; 2].map(|_| device.create_stream().unwrap());
+        let [one, two] = [0; 2].map(|_| device.stream().unwrap());
         let blocks = [0; 2].map(|_| allocator.alloc(SIZE, &one).unwrap());
         blocks.iter().for_each(|block| block.record_stream(&two).unwrap());
         let shell = allocator.shell();
@@ -333,7 +333,7 @@ fn counters_hold_while_arenas_begin_to_count_for_themselves() {
     explore(|| {
         let (_, device) = device();
         let allocator = open(&device);
-        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let streams = [0; 2].map(|_| device.stream().unwrap());
         // As after many changes of thread: the next one makes arenas count for themselves.
         let kept = streams.each_ref().map(|stream| allocator.alloc(SIZE, stream).unwrap());
         allocator.shell().core().handovers = u32::MAX - 8;

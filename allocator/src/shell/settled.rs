@@ -243,7 +243,7 @@ mod tests {
             let device = Device::new(SimDriver::new(SimConfig::new(256 << 20)));
             let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
             allocator.shell().core().never_settles = never_settles;
-            let streams = (0..STREAMS).map(|_| device.create_stream().unwrap()).collect();
+            let streams = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
             Subject { allocator, streams, live: Vec::new() }
         }
 

@@ -77,7 +77,7 @@ fn rich_snapshot(is_paged: bool) -> Snapshot {
     let device = Device::new(driver.clone());
     let options = if is_paged { "history:1000" } else { "history:1000,backing:segments" };
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-    let (stream, other) = (device.default_stream(), device.create_stream().unwrap());
+    let (stream, other) = (device.default_stream(), device.stream().unwrap());
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     drop(allocator.alloc(40 << 20, stream).unwrap());
     allocator.empty_cache().unwrap();

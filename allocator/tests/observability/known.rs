@@ -23,7 +23,7 @@ fn actions(snapshot: &Snapshot) -> Vec<Action> {
 
 /// A stream with a lot of work before it, that uses what it is given.
 fn busy_stream(driver: &SimDriver, device: &Device) -> Stream {
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     driver.stall(stream.raw(), Duration::from_secs(1)).unwrap();
     stream.wait_for(&device.default_stream().tick()).unwrap();
     stream

@@ -109,7 +109,7 @@ impl Machine {
         let (driver, allocator) = allocator(config, seed);
         let device = allocator.device().clone();
         let pools = (0..POOLS).map(|_| allocator.create_pool(PoolOptions::default()).unwrap()).collect();
-        let own = (1..STREAMS).map(|_| device.create_stream().unwrap());
+        let own = (1..STREAMS).map(|_| device.stream().unwrap());
         let streams = std::iter::once(device.default_stream().clone()).chain(own).collect();
         Machine { driver, allocator, pools, streams, held: Vec::new() }
     }

@@ -35,7 +35,7 @@ const ATTEMPTS: u32 = 3;
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let (one, two) = (device.create_stream()?, device.create_stream()?);
+/// let (one, two) = (device.stream()?, device.stream()?);
 /// let (a, b) = (device.alloc(4096)?, device.alloc(4096)?);
 /// let (fork, join) = (device.create_event(false)?, device.create_event(false)?);
 /// let capture = one.begin_capture()?;
@@ -196,7 +196,7 @@ impl Drop for Capture {
 /// ```
 /// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// device.driver().begin_capture(stream.raw())?; // what another library does
 /// let announced = stream.announce_capture()?;
 /// assert!(stream.is_capturing());
@@ -249,7 +249,7 @@ impl Drop for AnnouncedCapture {
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let (stream, ptr) = (device.create_stream()?, device.alloc(4096)?);
+/// let (stream, ptr) = (device.stream()?, device.alloc(4096)?);
 /// let capture = stream.begin_capture()?;
 /// stream.fill(ptr, 7, 4096)?; // captured, not run
 /// let graph = capture.end()?;

@@ -45,7 +45,7 @@ pub(super) struct Cost {
 /// use aquifer_device::{Device, Driver};
 /// let driver = SimDriver::new(SimConfig::parse("h100,link=25,jitter=off")?);
 /// let device = Device::new(driver.clone());
-/// let (stream, memory) = (device.create_stream()?, device.alloc(25_000_000)?);
+/// let (stream, memory) = (device.stream()?, device.alloc(25_000_000)?);
 /// stream.upload_blocking(memory, &vec![1; 25_000_000])?;
 /// let engines = driver.engines();
 /// assert_eq!(engines.to_device_busy_ns, 1_500 + 1_000_000); // a millisecond after a start delay

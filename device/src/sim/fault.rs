@@ -20,14 +20,14 @@ use crate::error::{Code, ErrorKind, Operation};
 ///
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone()); // the driver stays at hand
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 ///
 /// // The next stream cannot be created, and the one after it can.
 /// let fault = Fault::Nth { operation: Some(Operation::CreateStream), nth: 1, code: Code::OUT_OF_MEMORY };
 /// driver.inject(fault);
-/// let error = device.create_stream().unwrap_err();
+/// let error = device.stream().unwrap_err();
 /// assert!(error.is_out_of_memory());
-/// device.create_stream()?;
+/// device.stream()?;
 ///
 /// // From now on nothing works, as if the card had fallen off the bus.
 /// driver.inject(Fault::LostAt { nth: 1 });

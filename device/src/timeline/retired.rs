@@ -177,7 +177,7 @@ mod tests {
     fn a_stream_that_could_not_be_destroyed_goes_with_its_device() {
         let driver = SimDriver::new(SimConfig::default());
         let device = Device::new(driver.clone());
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let (raw, tick) = (stream.raw(), stream.tick());
         driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) });
         drop(stream);

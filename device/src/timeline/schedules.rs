@@ -44,7 +44,7 @@ impl World {
     }
 
     fn stream(&self) -> Stream {
-        self.device.create_stream().unwrap()
+        self.device.stream().unwrap()
     }
 
     fn fill(&self, stream: &Stream, cell: u64) {
@@ -243,7 +243,7 @@ fn t4_streams_destroyed_while_their_ticks_are_waited_for() {
 fn t5_captures_begin_and_end_while_others_wait() {
     explore(|| {
         let world = World::new();
-        let one = world.device.create_stream_with(StreamFlags::default()).unwrap();
+        let one = world.device.stream_with(StreamFlags::default()).unwrap();
         let two = world.stream();
         world.produce(&one, 0);
         let legacy = world.device.default_stream().tick();
@@ -307,7 +307,7 @@ fn t5_what_is_enqueued_while_captures_are_held_off_is_in_no_graph() {
 fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
     explore(|| {
         let world = World::new();
-        let one = world.device.create_stream_with(StreamFlags::default()).unwrap();
+        let one = world.device.stream_with(StreamFlags::default()).unwrap();
         let event = world.device.create_event(false).unwrap();
         let spare = world.device.alloc(CELL).unwrap();
         join([
@@ -336,7 +336,7 @@ fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
 fn t5_a_capture_of_others_is_announced_while_a_blocking_copy_waits_for_its_end() {
     let model = || {
         let world = World::new();
-        let blocking = world.device.create_stream_with(StreamFlags::default()).unwrap();
+        let blocking = world.device.stream_with(StreamFlags::default()).unwrap();
         join([
             spawn(&world, |world| match world.device.default_stream().upload_blocking(world.base, &[1; 64]) {
                 Ok(()) => {}

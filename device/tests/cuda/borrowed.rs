@@ -27,7 +27,7 @@ impl Copies {
     fn failing(orders: &[Order]) -> Copies {
         let bench = Bench::new();
         let device = Device::new(bench.driver.clone());
-        let (stream, ptr) = (device.create_stream().unwrap(), device.alloc(BYTES as u64).unwrap());
+        let (stream, ptr) = (device.stream().unwrap(), device.alloc(BYTES as u64).unwrap());
         let mut host = vec![0; BYTES];
         // SAFETY: the memory outlives its registration, which `Drop` undoes.
         let registered = unsafe { bench.driver.host_register(host.as_mut_ptr(), HALF) }.unwrap();

@@ -72,7 +72,7 @@ fn what_would_break_a_capture_is_refused_and_does_not() {
 fn blocking_copies_of_page_locked_memory_are_kept_out_of_captures() {
     let bench = Bench::new();
     let device = Device::new(bench.driver.clone());
-    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(4096).unwrap());
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
     let host = device.driver().host_alloc(4096).unwrap();
     // SAFETY: 4096 bytes of page-locked memory that nobody else uses, freed below.
     let slice = unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), 4096) };
@@ -96,7 +96,7 @@ fn a_device_that_goes_while_another_of_its_context_captures_takes_nothing_from_p
     let open = || Device::new(CudaDriver::open(ordinal).unwrap());
     let (going, other) = (open(), open());
     let granule = going.info().granularity_bytes.unwrap();
-    let (stream, capturing) = (going.create_stream().unwrap(), other.create_stream().unwrap());
+    let (stream, capturing) = (going.stream().unwrap(), other.stream().unwrap());
     let before = bench.used();
     let ptr = going.driver().reserve(granule, 0).unwrap();
     let physical = going.driver().create_physical(granule, PhysicalOptions::default()).unwrap();
@@ -124,7 +124,7 @@ fn a_device_that_goes_while_another_of_its_context_captures_takes_nothing_from_p
 fn events_are_not_recorded_in_captures_that_nobody_made_known() {
     let bench = Bench::new();
     let device = Device::new(bench.driver.clone());
-    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
     let (tick, event) = (one.tick(), device.create_event(false).unwrap());
     device.driver().begin_capture(one.raw()).unwrap();
     assert_eq!(kind(event.record(&one)), ErrorKind::Capture);
@@ -286,7 +286,7 @@ fn drivers_of_one_context_leave_each_others_captures_alone() {
     let host = unsafe { other.host_register(registered.as_mut_ptr(), 4096) }.unwrap();
     let memory = theirs.alloc(4096).unwrap();
     let blocking = StreamFlags { non_blocking: false, priority: 0 };
-    let stream = mine.create_stream_with(blocking).unwrap();
+    let stream = mine.stream_with(blocking).unwrap();
     let capture = stream.begin_capture().unwrap();
     let breaks = |result: Result<()>| assert_eq!(kind(result), ErrorKind::Capture);
     breaks(theirs.synchronize());

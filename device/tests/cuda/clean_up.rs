@@ -29,7 +29,7 @@ fn a_capture_is_ended_before_its_stream_is_destroyed() {
     }
     // Of a stream that a device owns, and of which nobody said that it captures.
     let device = Device::new(bench.driver.clone());
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     device.driver().begin_capture(stream.raw()).unwrap();
     drop(stream);
     device.synchronize().unwrap();

@@ -137,7 +137,7 @@ fn t4_an_adopted_stream_is_covered_until_released_and_its_ticks_after() {
     external.release().unwrap();
     assert_eq!(cost(&bench.device), (1, 0));
     driver.destroy_stream(raw).unwrap();
-    let two = bench.device.create_stream().unwrap();
+    let two = bench.device.stream().unwrap();
     assert_eq!(two.raw(), raw);
     two.wait_for(&tick).unwrap();
     fill(&two, bench.ptr);
@@ -170,7 +170,7 @@ fn t4_a_handle_of_a_released_stream_takes_no_call_of_a_clone() {
     let (old, event) = (external.stream().clone(), bench.device.create_event(false).unwrap());
     external.release().unwrap();
     driver.destroy_stream(raw).unwrap();
-    let new = bench.device.create_stream().unwrap();
+    let new = bench.device.stream().unwrap();
     assert_eq!(new.raw(), raw, "the handle came back");
     let calls = bench.device.driver_calls();
     let refused = |result: Result<()>| assert_eq!(kind(result), ErrorKind::InvalidUse);
@@ -198,7 +198,7 @@ fn t4_a_stream_adopted_again_goes_on() {
     let bench = Bench::new();
     let driver = bench.device.driver();
     let raw = driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let mut ids = Vec::new();
     let mut tick = None;
     for _ in 0..4 {

@@ -183,7 +183,7 @@ fn a_call_that_fails_by_a_fault_has_no_effect() {
 fn a_blocking_copy_returns_where_every_call_fails() {
     let sim = SimDriver::new(SimConfig::new(1 << 30));
     let device = Device::new(sim.clone());
-    let (stream, ptr) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+    let (stream, ptr) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
     for operation in [None, Some(Operation::Synchronize)] {
         sim.inject(Fault::Rate { operation, rate: 1.0, code: Code(999) });
         if operation.is_some() {

@@ -96,7 +96,7 @@ fn times_are_not_ready_before_the_device_gets_there() {
 fn ticks_follow_the_position() {
     let driver = lagging(3);
     let device = Device::new(driver.clone());
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     driver.advance();
     let tick = stream.tick();
     stream.timeline().cover(tick.n()).unwrap();

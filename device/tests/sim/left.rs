@@ -21,7 +21,7 @@ impl Bench {
     fn new() -> Bench {
         let sim = SimDriver::new(SimConfig::new(1 << 30));
         let device = Device::new(sim.clone());
-        let (stream, memory) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
         Bench { sim, device, stream, memory }
     }
 
@@ -106,7 +106,7 @@ fn who_needs_all_of_it_waits() {
 fn ticks_of_streams_that_are_gone_are_answered() {
     let mut bench = Bench::new();
     bench.leave_in_flight();
-    bench.stream = bench.device.create_stream().unwrap();
+    bench.stream = bench.device.stream().unwrap();
     assert_eq!(bench.device.settle_host(), 0);
     bench.sim.advance(Duration::from_secs(2));
     assert_eq!(bench.device.settle_host(), 4096);
@@ -131,7 +131,7 @@ fn a_capture_is_not_broken_and_what_fails_is_tried_again() {
     let bench = Bench::new();
     bench.leave_in_flight();
     bench.sim.advance(Duration::from_secs(2));
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let capture = other.begin_capture().unwrap();
     assert_eq!((bench.device.settle_host(), bench.device.wait_and_settle_host()), (0, 0));
     drop(capture.end().unwrap());

@@ -60,7 +60,7 @@ fn a_copy_of_nothing_on_a_peer_names_the_peer() {
 #[test]
 fn the_first_call_that_heard_of_it_is_remembered_and_named_by_all_later_ones() {
     let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).ordinal(4)));
-    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
     stream.fill(memory, 1, 2 * MIB).unwrap();
     assert_eq!(device.lost(), None, "nobody heard of it yet");
     let first = stream.synchronize().unwrap_err();

@@ -253,8 +253,7 @@ fn without_checks_nothing_is_told_or_found() {
 #[test]
 fn texts_name_both_places_and_the_remedy() {
     let device = Device::new(checked());
-    let (one, two, memory) =
-        (device.create_stream().unwrap(), device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+    let (one, two, memory) = (device.stream().unwrap(), device.stream().unwrap(), device.alloc(MIB).unwrap());
     one.fill(memory, 1, MIB).unwrap();
     let first = format!("misuse.rs:{}", line!() - 1);
     two.touch("sum", &[Access { ptr: memory, bytes: MIB, kind: Read }]).unwrap();
@@ -279,14 +278,14 @@ fn panics(program: impl FnOnce(&Device, DevicePtr)) -> Option<String> {
 #[test]
 fn wrong_addresses_panic_in_the_call_and_races_in_the_next_wait() {
     let found = panics(|device, memory| {
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let _ = stream.fill(memory, 1, 513);
         unreachable!("the fill panics");
     });
     assert!(found.unwrap().contains("access beyond the bounds of a block"));
 
     let race = |device: &Device, memory| {
-        let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+        let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
         one.fill(memory, 1, 512).unwrap();
         two.fill(memory, 1, 512).unwrap();
         one.is_idle().unwrap(); // asking is no wait
@@ -311,7 +310,7 @@ fn wrong_addresses_panic_in_the_call_and_races_in_the_next_wait() {
 #[test]
 fn nothing_panics_twice_or_on_threads_that_defer_it() {
     let found = panics(|device, memory| {
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let worker = stream.clone();
         std::thread::spawn(move || {
             defer_panics_here();
@@ -333,7 +332,7 @@ fn nothing_panics_twice_or_on_threads_that_defer_it() {
     }
     let found = panics(|device, memory| {
         let _waits = Waits(device.clone());
-        let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+        let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
         one.fill(memory, 1, 512).unwrap();
         two.fill(memory, 1, 512).unwrap();
         panic!("{}", "the test's own");

@@ -18,7 +18,7 @@ fn events_created(device: &Device) -> u64 {
 fn t3_events_of_streams_that_wait_for_each_other_do_not_pile_up() {
     let driver = device(0);
     let device = Device::new(driver.clone());
-    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
     for _ in 0..ROUNDS {
         two.wait_for(&one.tick()).unwrap();
         one.wait_for(&two.tick()).unwrap();

@@ -154,7 +154,7 @@ fn many_operations_are_fast_and_leave_little_behind() {
 fn blocking_copies_leave_no_events_behind() {
     let sim = SimDriver::new(SimConfig::new(1 << 30));
     let device = Device::new(sim);
-    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(4096).unwrap());
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
     let mut bytes = [0; 64];
     for _ in 0..100 {
         stream.upload_blocking(memory, &bytes).unwrap();

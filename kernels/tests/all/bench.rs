@@ -108,7 +108,7 @@ impl Bench {
 
     fn with(device: Device, kernels: Kernels, turn: Option<MutexGuard<'static, ()>>) -> Bench {
         let allocator = Allocator::new(&device, Config::default()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         Bench { device, allocator, kernels, stream, _turn: turn }
     }
 

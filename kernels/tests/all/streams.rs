@@ -80,7 +80,7 @@ proptest! {
             Some(_) => Bench::new(),
             None => Bench::on(Device::new(SimDriver::new(SimConfig::new(64 << 20).seed(seed)))),
         };
-        let streams: Vec<Stream> = (0..STREAMS).map(|_| bench.device.create_stream().unwrap()).collect();
+        let streams: Vec<Stream> = (0..STREAMS).map(|_| bench.device.stream().unwrap()).collect();
         let mut buffers: Vec<DeviceBuffer<i32>> = (0..BUFFERS).map(|_| bench.upload(&vec![1; LEN as usize])).collect();
         let mut model = vec![vec![1; LEN as usize]; BUFFERS];
         for (step, stream) in steps {
@@ -102,7 +102,7 @@ fn threads_share_buffers() {
         for thread in 0..4usize {
             let (bench, buffers, ones) = (&bench, &buffers, &ones);
             scope.spawn(move || {
-                let stream = bench.device.create_stream().unwrap();
+                let stream = bench.device.stream().unwrap();
                 for round in 0..50 {
                     // In and out are one: each launch adds one, in whatever order they come.
                     let buffer = &buffers[(thread + round) % buffers.len()];
@@ -118,7 +118,7 @@ fn threads_share_buffers() {
 #[test]
 fn memory_given_back_is_not_reused_before_other_streams_are_done() {
     let bench = Bench::new();
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let mut findings = bench.upload(&[0u64; 2]);
     for round in 0..20 {
         let mut memory: DeviceBuffer<u8> = bench.alloc(1 << 20);
@@ -133,7 +133,7 @@ fn memory_given_back_is_not_reused_before_other_streams_are_done() {
 #[test]
 fn order_costs_nothing_on_one_stream_and_once_for_a_dependency() {
     let bench = Bench::new();
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let (mut x, mut y) = (bench.upload(&[1f32; 100]), bench.upload(&[1f32; 100]));
     let before = bench.device.timeline_counts();
     for _ in 0..10 {
@@ -161,7 +161,7 @@ fn what_bypasses_turns_is_found_by_the_detector() {
     if !bench.is_simulated() {
         return;
     }
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let mut memory = bench.alloc::<u8>(1000);
     bench.kernels.pattern_write(&bench.stream, &mut memory, 1).unwrap();
     other.fill(memory.ptr(), 0, 1000).unwrap();
@@ -188,7 +188,7 @@ fn graphs_are_captured_and_replayed() {
 #[test]
 fn a_capture_takes_no_memory_that_its_stream_is_not_ordered_after() {
     let bench = Bench::new();
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let mut memory = bench.alloc::<u8>(1000);
     bench.kernels.fill(&other, &mut memory, 1u8).unwrap();
     let capture = bench.stream.begin_capture().unwrap();

@@ -242,7 +242,7 @@ fn a_driver_that_fails_leaves_everything_usable() {
     assert_eq!(device.driver_calls().of(Operation::UnloadModule), 2);
 
     let bench = Bench::on(device);
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let mut memory = bench.upload(&[1u8; 100]);
     for operation in [Operation::Record, Operation::Wait, Operation::Launch] {
         sim.inject(nth(operation, 1, Code(999)));

@@ -82,7 +82,7 @@ pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
     let device = allocator.device();
     let mut streams = vec![device.default_stream().clone()];
     for _ in 1..plan.streams {
-        streams.push(device.create_stream()?);
+        streams.push(device.stream()?);
     }
     allocator.set_limit(Some(plan.limit));
     let (outboxes, inboxes): (Vec<_>, Vec<_>) = (0..plan.threads).map(|_| channel::unbounded()).unzip();

@@ -54,7 +54,7 @@ fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
 }
 
 fn pending(stand: &mut Stand) -> Result<Story, Failure> {
-    let side: Stream = stand.allocator.device().create_stream()?;
+    let side: Stream = stand.allocator.device().stream()?;
     let bytes = stand.unrounded(stand.percent(60));
     // There is room for it once, and not twice.
     stand.fill("weights", stand.room - bytes - bytes / 3)?;

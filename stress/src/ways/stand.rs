@@ -100,7 +100,7 @@ impl Stand {
         let options = options(&given);
         config.config.apply(&options).map_err(AllocError::from)?;
         let allocator = session.allocator(&device, &config)?;
-        let stream = device.create_stream()?;
+        let stream = device.stream()?;
         let free = memory.free;
         Ok(Stand { allocator, stream, simulator, options, free, room, spare, marked: Vec::new(), written: 0 })
     }

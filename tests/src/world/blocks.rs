@@ -98,7 +98,7 @@ impl World {
 
     /// Destroys a stream, after the allocator knows of all its work, and makes another one.
     pub(super) fn replace_stream(&mut self, at: usize, blocking: bool) {
-        let made = self.device.create_stream_with(StreamFlags { non_blocking: !blocking, priority: 0 });
+        let made = self.device.stream_with(StreamFlags { non_blocking: !blocking, priority: 0 });
         let Some(new) = self.allows(made) else { return };
         if at >= 4 || at >= self.streams.len() {
             if self.streams.len() < 6 {

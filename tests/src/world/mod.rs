@@ -60,7 +60,7 @@ impl World {
         let allocator = Allocator::new(&device, setup.config.clone()).unwrap_or_else(|error| panic!("{error}"));
         let mut streams = vec![device.default_stream().clone(), device.per_thread_stream()];
         for _ in 0..2 {
-            streams.push(device.create_stream().unwrap_or_else(|error| panic!("{error}")));
+            streams.push(device.stream().unwrap_or_else(|error| panic!("{error}")));
         }
         let mut world = World {
             pins: Pins::new(&allocator),

@@ -49,7 +49,7 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
         [(0, 0, 1), (1, 0, 1), (3, 0, 1), (4, 0, 0), (4, 0, 1), (5, 0, 3), (1, 1, 1), (4, 4, 0), (4, 4, 1), (9, 0, 9)]
     {
         let bench = Bench::new(CAPACITY, "");
-        let stream = bench.device.create_stream().unwrap();
+        let stream = bench.device.stream().unwrap();
         let raw = stream.raw();
         let capture = stream.begin_capture().unwrap();
         fail(&bench.driver, Operation::EndCapture, ends, Code(999));
@@ -104,7 +104,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
 fn no_stream_is_destroyed_while_it_captures() {
     for announced in [false, true] {
         let bench = Bench::new(CAPACITY, "");
-        let [one, two] = [(); 2].map(|()| bench.device.create_stream().unwrap());
+        let [one, two] = [(); 2].map(|()| bench.device.stream().unwrap());
         let event = bench.device.create_event(false).unwrap();
         let before = bench.device.driver_calls();
         let (capture, theirs) = if announced {
@@ -142,7 +142,7 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     let device = driver.device();
     let options = if seed.is_multiple_of(3) { "backing:segments" } else { "" };
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-    let streams = [(); 4].map(|()| device.create_stream().unwrap());
+    let streams = [(); 4].map(|()| device.stream().unwrap());
     let [one, two, captured, left] = &streams;
     let event = device.create_event(true).unwrap();
     event.record(one).unwrap();

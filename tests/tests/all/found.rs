@@ -104,7 +104,7 @@ fn an_allocator_that_is_dropped_leaves_nothing_on_the_device() {
         let free = || device.memory_info().unwrap().free;
         let before = free();
         let allocator = Allocator::new(&device, Config::parse(backing).unwrap()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let [one, two] = [(); 2].map(|()| allocator.alloc(30 * MIB, &stream).unwrap());
         subject.stall(&stream, Duration::from_millis(5)).unwrap();
         write_on(&stream, one.ptr(), one.bytes());
@@ -133,7 +133,7 @@ fn streams_that_come_and_go_take_over_what_others_left() {
         let keep = bench.allocator.alloc(MIB, &bench.stream).unwrap();
         let mut reserved = Vec::new();
         for round in 0..60 {
-            let stream = bench.device.create_stream().unwrap();
+            let stream = bench.device.stream().unwrap();
             assert!(stream.id() < 16, "numbers grow with streams that are gone: {}", stream.id());
             bench.driver.stall(&stream, Duration::from_micros(round * 7 % 50)).unwrap();
             let (small, large) = (5000, (round % 3 + 1) * MIB);
@@ -181,7 +181,7 @@ fn blocks_known_to_be_done_are_lent_too() {
 #[test]
 fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
     let bench = Bench::new(20 * MIB, "");
-    let third = bench.device.create_stream().unwrap();
+    let third = bench.device.stream().unwrap();
     let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
     let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
     bench.driver.stall(&third, Duration::from_millis(5)).unwrap();
@@ -197,7 +197,7 @@ fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
 #[test]
 fn blocks_given_back_after_their_stream_are_lent() {
     let bench = Bench::new(20 * MIB, "");
-    let gone = bench.device.create_stream().unwrap();
+    let gone = bench.device.stream().unwrap();
     let keeps = bench.allocator.alloc(5 * MIB, &gone).unwrap();
     let late = bench.allocator.alloc(9 * MIB, &gone).unwrap();
     bench.driver.stall(&gone, Duration::from_millis(5)).unwrap();
@@ -229,7 +229,7 @@ fn memory_at_the_highest_addresses_serves_as_any() {
             let driver = Subject::open(&SimConfig::new(GIB).ordinal(ordinal));
             let device = driver.device();
             let allocator = Allocator::new(&device, Config::parse(&on(backing, "")).unwrap()).unwrap();
-            let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+            let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
             let [lent, above] = [100, 1].map(|blocks| allocator.alloc(blocks * 512, &one).unwrap());
             drop(lent);
             one.synchronize().unwrap();
@@ -293,7 +293,7 @@ fn what_keeps_an_allocator_open_is_dropped_without_driver_calls() {
         let driver = Subject::new(GIB);
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::default()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         drop(allocator.alloc(8 * MIB, &stream).unwrap());
         let kept = keep(&allocator, &stream);
         drop(allocator);

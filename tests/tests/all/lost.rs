@@ -14,7 +14,7 @@ fn every_error_after_the_first_names_the_first() {
     let device = subject.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let transfer = Transfer::new(&allocator).unwrap();
-    let (stream, memory) = (device.create_stream().unwrap(), device.alloc(MIB).unwrap());
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
     subject.inject(Fault::LostAt { nth: 1 });
     assert_eq!(device.lost(), None);
     let first = stream.fill(memory, 1, MIB).unwrap_err();
@@ -54,7 +54,7 @@ fn a_loss_that_a_peer_hears_of_first_is_told_of_the_right_device() {
         return;
     }
     let [one, two] = [0, 1].map(|ordinal| Subject::open(&SimConfig::new(1 << 30).ordinal(ordinal)).device());
-    let (from, to) = (one.create_stream().unwrap(), two.create_stream().unwrap());
+    let (from, to) = (one.stream().unwrap(), two.stream().unwrap());
     let memory = one.alloc(MIB).unwrap();
     from.fill(memory, 1, 2 * MIB).unwrap();
     let error = to.wait_for(&from.tick()).unwrap_err();

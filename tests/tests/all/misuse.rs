@@ -18,7 +18,7 @@ struct Bench {
 fn bench(options: &str) -> Bench {
     let device = "sim:256MiB".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     Bench { device, allocator, stream }
 }
 
@@ -82,7 +82,7 @@ fn a_fill_beyond_a_block_is_found_with_both_places() {
 fn use_after_drop_is_found_unless_it_was_enqueued_before() {
     for options in BACKINGS {
         let bench = bench(options);
-        let other = bench.device.create_stream().unwrap();
+        let other = bench.device.stream().unwrap();
         let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(4096, &bench.stream).unwrap();
         let (ptr, view) = (buffer.ptr(), buffer.slice(1000..2000).unwrap());
         bench.stream.fill(ptr, 1, 4096).unwrap();
@@ -365,7 +365,7 @@ fn memory_moves_without_an_alarm() {
 fn violations_panic_on_devices_that_are_told_to() {
     let device = "sim:256MiB,violations=panic".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let block = allocator.alloc(512, &stream).unwrap();
     stream.fill(block.ptr(), 1, 513).unwrap();
 }

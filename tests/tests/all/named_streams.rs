@@ -111,7 +111,7 @@ fn item_37_stream_priorities() {
     let (least, greatest) = bench.device.info().priorities;
     assert!(greatest <= least);
     for priority in [least, greatest, greatest - 100, least + 100] {
-        let stream = bench.device.create_stream_with(StreamFlags { non_blocking: true, priority }).unwrap();
+        let stream = bench.device.stream_with(StreamFlags { non_blocking: true, priority }).unwrap();
         let held = bench.allocator.alloc(MIB, &stream).unwrap();
         write_on(&stream, held.ptr(), MIB);
     }
@@ -202,7 +202,7 @@ fn item_40_external_streams_share_handles_with_their_owner() {
     let raw = bench.driver.create_stream(StreamFlags::default()).unwrap();
     bench.driver.destroy_stream(raw).unwrap();
     // The handle comes back for a new stream; ours is told apart by its own number.
-    let again = bench.device.create_stream_with(StreamFlags::default()).unwrap();
+    let again = bench.device.stream_with(StreamFlags::default()).unwrap();
     assert!(again.id() > bench.side.id());
     bench.assert_no_violation();
 }

@@ -155,7 +155,7 @@ fn without_addresses_a_request_is_refused_and_says_so() {
 #[test]
 fn many_streams_and_pools_find_addresses() {
     let bench = bench(512 * MIB, "");
-    let streams: Vec<Stream> = (0..20).map(|_| bench.device.create_stream().unwrap()).collect();
+    let streams: Vec<Stream> = (0..20).map(|_| bench.device.stream().unwrap()).collect();
     let alloc = |stream: &Stream, bytes| {
         let block = bench.allocator.alloc(bytes, stream).unwrap();
         write_on(stream, block.ptr(), bytes);
@@ -176,7 +176,7 @@ fn a_device_that_cannot_map_memory_has_segments() {
     let driver = Subject::open(&SimConfig::new(GIB).vmm(false));
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("backing:paged").unwrap()).unwrap();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let held = allocator.alloc(5 * MIB, &stream).unwrap();
     write_on(&stream, held.ptr(), held.bytes());
     assert!(allocator.snapshot().segments.iter().all(|segment| !segment.is_expandable));
@@ -235,7 +235,7 @@ fn what_is_live_or_cached_at_the_end_goes_back() {
     let driver = Subject::new(GIB);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
-    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
     let alloc = |bytes, stream: &Stream| {
         let block = allocator.alloc(bytes, stream).unwrap();
         write_on(stream, block.ptr(), bytes);

@@ -237,7 +237,7 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     let driver = Subject::new(GIB);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let held = Arc::new(allocator.alloc(8 * MIB, &stream).unwrap());
     allocator.sleep(aquifer_allocator::Contents::Discard).unwrap();
     let asleep = allocator.pin_mapping(&held).unwrap_err();

@@ -38,7 +38,7 @@ fn crowded(seed: u64) -> u64 {
     let policy = ["off", "ready", "wait"][usize::try_from(seed % 3).unwrap()];
     let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
     let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
-    let streams: Vec<Stream> = (0..3).map(|_| device.create_stream().unwrap()).collect();
+    let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
     let mut held: Vec<(Allocation, usize)> = Vec::new();
     for x in numbers(seed).take(60) {
         let at = usize::try_from(x >> 40).unwrap();
@@ -95,7 +95,7 @@ fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Alloca
     let device = subject.device();
     let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
     let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
-    let streams: Vec<Stream> = (0..count).map(|_| device.create_stream().unwrap()).collect();
+    let streams: Vec<Stream> = (0..count).map(|_| device.stream().unwrap()).collect();
     let mut held: Vec<Allocation> = Vec::new();
     let mut operations = 0;
     for x in numbers(seed + 1).take(20_000) {
@@ -151,7 +151,7 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     let (subject, driver) = Subject::lagging(&SimConfig::new(16 * GIB), 300);
     let device = subject.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let streams: Vec<Stream> = (0..4).map(|_| device.create_stream().unwrap()).collect();
+    let streams: Vec<Stream> = (0..4).map(|_| device.stream().unwrap()).collect();
     let mut held: Vec<Allocation> = Vec::new();
     let mut remaps = Vec::new();
     let mut steps = numbers(1).enumerate();
@@ -231,7 +231,7 @@ fn a_request_stops_waiting_for_memory_that_another_thread_keeps_using() {
     let driver = Subject::new(GIB);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("backing:paged,cross_stream:off").unwrap()).unwrap();
-    let (stream, other) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
     let waits = Arc::new(AtomicU32::new(0));
     let busy = Busy { driver, allocator: allocator.clone(), other, waits: waits.clone() };
     busy.use_memory();

@@ -13,7 +13,7 @@ fn mapping_calls(program: &Program) -> Vec<u64> {
     let driver = Subject::new(80 * GIB);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let streams: Vec<Stream> = program.streams.iter().map(|_| device.create_stream().unwrap()).collect();
+    let streams: Vec<Stream> = program.streams.iter().map(|_| device.stream().unwrap()).collect();
     let mut slots: Vec<Option<Allocation>> = (0..program.slots).map(|_| None).collect();
     let calls = || {
         let calls = device.driver_calls();

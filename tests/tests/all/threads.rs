@@ -55,7 +55,7 @@ fn four_threads_hammer_one_allocator() {
         std::thread::scope(|scope| {
             for seed in 1..=4 {
                 let (away, bench) = (sender.clone(), &bench);
-                scope.spawn(move || hammer(&bench.allocator, &bench.device.create_stream().unwrap(), seed, &away));
+                scope.spawn(move || hammer(&bench.allocator, &bench.device.stream().unwrap(), seed, &away));
             }
             drop(sender);
             scope.spawn(move || receiver.into_iter().for_each(drop));
@@ -260,7 +260,7 @@ fn memory_that_threads_give_back_and_take_is_counted_once() {
             for seed in 1..=3 {
                 let bench = &bench;
                 scope.spawn(move || {
-                    let stream = bench.device.create_stream().unwrap();
+                    let stream = bench.device.stream().unwrap();
                     let mut held = Vec::new();
                     for x in numbers(seed).take(300) {
                         match bench.allocator.alloc(x % (16 * MIB) + 1, &stream) {
@@ -322,7 +322,7 @@ fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
 fn threads_that_grow_together_keep_the_headroom() {
     const HEADROOM: u64 = 30 * MIB;
     let bench = Bench::new(64 * MIB, "headroom_mb:30,backing:paged");
-    let streams = [(); 3].map(|()| bench.device.create_stream().unwrap());
+    let streams = [(); 3].map(|()| bench.device.stream().unwrap());
     // So that the streams have addresses.
     let held = [1, 2].map(|stream| bench.allocator.alloc(2 * MIB, &streams[stream]).unwrap());
     let mut cache = bench.allocator.growable(8 * MIB, &streams[0]).unwrap();

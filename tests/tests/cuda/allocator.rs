@@ -14,7 +14,7 @@ fn both_backings_serve_reuse_and_give_back() {
     for options in ["backing:paged", "backing:segments"] {
         let gpu = Gpu::new();
         let allocator = allocator(&gpu, options);
-        let (one, two) = (gpu.device.create_stream().unwrap(), gpu.device.create_stream().unwrap());
+        let (one, two) = (gpu.device.stream().unwrap(), gpu.device.stream().unwrap());
         for round in 0..20_u64 {
             let sizes = [512, 70_000, MIB, 3 * MIB, 25 * MIB + round * 4096];
             let blocks: Vec<_> = sizes.iter().map(|&size| allocator.alloc(size, &one).unwrap()).collect();
@@ -41,7 +41,7 @@ fn both_backings_serve_reuse_and_give_back() {
 fn running_out_of_memory_is_a_report() {
     let gpu = Gpu::new();
     let allocator = allocator(&gpu, "");
-    let stream = gpu.device.create_stream().unwrap();
+    let stream = gpu.device.stream().unwrap();
     let held = allocator.alloc(900 * MIB, &stream).unwrap();
     let error = allocator.alloc(200 * MIB, &stream).unwrap_err();
     assert!(matches!(error, AllocError::OutOfMemory(_)), "{error}");
@@ -54,7 +54,7 @@ fn running_out_of_memory_is_a_report() {
 fn a_device_that_is_lost_says_so_to_everybody() {
     let gpu = Gpu::new();
     let allocator = allocator(&gpu, "");
-    let stream = gpu.device.create_stream().unwrap();
+    let stream = gpu.device.stream().unwrap();
     let block = allocator.alloc(MIB, &stream).unwrap();
     gpu.standin.inject("lost_at=1").unwrap();
     let lost = stream.fill(block.ptr(), 1, MIB).unwrap_err();
@@ -67,7 +67,7 @@ fn a_device_that_is_lost_says_so_to_everybody() {
 /// What one round of work comes to, whatever fails in it.
 fn work(gpu: &Gpu) -> Result<(), AllocError> {
     let allocator = Allocator::new(&gpu.device, Config::default())?;
-    let (one, two) = (gpu.device.create_stream()?, gpu.device.create_stream()?);
+    let (one, two) = (gpu.device.stream()?, gpu.device.stream()?);
     let block = allocator.alloc(5 * MIB, &one)?;
     one.fill(block.ptr(), 1, 5 * MIB)?;
     two.wait_for(&one.tick())?;

@@ -31,7 +31,7 @@ fn is_capture_error(error: &AllocError) -> bool {
 fn an_unannounced_capture_is_noticed_before_it_is_broken() {
     let gpu = Gpu::new();
     let (theirs, stream) = adopted(&gpu);
-    let (allocator, other) = (allocator(&gpu), gpu.device.create_stream().unwrap());
+    let (allocator, other) = (allocator(&gpu), gpu.device.stream().unwrap());
     let (tick, elsewhere) = (stream.tick(), other.tick());
     theirs.begin_capture(MODE).unwrap();
     let noticed = tick.cover().unwrap_err();
@@ -107,7 +107,7 @@ fn a_pool_may_be_chosen_before_the_capture_begins() {
 fn memory_of_a_foreign_graph_waits_for_every_stream() {
     let gpu = Gpu::new();
     let (theirs, stream) = adopted(&gpu);
-    let (allocator, other) = (allocator(&gpu), gpu.device.create_stream().unwrap());
+    let (allocator, other) = (allocator(&gpu), gpu.device.stream().unwrap());
     let work = allocator.alloc(MIB, &other).unwrap();
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     theirs.begin_capture(MODE).unwrap();
@@ -141,7 +141,7 @@ fn what_cannot_be_announced_is_refused() {
     let AllocError::Device(error) = error else { panic!("{error}") };
     assert!(error.code == Code::INVALID_VALUE && error.to_string().contains("does not capture"), "{error}");
     assert!(matches!(foreign.capture(&stream, &pool), Err(AllocError::WrongDevice { what: "stream", .. })));
-    let elsewhere = other.device.create_stream().unwrap();
+    let elsewhere = other.device.stream().unwrap();
     assert!(matches!(foreign.capture(&elsewhere, &pool), Err(AllocError::WrongDevice { what: "pool", .. })));
     theirs.begin_capture(MODE).unwrap();
     let announced = stream.announce_capture().unwrap();
@@ -156,7 +156,7 @@ fn what_cannot_be_announced_is_refused() {
 #[test]
 fn a_capture_of_our_own_has_a_route_too() {
     let gpu = Gpu::new();
-    let (allocator, stream) = (allocator(&gpu), gpu.device.create_stream().unwrap());
+    let (allocator, stream) = (allocator(&gpu), gpu.device.stream().unwrap());
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = stream.begin_capture().unwrap();
     let route = allocator.capture(&stream, &pool).unwrap();

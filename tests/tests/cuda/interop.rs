@@ -19,7 +19,7 @@ fn a_context_of_cudarcs_becomes_a_device_and_is_kept() {
     assert!(Arc::ptr_eq(&cuda::context_of(&device).unwrap(), &context));
     let held = Arc::strong_count(&context);
     drop(context);
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let memory = device.alloc(MIB).unwrap();
     stream.fill(memory, 4, MIB).unwrap();
     let mut bytes = [0; 4];
@@ -79,7 +79,7 @@ fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     assert!(adopted.to_string().contains(&adopted.id().to_string()));
     assert_eq!(kind(cuda::adopt(&gpu.device, theirs.clone())), ErrorKind::InvalidUse, "once is enough");
     // cudarc's work is covered by ticks of the adopted stream.
-    let ours = gpu.device.create_stream().unwrap();
+    let ours = gpu.device.stream().unwrap();
     let memory = theirs.clone_htod(&[7_u32; 1024]).unwrap();
     let (ptr, _guard) = memory.device_ptr(&theirs);
     ours.wait_for(&adopted.tick()).unwrap();
@@ -151,7 +151,7 @@ fn default_streams_of_cudarcs_are_those_of_the_device() {
 #[test]
 fn our_streams_are_lent_to_cudarc_and_destroyed_when_they_are_back() {
     let gpu = Gpu::new();
-    let stream = gpu.device.create_stream().unwrap();
+    let stream = gpu.device.stream().unwrap();
     let lent = cuda::stream_of(&stream).unwrap();
     assert!(Arc::ptr_eq(&lent, &cuda::stream_of(&stream).unwrap()));
     let adopted = cuda::adopt(&gpu.device, lent.clone()).unwrap_err();
@@ -167,7 +167,7 @@ fn our_streams_are_lent_to_cudarc_and_destroyed_when_they_are_back() {
     let _ = memory.device_ptr_mut(&lent);
     drop(memory);
     drop(lent);
-    drop(gpu.device.create_stream().unwrap());
+    drop(gpu.device.stream().unwrap());
     assert_eq!(destroyed(), before + 2, "the one lent and the last one");
     gpu.assert_no_violation();
 }
@@ -175,7 +175,7 @@ fn our_streams_are_lent_to_cudarc_and_destroyed_when_they_are_back() {
 #[test]
 fn a_lent_stream_may_outlive_the_device() {
     let Gpu { device, standin } = Gpu::new();
-    let lent = cuda::stream_of(&device.create_stream().unwrap()).unwrap();
+    let lent = cuda::stream_of(&device.stream().unwrap()).unwrap();
     drop(device);
     let memory = lent.clone_htod(&[1_u8, 2, 3]).unwrap();
     assert_eq!(lent.clone_dtoh(&memory).unwrap(), [1, 2, 3]);
@@ -188,7 +188,7 @@ fn a_lent_stream_may_outlive_the_device() {
 fn memory_is_given_up_on_threads_without_a_context() {
     let gpu = Gpu::new();
     let allocator = Allocator::new(&gpu.device, Config::default()).unwrap();
-    let stream = gpu.device.create_stream().unwrap();
+    let stream = gpu.device.stream().unwrap();
     let blocks: Vec<_> = (0..8).map(|_| allocator.alloc(3 * MIB, &stream).unwrap()).collect();
     let event = gpu.device.create_event(false).unwrap();
     event.record(&stream).unwrap();

@@ -82,7 +82,7 @@ fn the_oldest_driver_that_will_do_opens() {
         let device = get(0).unwrap();
         assert_eq!(device.info().driver_version, Some((11, 4)));
         assert_eq!(device.driver().attribute(aquifer_device::Attribute::BatchedCopies).unwrap(), 0);
-        assert_eq!(device.driver().stream_id(device.create_stream().unwrap().raw()).unwrap(), None);
+        assert_eq!(device.driver().stream_id(device.stream().unwrap().raw()).unwrap(), None);
     });
 }
 

@@ -40,7 +40,7 @@ const PACKED_ALIGNMENT: usize = 64;
 /// use aquifer_transfer::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let mut buffers = Vec::new();
 /// for _ in 0..100 {
 ///     buffers.push(transfer.allocator().alloc_buffer::<u32>(16, &stream)?);

@@ -79,7 +79,7 @@ impl Transfer {
         let bytes = COPIES * SIZES[SIZES.len() - 1];
         let (on_host, other) = if direction == Direction::OnDevice { (0, bytes) } else { (bytes, 0) };
         // One that nobody else's work is on: it is waited for.
-        let stream = &self.device().create_stream()?;
+        let stream = &self.device().stream()?;
         let mut host: PinnedBuffer<u8> = self.pinned().alloc(host_vec::len_of(on_host, 1)?)?;
         let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(bytes, stream)?;
         let other: DeviceBuffer<u8> = self.allocator().alloc_buffer(other, stream)?;

@@ -27,7 +27,7 @@ impl Transfer {
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let path = std::env::temp_dir().join(format!("aquifer-file-example-{}", std::process::id()));
     /// std::fs::write(&path, [1, 2, 3, 4, 5])?;
     /// let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(3, &stream)?;

@@ -184,7 +184,7 @@ mod tests {
         let (sim, other) = (SimDriver::new(SimConfig::default()), Device::new(SimDriver::new(SimConfig::default())));
         let device = Device::new(sim.clone());
         let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         let (mut from, mut to) = (
             transfer.pinned().alloc_zeroed::<u32>(1000).unwrap(),
             transfer.pinned().alloc_zeroed::<u32>(1000).unwrap(),
@@ -232,7 +232,7 @@ mod tests {
     fn copies_to_and_fro_do_not_wait_for_each_other_in_a_circle() {
         const LEN: usize = 400_000;
         let (sim, transfer) = bench(1);
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         let mut one = transfer.pinned().alloc_zeroed::<u8>(2 * LEN).unwrap();
         let mut two = transfer.pinned().alloc_zeroed::<u8>(2 * LEN).unwrap();
         let (mut read, mut written) = one.as_slice_mut().split_at(LEN).unwrap();
@@ -269,7 +269,7 @@ mod tests {
     fn copies_come_after_what_is_in_flight_and_before_what_follows() {
         for len in [1000usize, 3_000_000] {
             let (sim, transfer) = bench(1);
-            let stream = transfer.device().create_stream().unwrap();
+            let stream = transfer.device().stream().unwrap();
             let sent: Vec<u8> = (0..=250).cycle().take(len).collect();
             let device = transfer.to_device(sent.clone(), &stream).unwrap().wait().unwrap();
             let mut target: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(len as u64, &stream).unwrap();
@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn a_copy_that_is_cancelled_and_a_lost_device_let_their_ends_go() {
         let (sim, transfer) = bench(2);
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         let mut to = transfer.pinned().alloc_zeroed::<u8>(1 << 20).unwrap();
         let from = transfer.pinned().alloc_zeroed::<u8>(1 << 20).unwrap();
         transfer.copy_on_host(&from, &mut to).unwrap().cancel();

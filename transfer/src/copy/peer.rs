@@ -80,7 +80,7 @@ impl Transfer {
     ///     let device = Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)));
     ///     transfers.push(Transfer::new(&Allocator::new(&device, Config::default())?)?);
     /// }
-    /// let streams = [transfers[0].device().create_stream()?, transfers[1].device().create_stream()?];
+    /// let streams = [transfers[0].device().stream()?, transfers[1].device().stream()?];
     /// let from = transfers[0].to_device(vec![1u32, 2, 3], &streams[0])?.wait()?;
     /// let mut to: DeviceBuffer<u32> = transfers[1].allocator().alloc_buffer(3, &streams[1])?;
     /// assert_eq!(transfers[1].copy_from_peer(&from, &transfers[0], &mut to)?.wait()?, Route::Peer);
@@ -203,7 +203,7 @@ mod tests {
             let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
             let device = Device::new(sim.clone());
             let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-            World { sim, transfer, stream: device.create_stream().unwrap() }
+            World { sim, transfer, stream: device.stream().unwrap() }
         }
 
         fn fails(&self, operation: Operation) {

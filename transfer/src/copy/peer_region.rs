@@ -68,7 +68,7 @@ impl Transfer {
     ///     let device = Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)));
     ///     transfers.push(Transfer::new(&Allocator::new(&device, Config::default())?)?);
     /// }
-    /// let streams = [transfers[0].device().create_stream()?, transfers[1].device().create_stream()?];
+    /// let streams = [transfers[0].device().stream()?, transfers[1].device().stream()?];
     /// let from = transfers[0].to_device(vec![1u32, 2, 3, 4, 5, 6], &streams[0])?.wait()?;
     /// let mut column: DeviceBuffer<u32> = transfers[1].allocator().alloc_buffer(2, &streams[1])?;
     /// // The second column of a 2 × 3 matrix.
@@ -169,7 +169,7 @@ mod tests {
             let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
             let device = Device::new(sim.clone());
             let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-            (sim, transfer, device.create_stream().unwrap())
+            (sim, transfer, device.stream().unwrap())
         });
         let [(_, one, stream), (_, two, elsewhere)] = &worlds;
         let from = one.to_device((0..1000u32).collect::<Vec<_>>(), stream).unwrap().wait().unwrap();

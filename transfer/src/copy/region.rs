@@ -21,7 +21,7 @@ use crate::error::TransferError;
 /// use aquifer_transfer::{Region, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let host = transfer.pinned().alloc_from(&[1u32, 2, 3, 4, 5, 6])?;
 /// // The rows of a 2 × 3 matrix become the columns of a 3 × 2 one.
 /// let mut transposed: DeviceBuffer<u32> = transfer.allocator().alloc_buffer(6, &stream)?;

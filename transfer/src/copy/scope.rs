@@ -47,7 +47,7 @@ impl Transfer {
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let (input, mut output) = (vec![3u8; 1 << 20], vec![0u8; 1 << 20]);
     /// let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(1 << 20, &stream)?;
     /// transfer.scope(|scope| {

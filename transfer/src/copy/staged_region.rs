@@ -30,7 +30,7 @@ impl Transfer {
     /// use aquifer_transfer::{Region, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-    /// let mut buffer = transfer.to_device(vec![0u32; 4], &device.create_stream()?)?.wait()?;
+    /// let mut buffer = transfer.to_device(vec![0u32; 4], &device.stream()?)?.wait()?;
     /// // The second column of a 4 × 3 matrix there, and to the third column of another one back.
     /// let region = Region { extents: &[4], from_strides: &[3], to_strides: &[1] };
     /// let _ = transfer.upload_region_from((1..12).collect::<Vec<u32>>(), &mut buffer, &region)?;

@@ -52,7 +52,7 @@ impl World {
 
     /// Allocates, fills, uploads and drops, as a loader does.
     fn load(&self, place: u64, rounds: u8) {
-        let stream = self.device.create_stream().unwrap();
+        let stream = self.device.stream().unwrap();
         for round in 0..rounds {
             let Ok(mut buffer) = self.pool.alloc::<u8>(BYTES) else { continue };
             buffer.write().unwrap().fill(round);
@@ -117,7 +117,7 @@ fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
 fn what_becomes_available_during_a_request_is_not_missed() {
     explore(|| {
         let world = World::new(8 * BYTES as u64);
-        let stream = world.device.create_stream().unwrap();
+        let stream = world.device.stream().unwrap();
         world.sim.stall(stream.raw(), Duration::from_millis(1)).unwrap();
         world.upload(world.pool.alloc_zeroed::<u8>(BYTES).unwrap().as_slice().part(), 0, &stream);
         let learns = spawn(&world, |world| {
@@ -139,7 +139,7 @@ fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
         let threads = [0, 1].map(|place| {
             let memory = shared.clone();
             spawn(&world, move |world| {
-                let stream = world.device.create_stream().unwrap();
+                let stream = world.device.stream().unwrap();
                 let part = HostPart { memory: &memory, ptr: memory.ptr(), bytes: BYTES };
                 world.upload(part, place, &stream);
             })
@@ -168,7 +168,7 @@ fn the_host_and_copies_come_after_the_work_of_claims() {
         buffer.write().unwrap().fill(1);
         let target = buffer.as_slice_mut().part().into_target().unwrap();
         let writer = spawn(&world, move |_| target.write(8, &[2; 8]).unwrap());
-        let stream = world.device.create_stream().unwrap();
+        let stream = world.device.stream().unwrap();
         world.upload(buffer.as_slice().part(), 0, &stream);
         assert_eq!(buffer.read().unwrap()[6..10], [1, 1, 2, 2]);
         join(readers.into_iter().chain([writer]));

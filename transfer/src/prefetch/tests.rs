@@ -25,7 +25,7 @@ fn stand(config: SimConfig) -> Stand {
     let driver = SimDriver::new(config);
     let device = Device::new(driver.clone());
     let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-    let (stream, kernels) = (device.create_stream().unwrap(), transfer.kernels().unwrap());
+    let (stream, kernels) = (device.stream().unwrap(), transfer.kernels().unwrap());
     Stand { driver, device, transfer, stream, kernels }
 }
 

@@ -27,7 +27,7 @@ fn stand_with(sim: SimConfig, config: Config) -> Stand {
     let driver = SimDriver::new(sim);
     let device = Device::new(driver.clone());
     let transfer = Transfer::new(&Allocator::new(&device, config).unwrap()).unwrap();
-    let (stream, kernels) = (device.create_stream().unwrap(), transfer.kernels().unwrap());
+    let (stream, kernels) = (device.stream().unwrap(), transfer.kernels().unwrap());
     Stand { driver, device, transfer, stream, kernels }
 }
 
@@ -246,7 +246,7 @@ fn many_threads_use_more_than_there_is() {
         for thread in 0..4usize {
             let (stand, buffers) = (&stand, &buffers);
             scope.spawn(move || {
-                let stream = stand.device.create_stream().unwrap();
+                let stream = stand.device.stream().unwrap();
                 for step in 0..12 {
                     let n = (thread * 5 + step * 3) % 8;
                     // Each holds one at a time, so that four of 12 MiB always fit.

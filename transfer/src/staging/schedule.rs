@@ -180,7 +180,7 @@ impl Stage {
         let sim = SimDriver::new(SimConfig::new(capacity).jitter(false).link_gb_s(link_gb_s));
         let device = Device::new(sim.clone());
         let allocator = Allocator::new(&device, Config::default())?;
-        let stream = device.create_stream()?;
+        let stream = device.stream()?;
         let buffer = allocator.alloc_buffer(bytes, &stream)?;
         let pool = PinnedPool::new(&device, PinnedConfig::default())?;
         Ok(Stage { sim, pool, stream, buffer, content: Arc::new(MadeUp::new(bytes)) })

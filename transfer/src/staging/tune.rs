@@ -99,7 +99,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
     let mut sample = pool.alloc::<u8>(SAMPLE)?;
     let copy = measure_copy(sample.write()?);
-    let stream = pool.device().create_stream()?;
+    let stream = pool.device().stream()?;
     let link = measure_link(pool.device(), &mut sample, &stream).unwrap_or_else(|error| {
         tracing::debug!(%error, "the speed of the link could not be measured");
         Speeds::ASSUMED.link
@@ -233,7 +233,7 @@ mod tests {
     fn a_device_that_captures_is_not_measured() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
-        let capture = device.create_stream().unwrap();
+        let capture = device.stream().unwrap();
         let capture = capture.begin_capture().unwrap();
         let calls = device.driver_calls();
         let sizes = choose(&StagingConfig::default(), &pool);

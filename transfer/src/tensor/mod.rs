@@ -63,7 +63,7 @@ use crate::runtime::Transfer;
 /// use aquifer_transfer::{Tensor, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 ///
 /// let host = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
 /// let x = host.to(&transfer)?.wait()?;

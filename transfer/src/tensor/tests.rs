@@ -24,7 +24,7 @@ struct Stand {
 fn stand_with(config: SimConfig) -> Stand {
     let device = Device::new(SimDriver::new(config));
     let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     Stand { device, transfer, stream }
 }
 

@@ -54,7 +54,7 @@ impl Tensor {
     /// use aquifer_transfer::{Tensor, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     ///
     /// let matrix = Tensor::zeros(&transfer, DType::F32, &[2, 3])?;
     /// let column = Tensor::from_vec(vec![1.0f32, 2.0], &[2])?; // on the host

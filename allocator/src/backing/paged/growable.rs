@@ -43,7 +43,7 @@ use crate::tags::Tag;
 /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
-/// let stream = device.create_stream()?;
+/// let stream = device.stream()?;
 /// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
 /// cache.grow_to(100 << 20, &stream)?;
 /// let half = cache.buffer::<f32>(); // for kernels, transfers and turns of any stream

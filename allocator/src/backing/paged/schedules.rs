@@ -29,7 +29,7 @@ fn explore_with(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 's
         let sim = SimDriver::new(SimConfig::new(CAPACITY));
         let device = Device::new(sim.clone());
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [0; 2].map(|_| device.create_stream().unwrap());
+        let streams = [0; 2].map(|_| device.stream().unwrap());
         let setup = Setup { sim, allocator, streams };
         model(&setup);
         let Setup { sim, allocator, .. } = setup;

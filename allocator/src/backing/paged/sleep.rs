@@ -72,7 +72,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.create_stream()?;
+    /// let stream = device.stream()?;
     /// let weights = allocator.alloc(4 << 20, &stream)?;
     /// stream.fill(weights.ptr(), 7, 4 << 20)?;
     /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
@@ -152,7 +152,7 @@ impl Allocator {
         let present = core.paged.as_ref().map(|paged| paged.not_pinned(&core.pins)).unwrap_or_default();
         drop(core);
         let mut saved = Vec::with_capacity(present.len());
-        let copies = if contents == Contents::SaveToHost { Some(self.device().create_stream()?) } else { None };
+        let copies = if contents == Contents::SaveToHost { Some(self.device().stream()?) } else { None };
         let moves = self.device().checks().map(|checks| checks.move_contents());
         for (range, _) in &present {
             saved.push(copies.as_ref().map(|stream| save(stream, range)).transpose()?);
@@ -272,7 +272,7 @@ impl Allocator {
             self.device().synchronize()?;
         }
         let is_saved = absent.iter().any(|absent| absent.saved.is_some());
-        let copies = if is_saved { Some(self.device().create_stream()?) } else { None };
+        let copies = if is_saved { Some(self.device().stream()?) } else { None };
         while let Some(last) = absent.last_mut() {
             let Range { start, end } = last.range;
             let mut at = start + granules_of(&last.frames[..last.mapped]) * granule;

@@ -133,7 +133,7 @@ fn measure(session: &Session, config: &ConfigArg, series: &Series, quick: bool) 
     for step in steps {
         let device = open(session)?;
         let allocator = session.allocator(&device, config)?;
-        let (stream, hot) = (device.create_stream()?, device.create_stream()?);
+        let (stream, hot) = (device.stream()?, device.stream()?);
         let (n, random) = (least * step, Random::new(session.seed()));
         let mut scale = Scale { n, device, allocator, stream, hot, random, rows: &mut measured };
         scale.warm_up()?;
@@ -288,7 +288,7 @@ fn nothing(scale: &mut Scale<'_>) -> Result<(), Failure> {
 
 fn streams(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let n = u64::from(scale.n);
-    let streams: Vec<Stream> = (0..n).map(|_| scale.device.create_stream()).collect::<Result<_, _>>()?;
+    let streams: Vec<Stream> = (0..n).map(|_| scale.device.stream()).collect::<Result<_, _>>()?;
     let live = scale.once("first block", n, |this| {
         let blocks = streams.iter().map(|stream| Ok(this.allocator.alloc(MIB, stream)?));
         blocks.collect::<Result<Vec<_>, Failure>>()
@@ -384,7 +384,7 @@ fn graphs(scale: &mut Scale<'_>) -> Result<(), Failure> {
 
 fn waiting(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let n = u64::from(scale.n);
-    let slow = scale.device.create_stream()?;
+    let slow = scale.device.stream()?;
     let large = scale.allocator.alloc(1 << 30, &slow)?;
     // So that the device is busy for longer than this takes.
     let keep_busy = || (0..2_000).try_for_each(|_| slow.fill(large.ptr(), 1, 1 << 30));

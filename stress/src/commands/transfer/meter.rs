@@ -55,7 +55,7 @@ impl Meter {
         Ok(Meter {
             transfer,
             peer,
-            stream: device.create_stream()?,
+            stream: device.stream()?,
             device: session.device_text().to_owned(),
             simulated,
             begun: Instant::now(),
@@ -149,7 +149,7 @@ impl Peer {
         let Some(device) = session.open_another(beside.device()) else { return Ok(None) };
         let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
         Ok(Some(Peer {
-            stream: device.create_stream()?,
+            stream: device.stream()?,
             name: Place::from(&transfer).to_string(),
             route: beside.route_from(&transfer)?,
             most: device.memory_info()?.free / 4,

@@ -22,7 +22,7 @@ impl Bench {
         let driver = Subject::new(CAPACITY);
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [(); 3].map(|()| device.create_stream().unwrap());
+        let streams = [(); 3].map(|()| device.stream().unwrap());
         Bench { driver, device, allocator, streams }
     }
 

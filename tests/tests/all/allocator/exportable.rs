@@ -44,7 +44,7 @@ fn it_is_one_piece_of_physical_memory_created_for_export() {
 #[test]
 fn it_goes_back_once_the_streams_that_used_it_are_done() {
     let (driver, device, allocator) = setup("");
-    let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (stream, side) = (device.stream().unwrap(), device.stream().unwrap());
     let shared = allocator.alloc_exportable(40 * MIB, FD, &stream).unwrap();
     let ptr = shared.ptr();
     driver.stall(&side, Duration::from_secs(1)).unwrap();

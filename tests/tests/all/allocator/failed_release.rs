@@ -19,7 +19,7 @@ fn setup() -> (Subject, Device, Allocator) {
 #[test]
 fn other_streams_still_wait_for_its_last_use() {
     let (driver, device, allocator) = setup();
-    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
     driver.stall(&one, Duration::from_secs(1)).unwrap();
     let first = allocator.alloc(40 << 20, &one).unwrap();
     one.fill(first.ptr(), 1, 64).unwrap();
@@ -28,7 +28,7 @@ fn other_streams_still_wait_for_its_last_use() {
     driver.clear_faults();
     assert_eq!(allocator.reserved_bytes(), 40 << 20);
     // Something of another stream that must be asked for makes the search look at every stream's blocks.
-    let three = device.create_stream().unwrap();
+    let three = device.stream().unwrap();
     driver.stall(&three, Duration::from_secs(1)).unwrap();
     drop(allocator.alloc(60 << 20, &three).unwrap());
     let second = allocator.alloc(40 << 20, &two).unwrap();
@@ -39,7 +39,7 @@ fn other_streams_still_wait_for_its_last_use() {
 #[test]
 fn it_still_belongs_to_the_stream_that_used_it_last() {
     let (driver, device, allocator) = setup();
-    let (one, two) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
     driver.stall(&two, Duration::from_secs(1)).unwrap();
     let first = allocator.alloc(40 << 20, &one).unwrap();
     two.wait_for(&one.tick()).unwrap();

@@ -24,7 +24,7 @@ impl Bench {
         let driver = Subject::new(CAPACITY);
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [device.create_stream().unwrap(), device.create_stream().unwrap()];
+        let streams = [device.stream().unwrap(), device.stream().unwrap()];
         Bench { driver, device, allocator, streams }
     }
 
@@ -264,7 +264,7 @@ fn plain_memory_is_not_freed_while_a_stream_captures() {
 fn nothing_is_unmapped_while_a_stream_captures() {
     let bench = Bench::new("");
     let [one, two] = &bench.streams;
-    let three = bench.device.create_stream().unwrap();
+    let three = bench.device.stream().unwrap();
     drop(bench.allocator.alloc(60 * MIB, two).unwrap());
     let mut growable = bench.allocator.growable(64 * MIB, two).unwrap();
     growable.grow_to(8 * MIB, two).unwrap();

@@ -25,7 +25,7 @@ fn setup(options: &str) -> Setup {
     let driver = Subject::new(CAPACITY);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-    let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (stream, side) = (device.stream().unwrap(), device.stream().unwrap());
     Setup { driver, device, allocator, stream, side }
 }
 
@@ -128,7 +128,7 @@ fn what_it_grows_by_again_comes_after_its_last_uses() {
     for (large, small) in [(8, 4), (8, 5), (8, 7), (7, 6), (9, 5)] {
         let setup = setup("");
         let Setup { driver, device, stream, side, .. } = &setup;
-        let third = device.create_stream().unwrap();
+        let third = device.stream().unwrap();
         let mut cache = setup.growable(CAPACITY);
         cache.grow_to(large * MIB, stream).unwrap();
         driver.stall(side, Duration::from_secs(1)).unwrap();

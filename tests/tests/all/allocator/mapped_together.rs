@@ -91,7 +91,7 @@ fn everything_at_once() {
                 _ => unreachable!(),
             }
         });
-        let streams: Vec<Stream> = (0..4).map(|_| device.create_stream().unwrap()).collect();
+        let streams: Vec<Stream> = (0..4).map(|_| device.stream().unwrap()).collect();
         thread::scope(|scope| {
             scope.spawn(|| blocks(&allocator, &streams[0], 5));
             scope.spawn(|| blocks(&allocator, &streams[1], 11));

@@ -146,7 +146,7 @@ fn an_observer_may_use_the_allocator() {
     let setup = setup();
     let live = setup.fragment();
     let spare = setup.allocator.alloc(MIB, setup.device.default_stream()).unwrap();
-    let (allocator, stream) = (setup.allocator.clone(), setup.device.create_stream().unwrap());
+    let (allocator, stream) = (setup.allocator.clone(), setup.device.stream().unwrap());
     let cached = setup.device.default_stream().clone();
     let mut cache = allocator.growable(64 * MIB, &stream).unwrap();
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();

@@ -18,7 +18,7 @@ fn open() -> (Device, Allocator) {
 #[test]
 fn one_thread_on_many_streams_has_exact_peaks() {
     let (device, allocator) = open();
-    let streams: Vec<_> = (0..5).map(|_| device.create_stream().unwrap()).collect();
+    let streams: Vec<_> = (0..5).map(|_| device.stream().unwrap()).collect();
     let (mut held, mut bytes, mut peak, mut blocks) = (Vec::new(), 0, 0, 0);
     for step in 0_u64..2000 {
         let stream = &streams[usize::try_from(step * 7 % 5).unwrap()];
@@ -41,7 +41,7 @@ fn one_thread_on_many_streams_has_exact_peaks() {
 #[test]
 fn work_that_passes_to_another_thread_once_has_exact_peaks() {
     let (device, allocator) = open();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let first = allocator.alloc(100 * MIB, &stream).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| drop((first, allocator.alloc(50 * MIB, &stream).unwrap())));
@@ -53,7 +53,7 @@ fn work_that_passes_to_another_thread_once_has_exact_peaks() {
 #[test]
 fn two_threads_have_peaks_within_the_bound() {
     let (device, allocator) = open();
-    let streams = [0; 2].map(|_| device.create_stream().unwrap());
+    let streams = [0; 2].map(|_| device.stream().unwrap());
     // At each barrier, both threads hold all they have: the true peak is known.
     let together = Barrier::new(2);
     let each = 400 * MIB;
@@ -86,7 +86,7 @@ fn two_threads_have_peaks_within_the_bound() {
 #[test]
 fn an_allocation_of_one_stream_freed_by_other_threads_is_counted_once() {
     let (device, allocator) = open();
-    let stream = device.create_stream().unwrap();
+    let stream = device.stream().unwrap();
     let (sender, receiver) = std::sync::mpsc::sync_channel(64);
     std::thread::scope(|scope| {
         scope.spawn(move || receiver.iter().for_each(drop));

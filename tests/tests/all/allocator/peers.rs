@@ -121,7 +121,7 @@ fn remaps_meanwhile_are_not_missed() {
     let [peer] = &peers[..] else { return };
     for round in 0..20 {
         let (driver, device, allocator) = setup("");
-        let streams: Vec<_> = (0..2).map(|_| device.create_stream().unwrap()).collect();
+        let streams: Vec<_> = (0..2).map(|_| device.stream().unwrap()).collect();
         thread::scope(|scope| {
             for stream in &streams {
                 let allocator = &allocator;

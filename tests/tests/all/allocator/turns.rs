@@ -20,7 +20,7 @@ impl Bench {
     }
 
     fn streams(&self) -> [Stream; 2] {
-        [self.device.create_stream().unwrap(), self.device.create_stream().unwrap()]
+        [self.device.stream().unwrap(), self.device.stream().unwrap()]
     }
 
     fn alloc(&self, stream: &Stream) -> DeviceBuffer<u8> {

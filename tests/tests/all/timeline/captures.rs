@@ -279,7 +279,7 @@ fn t5_a_capture_that_the_driver_does_not_end_goes_on_whatever_the_code() {
 fn t5_the_legacy_stream_is_left_alone_while_a_blocking_stream_captures() {
     let bench = Bench::new();
     let (legacy, two) = (bench.device.default_stream().clone(), bench.stream());
-    let blocking = bench.device.create_stream_with(StreamFlags { non_blocking: false, priority: 0 }).unwrap();
+    let blocking = bench.device.stream_with(StreamFlags { non_blocking: false, priority: 0 }).unwrap();
     let (tick, other) = (legacy.tick(), two.tick());
     let capture = blocking.begin_capture().unwrap();
     assert_eq!(kind(tick.cover()), ErrorKind::Capture);

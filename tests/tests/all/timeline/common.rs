@@ -30,7 +30,7 @@ impl Bench {
     }
 
     pub(super) fn stream(&self) -> Stream {
-        self.device.create_stream().unwrap()
+        self.device.stream().unwrap()
     }
 
     /// Writes the shared memory on a stream.

@@ -386,7 +386,7 @@ fn t4_numbers_of_streams_that_come_and_go_stay_small() {
     let keep = bench.stream();
     for _ in 0..100 {
         let flags = [false, true].map(|non_blocking| StreamFlags { non_blocking, priority: 0 });
-        let streams = flags.map(|flags| bench.device.create_stream_with(flags).unwrap());
+        let streams = flags.map(|flags| bench.device.stream_with(flags).unwrap());
         for stream in &streams {
             stream.wait_for(&keep.tick()).unwrap();
             bench.fill(stream);

@@ -23,7 +23,7 @@ impl Pair {
         let config = |ordinal| SimConfig::new(1 << 30).seed(seed + u64::from(ordinal)).ordinal(ordinal);
         let subjects = [0, 1].map(|ordinal| Subject::open(&config(ordinal)));
         let devices = subjects.each_ref().map(Subject::device);
-        let streams = devices.each_ref().map(|device| device.create_stream().unwrap());
+        let streams = devices.each_ref().map(|device| device.stream().unwrap());
         let memory = devices.each_ref().map(|device| device.alloc(MIB).unwrap());
         Pair { subjects, devices, streams, memory }
     }
@@ -89,7 +89,7 @@ fn streams_of_the_same_number_on_two_devices_are_two_streams() {
     let tick = pair.long();
     assert!(!pair.streams[1].is_ordered_after(&tick), "not its own");
     // Nor is what another stream here knows of a stream of that number here.
-    let third = pair.devices[1].create_stream().unwrap();
+    let third = pair.devices[1].stream().unwrap();
     third.wait_for(&pair.streams[1].tick()).unwrap();
     assert!(!third.is_ordered_after(&tick));
     third.wait_for(&tick).unwrap();
@@ -171,7 +171,7 @@ fn t2_a_failed_record_or_wait_changes_nothing_and_can_be_repeated() {
 fn t3_and_t4_ticks_of_a_stream_that_is_gone_stay_answerable() {
     let pair = Pair::new();
     let [source, target] = &pair.devices;
-    let gone = source.create_stream().unwrap();
+    let gone = source.stream().unwrap();
     pair.subjects[0].stall(&gone, LONG).unwrap();
     gone.fill(pair.memory[0], 5, MIB).unwrap();
     let tick = gone.tick();
@@ -224,7 +224,7 @@ fn t5_captures_wait_for_no_other_device_and_no_other_device_joins_them() {
 #[test]
 fn many_streams_of_another_device_cost_again_at_worst() {
     let pair = Pair::new();
-    let streams: Vec<_> = (0..40).map(|_| pair.devices[0].create_stream().unwrap()).collect();
+    let streams: Vec<_> = (0..40).map(|_| pair.devices[0].stream().unwrap()).collect();
     let ticks: Vec<_> = streams.iter().map(Stream::tick).collect();
     ticks.iter().for_each(|tick| pair.streams[1].wait_for(tick).unwrap());
     assert_eq!(pair.cost(), [(40, 0), (0, 40)]);

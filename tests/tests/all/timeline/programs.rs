@@ -153,7 +153,7 @@ impl Program {
                 let flags = StreamFlags { non_blocking: !blocking, priority: 0 };
                 // The new stream first, or the other way round so that the handle is reused.
                 drop(std::mem::replace(&mut self.streams[stream], self.bench.device.default_stream().clone()));
-                self.streams[stream] = self.bench.device.create_stream_with(flags).unwrap();
+                self.streams[stream] = self.bench.device.stream_with(flags).unwrap();
             }
             Step::Fail { wait } => {
                 let operation = if wait { aquifer_device::Operation::Wait } else { aquifer_device::Operation::Record };

@@ -57,7 +57,7 @@ struct World {
 impl World {
     fn new(seed: u64) -> World {
         let bench = Bench::seeded(seed);
-        let streams = (0..3).map(|_| bench.device.create_stream().unwrap()).collect();
+        let streams = (0..3).map(|_| bench.device.stream().unwrap()).collect();
         let pool = bench.transfer.allocator().create_pool(PoolOptions::default()).unwrap();
         let spiller = Spiller::new(&bench.transfer, 0);
         World { bench, streams, pool, held: Vec::new(), spiller, spillable: Vec::new(), byte: 0 }
@@ -318,7 +318,7 @@ fn prefetched_batches_used_by_bare_work_are_not_overwritten() {
             }
             let batches = (!drop_first).then_some(batches);
             bench.driver.advance(Duration::from_millis(1));
-            let other = bench.device.create_stream().unwrap();
+            let other = bench.device.stream().unwrap();
             let others: Vec<_> = (0..6).map(|_| bench.transfer.allocator().alloc(1 << 18, &other).unwrap()).collect();
             others.iter().for_each(|memory| other.fill(memory.ptr(), 9, memory.bytes()).unwrap());
             bench.device.synchronize().unwrap();

@@ -125,7 +125,7 @@ fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
 fn small_blocks_are_copied_within_the_device_by_one_call() {
     let bench = Bench::new();
     assert!(bench.transfer.batch_calls_pay_below(Direction::OnDevice).unwrap().is_some_and(|below| below > 1000));
-    let stream = bench.device.create_stream().unwrap();
+    let stream = bench.device.stream().unwrap();
     let bytes: Vec<u8> = (0..100u8).flat_map(|block| [block; 1000]).collect();
     let from = bench.transfer.to_device(bytes, &stream).unwrap().wait().unwrap();
     let to = bench.transfer.to_device(vec![255u8; 100_000], &stream).unwrap().wait().unwrap();

@@ -43,7 +43,7 @@ impl Bench {
         let threads = std::env::var(STAGING_THREADS).ok().and_then(|threads| threads.parse().ok());
         let staging = threads.map_or(StagingConfig::default(), |threads| StagingConfig::default().threads(threads));
         let transfer = Transfer::with_config(&allocator, TransferConfig::default().staging(staging)).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         Bench { driver, device, transfer, stream }
     }
 

@@ -100,7 +100,7 @@ fn page_locked_memory_comes_back_without_questions_or_threads_135524() {
 fn a_busy_stream_keeps_no_other_memory_back_71616_71745() {
     let bench = Bench::new();
     let pool = bench.transfer.pinned();
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let mut buffers = [bench.alloc(1 << 20), bench.alloc(1 << 20)];
     bench.device.synchronize().unwrap();
     let hosts = [pool.alloc_zeroed::<u8>(1 << 20).unwrap(), pool.alloc_zeroed::<u8>(1 << 20).unwrap()];

@@ -46,7 +46,7 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(seed: u64, faults: bool) -> World {
         let bench = Bench::seeded(seed);
-        let streams = [bench.device.create_stream().unwrap(), bench.device.create_stream().unwrap()];
+        let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
         // Loaded, and measured, before anything fails.
         bench.transfer.kernels().unwrap();
         for direction in [Direction::Upload, Direction::Download, Direction::OnDevice] {

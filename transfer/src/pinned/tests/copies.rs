@@ -7,7 +7,7 @@ use super::*;
 #[test]
 fn what_is_uploaded_comes_back() {
     let bench = Bench::new(PinnedConfig::default());
-    let down = bench.device.create_stream().unwrap();
+    let down = bench.device.stream().unwrap();
     let values: Vec<u32> = (0..1024).collect();
     let source = bench.pool.alloc_from(&values).unwrap();
     let mut target = bench.pool.alloc_zeroed::<u32>(1024).unwrap();
@@ -70,7 +70,7 @@ fn writing_waits_for_uploads_and_reading_does_not() {
 #[test]
 fn a_download_comes_after_uploads_on_other_streams_from_the_same_memory() {
     let bench = Bench::new(PinnedConfig::default());
-    let streams: Vec<_> = (0..3).map(|_| bench.device.create_stream().unwrap()).collect();
+    let streams: Vec<_> = (0..3).map(|_| bench.device.stream().unwrap()).collect();
     let mut buffer = bench.pool.alloc_from(&vec![3_u8; 1 << 20]).unwrap();
     for (place, stream) in streams.iter().enumerate() {
         let to = bench.memory.offset((1 + place as u64) << 20);
@@ -89,7 +89,7 @@ fn a_download_comes_after_uploads_on_other_streams_from_the_same_memory() {
 #[test]
 fn asking_the_driver_ends_while_streams_are_busy() {
     let bench = Bench::new(PinnedConfig::default());
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let [quick, slow, slower] = [(); 3].map(|()| bench.pool.alloc_zeroed::<u8>(16 << 20).unwrap());
     let (here, there) = (bench.memory, bench.memory.offset(32 << 20));
     upload(quick.slice(..1).unwrap().part(), there, &other, &bench.device).unwrap();

@@ -98,7 +98,7 @@ fn registered_slabs_and_buffers_add_up_to_a_bound_and_their_drop_waits_for_nothi
 fn while_a_stream_captures_nothing_goes_back() {
     let mut bench = Bench::new(PinnedConfig::default());
     drop(bench.pool.alloc::<u8>(1 << 20).unwrap());
-    let other = bench.device.create_stream().unwrap();
+    let other = bench.device.stream().unwrap();
     let capture = other.begin_capture().unwrap();
     let none = bench.new_pool(SlabSource::DriverAlloc);
     let pool = std::mem::replace(&mut bench.pool, none);

@@ -35,7 +35,7 @@ impl Bench {
         let sim = SimDriver::new(SimConfig::parse("1GiB,seed=1").unwrap());
         let device = Device::new(sim.clone());
         let pool = PinnedPool::new(&device, config).unwrap();
-        let (stream, memory) = (device.create_stream().unwrap(), device.alloc(MEMORY as u64).unwrap());
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(MEMORY as u64).unwrap());
         Bench { sim, device, pool, stream, memory }
     }
 

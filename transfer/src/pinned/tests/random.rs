@@ -68,7 +68,7 @@ struct Program {
 impl Program {
     fn new() -> Program {
         let bench = Bench::new(PinnedConfig::default().limit_bytes(LIMIT));
-        let streams = (0..STREAMS).map(|_| bench.device.create_stream().unwrap()).collect();
+        let streams = (0..STREAMS).map(|_| bench.device.stream().unwrap()).collect();
         let (held, forgotten) = Default::default();
         Program { bench, streams, device: vec![(0, 0); STREAMS], held, forgotten, faulty: false }
     }

@@ -17,7 +17,7 @@ impl AsRef<[u8]> for Fickle {
 fn an_owner_is_asked_once() {
     const LEN: usize = 800_000;
     let (_, transfer) = runtime(SMALL);
-    let stream = transfer.device().create_stream().unwrap();
+    let stream = transfer.device().stream().unwrap();
     let fickle = || Fickle(content(LEN, 3), Default::default());
     let buffer = transfer.to_device(fickle(), &stream).unwrap().wait().unwrap();
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap(), content(LEN, 3));
@@ -32,7 +32,7 @@ fn an_owner_is_asked_once() {
 #[test]
 fn ends_of_different_lengths_are_refused() {
     let world = World::new(sim());
-    let stream = world.device.create_stream().unwrap();
+    let stream = world.device.stream().unwrap();
     let buffer = world.buffer(2000, &stream);
     let half = buffer.slice(0..1000).unwrap();
     for bytes in [999, 1001, 2000] {

@@ -28,7 +28,7 @@ fn files_arrive_intact_from_any_offset_through_the_cache_and_past_it() {
     let file = TempFile::new("offsets", &content);
     for direct in [DirectIo::Never, DirectIo::Always, DirectIo::Measured] {
         let (sim, transfer) = runtime(SMALL.direct_io(direct));
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         for (offset, len) in [(0, 700_000), (4096, 65_536), (4095, 300_001), (699_999, 1), (10, 4096), (700_000, 0)] {
             let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(len as u64, &stream).unwrap();
             let pending = transfer.read_file_to_device(&file.0, offset as u64, &mut buffer).unwrap();
@@ -48,7 +48,7 @@ fn files_arrive_intact_from_any_offset_through_the_cache_and_past_it() {
 fn what_is_wrong_with_a_file_is_said_at_the_call() {
     let file = TempFile::new("wrong", &[7; 100]);
     let (_, transfer) = runtime(SMALL);
-    let stream = transfer.device().create_stream().unwrap();
+    let stream = transfer.device().stream().unwrap();
     let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(50, &stream).unwrap();
     let kind = |result: Result<_, TransferError>| match result.map(drop) {
         Err(TransferError::File { cause, path }) => {
@@ -82,7 +82,7 @@ fn what_is_wrong_with_a_file_is_said_at_the_call() {
 fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
     let file = TempFile::new("shrinks", &[7; 200_000]);
     let (_, transfer) = runtime(SMALL);
-    let stream = transfer.device().create_stream().unwrap();
+    let stream = transfer.device().stream().unwrap();
     let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(200_000, &stream).unwrap();
     let source = FileSource::open(&file.0, 0, 200_000, DirectIo::Always).unwrap();
     std::fs::write(&file.0, [7; 1000]).unwrap();

@@ -24,7 +24,7 @@ fn an_idle_ring_gives_its_memory_to_who_needs_it() {
             .pinned(PinnedConfig::default().limit_bytes(32 << 20))
             .staging(StagingConfig::default().chunk_bytes(4 << 20).chunks(6).threads(2));
         let transfer = Transfer::with_config(&allocator, config).unwrap();
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         let content = content(64 << 20, 1);
         let uploaded = transfer.to_device(content.clone(), &stream).unwrap().wait().unwrap();
         if stays {
@@ -71,7 +71,7 @@ fn a_busy_ring_leaves_memory_to_small_copies() {
             .pinned(PinnedConfig::default().limit_bytes(limit))
             .staging(StagingConfig::default().chunk_bytes(2 << 20).chunks(16).threads(4));
         let transfer = Transfer::with_config(&allocator, config).unwrap();
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         let source = Arc::new(Gate { bytes: 64 << 20, readers: Mutex::new(0), open: Mutex::new(false) });
         let mut large = allocator.alloc_buffer::<u8>(source.bytes, &stream).unwrap();
         let (_, uploaded) = transfer.stage_upload(source.clone(), &mut large).unwrap();

@@ -77,7 +77,7 @@ impl World {
 
     /// Uploads and downloads again; the bytes must be the same unless there is an error.
     fn round_trip(&self, content: &[u8]) -> Result<(), TransferError> {
-        let (up, down) = (self.device.create_stream()?, self.device.create_stream()?);
+        let (up, down) = (self.device.stream()?, self.device.stream()?);
         let buffer = self.allocator.alloc_buffer::<u8>(content.len() as u64, &up)?;
         let upload = self.upload(Memory::new(content.to_vec()), &buffer, &up)?;
         let target = Memory::new(vec![0; content.len()]);
@@ -244,7 +244,7 @@ fn nothing_is_started_before_its_first_use_and_small_jobs_start_little() {
     settled(&job).unwrap();
     assert_eq!(world.staging().stats().threads, 0);
 
-    let stream = world.device.create_stream().unwrap();
+    let stream = world.device.stream().unwrap();
     let buffer = world.buffer(1000, &stream);
     settled(&world.upload(Memory::new(vec![3; 1000]), &buffer, &stream).unwrap()).unwrap();
     let stats = world.staging().stats();
@@ -293,7 +293,7 @@ fn the_device_may_be_lost_at_every_call() {
 #[test]
 fn errors_and_panics_of_the_host_ends_fail_their_job_alone() {
     let world = World::new(sim());
-    let stream = world.device.create_stream().unwrap();
+    let stream = world.device.stream().unwrap();
     let odd = |panics: bool| {
         move |offset: u64| match offset {
             0..200_000 => Ok(()),
@@ -327,7 +327,7 @@ fn errors_and_panics_of_the_host_ends_fail_their_job_alone() {
 #[test]
 fn a_source_that_blocks_stops_nobody_else_and_can_be_cancelled() {
     let world = World::new(sim());
-    let stream = world.device.create_stream().unwrap();
+    let stream = world.device.stream().unwrap();
     let (go, wait) = mpsc::channel::<()>();
     let wait = Mutex::new(wait);
     let buffer = world.buffer(600_000, &stream);
@@ -350,7 +350,7 @@ fn a_source_that_blocks_stops_nobody_else_and_can_be_cancelled() {
 #[test]
 fn transfers_under_way_complete_when_the_ring_is_dropped() {
     let mut world = World::new(sim());
-    let stream = world.device.create_stream().unwrap();
+    let stream = world.device.stream().unwrap();
     let buffers: Vec<_> = (0..8).map(|_| world.buffer(500_000, &stream)).collect();
     let jobs: Vec<_> = (0..8)
         .map(|index| world.upload(Memory::new(content(500_000, index)), &buffers[index], &stream).unwrap())
@@ -382,7 +382,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
         }
     }
     let mut world = World::new(sim());
-    let stream = world.device.create_stream().unwrap();
+    let stream = world.device.stream().unwrap();
     let buffer = world.buffer(100_000, &stream);
     let end = DeviceEnd::claim(&buffer, AccessKind::Write).unwrap();
     let staging = world.staging.take().unwrap();
@@ -401,7 +401,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
 fn what_cannot_be_staged_is_refused_at_the_call() {
     let world = World::new(sim());
     let other = World::new(sim());
-    let (stream, foreign) = (world.device.create_stream().unwrap(), other.device.create_stream().unwrap());
+    let (stream, foreign) = (world.device.stream().unwrap(), other.device.stream().unwrap());
     let buffer = world.buffer(1000, &stream);
     let refused = world.upload(Memory::new(vec![1; 1000]), &buffer, &foreign);
     assert!(matches!(refused, Err(TransferError::WrongDevice { .. })));

@@ -92,7 +92,7 @@ fn world(seed: u64) -> (Arc<SimDriver>, Transfer, PinnedPool) {
 /// Copies a region to the device and back to the host, in each way that there is, and checks all of it.
 fn round_trips<T: Pod + Send + Sync + PartialEq + fmt::Debug>(shape: &Shape, seed: u64, element: impl Fn(usize) -> T) {
     let (sim, transfer, pool) = world(seed);
-    let stream = transfer.device().create_stream().unwrap();
+    let stream = transfer.device().stream().unwrap();
     let [from_len, to_len] = shape.reach();
     let from: Vec<T> = (0..from_len).map(&element).collect();
     let before: Vec<T> = (0..to_len).map(|at| element(at + 77_777)).collect();
@@ -148,7 +148,7 @@ proptest! {
 #[test]
 fn nothing_of_it_is_a_copy_that_is_done() {
     let (sim, transfer, pool) = world(1);
-    let stream = transfer.device().create_stream().unwrap();
+    let stream = transfer.device().stream().unwrap();
     for shape in [
         Shape { extents: vec![0, 5], from: vec![5, 1], to: vec![5, 1] },
         Shape { extents: vec![5, 0], from: vec![9, 0], to: vec![9, 0] },
@@ -179,7 +179,7 @@ fn nothing_of_it_is_a_copy_that_is_done() {
 fn what_does_not_fit_is_refused_before_anything_is_copied() {
     let (sim, transfer, pool) = world(1);
     let (_, other, _) = world(2);
-    let stream = transfer.device().create_stream().unwrap();
+    let stream = transfer.device().stream().unwrap();
     let mut target = transfer.to_device(vec![3u32; 1000], &stream).unwrap().wait().unwrap();
     let mut elsewhere = other.allocator().alloc_buffer::<u32>(1000, other.device().default_stream()).unwrap();
     let pageable = pool.alloc_or_pageable::<u32>(1000).unwrap();
@@ -228,7 +228,7 @@ fn every_driver_call_of_a_region_may_fail() {
     let from = content(from_len, 5);
     let expected = shape.model(&from, &vec![0; to_len]);
     let trip = |transfer: &Transfer, pool: &PinnedPool| -> Result<(), TransferError> {
-        let stream = transfer.device().create_stream()?;
+        let stream = transfer.device().stream()?;
         let mut buffer = transfer.allocator().alloc_buffer::<u8>(to_len as u64, &stream)?;
         let mut back = pool.alloc_or_pageable::<u8>(to_len)?;
         back.write()?.fill(0);
@@ -261,7 +261,7 @@ fn a_region_can_be_cancelled_dropped_and_forgotten() {
     let there = Shape { from: shape.to.clone(), ..shape.clone() };
     for how in 0..3 {
         let (sim, transfer, pool) = world(how);
-        let stream = transfer.device().create_stream().unwrap();
+        let stream = transfer.device().stream().unwrap();
         let mut buffer = transfer.to_device(vec![0u8; to_len], &stream).unwrap().wait().unwrap();
         let mut back = pool.alloc_or_pageable::<u8>(to_len).unwrap();
         back.write().unwrap().fill(9);

@@ -166,7 +166,7 @@ fn a_failed_write_leaves_everything_usable() {
         let device = Device::new(driver.clone());
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let transfer = Transfer::new(&allocator).unwrap();
-        let stream = device.create_stream().unwrap();
+        let stream = device.stream().unwrap();
         transfer.kernels().unwrap();
         let base = Tensor::zeros(&transfer, DType::F32, &[64, 64]).unwrap();
         let from = counting(&[64, 32]);
@@ -273,7 +273,7 @@ proptest! {
         writes in prop::collection::vec(write(), 0..12), seed in 0u64..1000,
     ) {
         let stands = [stand_with(SimConfig::default().seed(seed)), stand_with(SimConfig::default().seed(seed).ordinal(1))];
-        let streams = [(); 3].map(|()| stands[0].device.create_stream().unwrap());
+        let streams = [(); 3].map(|()| stands[0].device.stream().unwrap());
         let block = numbered(&stands[0], &SHAPE);
         let mut model = floats(&block);
         for Write { lengths, starts, order, what, stream } in writes {

@@ -16,7 +16,7 @@ fn threads_meanwhile_are_served_or_told() {
     let Setup { allocator, device, .. } = &setup;
     thread::scope(|scope| {
         for _ in 0..2 {
-            let stream = device.create_stream().unwrap();
+            let stream = device.stream().unwrap();
             scope.spawn(move || {
                 let mut held = Vec::new();
                 for step in 0..400_u64 {
@@ -83,7 +83,7 @@ fn turns_and_claims_end_before_their_memory_goes() {
     let setup = setup();
     let one: DeviceBuffer<u8> = setup.allocator.alloc_buffer(3 * MIB, &setup.stream).unwrap();
     let other: DeviceBuffer<u8> = setup.cache.buffer();
-    let side = setup.device.create_stream().unwrap();
+    let side = setup.device.stream().unwrap();
     let claim = Claim::take(other.storage(), AccessKind::Write).unwrap();
     sleep_beside(&setup, claim, |claim| {
         for part in 0..3 {

@@ -25,7 +25,7 @@ fn setup() -> Setup {
     let driver = Subject::new(CAPACITY);
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let (stream, side) = (device.create_stream().unwrap(), device.create_stream().unwrap());
+    let (stream, side) = (device.stream().unwrap(), device.stream().unwrap());
     let mut live = Vec::new();
     for (at, bytes) in [512, 70_000, MIB, 3 * MIB, 2 * MIB + 512, 1000].into_iter().enumerate() {
         let stream = if at % 2 == 0 { &stream } else { &side };
