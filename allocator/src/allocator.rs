@@ -40,7 +40,7 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;
-/// let buffer = allocator.alloc(100 << 20, &stream)?;
+/// let buffer = allocator.alloc_bytes(100 << 20, &stream)?;
 /// stream.fill(buffer.ptr(), 0, buffer.bytes())?;
 /// drop(buffer); // legal at once: later work of the stream comes after the fill
 /// assert_eq!(allocator.allocated_bytes(), 0);
@@ -189,7 +189,7 @@ impl Allocator {
     /// ([`Allocator::capture`]); a failing driver.
     #[track_caller]
     #[inline]
-    pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
         // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
         let at = Location::caller();
@@ -364,7 +364,7 @@ impl Allocator {
     /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the request by the alignment less 512 bytes.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`], and an invalid alignment.
+    /// As [`Allocator::alloc_bytes`], and an invalid alignment.
     #[track_caller]
     #[inline]
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
@@ -377,7 +377,7 @@ impl Allocator {
             || padded >= REQUEST_LIMIT
             || stream.device_id() != self.inner.device.id()
         {
-            return self.alloc(bytes, stream);
+            return self.alloc_bytes(bytes, stream);
         }
         let Granted { arena, block, addr } =
             self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
@@ -389,14 +389,14 @@ impl Allocator {
     /// Allocates memory and enqueues a fill with zeros on `stream`.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`]; a failing fill gives the memory back.
+    /// As [`Allocator::alloc_bytes`]; a failing fill gives the memory back.
     #[track_caller]
-    pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    pub fn alloc_bytes_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         if bytes == 0 {
-            return self.alloc(bytes, stream);
+            return self.alloc_bytes(bytes, stream);
         }
         let _awake = self.keep_awake()?;
-        let allocation = self.alloc(bytes, stream)?;
+        let allocation = self.alloc_bytes(bytes, stream)?;
         stream.fill(allocation.ptr(), 0, bytes)?;
         Ok(allocation)
     }

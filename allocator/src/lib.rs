@@ -36,7 +36,7 @@
 //! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
 //! let allocator = Allocator::new(&device, Config::default())?;
 //! let stream = device.stream()?;
-//! let block = allocator.alloc(500, &stream)?;
+//! let block = allocator.alloc_bytes(500, &stream)?;
 //! stream.fill(block.ptr(), 0, 500)?; // 501 would panic, and name this line and that of the allocation
 //! device.synchronize()?;
 //! device.assert_no_violations(); // for devices without `violations=panic`

@@ -17,10 +17,10 @@ impl Allocator {
     /// stay in use until the process ends.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`].
+    /// As [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
-        let allocation = self.alloc(bytes, stream)?;
+        let allocation = self.alloc_bytes(bytes, stream)?;
         let ptr = allocation.ptr();
         if bytes > 0 {
             self.shell().core().raw.insert(ptr.0, allocation.into_block());

@@ -18,7 +18,7 @@ fn a_stream_adopted_for_each_call_reuses_its_memory() {
     for call in 0..200_u8 {
         // SAFETY: the stream is destroyed below, and adopted once at a time.
         let mut adopted = unsafe { device.adopt_stream(raw) };
-        let output = allocator.alloc(3 * MIB, adopted.stream()).unwrap();
+        let output = allocator.alloc_bytes(3 * MIB, adopted.stream()).unwrap();
         adopted.stream().fill(output.ptr(), call, output.bytes()).unwrap();
         adopted.release().unwrap();
         device.driver().memset(output.ptr(), call, MIB, raw).unwrap();

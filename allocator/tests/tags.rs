@@ -13,7 +13,7 @@ fn tag(options: &str) -> Option<String> {
     let subscriber = tracing_subscriber::fmt().with_writer(std::io::sink).finish();
     let held = tracing::subscriber::with_default(subscriber, || {
         let _scope = TagScope::new("a scope");
-        tracing::info_span!("attention").in_scope(|| allocator.alloc(5 << 20, device.default_stream()).unwrap())
+        tracing::info_span!("attention").in_scope(|| allocator.alloc_bytes(5 << 20, device.default_stream()).unwrap())
     });
     let snapshot = serde_json::to_value(allocator.snapshot()).unwrap();
     drop(held);

@@ -103,7 +103,7 @@ impl Observed {
 
     /// The allocator's statistics.
     pub fn stats(&self) -> MemoryStats {
-        self.subject.allocator().memory_stats()
+        self.subject.allocator().stats()
     }
 
     /// Begins a pass.

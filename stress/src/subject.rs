@@ -87,7 +87,7 @@ impl Subject for Aquifer {
     // than it was written with, and that stall takes longer than the allocation.
     #[inline(always)]
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
-        Ok(self.allocator.alloc(bytes, &self.streams[usize::from(stream)])?)
+        Ok(self.allocator.alloc_bytes(bytes, &self.streams[usize::from(stream)])?)
     }
 
     #[inline]

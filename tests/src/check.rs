@@ -81,7 +81,7 @@ fn pooled(stats: &MemoryStats) -> [PoolStats; 9] {
 /// Panics unless the statistics equal those recomputed from the snapshot, agree with each other, and agree with `live`: the
 /// number of live blocks and the bytes that their holders asked for.
 pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
-    let (stats, snapshot) = (allocator.memory_stats(), allocator.snapshot());
+    let (stats, snapshot) = (allocator.stats(), allocator.snapshot());
     snapshot_is_whole(&snapshot);
     let kind = |kind: PoolKind| snapshot.segments.iter().filter(move |segment| segment.segment_type == kind);
     let spare = allocator.fragmentation(0).spare_bytes;
@@ -135,10 +135,8 @@ fn snapshot_is_whole(snapshot: &Snapshot) {
 
 /// Calls what only reads and compares it with the statistics.
 pub fn readers(allocator: &Allocator) {
-    let stats = allocator.memory_stats();
-    for abbreviated in [false, true] {
-        assert!(allocator.memory_summary(abbreviated).contains("Allocated memory"));
-    }
+    let stats = allocator.stats();
+    assert!(allocator.summary().contains("Allocated memory"));
     let fragmentation = allocator.fragmentation(1 << 20);
     assert_eq!(fragmentation.reserved_bytes, stats.reserved_bytes.all.current);
     assert_eq!(fragmentation.allocated_bytes, stats.allocated_bytes.all.current);

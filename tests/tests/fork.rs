@@ -104,7 +104,7 @@ impl World {
         transfer.kernels().unwrap();
         // So that the next one is a hit.
         for stream in &streams {
-            drop(allocator.alloc(MIB, stream).unwrap());
+            drop(allocator.alloc_bytes(MIB, stream).unwrap());
         }
         World { device, allocator, streams, transfer }
     }
@@ -112,9 +112,9 @@ impl World {
     /// Makes every kind of request.
     fn all_is_refused(&self) {
         let World { device, allocator, streams: [one, two, _], transfer } = self;
-        refused_memory("a hit", allocator.alloc(MIB, one));
-        refused_memory("no memory", allocator.alloc(0, one));
-        refused_memory("a miss", allocator.alloc(100 * MIB, one));
+        refused_memory("a hit", allocator.alloc_bytes(MIB, one));
+        refused_memory("no memory", allocator.alloc_bytes(0, one));
+        refused_memory("a miss", allocator.alloc_bytes(100 * MIB, one));
         refused_memory("a buffer", allocator.alloc_buffer::<f32>(100, two));
         refused_memory("empty_cache", allocator.empty_cache());
         refused_memory("trim_to", allocator.trim_to(MIB));
@@ -146,8 +146,8 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
         for (name, device, kept) in devices() {
             let world = World::new(device, options);
             let [one, two, three] = &world.streams;
-            let block = world.allocator.alloc(3 * MIB, one).unwrap();
-            let shared = world.allocator.alloc(3 * MIB, one).unwrap();
+            let block = world.allocator.alloc_bytes(3 * MIB, one).unwrap();
+            let shared = world.allocator.alloc_bytes(3 * MIB, one).unwrap();
             shared.record_stream(two).unwrap();
             let pool = world.allocator.create_pool(PoolOptions::default()).unwrap();
             let growable = world.allocator.growable(64 * MIB, one).ok();
@@ -195,14 +195,14 @@ fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
         };
         let World { device, allocator, streams: [one, two, three], transfer } = &world;
         let works: [&(dyn Fn() + Sync); 6] = [
-            &|| drop(allocator.alloc(MIB, one)),
+            &|| drop(allocator.alloc_bytes(MIB, one)),
             &|| {
                 // There is none while too many wait for a stream that captures.
-                if let Ok(block) = allocator.alloc(3 * MIB, two) {
+                if let Ok(block) = allocator.alloc_bytes(3 * MIB, two) {
                     block.record_stream(three).unwrap();
                 }
             },
-            &|| drop((allocator.trim_to(8 * MIB), allocator.snapshot(), allocator.memory_stats())),
+            &|| drop((allocator.trim_to(8 * MIB), allocator.snapshot(), allocator.stats())),
             &|| {
                 device.settle();
                 drop(device.stream());
@@ -218,7 +218,7 @@ fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
             }
             let outcome = catch_unwind(AssertUnwindSafe(|| {
                 for round in 0..100 {
-                    let block = allocator.alloc(MIB, three).ok();
+                    let block = allocator.alloc_bytes(MIB, three).ok();
                     in_child(name, round % 2 == 0, || {
                         world.all_is_refused();
                         // SAFETY: the copy is dropped in place of the original, in the child alone.

@@ -28,7 +28,7 @@ fn churn(
         for at in 0..live.len() {
             let place = &mut live[(at * 7 + round) % 251];
             drop(place.take());
-            *place = sizes.next().map(|bytes| allocator.alloc(bytes, stream)).transpose()?;
+            *place = sizes.next().map(|bytes| allocator.alloc_bytes(bytes, stream)).transpose()?;
         }
     }
     Ok(())
@@ -45,11 +45,11 @@ fn allocations_of(options: &str) -> Result<(u64, u64), Box<dyn Error>> {
     for _ in 0..10 {
         churn(&allocator, &stream, &mut live, 40)?;
         live.iter_mut().for_each(|place| *place = None);
-        if moved.replace(allocator.memory_stats().remaps) == Some(allocator.memory_stats().remaps) {
+        if moved.replace(allocator.stats().remaps) == Some(allocator.stats().remaps) {
             break;
         }
     }
-    let before = allocator.memory_stats().allocation.all.allocated;
+    let before = allocator.stats().allocation.all.allocated;
     let events = device.timeline_counts().events_recorded;
     let mut done = Ok(());
     let info = measure(|| {
@@ -57,7 +57,7 @@ fn allocations_of(options: &str) -> Result<(u64, u64), Box<dyn Error>> {
         live.iter_mut().for_each(|place| *place = None);
     });
     done?;
-    let during = allocator.memory_stats().allocation.all.allocated - before;
+    let during = allocator.stats().allocation.all.allocated - before;
     assert_eq!(during, 40 * 251, "every request was served");
     Ok((info.count_total, device.timeline_counts().events_recorded - events))
 }
@@ -86,11 +86,12 @@ fn blocks_given_back_by_another_thread_take_no_host_memory_either() {
     let mut blocks: Vec<Option<Allocation>> = (0..100).map(|_| None).collect();
     let mut counts = (0, 0);
     for _ in 0..20 {
-        let allocating = measure(|| blocks.iter_mut().for_each(|place| *place = allocator.alloc(4096, &stream).ok()));
+        let allocating =
+            measure(|| blocks.iter_mut().for_each(|place| *place = allocator.alloc_bytes(4096, &stream).ok()));
         let freeing = || measure(|| blocks.iter_mut().for_each(|place| *place = None));
         let freeing = std::thread::scope(|scope| scope.spawn(freeing).join().unwrap());
         counts = (allocating.count_total, freeing.count_total);
     }
-    assert_eq!(allocator.memory_stats().allocation.all.freed, 2000);
+    assert_eq!(allocator.stats().allocation.all.freed, 2000);
     assert_eq!(counts, (0, 0), "allocations of the two threads in the last round");
 }

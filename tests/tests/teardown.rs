@@ -11,7 +11,7 @@ fn item_25_any_order_of_teardown() {
         let driver = Subject::new(GIB);
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let held = [1, 30].map(|mib| allocator.alloc(mib * MIB, device.default_stream()).unwrap());
+        let held = [1, 30].map(|mib| allocator.alloc_bytes(mib * MIB, device.default_stream()).unwrap());
         write_on(device.default_stream(), held[1].ptr(), 30 * MIB);
         drop(allocator);
         drop(device);

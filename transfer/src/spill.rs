@@ -43,7 +43,7 @@ use crate::runtime::Transfer;
 ///
 /// let spiller = Spiller::new(&transfer, 0);
 /// let cache = spiller.add(transfer.to_device(vec![7u8; 40 << 20], &stream)?.wait()?, 0)?;
-/// let activations = allocator.alloc(40 << 20, &stream)?; // does not fit beside the cache, which makes room
+/// let activations = allocator.alloc_bytes(40 << 20, &stream)?; // does not fit beside the cache, which makes room
 /// assert!(!cache.is_on_device());
 /// drop(activations);
 /// let access = cache.access(&stream)?; // comes back

@@ -19,7 +19,7 @@ fn what_a_transfer_under_way_had_last_goes_back_to_the_device() {
             let allocator = Allocator::new(&device, Config::default()).unwrap();
             let transfer = Transfer::new(&allocator).unwrap();
             let stream = device.stream().unwrap();
-            drop(allocator.alloc(100 * MIB, &stream).unwrap());
+            drop(allocator.alloc_bytes(100 * MIB, &stream).unwrap());
             let pending = transfer.to_device(vec![1_u8; 32 << 20], &stream).unwrap();
             if cancelled {
                 pending.cancel();

@@ -98,7 +98,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let small = allocator.alloc(600, device.default_stream())?;
+    /// let small = allocator.alloc_bytes(600, device.default_stream())?;
     /// let fragmentation = allocator.fragmentation(4 << 20);
     /// assert_eq!(fragmentation.internal_waste, 1024 - 600);
     /// assert_eq!(fragmentation.largest_free_block, (2 << 20) - 1024);
@@ -330,11 +330,11 @@ mod tests {
             // Enough memory of their own for all streams at once, so that none grows later or takes another's.
             let own = |n: u64| move |i: u64| 512 * (1 + (i * 7919 + n) % 60);
             let warm = streams.iter().map(|stream| {
-                let small: Vec<_> = (0..200).map(|i| allocator.alloc(own(0)(i), stream).unwrap()).collect();
-                (small, allocator.alloc(40 << 20, stream).unwrap())
+                let small: Vec<_> = (0..200).map(|i| allocator.alloc_bytes(own(0)(i), stream).unwrap()).collect();
+                (small, allocator.alloc_bytes(40 << 20, stream).unwrap())
             });
             drop(warm.collect::<Vec<_>>());
-            let kept: Vec<_> = streams.iter().map(|stream| allocator.alloc(3 << 20, stream).unwrap()).collect();
+            let kept: Vec<_> = streams.iter().map(|stream| allocator.alloc_bytes(3 << 20, stream).unwrap()).collect();
             let done = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 for (n, stream) in (1..).zip(&streams[3..]) {
@@ -344,7 +344,7 @@ mod tests {
                         while !done.load(Relaxed) {
                             i += 1;
                             std::thread::yield_now();
-                            live.push(allocator.alloc(own(n)(i), stream).unwrap());
+                            live.push(allocator.alloc_bytes(own(n)(i), stream).unwrap());
                             if live.len() > 50 + usize::try_from(i % 50).unwrap() {
                                 let _freed = live.swap_remove(usize::try_from(i * 31).unwrap() % live.len());
                                 live.truncate(60);
@@ -372,7 +372,7 @@ mod tests {
                 }
                 // From here on memory goes back to the device, and comes again.
                 for _ in 0..10 {
-                    let error = allocator.alloc(1 << 40, &streams[0]).unwrap_err();
+                    let error = allocator.alloc_bytes(1 << 40, &streams[0]).unwrap_err();
                     let crate::AllocError::OutOfMemory(report) = error else { panic!("{error}") };
                     assert!(report.largest_free <= report.free_in_pool, "{report}");
                     assert!(

@@ -8,7 +8,7 @@ use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 use crate::shell::Shell;
 
-/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`. Fields that PyTorch lacks say so.
+/// Everything that an allocator counts. Names and meanings are those of PyTorch's `stats()`. Fields that PyTorch lacks say so.
 ///
 /// Current values are exact whenever no call is in flight. While other threads make calls, each stream's share of a value is exact as of
 /// some moment, but not all shares are as of the same moment.
@@ -109,8 +109,8 @@ impl MemoryStats {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let buffer = allocator.alloc(1_000, device.default_stream())?;
-    /// let stats = allocator.memory_stats().to_map();
+    /// let buffer = allocator.alloc_bytes(1_000, device.default_stream())?;
+    /// let stats = allocator.stats().to_map();
     /// assert_eq!(stats["allocated_bytes.small_pool.current"], 1024);
     /// assert_eq!(stats["requested_bytes.all.peak"], 1000);
     /// assert_eq!(stats["max_split_size"], -1);
@@ -168,7 +168,7 @@ impl Allocator {
     /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and
     /// must be applied first. With segments it looks into every arena in which anything happened, because pieces of
     /// segments are counted when blocks are merged.
-    pub fn memory_stats(&self) -> MemoryStats {
+    pub fn stats(&self) -> MemoryStats {
         if self.counts_pieces() {
             drop(self.shell().part(None));
         } else {
@@ -177,13 +177,25 @@ impl Allocator {
         MemoryStats::read(self.shell(), self.classes().max_split_size())
     }
 
+    /// The most bytes that were allocated at once since the last [`Allocator::reset_peak_stats`], as PyTorch's
+    /// `max_memory_allocated()`.
+    pub fn max_memory_allocated(&self) -> u64 {
+        self.stats().allocated_bytes.all.peak
+    }
+
+    /// The most bytes that were reserved from the device at once since the last [`Allocator::reset_peak_stats`], as
+    /// PyTorch's `max_memory_reserved()`.
+    pub fn max_memory_reserved(&self) -> u64 {
+        self.stats().reserved_bytes.all.peak
+    }
+
     /// Sets every peak to the current value.
-    pub fn reset_peak_memory_stats(&self) {
+    pub fn reset_peak_stats(&self) {
         self.shell().whole().reset_peaks();
     }
 
     /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`) from zero.
-    pub fn reset_accumulated_memory_stats(&self) {
+    pub fn reset_accumulated_stats(&self) {
         self.shell().whole().reset_accumulated();
     }
 

@@ -1,6 +1,6 @@
 //! Statistics as a table for people, laid out as PyTorch's `memory_summary()`.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 use crate::accounting::memory_stats::MemoryStats;
 use crate::accounting::stat::{PoolStats, Stat};
@@ -66,36 +66,41 @@ impl Table {
         self.line(&format!(" {name:<21} | {current} | {peak} | {allocated} | {freed} "));
     }
 
-    fn rows(&mut self, name: &str, unit: Unit, stats: &PoolStats, abbreviated: bool) {
+    fn rows(&mut self, name: &str, unit: Unit, stats: &PoolStats) {
         self.rule('-');
         self.row(name, unit, stats.all, stats.all);
-        if !abbreviated {
-            self.row("      from large pool", unit, stats.large_pool, stats.all);
-            self.row("      from small pool", unit, stats.small_pool, stats.all);
-        }
+        self.row("      from large pool", unit, stats.large_pool, stats.all);
+        self.row("      from small pool", unit, stats.small_pool, stats.all);
     }
 }
 
 impl Allocator {
-    /// A human-readable table of the statistics: bytes and numbers of allocated, active and reserved memory and so on, each with the
-    /// current value, the peak, and the sums of increases and decreases. `abbreviated` leaves out the two pools.
+    /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so on, each with the
+    /// current value, the peak, and the sums of increases and decreases.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// print!("{}", allocator.memory_summary(true));
+    /// print!("{}", allocator.summary());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn memory_summary(&self, abbreviated: bool) -> String {
+    pub fn summary(&self) -> String {
         let info = self.device().info();
         let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
-        write_summary(&title, &self.memory_stats(), abbreviated)
+        write_summary(&title, &self.stats())
     }
 }
 
-fn write_summary(title: &str, stats: &MemoryStats, abbreviated: bool) -> String {
+/// The table of [`Allocator::summary`].
+impl fmt::Display for MemoryStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(write_summary("Aquifer memory summary", self).trim_end())
+    }
+}
+
+fn write_summary(title: &str, stats: &MemoryStats) -> String {
     let mut table = Table(String::new());
     table.rule('=');
     table.line(&format!("{title:^WIDTH$}"));
@@ -117,7 +122,7 @@ fn write_summary(title: &str, stats: &MemoryStats, abbreviated: bool) -> String 
         ("Non-releasable allocs", Unit::Count, &stats.inactive_split),
     ];
     for (name, unit, stats) in rows {
-        table.rows(name, unit, stats, abbreviated);
+        table.rows(name, unit, stats);
     }
     let oversize =
         [("Oversize allocations", stats.oversize_allocations), ("Oversize GPU segments", stats.oversize_segments)];
@@ -155,9 +160,9 @@ mod tests {
     #[test]
     fn every_line_is_as_wide() {
         let long = "x".repeat(100);
-        for (title, abbreviated, lines) in [("short", true, 29), (&*long, false, 47)] {
-            let text = write_summary(title, &MemoryStats::default(), abbreviated);
-            assert_eq!(text.lines().count(), lines, "{text}");
+        for title in ["short", &*long] {
+            let text = write_summary(title, &MemoryStats::default());
+            assert_eq!(text.lines().count(), 47, "{text}");
             assert!(text.lines().all(|line| line.len() == WIDTH + 2), "{text}");
         }
     }
@@ -167,7 +172,7 @@ mod tests {
         let mut stats = MemoryStats::default();
         stats.allocated_bytes.all.current = 100 << 20;
         stats.allocated_bytes.small_pool.current = 5 << 10;
-        let text = write_summary("title", &stats, false);
+        let text = write_summary("title", &stats);
         assert!(text.contains("| Allocated memory      | 102400 KiB |      0 B   |"), "{text}");
         assert!(text.contains("|       from small pool |      5 KiB |      0 B   |"), "{text}");
     }

@@ -48,7 +48,7 @@ impl Allocator {
     /// Allocates memory for `len` values of `T`, uninitialised.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`], and a length whose bytes overflow.
+    /// As [`Allocator::alloc_bytes`], and a length whose bytes overflow.
     #[track_caller]
     pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
         let size = size_of::<T>() as u64;
@@ -82,7 +82,7 @@ impl DeviceBuffer<u8> {
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.stream()?;
-    /// let allocation = allocator.alloc(4000, &stream)?;
+    /// let allocation = allocator.alloc_bytes(4000, &stream)?;
     /// stream.fill(allocation.ptr(), 0, 4000)?;
     /// let zeros = DeviceBuffer::from_allocation(allocation, &stream)?.cast::<f32>().expect("4000 bytes are 1000 floats");
     /// assert_eq!(zeros.len(), 1000);

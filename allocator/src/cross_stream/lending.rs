@@ -309,10 +309,10 @@ mod tests {
             let config = Config { granule: Some(granule), ..Config::default() };
             let allocator = Allocator::new(&device, config).unwrap();
             let streams = [(); 4].map(|()| device.stream().unwrap());
-            let _kept = allocator.alloc(1 << 20, &streams[0]).unwrap();
+            let _kept = allocator.alloc_bytes(1 << 20, &streams[0]).unwrap();
             for _ in 0..100 {
                 for stream in &streams {
-                    drop(allocator.alloc(1 << 20, stream).unwrap());
+                    drop(allocator.alloc_bytes(1 << 20, stream).unwrap());
                 }
             }
             let reserved = allocator.reserved_bytes();
@@ -322,14 +322,14 @@ mod tests {
 
     /// How often streams borrow from each other if two of them take turns, after one of them allocated so often by itself.
     fn loans(allocator: &Allocator, before: u32) -> u64 {
-        let loans = allocator.memory_stats().cross_stream_reuses;
+        let loans = allocator.stats().cross_stream_reuses;
         let streams = [(); 2].map(|()| allocator.device().stream().unwrap());
-        let _kept = allocator.alloc(1 << 20, &streams[0]).unwrap();
-        (0..before).for_each(|_| drop(allocator.alloc(1 << 20, &streams[0]).unwrap()));
+        let _kept = allocator.alloc_bytes(1 << 20, &streams[0]).unwrap();
+        (0..before).for_each(|_| drop(allocator.alloc_bytes(1 << 20, &streams[0]).unwrap()));
         for _ in 0..500 {
-            streams.iter().for_each(|stream| drop(allocator.alloc(1 << 20, stream).unwrap()));
+            streams.iter().for_each(|stream| drop(allocator.alloc_bytes(1 << 20, stream).unwrap()));
         }
-        allocator.memory_stats().cross_stream_reuses - loans
+        allocator.stats().cross_stream_reuses - loans
     }
 
     fn allocator() -> Allocator {

@@ -125,7 +125,7 @@ const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare"
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// allocator.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });
-/// drop(allocator.alloc(512, device.default_stream())?);
+/// drop(allocator.alloc_bytes(512, device.default_stream())?);
 /// let actions: Vec<Action> = allocator.snapshot().trace().iter().map(|entry| entry.action).collect();
 /// assert_eq!(actions, [Action::SegmentMap, Action::Alloc, Action::FreeCompleted]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -67,7 +67,7 @@ impl Allocator {
     /// let (stream, pool) = (device.stream()?, allocator.create_pool(PoolOptions::default())?);
     /// let capture = stream.begin_capture()?;
     /// let route = allocator.capture(&stream, &pool)?;
-    /// let scratch = allocator.alloc(1 << 20, &stream)?;
+    /// let scratch = allocator.alloc_bytes(1 << 20, &stream)?;
     /// stream.fill(scratch.ptr(), 7, 1 << 20)?;
     /// drop(scratch); // the pool keeps it for the graph
     /// let graph = capture.end()?;

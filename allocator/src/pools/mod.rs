@@ -36,8 +36,8 @@ use crate::shell::special;
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;
 /// let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
-/// drop(pool.alloc(48 << 20, &stream)?); // the pool keeps it
-/// let lent = allocator.alloc(40 << 20, &stream)?; // there is no other memory for this
+/// drop(pool.alloc_bytes(48 << 20, &stream)?); // the pool keeps it
+/// let lent = allocator.alloc_bytes(40 << 20, &stream)?; // there is no other memory for this
 /// assert_eq!(allocator.reserved_bytes(), 48 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -68,7 +68,7 @@ pub struct PoolOptions {
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let pool = allocator.create_pool(PoolOptions::default())?;
 /// let _route = pool.route_thread();
-/// let inside = allocator.alloc(1 << 20, device.default_stream())?; // from the pool
+/// let inside = allocator.alloc_bytes(1 << 20, device.default_stream())?; // from the pool
 /// # drop(inside);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -150,11 +150,11 @@ impl PrivatePool {
     /// Allocates from this pool.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`].
+    /// As [`Allocator::alloc_bytes`].
     #[track_caller]
-    pub fn alloc(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let _route = self.route_thread();
-        self.allocator.alloc(bytes, stream)
+        self.allocator.alloc_bytes(bytes, stream)
     }
 
     /// Allocates from this pool with a larger alignment, as [`Allocator::alloc_aligned`] does.
@@ -170,11 +170,11 @@ impl PrivatePool {
     /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream captures, the fill is a part of the graph.
     ///
     /// # Errors
-    /// As [`Allocator::alloc_zeroed`].
+    /// As [`Allocator::alloc_bytes_zeroed`].
     #[track_caller]
-    pub fn alloc_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    pub fn alloc_bytes_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let _route = self.route_thread();
-        self.allocator.alloc_zeroed(bytes, stream)
+        self.allocator.alloc_bytes_zeroed(bytes, stream)
     }
 
     /// Allocates from this pool and returns the bare pointer, to be freed with [`Allocator::free_raw`].

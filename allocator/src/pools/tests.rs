@@ -51,7 +51,7 @@ fn nothing_is_left_of_pools_that_are_gone() {
             let blocks: Vec<Allocation> = pools
                 .iter()
                 .zip(streams.iter().cycle())
-                .map(|(pool, stream)| pool.alloc(MIB, stream).unwrap())
+                .map(|(pool, stream)| pool.alloc_bytes(MIB, stream).unwrap())
                 .collect();
             let places: Vec<u16> = pools.iter().map(|pool| pool.key().place()).collect();
             assert_eq!(places, (0..40).collect::<Vec<u16>>(), "places are used again");
@@ -79,7 +79,7 @@ fn a_pool_that_a_thread_is_routed_to_stays_listed() {
     assert_eq!(listed(), 1, "a request with its numbers may be under way");
     drop(outer);
     assert_eq!((listed(), allocator.shell().core().pools.routed()), (1, None));
-    drop(allocator.alloc(MIB, &stream).unwrap());
+    drop(allocator.alloc_bytes(MIB, &stream).unwrap());
     drop(inner);
     assert_eq!(listed(), 0);
 }
@@ -91,7 +91,7 @@ fn graphs_that_are_over_are_forgotten() {
     let capture = || {
         let capture = stream.begin_capture().unwrap();
         let route = allocator.capture(&stream, &pool).unwrap();
-        let scratch = allocator.alloc(MIB, &stream).unwrap();
+        let scratch = allocator.alloc_bytes(MIB, &stream).unwrap();
         stream.fill(scratch.ptr(), 1, MIB).unwrap();
         drop(scratch);
         let graph = capture.end().unwrap();
@@ -107,7 +107,7 @@ fn graphs_that_are_over_are_forgotten() {
     graphs[0].launch(&stream).unwrap();
     drop(graphs);
     stream.synchronize().unwrap();
-    drop(pool.alloc(MIB, &stream).unwrap());
+    drop(pool.alloc_bytes(MIB, &stream).unwrap());
     assert_eq!(known(), Some(0), "a request tells that none may be launched");
     let kept = capture();
     drop(pool);
@@ -157,8 +157,8 @@ proptest! {
                 }
                 Step::Alloc { pool, stream, bytes, default } => {
                     let granted = match pools.get(pool.index(pools.len().max(1))).filter(|_| !default) {
-                        Some(pool) => pool.alloc(bytes, &streams[stream]),
-                        None => allocator.alloc(bytes, &streams[stream]),
+                        Some(pool) => pool.alloc_bytes(bytes, &streams[stream]),
+                        None => allocator.alloc_bytes(bytes, &streams[stream]),
                     };
                     blocks.extend(granted.ok());
                 }

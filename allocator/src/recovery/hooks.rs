@@ -79,7 +79,7 @@ impl Allocator {
     ///     MappingChange::BeforeUnmap { bytes, .. } => *seen.lock().unwrap() -= bytes,
     ///     _ => {}
     /// });
-    /// drop(allocator.alloc(100 << 20, device.default_stream())?);
+    /// drop(allocator.alloc_bytes(100 << 20, device.default_stream())?);
     /// assert_eq!(*mapped.lock().unwrap(), 100 << 20);
     /// allocator.empty_cache()?;
     /// assert_eq!(*mapped.lock().unwrap(), 0);

@@ -96,10 +96,10 @@ impl Allocator {
     ///     freed
     /// });
     /// for _ in 0..60 {
-    ///     let block = allocator.alloc(1 << 20, stream)?;
+    ///     let block = allocator.alloc_bytes(1 << 20, stream)?;
     ///     cache.lock().unwrap().push(block); // not locked while it allocates
     /// }
-    /// let large = allocator.alloc(40 << 20, stream)?; // 36 blocks are evicted for it
+    /// let large = allocator.alloc_bytes(40 << 20, stream)?; // 36 blocks are evicted for it
     /// assert!(cache.lock().unwrap().len() >= 20);
     /// # drop((large, registration));
     /// # Ok::<(), Box<dyn std::error::Error>>(())

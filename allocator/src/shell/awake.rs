@@ -157,7 +157,7 @@ impl Allocator {
     ///     let allocator = allocator.clone();
     ///     move || allocator.sleep(Contents::SaveToHost) // waits for the request to be served
     /// });
-    /// let request = allocator.alloc(4 << 20, &stream)?;
+    /// let request = allocator.alloc_bytes(4 << 20, &stream)?;
     /// stream.fill(request.ptr(), 7, 4 << 20)?;
     /// drop(awake);
     /// assert_eq!(control.join().unwrap()?, 4 << 20);
@@ -192,7 +192,7 @@ impl Allocator {
     ///     move || allocator.wake()
     /// });
     /// let request = loop {
-    ///     match allocator.alloc(4 << 20, &stream) {
+    ///     match allocator.alloc_bytes(4 << 20, &stream) {
     ///         Err(AllocError::Asleep) if allocator.wait_awake(Duration::from_secs(60)) => {}
     ///         done => break done?,
     ///     }

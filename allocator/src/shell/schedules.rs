@@ -299,7 +299,7 @@ fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
         join(threads);
         let shell = allocator.shell();
         assert_eq!(shell.core().arenas.len(), 2);
-        let stats = allocator.memory_stats();
+        let stats = allocator.stats();
         let count = stats.allocation.all;
         assert_eq!((count.current, count.allocated, count.freed), (0, 6, 6));
         // A stream that borrowed from the other leaves strays: they count as pieces, until they go home.
@@ -346,16 +346,16 @@ fn counters_hold_while_arenas_begin_to_count_for_themselves() {
             })
         };
         let resetting = allocator.clone();
-        let reset = thread::spawn(move || resetting.reset_peak_memory_stats());
+        let reset = thread::spawn(move || resetting.reset_peak_stats());
         let [one, two] = kept;
         join([work(0), work(1), drop_in_thread(one), reset]);
-        let stats = allocator.memory_stats();
+        let stats = allocator.stats();
         assert_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (1, SIZE));
         assert_eq!((stats.allocation.all.allocated, stats.allocation.all.freed), (6, 5));
         assert!(stats.allocation.all.peak <= 6 + 4 * 64 * 2, "{}", stats.allocation.all.peak);
         assert!(stats.allocated_bytes.all.peak <= stats.reserved_bytes.all.peak);
-        allocator.reset_peak_memory_stats();
-        assert_eq!(allocator.memory_stats().allocation.all.peak, 1, "exact again");
+        allocator.reset_peak_stats();
+        assert_eq!(allocator.stats().allocation.all.peak, 1, "exact again");
         drop(two);
         assert_eq!(allocator.allocated_bytes(), 0);
     });

@@ -250,7 +250,7 @@ mod tests {
         /// Takes a step, and tells what came of it.
         fn step(&mut self, step: &Step) -> String {
             match step {
-                Step::Alloc { stream, bytes } => match self.allocator.alloc(*bytes, &self.streams[*stream]) {
+                Step::Alloc { stream, bytes } => match self.allocator.alloc_bytes(*bytes, &self.streams[*stream]) {
                     Ok(block) => {
                         let ptr = block.ptr();
                         self.live.push(block);
@@ -278,7 +278,7 @@ mod tests {
                     self.allocator.trim_to(bytes).unwrap().to_string()
                 }
                 Step::Refuse { stream } => {
-                    self.allocator.alloc(1 << 40, &self.streams[*stream]).unwrap_err().to_string()
+                    self.allocator.alloc_bytes(1 << 40, &self.streams[*stream]).unwrap_err().to_string()
                 }
             }
         }
@@ -287,7 +287,7 @@ mod tests {
             let allocator = &self.allocator;
             let snapshot = allocator.snapshot();
             (
-                format!("{:?}", allocator.memory_stats()),
+                format!("{:?}", allocator.stats()),
                 format!("{:?}", allocator.fragmentation(1 << 20)),
                 format!("{:?}", snapshot.segments),
             )

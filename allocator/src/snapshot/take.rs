@@ -26,7 +26,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::parse("history:1000")?)?;
-    /// let buffer = allocator.alloc((1 << 20) + 512, device.default_stream())?;
+    /// let buffer = allocator.alloc_bytes((1 << 20) + 512, device.default_stream())?;
     /// let snapshot = allocator.snapshot();
     /// assert!(snapshot.segments[0].is_expandable);
     /// assert_eq!(snapshot.trace().len(), 2); // segment_map and alloc

@@ -59,16 +59,13 @@ fn statistics_have_the_123_keys() {
     expected.extend(single.split(' ').map(str::to_owned));
     assert_eq!(expected.len(), 123);
     let (_, allocator) = allocator("", 0);
-    assert_eq!(allocator.memory_stats().to_map().into_keys().collect::<BTreeSet<String>>(), expected);
+    assert_eq!(allocator.stats().to_map().into_keys().collect::<BTreeSet<String>>(), expected);
 }
 
 #[test]
 fn the_split_limit_is_a_number_of_bytes() {
-    assert_eq!(allocator("", 0).1.memory_stats().to_map()["max_split_size"], -1);
-    assert_eq!(
-        allocator("backing:segments,max_split_size_mb:40", 0).1.memory_stats().to_map()["max_split_size"],
-        40 << 20
-    );
+    assert_eq!(allocator("", 0).1.stats().to_map()["max_split_size"], -1);
+    assert_eq!(allocator("backing:segments,max_split_size_mb:40", 0).1.stats().to_map()["max_split_size"], 40 << 20);
 }
 
 /// A snapshot with every state of a block and every action.
@@ -79,15 +76,15 @@ fn rich_snapshot(is_paged: bool) -> Snapshot {
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     let (stream, other) = (device.default_stream(), device.stream().unwrap());
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-    drop(allocator.alloc(40 << 20, stream).unwrap());
+    drop(allocator.alloc_bytes(40 << 20, stream).unwrap());
     allocator.empty_cache().unwrap();
-    allocator.alloc(2 << 30, stream).unwrap_err();
+    allocator.alloc_bytes(2 << 30, stream).unwrap_err();
     allocator.snapshot();
     let _tagged = {
         let _scope = TagScope::new("weights");
-        allocator.alloc(3000, stream).unwrap()
+        allocator.alloc_bytes(3000, stream).unwrap()
     };
-    let shared = pool.alloc(5 << 20, stream).unwrap();
+    let shared = pool.alloc_bytes(5 << 20, stream).unwrap();
     driver.stall(other.raw(), std::time::Duration::from_secs(1)).unwrap();
     other.wait_for(&stream.tick()).unwrap();
     shared.record_stream(&other).unwrap();

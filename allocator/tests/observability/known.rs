@@ -43,11 +43,11 @@ fn segments_have_pytorchs_sizes() {
     ];
     for (request, reserved, kind) in vectors {
         let (_, device, allocator) = setup("");
-        let held = allocator.alloc(request, device.default_stream()).unwrap();
+        let held = allocator.alloc_bytes(request, device.default_stream()).unwrap();
         let snapshot = allocator.snapshot();
         assert_eq!(snapshot.segments.len(), 1);
         assert_eq!((snapshot.segments[0].total_size, snapshot.segments[0].segment_type), (reserved, kind), "{request}");
-        let stats = allocator.memory_stats();
+        let stats = allocator.stats();
         assert_eq!(stats.reserved_bytes.all.current, reserved);
         assert_eq!(stats.requested_bytes.all.current, request);
         drop(held);
@@ -57,18 +57,18 @@ fn segments_have_pytorchs_sizes() {
 #[test]
 fn a_block_and_its_rest() {
     let (_, device, allocator) = setup("");
-    let held = allocator.alloc((1 << 20) + 512, device.default_stream()).unwrap();
-    let stats = allocator.memory_stats();
+    let held = allocator.alloc_bytes((1 << 20) + 512, device.default_stream()).unwrap();
+    let stats = allocator.stats();
     let rest = (19 << 20) - 512;
     assert_eq!((stats.inactive_split.large_pool.current, stats.inactive_split_bytes.large_pool.current), (1, rest));
     assert_eq!(stats.inactive_split.small_pool.current, 0);
     drop(held);
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     assert_eq!((stats.inactive_split.all.current, stats.inactive_split.all.peak), (0, 1));
     assert_eq!((stats.allocation.all.allocated, stats.allocation.all.freed), (1, 1));
     assert_eq!(stats.segment.all.current, 1);
     allocator.empty_cache().unwrap();
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     assert_eq!((stats.segment.all.current, stats.segment.all.freed, stats.num_device_free), (0, 1, 1));
 }
 
@@ -76,8 +76,8 @@ fn a_block_and_its_rest() {
 fn actions_come_in_pytorchs_order() {
     let (driver, device, allocator) = setup("history:100");
     let stream = device.default_stream();
-    let first = allocator.alloc(1000, stream).unwrap();
-    let second = allocator.alloc(2000, stream).unwrap();
+    let first = allocator.alloc_bytes(1000, stream).unwrap();
+    let second = allocator.alloc_bytes(2000, stream).unwrap();
     drop(first);
     let busy = busy_stream(&driver, &device);
     second.record_stream(&busy).unwrap();
@@ -88,7 +88,7 @@ fn actions_come_in_pytorchs_order() {
         [SegmentAlloc, Alloc, Alloc, FreeRequested, FreeCompleted, FreeRequested]
     );
     allocator.empty_cache().unwrap();
-    allocator.alloc(2 << 30, stream).unwrap_err();
+    allocator.alloc_bytes(2 << 30, stream).unwrap_err();
     let snapshot = allocator.snapshot();
     assert_eq!(actions(&snapshot)[6..], [Taken, FreeCompleted, SegmentFree, Oom]);
     let sizes: Vec<u64> = snapshot.trace().iter().map(|entry| entry.size).collect();
@@ -98,14 +98,14 @@ fn actions_come_in_pytorchs_order() {
 #[test]
 fn a_retry_releases_before_it_fails() {
     let (_, device, allocator) = setup("history:100");
-    drop(allocator.alloc(600 << 20, device.default_stream()).unwrap());
-    let held = allocator.alloc(700 << 20, device.default_stream()).unwrap();
+    drop(allocator.alloc_bytes(600 << 20, device.default_stream()).unwrap());
+    let held = allocator.alloc_bytes(700 << 20, device.default_stream()).unwrap();
     let snapshot = allocator.snapshot();
     assert_eq!(
         actions(&snapshot),
         [SegmentAlloc, Alloc, FreeRequested, FreeCompleted, SegmentFree, SegmentAlloc, Alloc]
     );
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     assert_eq!((stats.num_alloc_retries, stats.num_ooms, stats.num_device_alloc), (1, 0, 2));
     drop(held);
 }
@@ -113,11 +113,11 @@ fn a_retry_releases_before_it_fails() {
 #[test]
 fn skipped_actions_are_absent() {
     let (_, device, allocator) = setup("");
-    drop(allocator.alloc(1000, device.default_stream()).unwrap());
+    drop(allocator.alloc_bytes(1000, device.default_stream()).unwrap());
     assert!(allocator.snapshot().trace().is_empty(), "off by default");
     let skip = vec![FreeRequested, SegmentAlloc, Taken];
     allocator.record_history(HistoryOptions { entries: 100, skip, clear: false });
-    drop(allocator.alloc(5 << 20, device.default_stream()).unwrap());
+    drop(allocator.alloc_bytes(5 << 20, device.default_stream()).unwrap());
     assert_eq!(actions(&allocator.snapshot()), [Alloc, FreeCompleted]);
     allocator.record_history(HistoryOptions { entries: 100, ..HistoryOptions::default() });
     assert_eq!(actions(&allocator.snapshot()), [Alloc, FreeCompleted], "starting again keeps what there is");
@@ -131,7 +131,7 @@ fn skipped_actions_are_absent() {
 #[test]
 fn a_shorter_ring_keeps_the_latest_entries() {
     let (_, device, allocator) = setup("history:100");
-    let held: Vec<_> = (1..=9).map(|n| allocator.alloc(n * 512, device.default_stream()).unwrap()).collect();
+    let held: Vec<_> = (1..=9).map(|n| allocator.alloc_bytes(n * 512, device.default_stream()).unwrap()).collect();
     allocator.record_history(HistoryOptions { entries: 4, ..HistoryOptions::default() });
     let snapshot = allocator.snapshot();
     assert_eq!(snapshot.trace().iter().map(|entry| entry.size / 512).collect::<Vec<_>>(), [6, 7, 8, 9]);
@@ -145,7 +145,7 @@ fn entries_name_the_private_pool_of_their_time() {
     let mut ids = Vec::new();
     for _ in 0..2 {
         let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-        drop(pool.alloc(1000, device.default_stream()).unwrap());
+        drop(pool.alloc_bytes(1000, device.default_stream()).unwrap());
         ids.push(pool.id());
     }
     let snapshot = allocator.snapshot();
@@ -161,7 +161,7 @@ fn private_pools_tell_what_they_hold() {
     let (_, device, allocator) = setup("");
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     assert_eq!(allocator.reserved_by_private_pools()[&pool.id()], 0);
-    let (id, held) = (pool.id(), pool.alloc(3 << 20, device.default_stream()).unwrap());
+    let (id, held) = (pool.id(), pool.alloc_bytes(3 << 20, device.default_stream()).unwrap());
     drop(pool);
     assert_eq!(allocator.reserved_by_private_pools()[&id], 20 << 20, "closed, but something is live");
     drop(held);
@@ -173,7 +173,7 @@ fn private_pools_tell_what_they_hold() {
 fn fragmentation_of_a_hole() {
     let (_, device, allocator) = setup("");
     let stream = device.default_stream();
-    let mut held: Vec<_> = (0..4).map(|_| allocator.alloc(5 << 20, stream).unwrap()).collect();
+    let mut held: Vec<_> = (0..4).map(|_| allocator.alloc_bytes(5 << 20, stream).unwrap()).collect();
     drop((held.remove(2), held.remove(0)));
     let fragmentation = allocator.fragmentation_in(PoolKind::Large, 6 << 20);
     assert_eq!(
@@ -193,7 +193,7 @@ fn fragmentation_of_a_hole() {
     assert!(text.contains("50.0 % outside the largest, 100.0 % unusable for 6.00 MiB"), "{text}");
     drop(held);
     let (_, device, allocator) = setup("");
-    let held = [3, 3].map(|mib| allocator.alloc(mib << 20, device.default_stream()).unwrap());
+    let held = [3, 3].map(|mib| allocator.alloc_bytes(mib << 20, device.default_stream()).unwrap());
     let [freed, _held] = held;
     drop(freed);
     let text = allocator.fragmentation(1).to_string();
@@ -204,8 +204,8 @@ fn fragmentation_of_a_hole() {
 #[test]
 fn the_summary_names_the_device() {
     let (_, device, allocator) = setup("");
-    let held = allocator.alloc(100 << 20, device.default_stream()).unwrap();
-    let text = allocator.memory_summary(true);
+    let held = allocator.alloc_bytes(100 << 20, device.default_stream()).unwrap();
+    let text = allocator.summary();
     assert!(text.contains("Aquifer memory summary, device 0: Simulated"), "{text}");
     assert!(text.contains("| Allocated memory      | 102400 KiB | 102400 KiB | 102400 KiB |      0 B   |"), "{text}");
     drop(held);

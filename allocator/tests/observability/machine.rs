@@ -118,7 +118,7 @@ impl Machine {
         match *step {
             Step::Alloc { bytes, stream, pool } => {
                 let _route = pool.map(|pool| self.pools[pool].route_thread());
-                let result = self.allocator.alloc(bytes, &self.streams[stream]);
+                let result = self.allocator.alloc_bytes(bytes, &self.streams[stream]);
                 self.hold(result, stream);
             }
             Step::AllocAligned { bytes, alignment_log2, stream } => {

@@ -83,7 +83,7 @@ fn run(machine: &mut Machine, steps: &[Step]) -> Result<(), TestCaseError> {
     let mut seen = [0; 6];
     for step in steps {
         machine.run(step);
-        let stats = machine.allocator.memory_stats();
+        let stats = machine.allocator.stats();
         let snapshot = machine.allocator.snapshot();
         check_segments(&snapshot).map_err(TestCaseError::fail)?;
         check_history(&snapshot).map_err(TestCaseError::fail)?;
@@ -133,10 +133,10 @@ proptest! {
     fn accumulated_values_start_anew(config in configs(), steps in steps(40), more in steps(20)) {
         let mut machine = Machine::new(config, 1);
         steps.iter().for_each(|step| machine.run(step));
-        let before = machine.allocator.memory_stats().to_map();
-        machine.allocator.reset_peak_memory_stats();
-        machine.allocator.reset_accumulated_memory_stats();
-        let reset = machine.allocator.memory_stats().to_map();
+        let before = machine.allocator.stats().to_map();
+        machine.allocator.reset_peak_stats();
+        machine.allocator.reset_accumulated_stats();
+        let reset = machine.allocator.stats().to_map();
         for (key, value) in &reset {
             let expected = match key.rsplit('.').next() {
                 Some("peak") => before[&key.replace(".peak", ".current")],
@@ -147,7 +147,7 @@ proptest! {
             prop_assert_eq!(*value, expected, "{}", key);
         }
         more.iter().for_each(|step| machine.run(step));
-        let after = machine.allocator.memory_stats().to_map();
+        let after = machine.allocator.stats().to_map();
         for (key, value) in after.iter().filter(|(key, _)| key.ends_with(".current")) {
             let part = |part| after[&key.replace(".current", part)];
             prop_assert_eq!(*value, before[key] + part(".allocated") - part(".freed"), "{}", key);

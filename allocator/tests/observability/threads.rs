@@ -11,7 +11,8 @@ use crate::replay::{check_history, check_segments};
 fn work(allocator: &Allocator, rounds: u64) {
     let stream = allocator.device().default_stream();
     for round in 0..rounds {
-        let held: Vec<_> = (1..6).map(|n| allocator.alloc(n * (round % 7 + 1) * 300_000, stream).unwrap()).collect();
+        let held: Vec<_> =
+            (1..6).map(|n| allocator.alloc_bytes(n * (round % 7 + 1) * 300_000, stream).unwrap()).collect();
         drop(held);
         allocator.empty_cache().unwrap();
     }

@@ -274,7 +274,9 @@ impl Violation {
                 "drop the memory after the last call that uses it; work enqueued before the drop may still run"
             }
             OutOfBounds => "allocate more, or pass the length of the block: one range touches one block",
-            NeverWritten => "write the memory first, for example with `Stream::fill` or `Allocator::alloc_zeroed`",
+            NeverWritten => {
+                "write the memory first, for example with `Stream::fill` or `Allocator::alloc_bytes_zeroed`"
+            }
             NotAllocated => "pass an address of live memory, and a length within it",
             NoAccess => "give access to the mapping first, with `Driver::set_access`",
             Undeclared => "declare the range in the launch's accesses",

@@ -190,5 +190,5 @@ fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, 
     let (device, config) = session.sized(bytes, job.config)?;
     let mut subject = Aquifer::new(session, &device, &config, job.program.streams.len())?;
     let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
-    Ok((pass.ooms == 0).then_some(subject.allocator().memory_stats().num_alloc_retries))
+    Ok((pass.ooms == 0).then_some(subject.allocator().stats().num_alloc_retries))
 }

@@ -169,7 +169,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     let mut player = Player::new(&setup.program);
     let ooms = player.play(&mut stage, OnOom::Skip)?;
 
-    let stats = stage.allocator.memory_stats();
+    let stats = stage.allocator.stats();
     let stream = stage.streams[usize::from(setup.probe_stream)].clone();
     let room = Room::of(&stage.allocator, &stream)?;
     let map = Map::of(&stage.allocator)?;
@@ -184,7 +184,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     };
     // What it would have taken from the device.
     let growth = stage.first_oom.take().map_or(0, |report| report.segment);
-    let after = stage.allocator.memory_stats();
+    let after = stage.allocator.stats();
     let (inputs, inputs_damaged) = stage.inputs()?;
     let largest = room.largest_served(setup.probe, probe_fits, |bytes| serves(&stage.allocator, bytes, &stream))?;
     let mut row = Row {
@@ -216,7 +216,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
 
 /// Whether a request is served.
 fn serves(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<bool, Failure> {
-    match allocator.alloc(bytes, stream) {
+    match allocator.alloc_bytes(bytes, stream) {
         Ok(_) => Ok(true),
         Err(AllocError::OutOfMemory(_)) => Ok(false),
         Err(error) => Err(error.into()),

@@ -109,7 +109,7 @@ pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
     for worker in workers {
         tally.add(worker.finish()?);
     }
-    tally.peak_reserved_bytes = allocator.memory_stats().reserved_bytes.all.peak;
+    tally.peak_reserved_bytes = allocator.stats().reserved_bytes.all.peak;
     Ok(tally)
 }
 

@@ -58,7 +58,7 @@ fn pending(stand: &mut Stand) -> Result<Story, Failure> {
     let bytes = stand.unrounded(stand.percent(60));
     // There is room for it once, and not twice.
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
-    let buffer = stand.allocator.alloc(bytes, &stand.stream)?;
+    let buffer = stand.allocator.alloc_bytes(bytes, &stand.stream)?;
     stand.stream.fill(buffer.ptr(), 1, bytes)?;
     side.wait_for(&stand.stream.tick())?;
     if let Some(simulator) = &stand.simulator {
@@ -68,7 +68,7 @@ fn pending(stand: &mut Stand) -> Result<Story, Failure> {
     buffer.record_stream(&side)?;
     drop(buffer);
     let late = !side.is_idle()?;
-    let waits = || stand.allocator.memory_stats().cross_stream_waits;
+    let waits = || stand.allocator.stats().cross_stream_waits;
     let waits_before = waits();
     let refusal = stand.request(bytes)?;
     let (own, stream) = (stand.stream.id(), side.id());
@@ -89,7 +89,7 @@ fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
     let bytes = stand.unrounded(stand.percent(60));
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let pool = stand.allocator.create_pool(PoolOptions::default())?;
-    let hoard = pool.alloc(bytes, &stand.stream)?;
+    let hoard = pool.alloc_bytes(bytes, &stand.stream)?;
     stand.stream.fill(hoard.ptr(), 1, hoard.bytes())?;
     drop(hoard);
     let refusal = stand.request(stand.unrounded(bytes / 6 * 5))?;

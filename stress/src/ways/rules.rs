@@ -77,7 +77,7 @@ fn reclaimers(stand: &mut Stand) -> Result<Story, Failure> {
         let bytes = stand.unrounded(stand.percent(percent));
         // What is not used, and what the first two have.
         left -= if priority > 0 { 0 } else { bytes };
-        let cache = Mutex::new(Some(stand.allocator.alloc(bytes, &stand.stream)?));
+        let cache = Mutex::new(Some(stand.allocator.alloc_bytes(bytes, &stand.stream)?));
         let asked = asked.clone();
         registrations.push(stand.allocator.register_reclaimer(priority, name, move |_| {
             let cached = cache.lock().unwrap_or_else(PoisonError::into_inner).take();

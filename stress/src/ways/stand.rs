@@ -151,7 +151,7 @@ impl Stand {
     /// Those of the allocator and the driver.
     pub fn mark(&mut self, name: &str, bytes: u64) -> Result<usize, Failure> {
         let _name = TagScope::new(name);
-        let block = self.allocator.alloc(bytes, &self.stream)?;
+        let block = self.allocator.alloc_bytes(bytes, &self.stream)?;
         self.written = self.written.wrapping_add(1);
         let filled = Filled::fill(block.ptr(), bytes, self.written, &self.stream)?;
         self.marked.push(Marked { filled, _block: block });
@@ -171,7 +171,7 @@ impl Stand {
     pub fn request(&self, bytes: u64) -> Result<Refusal, Failure> {
         let figures = || (self.allocator.allocated_bytes(), self.allocator.reserved_bytes());
         let before = figures();
-        let answer = self.allocator.alloc(bytes, &self.stream);
+        let answer = self.allocator.alloc_bytes(bytes, &self.stream);
         let report = match answer {
             Ok(block) => {
                 self.stream.fill(block.ptr(), u8::MAX, bytes)?;

@@ -140,7 +140,7 @@ impl World {
             for n in 0..frees {
                 self.free(n * 7, FreeHow::Drop, false);
             }
-            let refused = self.allocator.alloc(1, &self.streams[0]);
+            let refused = self.allocator.alloc_bytes(1, &self.streams[0]);
             assert!(matches!(refused, Err(AllocError::Asleep)), "{refused:?}");
         }
         if self.allows(self.allocator.wake()).is_none() && !self.lost {

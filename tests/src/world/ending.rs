@@ -65,7 +65,7 @@ impl World {
     fn assert_usable(&self, allocator: &Allocator) {
         let stream = &self.streams[2];
         for bytes in [512, 1 << 20] {
-            let allocation = allocator.alloc(bytes, stream).unwrap_or_else(|error| panic!("not usable: {error}"));
+            let allocation = allocator.alloc_bytes(bytes, stream).unwrap_or_else(|error| panic!("not usable: {error}"));
             let mut found = [0; 16];
             let done = stream.fill(allocation.ptr(), 0x5a, bytes);
             let done = done.and_then(|()| stream.download_blocking(&mut found, allocation.ptr()));

@@ -112,7 +112,7 @@ impl World {
 
     /// The allocator's statistics.
     pub fn stats(&self) -> aquifer_allocator::MemoryStats {
-        self.allocator.memory_stats()
+        self.allocator.stats()
     }
 
     /// The device.
@@ -238,7 +238,7 @@ impl World {
         let alignment = if align == 0 { ALIGNMENT } else { 1 << align };
         let allocator = &self.allocator;
         let alloc = || match align {
-            0 => allocator.alloc(bytes, &stream),
+            0 => allocator.alloc_bytes(bytes, &stream),
             _ => allocator.alloc_aligned(bytes, alignment, &stream),
         };
         // Another thread cannot speak for this thread's own stream.
@@ -256,7 +256,7 @@ impl World {
     fn alloc_from(&mut self, pool: usize, stream: usize, bytes: u64) {
         let stream = self.stream(stream).clone();
         let Some(pool) = self.pools.get(pool % self.pools.len().max(1)) else { return };
-        let outcome = pool.alloc(bytes, &stream);
+        let outcome = pool.alloc_bytes(bytes, &stream);
         if let Some(allocation) = self.served(outcome, bytes, bytes) {
             self.add_owned(allocation, bytes, &stream);
         }

@@ -60,7 +60,7 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
         bench.driver.clear_faults();
         let goes_on = matches!(bench.driver.capture_status(raw), Ok(CaptureStatus::Active));
         assert_eq!(bench.device.is_capturing(), goes_on, "{ends} {asks} {destroys}");
-        let block = bench.allocator.alloc(64 * MIB, &bench.side).unwrap();
+        let block = bench.allocator.alloc_bytes(64 * MIB, &bench.side).unwrap();
         write_on(&bench.side, block.ptr(), 64 * MIB);
         drop(block);
         bench.device.synchronize().unwrap_or_else(|error| panic!("{ends} {asks} {destroys}: {error}"));
@@ -84,7 +84,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
     ];
     for (name, then) in then {
         let bench = Bench::new(CAPACITY, "");
-        drop(bench.allocator.alloc(8 * MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(8 * MIB, &bench.stream).unwrap());
         bench.device.synchronize().unwrap();
         let capture = bench.side.begin_capture().unwrap();
         fail(&bench.driver, Operation::EndCapture, 4, Code(999));
@@ -94,7 +94,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
         bench.driver.clear_faults();
         then(&bench);
         assert!(!bench.device.is_capturing() && !bench.side.is_capturing(), "{name}");
-        write_on(&bench.side, bench.allocator.alloc(MIB, &bench.side).unwrap().ptr(), MIB);
+        write_on(&bench.side, bench.allocator.alloc_bytes(MIB, &bench.side).unwrap().ptr(), MIB);
         bench.assert_returned();
     }
 }
@@ -146,11 +146,11 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     let [one, two, captured, left] = &streams;
     let event = device.create_event(true).unwrap();
     event.record(one).unwrap();
-    let shared = allocator.alloc(3 * MIB, one).unwrap();
+    let shared = allocator.alloc_bytes(3 * MIB, one).unwrap();
     write_on(two, shared.ptr(), MIB);
     shared.record_stream(two).unwrap();
     two.wait_for(&one.tick()).unwrap();
-    let kept = allocator.alloc(20 * MIB, two).unwrap();
+    let kept = allocator.alloc_bytes(20 * MIB, two).unwrap();
     write_on(two, kept.ptr(), MIB);
     let exportable = allocator.alloc_exportable(2 * MIB, HandleKind::PosixFd, one).ok();
     let mut growable = allocator.growable(64 * MIB, one).ok();
@@ -167,7 +167,7 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = captured.begin_capture().unwrap();
     let route = allocator.capture(captured, &pool).unwrap();
-    let scratch = allocator.alloc(4 * MIB, captured).unwrap();
+    let scratch = allocator.alloc_bytes(4 * MIB, captured).unwrap();
     write_on(captured, scratch.ptr(), 4 * MIB);
     drop((scratch, route));
     let graph = capture.end().unwrap();

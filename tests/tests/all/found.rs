@@ -10,12 +10,12 @@ use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on, write_on};
 
 /// A segment of 20 MiB of which another stream used 6 MiB in between; nothing is live any more.
 fn lent_in_between(bench: &Bench) {
-    let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
-    let middle = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
+    let low = bench.allocator.alloc_bytes(6 * MIB, &bench.stream).unwrap();
+    let middle = bench.allocator.alloc_bytes(6 * MIB, &bench.stream).unwrap();
     let place = middle.ptr();
     drop(middle);
     bench.stream.synchronize().unwrap();
-    let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
+    let lent = bench.allocator.alloc_bytes(6 * MIB, &bench.side).unwrap();
     assert_eq!(lent.ptr(), place);
     write_on(&bench.side, lent.ptr(), lent.bytes());
     bench.driver.stall(&bench.side, Duration::from_millis(5)).unwrap();
@@ -34,7 +34,7 @@ fn memory_that_was_lent_goes_back_to_the_device() {
 fn memory_that_was_lent_serves_a_request_for_all_of_it() {
     let bench = Bench::new(20 * MIB, "backing:segments");
     lent_in_between(&bench);
-    let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    let whole = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, whole.ptr(), whole.bytes());
     drop(whole);
     bench.assert_returned();
@@ -43,13 +43,13 @@ fn memory_that_was_lent_serves_a_request_for_all_of_it() {
 #[test]
 fn a_segment_that_could_not_be_released_keeps_its_order() {
     let bench = Bench::new(64 * MIB, "backing:segments");
-    let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
     bench.driver.stall(&bench.stream, Duration::from_millis(5)).unwrap();
     write_on(&bench.stream, block.ptr(), block.bytes());
     drop(block);
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code(999) });
     bench.allocator.empty_cache().unwrap_err();
-    let next = bench.allocator.alloc(20 * MIB, &bench.side).unwrap();
+    let next = bench.allocator.alloc_bytes(20 * MIB, &bench.side).unwrap();
     write_on(&bench.side, next.ptr(), next.bytes());
     drop(next);
     bench.assert_returned();
@@ -59,10 +59,10 @@ fn a_segment_that_could_not_be_released_keeps_its_order() {
 fn a_closed_pool_serves_nobody_even_if_a_route_is_left() {
     let bench = Bench::new(64 * MIB, "");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    let inside = pool.alloc(1000, &bench.stream).unwrap();
+    let inside = pool.alloc_bytes(1000, &bench.stream).unwrap();
     let route = pool.route_thread();
     drop(pool);
-    let outside = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    let outside = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
     assert!(outside.ptr().0.abs_diff(inside.ptr().0) >= 2 * MIB - 1024, "served from the closed pool");
     drop((inside, outside, route));
     bench.assert_returned();
@@ -73,20 +73,20 @@ fn a_capture_gets_no_memory_that_others_get_next() {
     for backing in ["backing:paged", "backing:segments"] {
         let bench = Bench::new(64 * MIB, backing);
         // There is some at hand, and without a capture it would be handed out.
-        drop(bench.allocator.alloc(MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap());
         let capture = bench.stream.begin_capture().unwrap();
         for bytes in [MIB, 4 * MIB] {
-            let refused = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+            let refused = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
             assert!(refused.to_string().contains("Allocator::capture"), "{refused}");
         }
-        let beside = bench.allocator.alloc(MIB, &bench.side).unwrap();
+        let beside = bench.allocator.alloc_bytes(MIB, &bench.side).unwrap();
         let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
         let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
-        let scratch = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+        let scratch = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
         write_on(&bench.stream, scratch.ptr(), scratch.bytes());
         drop((scratch, route));
         let graph = capture.end().unwrap();
-        let next = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+        let next = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
         write_on(&bench.side, beside.ptr(), beside.bytes());
         write_on(&bench.stream, next.ptr(), next.bytes());
         graph.launch(&bench.stream).unwrap();
@@ -105,7 +105,7 @@ fn an_allocator_that_is_dropped_leaves_nothing_on_the_device() {
         let before = free();
         let allocator = Allocator::new(&device, Config::parse(backing).unwrap()).unwrap();
         let stream = device.stream().unwrap();
-        let [one, two] = [(); 2].map(|()| allocator.alloc(30 * MIB, &stream).unwrap());
+        let [one, two] = [(); 2].map(|()| allocator.alloc_bytes(30 * MIB, &stream).unwrap());
         subject.stall(&stream, Duration::from_millis(5)).unwrap();
         write_on(&stream, one.ptr(), one.bytes());
         drop((one, two));
@@ -114,7 +114,7 @@ fn an_allocator_that_is_dropped_leaves_nothing_on_the_device() {
         assert_eq!(free(), before, "{backing}");
         // Dropping a buffer makes no driver call, whatever it outlives.
         let allocator = Allocator::new(&device, Config::parse(backing).unwrap()).unwrap();
-        let outlives = allocator.alloc(30 * MIB, &stream).unwrap();
+        let outlives = allocator.alloc_bytes(30 * MIB, &stream).unwrap();
         drop(allocator);
         let calls = device.driver_calls().total();
         drop(outlives);
@@ -130,14 +130,14 @@ fn an_allocator_that_is_dropped_leaves_nothing_on_the_device() {
 fn streams_that_come_and_go_take_over_what_others_left() {
     for backing in ["backing:paged", "backing:segments"] {
         let bench = Bench::new(64 * MIB, backing);
-        let keep = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+        let keep = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
         let mut reserved = Vec::new();
         for round in 0..60 {
             let stream = bench.device.stream().unwrap();
             assert!(stream.id() < 16, "numbers grow with streams that are gone: {}", stream.id());
             bench.driver.stall(&stream, Duration::from_micros(round * 7 % 50)).unwrap();
             let (small, large) = (5000, (round % 3 + 1) * MIB);
-            let blocks = [small, large].map(|bytes| bench.allocator.alloc(bytes, &stream).unwrap());
+            let blocks = [small, large].map(|bytes| bench.allocator.alloc_bytes(bytes, &stream).unwrap());
             blocks.iter().for_each(|block| write_on(&stream, block.ptr(), block.bytes()));
             // Another stream uses one, and outlives the work.
             blocks[0].record_stream(&bench.side).unwrap();
@@ -168,11 +168,11 @@ fn nobody_makes_another_threads_own_stream_wait() {
 #[test]
 fn blocks_known_to_be_done_are_lent_too() {
     let bench = Bench::new(64 * MIB, "");
-    let blocks = [1, 2].map(|_| bench.allocator.alloc(10 * MIB, &bench.stream).unwrap());
+    let blocks = [1, 2].map(|_| bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap());
     drop(blocks);
     bench.stream.synchronize().unwrap();
-    let one = bench.allocator.alloc(10 * MIB, &bench.side).unwrap();
-    let other = bench.allocator.alloc(10 * MIB, &bench.side).unwrap();
+    let one = bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap();
+    let other = bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap();
     assert_eq!(bench.allocator.reserved_bytes(), 20 * MIB);
     drop((one, other));
     bench.assert_returned();
@@ -182,13 +182,13 @@ fn blocks_known_to_be_done_are_lent_too() {
 fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
     let bench = Bench::new(20 * MIB, "");
     let third = bench.device.stream().unwrap();
-    let low = bench.allocator.alloc(6 * MIB, &bench.stream).unwrap();
-    let lent = bench.allocator.alloc(6 * MIB, &bench.side).unwrap();
+    let low = bench.allocator.alloc_bytes(6 * MIB, &bench.stream).unwrap();
+    let lent = bench.allocator.alloc_bytes(6 * MIB, &bench.side).unwrap();
     bench.driver.stall(&third, Duration::from_millis(5)).unwrap();
     bench.driver.stall(&bench.side, Duration::from_millis(50)).unwrap();
     lent.record_stream(&third).unwrap();
     drop((low, lent));
-    let whole = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    let whole = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, whole.ptr(), whole.bytes());
     drop(whole);
     bench.assert_returned();
@@ -198,13 +198,13 @@ fn memory_that_was_lent_and_recorded_goes_back_to_the_device() {
 fn blocks_given_back_after_their_stream_are_lent() {
     let bench = Bench::new(20 * MIB, "");
     let gone = bench.device.stream().unwrap();
-    let keeps = bench.allocator.alloc(5 * MIB, &gone).unwrap();
-    let late = bench.allocator.alloc(9 * MIB, &gone).unwrap();
+    let keeps = bench.allocator.alloc_bytes(5 * MIB, &gone).unwrap();
+    let late = bench.allocator.alloc_bytes(9 * MIB, &gone).unwrap();
     bench.driver.stall(&gone, Duration::from_millis(5)).unwrap();
     write_on(&gone, late.ptr(), late.bytes());
     drop(gone);
     drop(late);
-    let lent = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap();
+    let lent = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, lent.ptr(), lent.bytes());
     drop((keeps, lent));
     bench.assert_returned();
@@ -230,16 +230,16 @@ fn memory_at_the_highest_addresses_serves_as_any() {
             let device = driver.device();
             let allocator = Allocator::new(&device, Config::parse(&on(backing, "")).unwrap()).unwrap();
             let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
-            let [lent, above] = [100, 1].map(|blocks| allocator.alloc(blocks * 512, &one).unwrap());
+            let [lent, above] = [100, 1].map(|blocks| allocator.alloc_bytes(blocks * 512, &one).unwrap());
             drop(lent);
             one.synchronize().unwrap();
             // One unit larger than what is free, which is not large enough.
-            let larger = allocator.alloc(101 * 512, &two).unwrap();
+            let larger = allocator.alloc_bytes(101 * 512, &two).unwrap();
             let (got, taken) = (larger.ptr().range(larger.bytes()), above.ptr().range(above.bytes()));
             assert!(got.end <= taken.start || taken.end <= got.start, "{got:x?} and {taken:x?}");
-            let fitting = allocator.alloc(100 * 512, &two).unwrap();
+            let fitting = allocator.alloc_bytes(100 * 512, &two).unwrap();
             write_on(&two, fitting.ptr(), fitting.bytes());
-            assert!(allocator.memory_stats().cross_stream_reuses > 0, "{backing}, ordinal {ordinal}");
+            assert!(allocator.stats().cross_stream_reuses > 0, "{backing}, ordinal {ordinal}");
             drop([larger, fitting, above]);
             allocator.empty_cache().unwrap();
             assert_eq!(driver.free(), GIB);
@@ -253,17 +253,17 @@ fn memory_at_the_highest_addresses_serves_as_any() {
 fn growth_does_not_wait_for_work_of_others() {
     for options in ["", "backing:segments"] {
         let bench = Bench::new(256 * MIB, options);
-        drop(bench.allocator.alloc(MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap());
         let left = bench.device.alloc(100 * MIB).unwrap();
         write_on(&bench.side, left, 100 * MIB);
         bench.driver.stall(&bench.side, Duration::from_secs(1)).unwrap();
         bench.device.free_later(left);
         let before = bench.device.driver_calls();
-        let block = bench.allocator.alloc(64 * MIB, &bench.stream).unwrap();
+        let block = bench.allocator.alloc_bytes(64 * MIB, &bench.stream).unwrap();
         let calls = bench.device.driver_calls().since(&before);
         let waits = [Operation::Free, Operation::Synchronize, Operation::SynchronizeStream];
         assert!(waits.iter().all(|&wait| calls.of(wait) == 0), "{options:?}: {calls:?}");
-        let more = bench.allocator.alloc(150 * MIB, &bench.stream).unwrap();
+        let more = bench.allocator.alloc_bytes(150 * MIB, &bench.stream).unwrap();
         drop((block, more));
         bench.assert_returned();
     }
@@ -283,7 +283,7 @@ fn what_keeps_an_allocator_open_is_dropped_without_driver_calls() {
             Box::new(allocator.alloc_exportable(MIB, HandleKind::PosixFd, stream).unwrap())
         }),
         ("a pinned mapping", |allocator, stream| {
-            let block = allocator.alloc(4 * MIB, stream).unwrap();
+            let block = allocator.alloc_bytes(4 * MIB, stream).unwrap();
             let pinned = allocator.pin_mapping(&block).unwrap();
             Box::new((block, pinned))
         }),
@@ -294,7 +294,7 @@ fn what_keeps_an_allocator_open_is_dropped_without_driver_calls() {
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let stream = device.stream().unwrap();
-        drop(allocator.alloc(8 * MIB, &stream).unwrap());
+        drop(allocator.alloc_bytes(8 * MIB, &stream).unwrap());
         let kept = keep(&allocator, &stream);
         drop(allocator);
         let before = device.driver_calls();

@@ -24,7 +24,7 @@ fn every_error_after_the_first_names_the_first() {
     let named = format!("{} was lost before: cuMemsetD8Async reported {}", device.label(), first.code.name());
     let synchronized = device.synchronize().unwrap_err();
     assert!(synchronized.is_device_lost() && synchronized.to_string().ends_with(&named), "{synchronized}");
-    let allocated = allocator.alloc(100 * MIB, &stream).unwrap_err();
+    let allocated = allocator.alloc_bytes(100 * MIB, &stream).unwrap_err();
     assert!(matches!(&allocated, AllocError::Device(error) if error.is_device_lost()), "{allocated}");
     assert!(allocated.to_string().ends_with(&named), "{allocated}");
     let pinned = transfer.pinned().alloc::<u8>(32 << 20).unwrap_err();

@@ -58,10 +58,10 @@ fn a_fill_beyond_a_block_is_found_with_both_places() {
     for options in BACKINGS {
         let bench = bench(options);
         let tag = TagScope::new("weights");
-        let small = bench.allocator.alloc(512, &bench.stream).unwrap();
+        let small = bench.allocator.alloc_bytes(512, &bench.stream).unwrap();
         let allocated = before();
         drop(tag);
-        let neighbour = bench.allocator.alloc(512, &bench.stream).unwrap();
+        let neighbour = bench.allocator.alloc_bytes(512, &bench.stream).unwrap();
         bench.stream.fill(small.ptr(), 1, 512).unwrap();
         bench.stream.fill(neighbour.ptr(), 1, 512).unwrap();
         bench.finds_nothing();
@@ -69,7 +69,7 @@ fn a_fill_beyond_a_block_is_found_with_both_places() {
         let filled = before();
         bench.finds(&["access beyond the bounds", &allocated, &filled, "tag `weights`", "512 bytes past the end"]);
         // Rounding is not part of a block.
-        let odd = bench.allocator.alloc(500, &bench.stream).unwrap();
+        let odd = bench.allocator.alloc_bytes(500, &bench.stream).unwrap();
         bench.stream.fill(odd.ptr(), 1, 512).unwrap();
         bench.finds(&["12 bytes past the end"]);
         let aligned = bench.allocator.alloc_aligned(1000, 1 << 16, &bench.stream).unwrap();
@@ -104,22 +104,22 @@ fn use_after_drop_is_found_unless_it_was_enqueued_before() {
 fn what_was_never_written_must_not_be_read() {
     for options in BACKINGS {
         let bench = bench(options);
-        let first = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        let first = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
         bench.stream.fill(first.ptr(), 1, 4096).unwrap();
         bench.read(first.ptr(), 4096);
         drop(first);
         // The same memory, with the old contents.
-        let second = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        let second = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
         let allocated = before();
         bench.finds_nothing();
         bench.read(second.ptr(), 8);
         bench.finds(&["never written", &allocated]);
-        let copy = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        let copy = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
         bench.stream.copy(copy.ptr(), second.ptr(), 4096).unwrap();
         bench.finds_nothing();
         bench.stream.touch("sum", &[Access { ptr: copy.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
         bench.finds(&["kernel sum", "never written", &allocated]);
-        let zeroed = bench.allocator.alloc_zeroed(4096, &bench.stream).unwrap();
+        let zeroed = bench.allocator.alloc_bytes_zeroed(4096, &bench.stream).unwrap();
         bench.read(zeroed.ptr(), 4096);
         bench.stream.upload_blocking(second.ptr(), &[1; 4096]).unwrap();
         bench.read(second.ptr(), 4096);
@@ -176,11 +176,11 @@ fn memory_that_grows_shrinks_or_is_exported_has_bounds() {
 #[test]
 fn graphs_use_their_pools_memory_after_it_was_dropped() {
     let bench = bench("");
-    let outside = bench.allocator.alloc_zeroed(4096, &bench.stream).unwrap();
+    let outside = bench.allocator.alloc_bytes_zeroed(4096, &bench.stream).unwrap();
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = bench.stream.begin_capture().unwrap();
     let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
-    let scratch = bench.allocator.alloc(4096, &bench.stream).unwrap();
+    let scratch = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
     bench.stream.copy(scratch.ptr(), outside.ptr(), 4096).unwrap();
     bench.stream.touch("sum", &[Access { ptr: scratch.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
     drop((scratch, route));
@@ -216,8 +216,8 @@ fn graphs_need_what_a_growable_gave_up() {
 fn memory_in_use_again_is_named_beside_the_block_that_was_dropped() {
     for options in BACKINGS {
         let bench = bench(options);
-        drop(bench.allocator.alloc(1000, &bench.stream).unwrap());
-        let short = bench.allocator.alloc(600, &bench.stream).unwrap();
+        drop(bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
+        let short = bench.allocator.alloc_bytes(600, &bench.stream).unwrap();
         let allocated = before();
         bench.stream.fill(short.ptr().offset(700), 1, 8).unwrap();
         bench.finds(&["use after free", "1000 bytes", "100 bytes before this ends the block of 600 bytes", &allocated]);
@@ -227,7 +227,7 @@ fn memory_in_use_again_is_named_beside_the_block_that_was_dropped() {
 #[test]
 fn memory_that_sleeps_must_be_woken_up() {
     let bench = bench("");
-    let block = bench.allocator.alloc_zeroed(3 * MIB, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes_zeroed(3 * MIB, &bench.stream).unwrap();
     bench.allocator.sleep(Contents::SaveToHost).unwrap();
     bench.stream.fill(block.ptr(), 1, 8).unwrap();
     bench.finds(&["use after free", "remedy: the memory is away while its allocator sleeps"]);
@@ -250,8 +250,8 @@ fn a_kernel_must_not_add_to_what_was_never_written() {
 fn sleep_keeps_or_loses_what_was_written() {
     for contents in [Contents::SaveToHost, Contents::Discard] {
         let bench = bench("");
-        let written = bench.allocator.alloc_zeroed(3 * MIB, &bench.stream).unwrap();
-        let unwritten = bench.allocator.alloc(3 * MIB, &bench.stream).unwrap();
+        let written = bench.allocator.alloc_bytes_zeroed(3 * MIB, &bench.stream).unwrap();
+        let unwritten = bench.allocator.alloc_bytes(3 * MIB, &bench.stream).unwrap();
         bench.allocator.sleep(contents).unwrap();
         bench.allocator.wake().unwrap();
         bench.finds_nothing();
@@ -351,9 +351,9 @@ fn memory_that_the_transfer_runtime_allocates_names_the_place_that_asked_for_it(
 fn memory_moves_without_an_alarm() {
     // Free memory in pieces between live blocks, so that a large request remaps.
     let bench = bench("");
-    let blocks: Vec<_> = (0..40).map(|_| bench.allocator.alloc_zeroed(4 * MIB, &bench.stream).unwrap()).collect();
+    let blocks: Vec<_> = (0..40).map(|_| bench.allocator.alloc_bytes_zeroed(4 * MIB, &bench.stream).unwrap()).collect();
     let kept: Vec<_> = blocks.into_iter().enumerate().filter(|(n, _)| n % 2 == 0).map(|(_, block)| block).collect();
-    let large = bench.allocator.alloc(150 * MIB, &bench.stream).unwrap();
+    let large = bench.allocator.alloc_bytes(150 * MIB, &bench.stream).unwrap();
     bench.stream.fill(large.ptr(), 1, 150 * MIB).unwrap();
     bench.read(large.ptr(), 150 << 20);
     kept.iter().for_each(|block| bench.read(block.ptr(), 4 << 20));
@@ -366,7 +366,7 @@ fn violations_panic_on_devices_that_are_told_to() {
     let device = "sim:256MiB,violations=panic".parse::<DeviceSpec>().unwrap().open().unwrap();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.stream().unwrap();
-    let block = allocator.alloc(512, &stream).unwrap();
+    let block = allocator.alloc_bytes(512, &stream).unwrap();
     stream.fill(block.ptr(), 1, 513).unwrap();
 }
 
@@ -374,7 +374,7 @@ fn violations_panic_on_devices_that_are_told_to() {
 #[should_panic(expected = "found violations")]
 fn violations_are_asserted() {
     let bench = bench("");
-    let block = bench.allocator.alloc(512, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(512, &bench.stream).unwrap();
     bench.read(block.ptr(), 512);
     bench.device.assert_no_violations();
 }
@@ -398,7 +398,7 @@ proptest! {
         let mut live: Vec<Held> = Vec::new();
         for (what, which, other, start, length) in steps {
             if what == 0 || live.is_empty() {
-                let memory = bench.allocator.alloc(length as u64, &bench.stream).unwrap();
+                let memory = bench.allocator.alloc_bytes(length as u64, &bench.stream).unwrap();
                 live.push(Held { memory, written: vec![false; length] });
                 continue;
             }

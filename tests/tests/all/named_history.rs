@@ -20,7 +20,7 @@ fn item_90_memory_snapshot() {
     record(&bench, 1000, Vec::new());
     let held = {
         let _scope = TagScope::new("layer 3");
-        bench.allocator.alloc(311 * 411 * 4, &bench.stream).unwrap()
+        bench.allocator.alloc_bytes(311 * 411 * 4, &bench.stream).unwrap()
     };
     let snapshot = bench.allocator.snapshot();
     let last = snapshot.trace().last().unwrap();
@@ -48,7 +48,7 @@ fn item_92_skipped_actions_are_absent() {
     let all = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentAlloc, Action::SegmentFree];
     for skipped in all {
         record(&bench, 1000, vec![skipped]);
-        drop(bench.allocator.alloc(MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap());
         bench.allocator.empty_cache().unwrap();
         let found = actions(&bench.allocator.snapshot());
         assert!(!found.contains(&skipped), "{found:?}");
@@ -62,7 +62,7 @@ fn item_93_segment_frees_and_names_are_in_the_trace() {
     record(&bench, 1000, Vec::new());
     {
         let _scope = TagScope::new("optimizer");
-        drop(bench.allocator.alloc(30 * MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     }
     bench.allocator.empty_cache().unwrap();
     let snapshot = bench.allocator.snapshot();
@@ -76,8 +76,8 @@ fn item_93_segment_frees_and_names_are_in_the_trace() {
 #[test]
 fn item_96_and_97_the_json_is_what_viewers_read() {
     let bench = Bench::new(GIB, "history:100,backing:segments");
-    let held = bench.allocator.alloc(1000, &bench.stream).unwrap();
-    bench.allocator.alloc(2 * GIB, &bench.stream).unwrap_err();
+    let held = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
+    bench.allocator.alloc_bytes(2 * GIB, &bench.stream).unwrap_err();
     let json = serde_json::to_value(bench.allocator.snapshot()).unwrap();
     for key in ["segments", "device_traces", "allocator_settings", "external_annotations"] {
         assert!(json.get(key).is_some(), "{key}");
@@ -102,12 +102,12 @@ fn item_98_summary_and_snapshot_in_every_state() {
         check::readers(&bench.allocator);
     };
     ask((0, 0));
-    let held = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
     ask((1, MIB));
-    bench.allocator.alloc(GIB, &bench.stream).unwrap_err();
+    bench.allocator.alloc_bytes(GIB, &bench.stream).unwrap_err();
     ask((1, MIB));
     let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
-    let inside = pool.alloc(700, &bench.side).unwrap();
+    let inside = pool.alloc_bytes(700, &bench.side).unwrap();
     ask((2, MIB + 700));
     drop(pool);
     drop((held, inside));
@@ -115,7 +115,7 @@ fn item_98_summary_and_snapshot_in_every_state() {
     bench.allocator.stop_history();
     bench.allocator.empty_cache().unwrap();
     ask((0, 0));
-    assert!(bench.allocator.memory_summary(false).contains("Out of memory: 1"));
+    assert!(bench.allocator.summary().contains("Out of memory: 1"));
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn the_ring_keeps_the_latest_and_stopping_forgets() {
     let bench = Bench::new(GIB, "");
     record(&bench, 3, Vec::new());
     for _ in 0..10 {
-        drop(bench.allocator.alloc(1000, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
     }
     let snapshot = bench.allocator.snapshot();
     assert_eq!(actions(&snapshot), [Action::Alloc, Action::FreeRequested, Action::FreeCompleted]);
@@ -136,9 +136,9 @@ fn the_ring_keeps_the_latest_and_stopping_forgets() {
 fn defect_1_the_report_counts_all_that_private_pools_hold() {
     let bench = Bench::new(100 * MIB, "backing:segments");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    let inside = pool.alloc(40 * MIB, &bench.stream).unwrap();
-    let held = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();
-    let error = bench.allocator.alloc(40 * MIB + 1, &bench.stream).unwrap_err();
+    let inside = pool.alloc_bytes(40 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
+    let error = bench.allocator.alloc_bytes(40 * MIB + 1, &bench.stream).unwrap_err();
     let text = error.to_string();
     let report = error.report().unwrap();
     assert_eq!((report.allocated, report.reserved_by_private_pools), (70 * MIB, 40 * MIB));
@@ -152,7 +152,7 @@ fn defect_1_the_report_counts_all_that_private_pools_hold() {
 fn kept_2_the_report_names_the_segment_that_it_tried_to_allocate() {
     let begins = |options: &str, bytes: u64, begin: &str| {
         let bench = Bench::new(MIB, options);
-        let error = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+        let error = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
         let (text, begin) = (error.to_string(), format!("out of memory. Tried to allocate {begin}. GPU "));
         assert!(text.starts_with(&begin), "{options}: {text}");
         assert_eq!(error.report().unwrap().requested, bytes);
@@ -167,14 +167,14 @@ fn kept_2_the_report_names_the_segment_that_it_tried_to_allocate() {
     begins("backing:segments,no_cache:True", 3 * MIB, "3.00 MiB");
     // Mapped memory has no segments, but granules.
     let bench = Bench::new(8 * MIB, "");
-    let text = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap_err().to_string();
+    let text = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap_err().to_string();
     assert!(text.starts_with("out of memory. Tried to allocate 10.00 MiB for a request of 9.00 MiB. GPU "), "{text}");
 }
 
 #[test]
 fn defect_3_inactive_blocks_show_no_stale_request() {
     let bench = Bench::new(GIB, "");
-    let keeps = [1, 2].map(|_| bench.allocator.alloc(1000, &bench.stream).unwrap());
+    let keeps = [1, 2].map(|_| bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
     let [first, second] = keeps;
     drop(first);
     let snapshot = bench.allocator.snapshot();

@@ -31,7 +31,7 @@ fn item_75_segments_of_a_pool() {
     for (bytes, count, reserved, left) in vectors {
         let bench = Bench::new(GIB, "backing:segments");
         let pool = pool(&bench);
-        let mut held: Vec<_> = (0..count).map(|_| pool.alloc(bytes, &bench.stream).unwrap()).collect();
+        let mut held: Vec<_> = (0..count).map(|_| pool.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
         let id = pool.id();
         assert_eq!(bench.allocator.reserved_by_private_pools()[&id], reserved, "{bytes} × {count}");
         assert_eq!(bench.allocator.reserved_bytes(), reserved);
@@ -71,8 +71,8 @@ fn pools_that_could_not_be_told_apart_are_refused() {
     let error = made().unwrap_err();
     assert!(matches!(&error, AllocError::TooManyPools { pools: there } if *there == pools.len()), "{error}");
     let last = pools.pop().unwrap();
-    let held = last.alloc(MIB, &bench.stream).unwrap();
-    assert_eq!(bench.allocator.alloc(MIB, &bench.stream).map(|other| other.ptr() != held.ptr()).ok(), Some(true));
+    let held = last.alloc_bytes(MIB, &bench.stream).unwrap();
+    assert_eq!(bench.allocator.alloc_bytes(MIB, &bench.stream).map(|other| other.ptr() != held.ptr()).ok(), Some(true));
     drop((last, held));
     bench.allocator.empty_cache().unwrap();
     drop(made().unwrap());
@@ -85,10 +85,10 @@ fn pools_that_could_not_be_told_apart_are_refused() {
 fn item_80_pools_give_memory_back() {
     let bench = Bench::new(GIB, "backing:segments");
     let pool = pool(&bench);
-    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "an open pool keeps what it caches");
     assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
-    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     drop(pool);
     assert_eq!(bench.allocator.reserved_bytes(), 0);
     bench.assert_returned();
@@ -98,8 +98,8 @@ fn item_80_pools_give_memory_back() {
 fn item_81_segments_of_pools_are_apart_and_visible() {
     let bench = Bench::new(GIB, "");
     let pool = pool(&bench);
-    let outside = bench.allocator.alloc(1000, &bench.stream).unwrap();
-    let inside = pool.alloc(1000, &bench.stream).unwrap();
+    let outside = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
+    let inside = pool.alloc_bytes(1000, &bench.stream).unwrap();
     assert_eq!((pool_of(&bench, &outside), pool_of(&bench, &inside)), ((0, 0), pool.id()));
     drop((outside, inside, pool));
     bench.assert_returned();
@@ -108,7 +108,7 @@ fn item_81_segments_of_pools_are_apart_and_visible() {
 #[test]
 fn item_82_allocations_outlive_pool_and_allocator() {
     let bench = Bench::new(GIB, "");
-    let inside = pool(&bench).alloc(30 * MIB, &bench.stream).unwrap();
+    let inside = pool(&bench).alloc_bytes(30 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, inside.ptr(), inside.bytes());
     let Bench { driver, device, allocator, stream, side } = bench;
     drop(allocator);
@@ -124,8 +124,8 @@ fn item_82_allocations_outlive_pool_and_allocator() {
 fn item_83_a_lending_pool_is_used_before_out_of_memory() {
     let bench = Bench::new(64 * MIB, "");
     let pool = bench.allocator.create_pool(LENDS).unwrap();
-    drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
-    let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+    let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, held.ptr(), held.bytes());
     assert_eq!(pool_of(&bench, &held), pool.id());
     drop((held, pool));
@@ -136,11 +136,11 @@ fn item_83_a_lending_pool_is_used_before_out_of_memory() {
 fn item_84_a_dropped_pool_lends_nothing() {
     let bench = Bench::new(64 * MIB, "backing:segments");
     let lends = bench.allocator.create_pool(LENDS).unwrap();
-    let keeps = lends.alloc(2 * MIB, &bench.stream).unwrap();
+    let keeps = lends.alloc_bytes(2 * MIB, &bench.stream).unwrap();
     drop(lends);
-    let other = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    let other = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     // 18 MiB are free in the closed pool's segment.
-    let error = bench.allocator.alloc(15 * MIB, &bench.stream).unwrap_err();
+    let error = bench.allocator.alloc_bytes(15 * MIB, &bench.stream).unwrap_err();
     assert!(matches!(error, AllocError::OutOfMemory(_)));
     drop((keeps, other));
     bench.assert_returned();
@@ -150,8 +150,8 @@ fn item_84_a_dropped_pool_lends_nothing() {
 fn item_85_no_split() {
     let bench = Bench::new(GIB, "");
     let pool = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
-    let held = [1, 2].map(|_| pool.alloc(1000, &bench.stream).unwrap());
-    assert_eq!(bench.allocator.memory_stats().segment.all.current, 2);
+    let held = [1, 2].map(|_| pool.alloc_bytes(1000, &bench.stream).unwrap());
+    assert_eq!(bench.allocator.stats().segment.all.current, 2);
     drop((held, pool));
     bench.assert_returned();
 }
@@ -163,15 +163,15 @@ fn item_86_routes_belong_to_their_thread() {
     let route = pool.route_thread();
     let (allocator, stream) = (&bench.allocator, &bench.stream);
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| allocator.alloc(1000, stream).unwrap()).join().unwrap();
+        let other = scope.spawn(|| allocator.alloc_bytes(1000, stream).unwrap()).join().unwrap();
         assert_eq!(pool_of(&bench, &other), (0, 0));
-        let inside = allocator.alloc(1000, stream).unwrap();
+        let inside = allocator.alloc_bytes(1000, stream).unwrap();
         assert_eq!(pool_of(&bench, &inside), pool.id());
         scope.spawn(|| allocator.empty_cache().unwrap()).join().unwrap();
         write_on(stream, inside.ptr(), 1000);
     });
     drop(route);
-    let after = allocator.alloc(1000, stream).unwrap();
+    let after = allocator.alloc_bytes(1000, stream).unwrap();
     assert_eq!(pool_of(&bench, &after), (0, 0));
     drop((after, pool));
     bench.assert_returned();
@@ -181,7 +181,7 @@ fn item_86_routes_belong_to_their_thread() {
 fn item_87_nested_pools() {
     let bench = Bench::new(GIB, "");
     let (outer, inner) = (pool(&bench), pool(&bench));
-    let alloc = || pool_of(&bench, &bench.allocator.alloc(1000, &bench.stream).unwrap());
+    let alloc = || pool_of(&bench, &bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
     let outer_route = outer.route_thread();
     {
         let _inner_route = inner.route_thread();
@@ -199,7 +199,7 @@ fn every_way_to_allocate_from_a_pool_takes_its_memory() {
         let pool = allocator.create_pool(PoolOptions::default()).unwrap();
         let aligned = pool.alloc_aligned(3 * MIB, MIB, stream).unwrap();
         assert!(aligned.ptr().0.is_multiple_of(MIB));
-        let zeroed = pool.alloc_zeroed(700, stream).unwrap();
+        let zeroed = pool.alloc_bytes_zeroed(700, stream).unwrap();
         let raw = pool.alloc_raw(5 * MIB, stream).unwrap();
         let snapshot = allocator.snapshot();
         for ptr in [aligned.ptr(), zeroed.ptr(), raw] {
@@ -212,7 +212,7 @@ fn every_way_to_allocate_from_a_pool_takes_its_memory() {
         assert_eq!(bytes, [0; 700]);
         assert!(matches!(pool.alloc_aligned(1, 3, stream), Err(AllocError::InvalidAlignment { alignment: 3 })));
         allocator.free_raw(raw).unwrap();
-        let outside = allocator.alloc(MIB, stream).unwrap(); // the thread is not routed any more
+        let outside = allocator.alloc_bytes(MIB, stream).unwrap(); // the thread is not routed any more
         let snapshot = allocator.snapshot();
         let (segment, _) = snapshot.blocks().find(|(_, block)| block.address == outside.ptr().0).unwrap();
         assert_eq!(segment.segment_pool_id, (0, 0));

@@ -16,14 +16,14 @@ fn used_on_side(bench: &Bench, ptr: DevicePtr, bytes: u64) {
 #[test]
 fn item_19_out_of_memory_waits_for_recorded_streams() {
     let bench = Bench::new(100 * MIB, "cross_stream:off,backing:segments");
-    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
     used_on_side(&bench, held.ptr(), held.bytes());
     held.record_stream(&bench.side).unwrap();
     drop(held);
-    assert_eq!(bench.allocator.memory_stats().active_bytes.all.current, 60 * MIB);
-    let next = bench.allocator.alloc(80 * MIB, &bench.stream).unwrap();
+    assert_eq!(bench.allocator.stats().active_bytes.all.current, 60 * MIB);
+    let next = bench.allocator.alloc_bytes(80 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, next.ptr(), next.bytes());
-    assert_eq!(bench.allocator.memory_stats().num_sync_all_streams, 1);
+    assert_eq!(bench.allocator.stats().num_sync_all_streams, 1);
     drop(next);
     bench.assert_returned();
 }
@@ -32,16 +32,16 @@ fn item_19_out_of_memory_waits_for_recorded_streams() {
 fn item_26_record_stream() {
     for options in ["cross_stream:off,backing:segments", "cross_stream:ready,backing:segments"] {
         let bench = Bench::new(GIB, options);
-        let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+        let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
         let place = held.ptr();
         used_on_side(&bench, place, held.bytes());
         held.record_stream(&bench.side).unwrap();
         drop(held);
-        let other = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+        let other = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
         write_on(&bench.stream, other.ptr(), other.bytes());
         assert_ne!(other.ptr(), place, "reused while the side stream uses it");
         bench.side.synchronize().unwrap();
-        let again = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+        let again = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
         write_on(&bench.stream, again.ptr(), again.bytes());
         assert_eq!(again.ptr(), place);
         drop((other, again));
@@ -58,7 +58,7 @@ fn item_27_record_stream_on_a_part() {
     used_on_side(&bench, part.ptr(), part.bytes());
     part.record_stream(&bench.side).unwrap();
     drop((whole, part));
-    let next = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    let next = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     assert_ne!(next.ptr(), place);
     write_on(&bench.stream, next.ptr(), next.bytes());
     drop(next);
@@ -70,7 +70,7 @@ fn item_30_streams() {
     let bench = Bench::new(GIB, "");
     assert_eq!(bench.device.default_stream().id(), 0);
     assert_ne!(bench.stream.id(), bench.side.id());
-    let held = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
     write_on(&bench.stream, held.ptr(), MIB);
     bench.driver.stall(&bench.stream, Duration::from_millis(1)).unwrap();
     write_on(&bench.stream, held.ptr(), MIB);
@@ -112,7 +112,7 @@ fn item_37_stream_priorities() {
     assert!(greatest <= least);
     for priority in [least, greatest, greatest - 100, least + 100] {
         let stream = bench.device.stream_with(StreamFlags { non_blocking: true, priority }).unwrap();
-        let held = bench.allocator.alloc(MIB, &stream).unwrap();
+        let held = bench.allocator.alloc_bytes(MIB, &stream).unwrap();
         write_on(&stream, held.ptr(), MIB);
     }
     bench.assert_returned();
@@ -121,7 +121,7 @@ fn item_37_stream_priorities() {
 #[test]
 fn item_38_events_wait() {
     let bench = Bench::new(GIB, "");
-    let held = bench.allocator.alloc(MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
     bench.driver.stall(&bench.stream, Duration::from_millis(5)).unwrap();
     bench.stream.fill(held.ptr(), 7, MIB).unwrap();
     let tick = bench.stream.tick();
@@ -139,7 +139,7 @@ fn item_38_events_wait() {
 #[test]
 fn item_42_a_stream_of_another_device_is_refused() {
     let (one, other) = (Bench::new(GIB, ""), Bench::new(GIB, ""));
-    let held = one.allocator.alloc(MIB, &one.stream).unwrap();
+    let held = one.allocator.alloc_bytes(MIB, &one.stream).unwrap();
     held.record_stream(&other.stream).unwrap_err();
     one.allocator.record_stream_raw(held.ptr(), &other.stream).unwrap_err();
     held.drop_on(&other.stream).unwrap_err();
@@ -150,7 +150,7 @@ fn item_42_a_stream_of_another_device_is_refused() {
 #[test]
 fn defect_6_frees_alone_let_waiting_blocks_go() {
     let bench = Bench::new(GIB, "cross_stream:off");
-    let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     used_on_side(&bench, held.ptr(), held.bytes());
     held.record_stream(&bench.side).unwrap();
     drop(held);
@@ -163,16 +163,16 @@ fn defect_6_frees_alone_let_waiting_blocks_go() {
 #[test]
 fn defect_7_a_failing_query_loses_no_block() {
     let bench = Bench::new(GIB, "cross_stream:off");
-    let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     let place = held.ptr();
     used_on_side(&bench, place, held.bytes());
     held.record_stream(&bench.side).unwrap();
     drop(held);
     let operation = Some(aquifer_device::Operation::QueryEvent);
     bench.driver.inject(aquifer_device::sim::Fault::Nth { operation, nth: 1, code: Code(999) });
-    bench.allocator.alloc(MIB, &bench.stream).unwrap_err();
+    bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap_err();
     bench.side.synchronize().unwrap();
-    let again = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    let again = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     assert_eq!(again.ptr(), place);
     drop(again);
     bench.assert_returned();
@@ -182,14 +182,14 @@ fn defect_7_a_failing_query_loses_no_block() {
 fn spurious_out_of_memory_189504() {
     // The block that fits becomes free only while the ladder waits; it is a piece of a segment that cannot be released.
     let bench = Bench::new(20 * MIB, "cross_stream:off");
-    let keeps = bench.allocator.alloc(2 * MIB, &bench.stream).unwrap();
-    let held = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap();
-    let rest = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap();
+    let keeps = bench.allocator.alloc_bytes(2 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap();
+    let rest = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap();
     used_on_side(&bench, held.ptr(), held.bytes());
     held.record_stream(&bench.side).unwrap();
     let place = held.ptr();
     drop(held);
-    let served = bench.allocator.alloc(9 * MIB, &bench.stream).unwrap();
+    let served = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, served.ptr(), served.bytes());
     assert_eq!(served.ptr(), place);
     drop((keeps, rest, served));

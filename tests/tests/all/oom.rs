@@ -9,16 +9,16 @@ use aquifer_tests::{Bench, GIB, MIB, write_on};
 
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
 fn busy(bench: &Bench, bytes: u64, stream: &Stream) {
-    let block = bench.allocator.alloc(bytes, stream).unwrap();
+    let block = bench.allocator.alloc_bytes(bytes, stream).unwrap();
     bench.driver.stall(stream, Duration::from_millis(10)).unwrap();
     write_on(stream, block.ptr(), bytes);
 }
 
 fn served(bench: &Bench, bytes: u64) -> (Allocation, MemoryStats) {
-    let served = bench.allocator.alloc(bytes, &bench.stream).unwrap();
+    let served = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap();
     write_on(&bench.stream, served.ptr(), bytes);
     bench.assert_no_violation();
-    let stats = bench.allocator.memory_stats();
+    let stats = bench.allocator.stats();
     assert_eq!(stats.num_ooms, 0);
     (served, stats)
 }
@@ -53,7 +53,7 @@ fn rung_garbage_collection() {
         ["", ",limit_mb:100"].map(|limit| format!("backing:segments,garbage_collection_threshold:0.5{limit}"))
     {
         let bench = Bench::new(100 * MIB, &options);
-        drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
         let (held, stats) = served(&bench, 70 * MIB);
         assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1), "{options}");
         drop(held);
@@ -64,14 +64,14 @@ fn rung_garbage_collection() {
 #[test]
 fn garbage_younger_than_the_average_stays() {
     let bench = Bench::new(GIB, "backing:segments,garbage_collection_threshold:0.5,limit_mb:200");
-    let alloc = |mib: u64| bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    let alloc = |mib: u64| bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
     let (older, younger) = (alloc(30), alloc(20));
     drop(older);
     let held = alloc(40);
     drop(younger);
     let others = [alloc(36), alloc(50)];
     // At the last request 126 MiB were held. The two free segments were 3 and 2 searches old, and the older one is enough.
-    let stats = bench.allocator.memory_stats();
+    let stats = bench.allocator.stats();
     assert_eq!((stats.num_device_free, stats.reserved_bytes.all.current), (1, 146 * MIB));
     drop((held, others));
     bench.assert_returned();
@@ -81,7 +81,7 @@ fn garbage_younger_than_the_average_stays() {
 fn rung_a_lending_pool() {
     let bench = Bench::new(64 * MIB, "");
     let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, no_split: false }).unwrap();
-    drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
+    drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
     let (held, stats) = served(&bench, 40 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 0));
     drop((held, pool));
@@ -91,8 +91,8 @@ fn rung_a_lending_pool() {
 #[test]
 fn rung_oversize_release() {
     let bench = Bench::new(100 * MIB, "max_split_size_mb:40,backing:segments");
-    drop(bench.allocator.alloc(4 * MIB, &bench.stream).unwrap());
-    drop(bench.allocator.alloc(75 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(4 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(75 * MIB, &bench.stream).unwrap());
     let (held, stats) = served(&bench, 50 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1));
     assert_eq!(stats.reserved_bytes.all.current, 70 * MIB, "only the oversize segment went back");
@@ -103,7 +103,7 @@ fn rung_oversize_release() {
 #[test]
 fn rung_waiting_blocks() {
     let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
-    let block = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
     bench.side.wait_for(&bench.stream.tick()).unwrap();
     bench.driver.stall(&bench.side, Duration::from_millis(10)).unwrap();
     write_on(&bench.side, block.ptr(), block.bytes());
@@ -120,7 +120,7 @@ fn rung_release_everything() {
     let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
     busy(&bench, 30 * MIB, &bench.side);
     busy(&bench, 20 * MIB, &bench.stream);
-    drop(bench.allocator.alloc(1000, &bench.side).unwrap());
+    drop(bench.allocator.alloc_bytes(1000, &bench.side).unwrap());
     let (held, stats) = served(&bench, 60 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (1, 3));
     drop(held);
@@ -131,14 +131,14 @@ fn rung_release_everything() {
 fn rung_reclaimers() {
     let bench = Bench::new(64 * MIB, "");
     let cache: Arc<Mutex<Vec<Allocation>>> = Arc::default();
-    cache.lock().unwrap().push(bench.allocator.alloc(60 * MIB, &bench.side).unwrap());
+    cache.lock().unwrap().push(bench.allocator.alloc_bytes(60 * MIB, &bench.side).unwrap());
     let asked = Arc::new(Mutex::new(Vec::new()));
     let (log, allocator, stream) = (asked.clone(), bench.allocator.clone(), bench.side.clone());
     let reluctant = bench.allocator.register_reclaimer(-5, "reluctant", |_| panic!("asked although not needed"));
     let (taken, log_too) = (cache.clone(), asked.clone());
     let willing = bench.allocator.register_reclaimer(1, "cache", move |request| {
         // It may itself allocate and free, from the same allocator.
-        let scratch = allocator.alloc(MIB, &stream).unwrap();
+        let scratch = allocator.alloc_bytes(MIB, &stream).unwrap();
         log.lock().unwrap().push(("cache", request.bytes));
         drop(scratch);
         taken.lock().unwrap().drain(..).map(|block| block.bytes()).sum()
@@ -155,13 +155,13 @@ fn rung_reclaimers() {
 
 /// A refused request, after which everything but the counts of failures is as before.
 fn refused(bench: &Bench, bytes: u64) -> OomReport {
-    let before = (bench.allocator.memory_stats(), bench.allocator.snapshot());
-    let error = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+    let before = (bench.allocator.stats(), bench.allocator.snapshot());
+    let error = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
     let text = error.to_string();
     let report = error.report().unwrap().clone();
     assert_eq!((report.requested, report.allocated), (bytes, before.0.allocated_bytes.all.current));
     assert!(text.starts_with("out of memory. Tried to allocate") && text.contains("it would fit"), "{text}");
-    let after = (bench.allocator.memory_stats(), bench.allocator.snapshot());
+    let after = (bench.allocator.stats(), bench.allocator.snapshot());
     assert_eq!(after.0.num_ooms, before.0.num_ooms + 1);
     assert_eq!(after.0.allocation, before.0.allocation);
     assert_eq!(after.0.allocated_bytes, before.0.allocated_bytes);
@@ -189,7 +189,7 @@ fn report_too_big() {
     says(&report, "total capacity of 64.00 MiB of which 64.00 MiB is free");
     says(&report, "only on a device of at least 100.00 MiB");
     let _scope = aquifer_allocator::TagScope::new("weights");
-    let held = bench.allocator.alloc(50 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(50 * MIB, &bench.stream).unwrap();
     says(&refused(&bench, 30 * MIB), "after freeing at least 16.00 MiB more; most is held by \"weights\" (50.00 MiB)");
     drop(held);
 }
@@ -197,7 +197,7 @@ fn report_too_big() {
 #[test]
 fn report_fragmented() {
     let bench = Bench::new(20 * MIB, "backing:segments");
-    let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc(4 * MIB, &bench.stream).unwrap()).collect();
+    let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc_bytes(4 * MIB, &bench.stream).unwrap()).collect();
     drop(held.remove(3));
     drop(held.remove(1));
     let report = refused(&bench, 8 * MIB);
@@ -221,7 +221,7 @@ fn report_other_process() {
 fn report_limit() {
     let bench = Bench::new(GIB, "limit_mb:100");
     bench.driver.set_other_process_bytes(100 * MIB);
-    let held = bench.allocator.alloc(90 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(90 * MIB, &bench.stream).unwrap();
     let report = refused(&bench, 20 * MIB);
     assert_eq!((report.refusal, report.limit), (Some(Refusal::Limit), Some(100 * MIB)));
     assert!(report.advice.contains(&Advice::RaiseLimit { to: 110 * MIB }));
@@ -230,7 +230,7 @@ fn report_limit() {
     let blames_others = report.advice.iter().any(|advice| matches!(advice, Advice::OthersHold { .. }));
     assert!(!blames_others, "the device has enough, so it is not for others to free: {report}");
     bench.allocator.set_limit(Some(110 * MIB));
-    drop(bench.allocator.alloc(20 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap());
     drop(held);
 }
 
@@ -247,7 +247,7 @@ fn report_headroom() {
 #[test]
 fn report_split_limit() {
     let bench = Bench::new(GIB, "max_split_size_mb:40,limit_mb:100,throw_on_cudamalloc_oom:True,backing:segments");
-    drop(bench.allocator.alloc(90 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(90 * MIB, &bench.stream).unwrap());
     let report = refused(&bench, 30 * MIB);
     assert!(report.advice.contains(&Advice::RelaxSplitLimit { block: 90 * MIB }), "{report}");
     says(&report, "with a larger max_split_size_mb");
@@ -257,7 +257,7 @@ fn report_split_limit() {
 fn report_private_pool() {
     let bench = Bench::new(64 * MIB, "");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    drop(pool.alloc(40 * MIB, &bench.stream).unwrap());
+    drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
     let report = refused(&bench, 40 * MIB);
     assert_eq!(report.reserved_by_private_pools, 40 * MIB);
     assert!(report.advice.contains(&Advice::PrivatePool { pool: pool.id(), block: 40 * MIB }));
@@ -270,10 +270,10 @@ fn report_private_pool() {
 #[test]
 fn report_of_a_request_that_the_limit_rejects_at_once() {
     let bench = Bench::new(GIB, "throw_on_cudamalloc_oom:True,limit_mb:64,backing:segments");
-    drop(bench.allocator.alloc(40 * MIB, &bench.side).unwrap());
+    drop(bench.allocator.alloc_bytes(40 * MIB, &bench.side).unwrap());
     let report = refused(&bench, 50 * MIB);
     assert_eq!((report.refusal, report.released), (Some(Refusal::Limit), 0));
-    let stats = bench.allocator.memory_stats();
+    let stats = bench.allocator.stats();
     assert_eq!((stats.num_oom_rejections, stats.num_alloc_retries), (1, 0));
     assert_eq!(stats.reserved_bytes.all.current, 40 * MIB);
 }

@@ -6,7 +6,7 @@ use aquifer_device::{Code, Operation};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on};
 
 fn refused(bench: &Bench, bytes: u64) -> OomReport {
-    bench.allocator.alloc(bytes, &bench.stream).unwrap_err().report().unwrap().clone()
+    bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err().report().unwrap().clone()
 }
 
 fn frees(report: &OomReport) -> bool {
@@ -43,7 +43,7 @@ fn what_helps_only_together_is_said_together() {
 
     let bench = Bench::new(64 * MIB, "");
     bench.driver.set_other_process_bytes(30 * MIB);
-    let held = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
     let report = refused(&bench, 54 * MIB);
     let text =
         "it would fit: after freeing at least 10.00 MiB more, and if others, who hold 30.00 MiB, freed 30.00 MiB";
@@ -56,14 +56,14 @@ fn freeing_is_not_said_to_help_where_private_pools_hold_too_much() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
         let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-        drop(pool.alloc(22 * MIB, &bench.stream).unwrap());
-        let held = bench.allocator.alloc(22 * MIB, &bench.stream).unwrap();
+        drop(pool.alloc_bytes(22 * MIB, &bench.stream).unwrap());
+        let held = bench.allocator.alloc_bytes(22 * MIB, &bench.stream).unwrap();
         let report = refused(&bench, 60 * MIB);
         let Some(Advice::All(all)) = report.advice.last() else { panic!("{report}") };
         let free = Advice::FreeMore { bytes: 18 * MIB, largest: None };
         assert_eq!(*all, [Advice::ReleasePools { held: 22 * MIB }, free], "{report}");
         drop((pool, held));
-        drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
     }
 }
 
@@ -72,14 +72,14 @@ fn a_tag_is_named_only_if_it_holds_most() {
     let bench = Bench::new(64 * MIB, "");
     let tiny = {
         let _scope = TagScope::new("tiny");
-        bench.allocator.alloc(512, &bench.stream).unwrap()
+        bench.allocator.alloc_bytes(512, &bench.stream).unwrap()
     };
-    let untagged = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();
+    let untagged = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
     let report = refused(&bench, 50 * MIB);
     assert!(frees(&report) && !report.to_string().contains("most is held"), "{report}");
     drop(untagged);
     let _scope = TagScope::new("weights");
-    let tagged = bench.allocator.alloc(30 * MIB, &bench.stream).unwrap();
+    let tagged = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
     let report = refused(&bench, 50 * MIB);
     assert!(report.to_string().contains("; most is held by \"weights\" (30.00 MiB)"), "{report}");
     drop((tiny, tagged));
@@ -89,7 +89,7 @@ fn a_tag_is_named_only_if_it_holds_most() {
 fn names_cannot_write_lines_of_their_own() {
     let bench = Bench::new(64 * MIB, "");
     let _scope = TagScope::new("red \u{1b}[31m\n  it would fit: never");
-    let held = bench.allocator.alloc(40 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     let text = refused(&bench, 40 * MIB).to_string();
     assert!(!text.contains('\u{1b}') && !text.contains("\n  it would fit: never"), "{text}");
     assert!(text.contains(r#"live: 40.00 MiB "red \u{1b}[31m\n  it would fit: never""#), "{text}");
@@ -103,7 +103,7 @@ fn segments_may_be_larger_than_what_there_is() {
     assert!(report.advice.contains(&Advice::SmallerSegments { to: 16 * MIB }), "{report}");
     assert!(report.to_string().contains("with a large_segment_size_mb of at most 16"), "{report}");
     let bench = Bench::new(16 * MIB, "backing:segments,large_segment_size_mb:16");
-    drop(bench.allocator.alloc(5 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap());
 }
 
 /// Numbers from 0 up to `end`, the same in each run.
@@ -118,7 +118,7 @@ pub(crate) fn draws(mut seed: u64) -> impl FnMut(u64) -> u64 {
 fn fill(bench: &Bench, draw: &mut impl FnMut(u64) -> u64) -> Vec<Allocation> {
     let mut held: Vec<Allocation> = Vec::new();
     for _ in 0..60 {
-        held.extend(bench.allocator.alloc(MIB / 2 * (1 + draw(12)), &bench.stream));
+        held.extend(bench.allocator.alloc_bytes(MIB / 2 * (1 + draw(12)), &bench.stream));
         if draw(3) == 0 && !held.is_empty() {
             let at = usize::try_from(draw(held.len() as u64)).unwrap();
             drop(held.swap_remove(at));
@@ -143,7 +143,7 @@ fn the_advised_limit_suffices_and_no_lower_one_does() {
         bench.allocator.set_limit(Some(to - 1));
         let again = refused(&bench, report.requested);
         bench.allocator.set_limit(Some(to));
-        let served = bench.allocator.alloc(report.requested, &bench.stream);
+        let served = bench.allocator.alloc_bytes(report.requested, &bench.stream);
         drop((served.unwrap_or_else(|error| panic!("{backing} {seed}: {report}\nthen {again}\nthen {error}")), held));
         bench.assert_returned();
     }
@@ -159,7 +159,7 @@ fn who_frees_as_much_as_advised_is_served() {
         assert!(frees(&report) || report.to_string().contains("in one piece"), "{report}");
         // Everything, to be sure that it is in one piece.
         held.clear();
-        drop(bench.allocator.alloc(report.requested, &bench.stream).unwrap());
+        drop(bench.allocator.alloc_bytes(report.requested, &bench.stream).unwrap());
     }
 }
 
@@ -167,7 +167,7 @@ fn who_frees_as_much_as_advised_is_served() {
 fn a_driver_that_refuses_what_it_says_is_free_is_named() {
     for backing in BACKINGS {
         let bench = Bench::new(GIB, &on(backing, ""));
-        let live = bench.allocator.alloc(740 * MIB, &bench.stream).unwrap();
+        let live = bench.allocator.alloc_bytes(740 * MIB, &bench.stream).unwrap();
         for operation in [Operation::Alloc, Operation::CreatePhysical] {
             bench.driver.inject(Fault::Rate { operation: Some(operation), rate: 1.0, code: Code::OUT_OF_MEMORY });
         }
@@ -185,7 +185,7 @@ fn memory_that_reserves_all_addresses_is_named() {
     let bench = Bench::new(64 * MIB, "backing:paged");
     let reserve = || bench.allocator.growable(GIB, &bench.stream).unwrap();
     let caches: Vec<_> = (0..4).map(|_| reserve()).collect();
-    let Err(error) = bench.allocator.alloc(20 * MIB, &bench.stream) else {
+    let Err(error) = bench.allocator.alloc_bytes(20 * MIB, &bench.stream) else {
         assert!(!Subject::has_race_detector(), "only a GPU has more addresses");
         return;
     };
@@ -193,6 +193,6 @@ fn memory_that_reserves_all_addresses_is_named() {
     assert_eq!(report.refusal, Some(Refusal::Addresses), "{report}");
     assert_eq!(report.advice, [Advice::FreeAddresses { held: 4 * GIB }], "{report}");
     drop(caches);
-    assert!(bench.allocator.alloc(20 * MIB, &bench.stream).is_ok());
+    assert!(bench.allocator.alloc_bytes(20 * MIB, &bench.stream).is_ok());
     bench.assert_returned();
 }

@@ -115,11 +115,11 @@ impl Scene {
                 drop(self.live.swap_remove(at));
             }
             (4, ..) => drop(self.in_pool.pop()),
-            (5 | 6, Some(from), _) if pool => self.in_pool.extend(from.alloc(bytes, stream)),
+            (5 | 6, Some(from), _) if pool => self.in_pool.extend(from.alloc_bytes(bytes, stream)),
             (7, ..) if pins => self.pins.extend(self.live.last().map(|block| allocator.pin_mapping(block).unwrap())),
             (8, ..) if at.is_multiple_of(3) => self.shared.extend(allocator.alloc_exportable(bytes, FD, stream)),
             (9, _, Some(cache)) if at.is_multiple_of(2) => drop(cache.grow_to(cache.bytes() + bytes, stream)),
-            _ => self.live.extend(allocator.alloc(bytes, stream)),
+            _ => self.live.extend(allocator.alloc_bytes(bytes, stream)),
         }
     }
 
@@ -132,9 +132,9 @@ impl Scene {
         let Bench { allocator, stream, .. } = &self.bench;
         match (self.wanted, &self.pool, &mut self.cache) {
             (Wanted::Growth, _, Some(cache)) => cache.grow_to(self.bytes, stream),
-            (Wanted::BlockOfPool, Some(pool), _) => pool.alloc(self.bytes, stream).map(drop),
+            (Wanted::BlockOfPool, Some(pool), _) => pool.alloc_bytes(self.bytes, stream).map(drop),
             (Wanted::Exportable, ..) => allocator.alloc_exportable(self.bytes, FD, stream).map(drop),
-            _ => allocator.alloc(self.bytes, stream).map(drop),
+            _ => allocator.alloc_bytes(self.bytes, stream).map(drop),
         }
     }
 

@@ -13,7 +13,7 @@ fn bench(capacity: u64, options: &str) -> Bench {
 }
 
 fn block(bench: &Bench, mib: u64) -> Allocation {
-    let block = bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, block.ptr(), block.bytes());
     block
 }
@@ -40,11 +40,11 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
         let held = comb(&bench, 32);
         assert_eq!(bench.allocator.reserved_bytes(), 64 * MIB, "{options}");
         let whole = block(&bench, 32);
-        let stats = bench.allocator.memory_stats();
+        let stats = bench.allocator.stats();
         assert_eq!(stats.reserved_bytes.all.peak, 64 * MIB, "{options}");
         // One of the pieces may stay where it is.
         assert!((14..=16).contains(&stats.granules_moved), "{options}: {stats:?}");
-        let error = bench.allocator.alloc(2 * MIB, &bench.stream).unwrap_err();
+        let error = bench.allocator.alloc_bytes(2 * MIB, &bench.stream).unwrap_err();
         assert_eq!(error.report().unwrap().refusal, Some(refusal), "{error}");
         drop((held, whole));
         bench.assert_returned();
@@ -55,17 +55,17 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
 fn free_memory_of_an_open_pool_stays_where_it_is() {
     let bench = bench(64 * MIB, "");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
-    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    let inside = pool.alloc_bytes(2 * MIB, &bench.stream).unwrap();
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     bench.stream.synchronize().unwrap();
     let before = of_pool(&bench, pool.id());
     bench.allocator.empty_cache().unwrap();
     bench.allocator.trim_to(0).unwrap();
-    assert!(bench.allocator.alloc(40 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    assert!(bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
     assert_eq!(of_pool(&bench, pool.id()), before, "moved, trimmed or lent");
     // Only the pool itself is asked to trim it.
     assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
-    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     drop(pool);
     let outside = block(&bench, 60);
     assert_eq!(of_pool(&bench, (0, 0)).len(), 1);
@@ -77,8 +77,8 @@ fn free_memory_of_an_open_pool_stays_where_it_is() {
 fn free_memory_of_a_closed_pool_moves() {
     let bench = bench(64 * MIB, "");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    let inside = pool.alloc(2 * MIB, &bench.stream).unwrap();
-    let large = pool.alloc(30 * MIB, &bench.stream).unwrap();
+    let inside = pool.alloc_bytes(2 * MIB, &bench.stream).unwrap();
+    let large = pool.alloc_bytes(30 * MIB, &bench.stream).unwrap();
     bench.driver.stall(&bench.stream, Duration::from_millis(10)).unwrap();
     write_on(&bench.stream, large.ptr(), large.bytes());
     drop(large);
@@ -87,7 +87,7 @@ fn free_memory_of_a_closed_pool_moves() {
     assert_eq!(bench.allocator.reserved_bytes(), 32 * MIB);
     let outside = block(&bench, 60);
     assert_eq!(of_pool(&bench, (0, 0)).iter().map(|segment| segment.active_size).sum::<u64>(), 60 * MIB);
-    assert!(bench.allocator.memory_stats().granules_moved > 0);
+    assert!(bench.allocator.stats().granules_moved > 0);
     drop((inside, outside));
     bench.assert_returned();
 }
@@ -142,11 +142,11 @@ fn without_addresses_a_request_is_refused_and_says_so() {
             Err(_) => bytes /= 2,
         }
     }
-    let error = bench.allocator.alloc(8 * MIB, &bench.side).unwrap_err();
+    let error = bench.allocator.alloc_bytes(8 * MIB, &bench.side).unwrap_err();
     assert_eq!(error.report().unwrap().refusal, Some(Refusal::Addresses), "{error}");
     check::statistics(&bench.allocator, (1, 8 * MIB));
     taken.into_iter().for_each(|(ptr, bytes)| bench.driver.unreserve(ptr, bytes).unwrap());
-    let other = bench.allocator.alloc(8 * MIB, &bench.side).unwrap();
+    let other = bench.allocator.alloc_bytes(8 * MIB, &bench.side).unwrap();
     write_on(&bench.side, other.ptr(), other.bytes());
     drop((held, other));
     bench.assert_returned();
@@ -157,7 +157,7 @@ fn many_streams_and_pools_find_addresses() {
     let bench = bench(512 * MIB, "");
     let streams: Vec<Stream> = (0..20).map(|_| bench.device.stream().unwrap()).collect();
     let alloc = |stream: &Stream, bytes| {
-        let block = bench.allocator.alloc(bytes, stream).unwrap();
+        let block = bench.allocator.alloc_bytes(bytes, stream).unwrap();
         write_on(stream, block.ptr(), bytes);
         block
     };
@@ -177,10 +177,10 @@ fn a_device_that_cannot_map_memory_has_segments() {
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::parse("backing:paged").unwrap()).unwrap();
     let stream = device.stream().unwrap();
-    let held = allocator.alloc(5 * MIB, &stream).unwrap();
+    let held = allocator.alloc_bytes(5 * MIB, &stream).unwrap();
     write_on(&stream, held.ptr(), held.bytes());
     assert!(allocator.snapshot().segments.iter().all(|segment| !segment.is_expandable));
-    assert_eq!((allocator.memory_stats().segment.all.current, allocator.reserved_bytes()), (1, 20 * MIB));
+    assert_eq!((allocator.stats().segment.all.current, allocator.reserved_bytes()), (1, 20 * MIB));
     drop(held);
     assert_eq!(allocator.empty_cache().unwrap(), 20 * MIB);
     driver.assert_no_violation();
@@ -202,7 +202,7 @@ fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
         };
         let (allocator, device, driver) = open(Code::INVALID_VALUE);
         let allocator = allocator.unwrap();
-        let held = allocator.alloc(5 * MIB, device.default_stream()).unwrap();
+        let held = allocator.alloc_bytes(5 * MIB, device.default_stream()).unwrap();
         write_on(device.default_stream(), held.ptr(), held.bytes());
         assert!(!allocator.snapshot().segments[0].is_expandable, "{operation}");
         drop(held);
@@ -223,7 +223,7 @@ fn memory_is_mapped_without_rdma_where_the_driver_announces_rdma_and_refuses_it(
     driver.inject(Fault::Nth { operation: Some(Operation::CreatePhysical), nth: 1, code: Code::NOT_SUPPORTED });
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     assert!(allocator.why_segments().is_none());
-    let held = allocator.alloc(5 * MIB, device.default_stream()).unwrap();
+    let held = allocator.alloc_bytes(5 * MIB, device.default_stream()).unwrap();
     write_on(device.default_stream(), held.ptr(), held.bytes());
     assert!(!driver.mapping_at(held.ptr()).unwrap().options.rdma);
     drop(held);
@@ -237,7 +237,7 @@ fn what_is_live_or_cached_at_the_end_goes_back() {
     let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
     let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
     let alloc = |bytes, stream: &Stream| {
-        let block = allocator.alloc(bytes, stream).unwrap();
+        let block = allocator.alloc_bytes(bytes, stream).unwrap();
         write_on(stream, block.ptr(), bytes);
         block
     };
@@ -263,10 +263,10 @@ fn a_mapping_that_is_stuck_is_taken_back_later() {
     for (operation, nth) in [(Operation::SetAccess, 1), (Operation::Unmap, 2)] {
         bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code: Code(999) });
     }
-    bench.allocator.alloc(16 * MIB, &bench.side).unwrap_err();
+    bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap_err();
     bench.driver.clear_faults();
     check::statistics(&bench.allocator, (1, 8 * MIB));
-    let other = bench.allocator.alloc(16 * MIB, &bench.side).unwrap();
+    let other = bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap();
     write_on(&bench.side, other.ptr(), other.bytes());
     drop((held, other));
     bench.assert_returned();

@@ -12,7 +12,7 @@ fn bench(capacity: u64, options: &str) -> Bench {
 }
 
 fn block(bench: &Bench, bytes: u64) -> Allocation {
-    let block = bench.allocator.alloc(bytes, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap();
     write_on(&bench.stream, block.ptr(), block.bytes());
     block
 }
@@ -28,7 +28,7 @@ fn pytorch_123548_and_193400_a_split_limit_makes_nothing_grow() {
             drop(held.remove(0));
         }
     }
-    let stats = bench.allocator.memory_stats();
+    let stats = bench.allocator.stats();
     let (reserved, live) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
     assert!(reserved <= live + live / 2, "{reserved} bytes reserved for {live}");
     drop(held);
@@ -43,7 +43,7 @@ fn pytorch_188008_a_mapping_that_fails_half_way_is_rolled_back() {
             let held = block(&bench, 8 * MIB);
             let nth = if operation == Operation::SetAccess { 1 } else { 5 };
             bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code });
-            let failed = bench.allocator.alloc(40 * MIB, &bench.stream);
+            let failed = bench.allocator.alloc_bytes(40 * MIB, &bench.stream);
             assert!(failed.is_err() || code == Code::OUT_OF_MEMORY, "{operation} with {code:?} went unnoticed");
             check::statistics(&bench.allocator, failed.as_ref().map_or((1, 8 * MIB), |_| (2, 48 * MIB)));
             drop(failed);
@@ -66,7 +66,7 @@ fn pytorch_166116_physical_memory_is_used_again_when_it_moves() {
     let after = bench.device.driver_calls();
     let made = |operation| after.of(operation) - before.of(operation);
     assert_eq!((made(Operation::CreatePhysical), made(Operation::ReleasePhysical)), (0, 0));
-    let moved = bench.allocator.memory_stats().granules_moved;
+    let moved = bench.allocator.stats().granules_moved;
     assert!(moved > 0 && made(Operation::Map) == moved, "{moved} granules moved");
     assert_eq!(bench.allocator.reserved_bytes(), 64 * MIB);
     drop((keeps, whole));
@@ -89,7 +89,8 @@ fn pytorch_147851_pools_and_mapped_memory_go_together() {
     let bench = bench(GIB, "");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let apart = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
-    let (inside, whole) = (pool.alloc(5 * MIB, &bench.stream).unwrap(), apart.alloc(5 * MIB, &bench.stream).unwrap());
+    let (inside, whole) =
+        (pool.alloc_bytes(5 * MIB, &bench.stream).unwrap(), apart.alloc_bytes(5 * MIB, &bench.stream).unwrap());
     let outside = block(&bench, 5 * MIB);
     let snapshot = bench.allocator.snapshot();
     let kind = |id| snapshot.segments.iter().filter(move |segment| segment.segment_pool_id == id);
@@ -107,11 +108,11 @@ fn pytorch_147851_pools_and_mapped_memory_go_together() {
 fn pytorch_159594_nothing_breaks_when_memory_is_needed_during_a_capture() {
     let bench = bench(64 * MIB, "");
     drop(block(&bench, 40 * MIB));
-    drop(bench.allocator.alloc(10 * MIB, &bench.side).unwrap());
+    drop(bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap());
     let capture = bench.side.begin_capture().unwrap();
     // It needs memory of another stream, which must not be unmapped on the strength of events inside of the capture.
-    let during = bench.allocator.alloc(50 * MIB, &bench.stream);
-    let inside = bench.allocator.alloc(20 * MIB, &bench.side);
+    let during = bench.allocator.alloc_bytes(50 * MIB, &bench.stream);
+    let inside = bench.allocator.alloc_bytes(20 * MIB, &bench.side);
     if let Ok(inside) = &inside {
         write_on(&bench.side, inside.ptr(), inside.bytes());
     }

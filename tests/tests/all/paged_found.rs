@@ -9,7 +9,7 @@ use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
 fn block(bench: &Bench, mib: u64) -> Allocation {
-    let block = bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, block.ptr(), block.bytes());
     block
 }
@@ -35,7 +35,7 @@ fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
     bench.allocator.empty_cache().unwrap_err();
     drop(registration);
-    let other = bench.allocator.alloc(16 * MIB, &bench.side).unwrap();
+    let other = bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap();
     write_on(&bench.side, other.ptr(), other.bytes());
     drop(other);
     bench.assert_returned();
@@ -46,13 +46,14 @@ fn memory_of_a_pool_stays_where_a_graph_uses_it() {
     let bench = Bench::new(GIB, "");
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = bench.stream.begin_capture().unwrap();
-    let (inside, beside) = (pool.alloc(20 * MIB, &bench.stream).unwrap(), pool.alloc(2 * MIB, &bench.stream).unwrap());
+    let (inside, beside) =
+        (pool.alloc_bytes(20 * MIB, &bench.stream).unwrap(), pool.alloc_bytes(2 * MIB, &bench.stream).unwrap());
     write_on(&bench.stream, inside.ptr(), inside.bytes());
     drop(inside);
     let graph = capture.end().unwrap();
     bench.stream.synchronize().unwrap();
     // Another graph of the pool needs more than there is in one piece.
-    drop(pool.alloc(30 * MIB, &bench.stream).unwrap());
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     graph.launch(&bench.stream).unwrap();
     bench.stream.synchronize().unwrap();
     bench.assert_no_violation();
@@ -86,7 +87,7 @@ fn requests_beyond_the_device_take_no_addresses() {
         let bench = Bench::new(64 * MIB, "");
         bench.allocator.set_limit(limit);
         for bytes in [65 * MIB, 300 * MIB, 1 << 40, (1 << 60) - 1] {
-            let error = bench.allocator.alloc(bytes, &bench.stream).unwrap_err();
+            let error = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
             assert_eq!(error.report().unwrap().refusal, Some(refusal), "{bytes}: {error}");
             assert_eq!(bench.device.driver_calls().of(Operation::Reserve), 1, "the probe alone reserves addresses");
         }
@@ -100,7 +101,7 @@ fn a_request_that_the_device_cannot_serve_takes_none_of_its_memory() {
     let live = block(&bench, 300);
     let granules = |bench: &Bench| bench.device.driver_calls().of(Operation::CreatePhysical);
     let before = granules(&bench);
-    let error = bench.allocator.alloc(800 * MIB, &bench.stream).unwrap_err();
+    let error = bench.allocator.alloc_bytes(800 * MIB, &bench.stream).unwrap_err();
     assert!(error.is_out_of_memory());
     assert!(granules(&bench) - before < 10, "granules were created in vain: {}", granules(&bench) - before);
     // What is free is free to others throughout, and the allocator takes it where it is enough.
@@ -118,7 +119,7 @@ fn granules_larger_than_the_device_are_none() {
     for (capacity, options) in [(GIB, "granule_mb:8796093022208"), (GIB, "granule_mb:2048"), (3 * MIB, "granule_mb:4")]
     {
         let bench = Bench::new(capacity, options);
-        let held = bench.allocator.alloc(1000, &bench.stream).unwrap();
+        let held = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
         write_on(&bench.stream, held.ptr(), 1000);
         drop(held);
         bench.allocator.empty_cache().unwrap();
@@ -153,7 +154,7 @@ fn devices_of_odd_sizes_are_used_up_to_the_last_granule() {
     for capacity in [2 * MIB, 2 * MIB + 1, 5 * MIB, 63 * MIB + 511] {
         let bench = Bench::new(capacity, "");
         let mut held = Vec::new();
-        while let Ok(block) = bench.allocator.alloc(MIB + 512, &bench.stream) {
+        while let Ok(block) = bench.allocator.alloc_bytes(MIB + 512, &bench.stream) {
             write_on(&bench.stream, block.ptr(), block.bytes());
             held.push(block);
         }
@@ -168,7 +169,7 @@ fn devices_of_odd_sizes_are_used_up_to_the_last_granule() {
 fn a_limit_below_a_granule_refuses_and_no_more() {
     let bench = Bench::new(GIB, "");
     bench.allocator.set_limit(Some(MIB));
-    let error = bench.allocator.alloc(512, &bench.stream).unwrap_err();
+    let error = bench.allocator.alloc_bytes(512, &bench.stream).unwrap_err();
     assert_eq!(error.report().unwrap().refusal, Some(Refusal::Limit), "{error}");
     assert_eq!(bench.allocator.reserved_bytes(), 0);
     bench.allocator.set_limit(None);
@@ -180,10 +181,10 @@ fn a_limit_below_a_granule_refuses_and_no_more() {
 fn what_an_allocator_left_breaks_no_capture() {
     let bench = Bench::new(GIB, "");
     let before = Allocator::new(&bench.device, Config::default()).unwrap();
-    drop(before.alloc(8 * MIB, &bench.side).unwrap());
+    drop(before.alloc_bytes(8 * MIB, &bench.side).unwrap());
     let capture = bench.stream.begin_capture().unwrap();
     drop(before);
-    drop(bench.allocator.alloc(8 * MIB, &bench.side).unwrap());
+    drop(bench.allocator.alloc_bytes(8 * MIB, &bench.side).unwrap());
     drop(capture.end().unwrap());
     bench.assert_returned();
 }
@@ -191,7 +192,7 @@ fn what_an_allocator_left_breaks_no_capture() {
 #[test]
 fn memory_that_a_capture_keeps_back_is_not_waited_for() {
     let bench = Bench::new(GIB, "");
-    let used = bench.allocator.alloc(100 * MIB, &bench.side).unwrap();
+    let used = bench.allocator.alloc_bytes(100 * MIB, &bench.side).unwrap();
     write_on(&bench.side, used.ptr(), used.bytes());
     drop(used);
     let capture = bench.side.begin_capture().unwrap();
@@ -209,7 +210,7 @@ fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
     let fault = |operation, nth| Fault::Nth { operation: Some(operation), nth, code: Code(999) };
     bench.driver.inject(fault(Operation::SetAccess, 1));
     bench.driver.inject(fault(Operation::Unmap, 2));
-    bench.allocator.alloc(16 * MIB, &bench.side).unwrap_err();
+    bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap_err();
     bench.driver.clear_faults();
     // The first mapping that is taken back is the stuck one, which stays stuck.
     bench.driver.inject(fault(Operation::Unmap, 1));
@@ -225,8 +226,8 @@ fn mappings_that_were_stuck_serve_a_request_that_needs_their_memory() {
     let rest = block(&bench, 9);
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Map), nth: 20, code: Code::OUT_OF_MEMORY });
     bench.driver.inject(Fault::Rate { operation: Some(Operation::Unmap), rate: 1.0, code: Code::OUT_OF_MEMORY });
-    assert!(bench.allocator.alloc(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
-    assert!(bench.allocator.alloc(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory(), "still stuck");
+    assert!(bench.allocator.alloc_bytes(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    assert!(bench.allocator.alloc_bytes(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory(), "still stuck");
     bench.driver.clear_faults();
     drop([rest, block(&bench, 44)]);
     bench.assert_returned();
@@ -238,7 +239,7 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     let device = driver.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.stream().unwrap();
-    let held = Arc::new(allocator.alloc(8 * MIB, &stream).unwrap());
+    let held = Arc::new(allocator.alloc_bytes(8 * MIB, &stream).unwrap());
     allocator.sleep(aquifer_allocator::Contents::Discard).unwrap();
     let asleep = allocator.pin_mapping(&held).unwrap_err();
     assert!(matches!(asleep, aquifer_allocator::AllocError::Asleep), "{asleep}");
@@ -254,10 +255,10 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
 /// `refused` bytes in vain, if that is not 0.
 fn peaks_of_phases(refused: u64) -> (u64, u64) {
     let bench = Bench::new(40 * GIB, "");
-    let alloc = |mib: u64| bench.allocator.alloc(mib * MIB, &bench.stream).unwrap();
+    let alloc = |mib: u64| bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
     let mut blocks: Vec<Allocation> = (0..640).map(|_| alloc(16)).collect();
     if refused > 0 {
-        assert!(bench.allocator.alloc(refused, &bench.stream).unwrap_err().is_out_of_memory());
+        assert!(bench.allocator.alloc_bytes(refused, &bench.stream).unwrap_err().is_out_of_memory());
     }
     (0..1000).for_each(|_| drop(alloc(1)));
     let mut random = 1_u64;
@@ -277,7 +278,7 @@ fn peaks_of_phases(refused: u64) -> (u64, u64) {
             blocks.swap(at, usize::try_from(random >> 33).unwrap() % (at + 1));
         }
     }
-    let stats = bench.allocator.memory_stats();
+    let stats = bench.allocator.stats();
     drop(blocks);
     bench.assert_returned();
     (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak)

@@ -5,7 +5,7 @@ use aquifer_device::Operation;
 use aquifer_tests::{Bench, GIB, MIB};
 
 fn fill(bench: &Bench, block: u64, bytes: u64) -> Vec<Allocation> {
-    (0..bytes / block).map(|_| bench.allocator.alloc(block, &bench.stream).unwrap()).collect()
+    (0..bytes / block).map(|_| bench.allocator.alloc_bytes(block, &bench.stream).unwrap()).collect()
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn memory_between_blocks_that_stay_can_move() {
     for block in [4, 6, 8, 16, 36, 64] {
         let bench = Bench::new(4 * GIB, "backing:paged");
         // So that blocks do not begin where frames do.
-        let first = bench.allocator.alloc(3 * MIB, &bench.stream).unwrap();
+        let first = bench.allocator.alloc_bytes(3 * MIB, &bench.stream).unwrap();
         let mut freed = 0;
         let blocks = fill(&bench, block * MIB, 4 * GIB - 128 * MIB);
         let live: Vec<Allocation> = blocks
@@ -39,7 +39,7 @@ fn memory_between_blocks_that_stay_can_move() {
                 stays.then_some(block)
             })
             .collect();
-        let third = bench.allocator.alloc(freed / 3, &bench.stream);
+        let third = bench.allocator.alloc_bytes(freed / 3, &bench.stream);
         assert!(third.is_ok(), "blocks of {block} MiB: {}", third.unwrap_err());
         drop((first, live, third));
         bench.assert_returned();

@@ -58,13 +58,13 @@ fn crowded(seed: u64) -> u64 {
             continue;
         }
         let bytes = if x % 5 == 0 { x % (900 * KIB) } else { x % (12 * MIB) } + 1;
-        if let Ok(block) = allocator.alloc(bytes, &streams[own]) {
+        if let Ok(block) = allocator.alloc_bytes(bytes, &streams[own]) {
             write_on(&streams[own], block.ptr(), bytes);
             held.push((block, own));
         }
     }
     driver.assert_no_violation();
-    let moved = allocator.memory_stats().granules_moved;
+    let moved = allocator.stats().granules_moved;
     let live = held.iter().fold((0, 0), |(count, bytes), (block, _)| (count + 1, bytes + block.bytes()));
     check::statistics(&allocator, live);
     drop(held);
@@ -108,7 +108,7 @@ fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Alloca
             continue;
         }
         let bytes = if x % 3 == 0 { x % (900 * KIB) } else { x % (12 * MIB) } + 1;
-        if let Ok(block) = allocator.alloc(bytes, &streams[at % streams.len()]) {
+        if let Ok(block) = allocator.alloc_bytes(bytes, &streams[at % streams.len()]) {
             driver.allocated(block.ptr(), bytes);
             held.push(block);
         }
@@ -127,7 +127,7 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
                 std::iter::from_fn(|| aquifer_device::Driver::take_violation(&*driver)).collect();
             assert_eq!(hazards, Vec::<String>::new());
             let recorded = device.driver_calls().of(Operation::Record);
-            let stats = allocator.memory_stats();
+            let stats = allocator.stats();
             println!(
                 "{streams} streams, {policy}, seed {seed}: {operations} operations, {recorded} events, {} stalls, {} waits, \
                  {} granules moved, {} MiB reserved for {} MiB",
@@ -156,11 +156,11 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     let mut remaps = Vec::new();
     let mut steps = numbers(1).enumerate();
     for _ in 0..5 {
-        let before = allocator.memory_stats().remaps;
+        let before = allocator.stats().remaps;
         for (at, x) in steps.by_ref().take(4000) {
             driver.advance();
             let bytes = MIB + x % (30 * MIB);
-            let block = allocator.alloc(bytes, &streams[at % 4]).unwrap();
+            let block = allocator.alloc_bytes(bytes, &streams[at % 4]).unwrap();
             driver.allocated(block.ptr(), bytes);
             driver.advance();
             block.record_stream(&streams[(at + 1) % 4]).unwrap();
@@ -172,9 +172,9 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
                 driver.freed(block.ptr());
             }
         }
-        remaps.push(allocator.memory_stats().remaps - before);
+        remaps.push(allocator.stats().remaps - before);
     }
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
     println!("remaps {remaps:?}, {reserved} bytes held for {in_use}");
     assert!(remaps[0] > 200 && remaps[4] < remaps[0] / 3, "{remaps:?}");
@@ -192,11 +192,11 @@ struct Busy {
 
 impl Busy {
     fn use_memory(&self) {
-        let block = self.allocator.alloc(64 * MIB, &self.other).unwrap();
+        let block = self.allocator.alloc_bytes(64 * MIB, &self.other).unwrap();
         self.driver.stall(&self.other, Duration::from_millis(10)).unwrap();
         drop(block);
         // The host may wait more often the more was allocated.
-        let _held: Vec<_> = (0..1000).map(|_| self.allocator.alloc(KIB, &self.other).unwrap()).collect();
+        let _held: Vec<_> = (0..1000).map(|_| self.allocator.alloc_bytes(KIB, &self.other).unwrap()).collect();
     }
 }
 
@@ -235,6 +235,6 @@ fn a_request_stops_waiting_for_memory_that_another_thread_keeps_using() {
     let waits = Arc::new(AtomicU32::new(0));
     let busy = Busy { driver, allocator: allocator.clone(), other, waits: waits.clone() };
     busy.use_memory();
-    let _block = tracing::subscriber::with_default(busy, || allocator.alloc(64 * MIB, &stream)).unwrap();
+    let _block = tracing::subscriber::with_default(busy, || allocator.alloc_bytes(64 * MIB, &stream)).unwrap();
     assert_eq!(waits.load(Relaxed), 8);
 }

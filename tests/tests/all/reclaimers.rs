@@ -17,7 +17,7 @@ struct Cache {
 impl Cache {
     /// Fills the device with blocks of 1 MiB, which are used so that no two neighbours follow each other.
     fn filling(bench: &Bench) -> Cache {
-        let mut blocks: Vec<_> = (0..64).map(|_| bench.allocator.alloc(MIB, &bench.stream).ok()).collect();
+        let mut blocks: Vec<_> = (0..64).map(|_| bench.allocator.alloc_bytes(MIB, &bench.stream).ok()).collect();
         let order = (0..7).flat_map(|first| (first..64).step_by(7));
         let lru = order.filter_map(|at| blocks[at].take()).collect();
         Cache { blocks: Arc::new(Mutex::new(lru)), asked: Arc::default() }
@@ -50,7 +50,7 @@ fn what_is_freed_in_pieces_is_asked_for_again() {
     for bench in Bench::on_both(64 * MIB, "") {
         let cache = Cache::filling(&bench);
         let registration = cache.register(&bench, 0);
-        let held = bench.allocator.alloc(5 * MIB, &bench.stream).unwrap();
+        let held = bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap();
         let asked = cache.asked();
         assert!(asked.len() > 1 && asked[0] == 5 * MIB, "{asked:?}");
         assert!(asked.windows(2).all(|pair| pair[1] >= 2 * pair[0] || pair[1] == 64 * MIB), "{asked:?}");
@@ -79,7 +79,7 @@ fn a_small_request_asks_for_a_segment_in_the_second_round() {
     let cache = Cache::filling(&bench);
     // What is freed first is one block of two in a granule, so that 1 MiB of the large pool is free and nothing for the small one.
     let registration = cache.register(&bench, 0);
-    let small = bench.allocator.alloc(512, &bench.stream).unwrap();
+    let small = bench.allocator.alloc_bytes(512, &bench.stream).unwrap();
     let asked = cache.asked();
     assert_eq!(asked[0], 512);
     assert!(asked.get(1).is_none_or(|&bytes| bytes == 2 * MIB), "{asked:?}");
@@ -91,7 +91,7 @@ fn a_small_request_asks_for_a_segment_in_the_second_round() {
 #[test]
 fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
     let bench = Bench::new(64 * MIB, "");
-    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
     let asked: Arc<Mutex<Vec<(&str, u64)>>> = Arc::default();
     let reclaimer = |name: &'static str, freed: u64| {
         let asked = asked.clone();
@@ -104,7 +104,7 @@ fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
         })
     };
     let registrations = [reclaimer("liar", u64::MAX), reclaimer("honest", 0)];
-    let error = bench.allocator.alloc(10 * MIB, &bench.stream).unwrap_err();
+    let error = bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap_err();
     assert_eq!(*asked.lock().unwrap(), [("liar", 10), ("honest", 10), ("liar", 20), ("liar", 40), ("liar", 64)]);
     let report = error.report().unwrap();
     assert_eq!(report.reclaimed, u64::MAX);
@@ -119,7 +119,7 @@ fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
 #[test]
 fn reclaimers_come_and_go_between_rounds() {
     let bench = Bench::new(64 * MIB, "");
-    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
     let own: Arc<Mutex<Option<Registration>>> = Arc::default();
     let (taken, asked) = (own.clone(), Arc::new(AtomicU64::new(0)));
     let count = asked.clone();
@@ -129,7 +129,7 @@ fn reclaimers_come_and_go_between_rounds() {
         1
     });
     *own.lock().unwrap() = Some(registration);
-    bench.allocator.alloc(10 * MIB, &bench.stream).unwrap_err();
+    bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap_err();
     assert_eq!(asked.load(Ordering::Relaxed), 1, "it ended its own registration");
     drop(held);
     bench.assert_returned();
@@ -138,16 +138,16 @@ fn reclaimers_come_and_go_between_rounds() {
 #[test]
 fn a_reclaimer_whose_allocation_fails_is_not_asked_again() {
     let bench = Bench::new(64 * MIB, "");
-    let held = bench.allocator.alloc(60 * MIB, &bench.stream).unwrap();
+    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
     let (allocator, stream, asked) = (bench.allocator.clone(), bench.stream.clone(), Arc::new(AtomicU64::new(0)));
     let count = asked.clone();
     let registration = bench.allocator.register_reclaimer(0, "hungry", move |_| {
         count.fetch_add(1, Ordering::Relaxed);
-        assert!(allocator.alloc(60 * MIB, &stream).unwrap_err().is_out_of_memory());
+        assert!(allocator.alloc_bytes(60 * MIB, &stream).unwrap_err().is_out_of_memory());
         0
     });
-    bench.allocator.alloc(60 * MIB, &bench.stream).unwrap_err();
-    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.memory_stats().num_ooms), (1, 2));
+    bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap_err();
+    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.stats().num_ooms), (1, 2));
     drop((held, registration));
     bench.assert_returned();
 }
@@ -165,14 +165,14 @@ fn a_panic_in_a_reclaimer_stays_there() {
     });
     // What it freed in pieces before it panicked is not lost, and the next reclaimer is asked.
     let registration = cache.register(&bench, 0);
-    let served = bench.allocator.alloc(5 * MIB, &bench.stream).unwrap();
-    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.memory_stats().num_ooms), (1, 0));
+    let served = bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap();
+    assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.stats().num_ooms), (1, 0));
     drop(registration);
     // Alone it makes no request panic either, and what it frees serves.
     cache.evict(u64::MAX);
-    *cache.blocks.lock().unwrap() = VecDeque::from([bench.allocator.alloc(50 * MIB, &bench.stream).unwrap()]);
-    drop(bench.allocator.alloc(40 * MIB, &bench.stream).unwrap());
-    let error = bench.allocator.alloc(70 * MIB, &bench.stream).unwrap_err();
+    *cache.blocks.lock().unwrap() = VecDeque::from([bench.allocator.alloc_bytes(50 * MIB, &bench.stream).unwrap()]);
+    drop(bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+    let error = bench.allocator.alloc_bytes(70 * MIB, &bench.stream).unwrap_err();
     assert_eq!(error.report().unwrap().reclaimers[0].why.as_deref(), Some("it panicked"));
     drop((served, broken));
     bench.assert_returned();
@@ -188,14 +188,14 @@ fn a_panic_in_an_observer_stays_there() {
         bench.allocator.observe_oom(move |_| {
             count.fetch_add(1, Ordering::Relaxed);
             // No observer is told of what fails in one.
-            assert!(allocator.alloc(80 * MIB, &stream).unwrap_err().is_out_of_memory());
+            assert!(allocator.alloc_bytes(80 * MIB, &stream).unwrap_err().is_out_of_memory());
         }),
     ];
     for round in 1..=2 {
-        assert!(bench.allocator.alloc(70 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+        assert!(bench.allocator.alloc_bytes(70 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
         assert_eq!(told.load(Ordering::Relaxed), round);
     }
     drop(observers);
-    drop(bench.allocator.alloc(60 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
     bench.assert_returned();
 }

@@ -27,7 +27,7 @@ fn mapping_calls(program: &Program) -> Vec<u64> {
     for event in &program.events {
         match *event {
             Event::Alloc { slot, bytes, stream } => {
-                slots[slot as usize] = Some(allocator.alloc(bytes, &streams[usize::from(stream)]).unwrap());
+                slots[slot as usize] = Some(allocator.alloc_bytes(bytes, &streams[usize::from(stream)]).unwrap());
             }
             Event::Free { slot } => slots[slot as usize] = None,
             Event::RecordStream { slot, stream } => {
@@ -82,21 +82,21 @@ fn scrambled() -> impl FnMut(u64) -> u64 {
 fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
     let bench = Bench::new(40 * GIB, "backing:paged");
     let mut next = scrambled();
-    let block = |bytes: u64| bench.allocator.alloc(MIB / 2 + bytes, &bench.stream).unwrap();
+    let block = |bytes: u64| bench.allocator.alloc_bytes(MIB / 2 + bytes, &bench.stream).unwrap();
     let mut blocks: Vec<Allocation> = (0..1000).map(|_| block(next(64 * MIB))).collect();
     let mut remaps = Vec::new();
     for _ in 0..4 {
-        let before = bench.allocator.memory_stats().remaps;
+        let before = bench.allocator.stats().remaps;
         for _ in 0..5000 {
             let replaced = usize::try_from(next(1000)).unwrap();
             drop(blocks.swap_remove(replaced));
             blocks.push(block(next(64 * MIB)));
         }
-        remaps.push(bench.allocator.memory_stats().remaps - before);
+        remaps.push(bench.allocator.stats().remaps - before);
     }
     println!("remaps {remaps:?}");
     assert!(remaps[0] > 100 && remaps[3] < remaps[0] / 4, "{remaps:?}");
-    let stats = bench.allocator.memory_stats();
+    let stats = bench.allocator.stats();
     let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
     assert!(reserved <= in_use + in_use / 16 + in_use / 100, "{reserved} for {in_use}");
     drop(blocks);
@@ -107,9 +107,10 @@ fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
 fn calls_by_epoch(bench: &Bench, epochs: usize) -> Vec<(u64, u64)> {
     let mut next = scrambled();
     let lengths: Vec<u64> = (0..16).map(|_| 300 + next(212)).collect();
-    let weights: Vec<Allocation> = (0..64).map(|_| bench.allocator.alloc(48 * MIB, &bench.stream).unwrap()).collect();
+    let weights: Vec<Allocation> =
+        (0..64).map(|_| bench.allocator.alloc_bytes(48 * MIB, &bench.stream).unwrap()).collect();
     let counts = (0..epochs).map(|_| {
-        let so_far = || (mapping_calls_so_far(bench), bench.allocator.memory_stats().granules_moved);
+        let so_far = || (mapping_calls_so_far(bench), bench.allocator.stats().granules_moved);
         let before = so_far();
         lengths.iter().for_each(|&length| train_batch(bench, length));
         (so_far().0 - before.0, so_far().1 - before.1)
@@ -126,7 +127,7 @@ fn mapping_calls_so_far(bench: &Bench) -> u64 {
 
 /// Forward and backward pass of a language model. What its loss takes is larger than everything else, and lives when most is in use.
 fn train_batch(bench: &Bench, length: u64) {
-    let alloc = |bytes: u64| bench.allocator.alloc(bytes * length, &bench.stream).unwrap();
+    let alloc = |bytes: u64| bench.allocator.alloc_bytes(bytes * length, &bench.stream).unwrap();
     const LAYER: [u64; 7] = [80_000, 80_000, 80_000, 80_000, 320_000, 320_000, 80_000];
     const LOGITS: u64 = 2_400_000;
     let mut saved: Vec<Allocation> = (0..24).flat_map(|_| LAYER).map(alloc).collect();
@@ -161,13 +162,13 @@ fn a_program_that_moves_memory_in_each_repetition_does_not_move_ever_smaller_fra
 fn a_program_that_fits_on_a_nearly_full_device_fits_in_each_repetition() {
     let plenty = Bench::new(40 * GIB, "backing:paged");
     calls_by_epoch(&plenty, 1);
-    let needed = plenty.allocator.memory_stats().allocated_bytes.all.peak;
+    let needed = plenty.allocator.stats().allocated_bytes.all.peak;
     // What others take shows only if the device is asked.
     for others in [0, 4 * GIB] {
         let bench = Bench::new((needed + needed / 160).next_multiple_of(2 * MIB) + others, "backing:paged");
         bench.driver.set_other_process_bytes(others);
         calls_by_epoch(&bench, 8);
-        assert_eq!(bench.allocator.memory_stats().num_ooms, 0);
+        assert_eq!(bench.allocator.stats().num_ooms, 0);
         bench.driver.set_other_process_bytes(0);
         bench.assert_returned();
     }

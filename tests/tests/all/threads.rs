@@ -21,7 +21,7 @@ fn hammer(allocator: &Allocator, stream: &Stream, seed: u64, away: &mpsc::Sender
     let mut held: Vec<Allocation> = Vec::new();
     for x in numbers(seed).take(1500) {
         let bytes = if x % 10 == 0 { x % (30 * MIB) + 1 } else { x % (600 * KIB) + 1 };
-        match allocator.alloc(bytes, stream) {
+        match allocator.alloc_bytes(bytes, stream) {
             Ok(block) => {
                 stream.fill(block.ptr(), u8::try_from(seed).unwrap(), block.bytes()).unwrap();
                 held.push(block);
@@ -78,7 +78,7 @@ fn threads_with_default_streams_of_their_own_free_each_others_blocks() {
         scope.spawn(move || receiver.into_iter().for_each(drop));
     });
     // The threads and their streams are gone; what they gave back serves this thread.
-    let held = bench.allocator.alloc(100 * MIB, &bench.device.per_thread_stream()).unwrap();
+    let held = bench.allocator.alloc_bytes(100 * MIB, &bench.device.per_thread_stream()).unwrap();
     write_on(&bench.device.per_thread_stream(), held.ptr(), held.bytes());
     drop(held);
     check::statistics(&bench.allocator, (0, 0));
@@ -97,7 +97,7 @@ fn threads_that_come_and_go_use_each_others_memory() {
                 let stream = device.per_thread_stream();
                 assert!(stream.id() < 100, "{}", stream.id());
                 for x in numbers(seed).take(20) {
-                    let block = allocator.alloc(x % (2 * MIB) + 1, &stream).unwrap();
+                    let block = allocator.alloc_bytes(x % (2 * MIB) + 1, &stream).unwrap();
                     write_on(&stream, block.ptr(), block.bytes());
                     if x % 5 == 0 {
                         away.send(block).unwrap();
@@ -122,7 +122,8 @@ fn threads_that_come_and_go_use_each_others_memory() {
 
 /// Blocks that another thread gave back, and that the allocating thread has not yet taken note of.
 fn given_back_elsewhere(bench: &Bench, count: usize, bytes: u64) -> Vec<u64> {
-    let blocks: Vec<Allocation> = (0..count).map(|_| bench.allocator.alloc(bytes, &bench.stream).unwrap()).collect();
+    let blocks: Vec<Allocation> =
+        (0..count).map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
     blocks.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
     let places = blocks.iter().map(|block| block.ptr().0).collect();
     std::thread::scope(|scope| scope.spawn(move || drop(blocks)).join().unwrap());
@@ -136,7 +137,8 @@ fn nothing_grows_while_another_thread_has_given_enough_back() {
             let bench = Bench::new(64 * MIB, options);
             given_back_elsewhere(&bench, count, bytes);
             let reserved = bench.allocator.reserved_bytes();
-            let again: Vec<_> = (0..count).map(|_| bench.allocator.alloc(bytes, &bench.stream).unwrap()).collect();
+            let again: Vec<_> =
+                (0..count).map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
             again.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
             assert_eq!(bench.allocator.reserved_bytes(), reserved, "{count} of {bytes} with {options:?}");
             drop(again);
@@ -152,7 +154,7 @@ fn whoever_asks_sees_what_another_thread_gave_back() {
     given_back_elsewhere(&bench, 9, 4 * KIB);
     assert_eq!(allocator.allocated_bytes(), 0);
     given_back_elsewhere(&bench, 9, 4 * KIB);
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocation.all.freed), (0, 18));
     given_back_elsewhere(&bench, 9, 4 * KIB);
     check::statistics(allocator, (0, 0));
@@ -174,7 +176,7 @@ fn a_thread_that_only_frees_is_not_waited_for() {
     assert_eq!(allocator.allocated_bytes(), 0);
     // And again, after the allocator was closed.
     let Bench { driver, device, allocator, stream, side } = bench;
-    let blocks: Vec<Allocation> = (0..5000).map(|_| allocator.alloc(4 * KIB, &stream).unwrap()).collect();
+    let blocks: Vec<Allocation> = (0..5000).map(|_| allocator.alloc_bytes(4 * KIB, &stream).unwrap()).collect();
     drop(allocator);
     std::thread::scope(|scope| scope.spawn(move || drop(blocks)).join().unwrap());
     assert_eq!(held(&device), 0);
@@ -186,7 +188,7 @@ fn a_thread_that_only_frees_is_not_waited_for() {
 fn blocks_that_other_streams_used_are_given_back_by_another_thread() {
     let bench = Bench::new(64 * MIB, "backing:segments");
     let (allocator, stream, side) = (&bench.allocator, &bench.stream, &bench.side);
-    let block = allocator.alloc(2 * MIB, stream).unwrap();
+    let block = allocator.alloc_bytes(2 * MIB, stream).unwrap();
     let place = block.ptr();
     write_on(stream, place, block.bytes());
     side.wait_for(&stream.tick()).unwrap();
@@ -194,9 +196,9 @@ fn blocks_that_other_streams_used_are_given_back_by_another_thread() {
     block.record_stream(side).unwrap();
     std::thread::scope(|scope| scope.spawn(move || drop(block)).join().unwrap());
     // A request takes note of a large block that was given back, and then of its other streams. They are idle when the next one asks.
-    let others = [(); 2].map(|()| allocator.alloc(2 * MIB, stream).unwrap());
+    let others = [(); 2].map(|()| allocator.alloc_bytes(2 * MIB, stream).unwrap());
     bench.device.synchronize().unwrap();
-    let again = [(); 2].map(|()| allocator.alloc(2 * MIB, stream).unwrap());
+    let again = [(); 2].map(|()| allocator.alloc_bytes(2 * MIB, stream).unwrap());
     assert!(again.iter().any(|block| block.ptr() == place), "it is used again");
     again.iter().for_each(|block| write_on(stream, block.ptr(), block.bytes()));
     drop((others, again));
@@ -207,7 +209,7 @@ fn blocks_that_other_streams_used_are_given_back_by_another_thread() {
 fn the_last_handles_go_on_other_threads() {
     let bench = Bench::new(GIB, "");
     let Bench { driver, device, allocator, stream, side } = bench;
-    let blocks: Vec<Allocation> = (1..200).map(|i| allocator.alloc(i * 10 * KIB, &stream).unwrap()).collect();
+    let blocks: Vec<Allocation> = (1..200).map(|i| allocator.alloc_bytes(i * 10 * KIB, &stream).unwrap()).collect();
     blocks.iter().for_each(|block| write_on(&stream, block.ptr(), block.bytes()));
     let mut parts: Vec<Vec<Allocation>> = (0..4).map(|_| Vec::new()).collect();
     blocks.into_iter().enumerate().for_each(|(i, block)| parts[i % 4].push(block));
@@ -238,7 +240,7 @@ fn limits_hold_while_threads_grow() {
             let bench = &bench;
             scope.spawn(move || {
                 for x in numbers(seed).take(300) {
-                    let held = bench.allocator.alloc(x % (40 * MIB) + 1, &bench.stream);
+                    let held = bench.allocator.alloc_bytes(x % (40 * MIB) + 1, &bench.stream);
                     assert!(bench.allocator.reserved_bytes() <= 64 * MIB);
                     assert!(bench.device_free() >= GIB - 64 * MIB, "the device gave more than the limit");
                     if let Err(error) = held {
@@ -263,7 +265,7 @@ fn memory_that_threads_give_back_and_take_is_counted_once() {
                     let stream = bench.device.stream().unwrap();
                     let mut held = Vec::new();
                     for x in numbers(seed).take(300) {
-                        match bench.allocator.alloc(x % (16 * MIB) + 1, &stream) {
+                        match bench.allocator.alloc_bytes(x % (16 * MIB) + 1, &stream) {
                             Ok(block) => held.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error}"),
                         }
@@ -275,7 +277,7 @@ fn memory_that_threads_give_back_and_take_is_counted_once() {
                 });
             }
         });
-        let reserved = bench.allocator.memory_stats().reserved_bytes.all;
+        let reserved = bench.allocator.stats().reserved_bytes.all;
         assert!(reserved.peak <= 64 * MIB, "{} of 64 MiB with {options:?}", reserved.peak);
         check::statistics(&bench.allocator, (0, 0));
         bench.assert_returned();
@@ -285,7 +287,7 @@ fn memory_that_threads_give_back_and_take_is_counted_once() {
 #[test]
 fn memory_on_its_way_to_the_device_is_not_counted() {
     let bench = Bench::new(64 * MIB, "");
-    drop(bench.allocator.alloc(10 * MIB, &bench.stream).unwrap());
+    drop(bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap());
     let (allocator, (sender, counted)) = (bench.allocator.clone(), mpsc::channel());
     let observer = bench.allocator.observe_mappings(move |change| {
         if let MappingChange::BeforeUnmap { .. } = change {
@@ -307,7 +309,7 @@ fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
             let bench = &bench;
             scope.spawn(move || {
                 for x in numbers(seed).take(400) {
-                    drop(bench.allocator.alloc(10 * MIB + x % MIB, &bench.stream).unwrap());
+                    drop(bench.allocator.alloc_bytes(10 * MIB + x % MIB, &bench.stream).unwrap());
                     bench.allocator.empty_cache().unwrap();
                 }
             });
@@ -324,7 +326,7 @@ fn threads_that_grow_together_keep_the_headroom() {
     let bench = Bench::new(64 * MIB, "headroom_mb:30,backing:paged");
     let streams = [(); 3].map(|()| bench.device.stream().unwrap());
     // So that the streams have addresses.
-    let held = [1, 2].map(|stream| bench.allocator.alloc(2 * MIB, &streams[stream]).unwrap());
+    let held = [1, 2].map(|stream| bench.allocator.alloc_bytes(2 * MIB, &streams[stream]).unwrap());
     let mut cache = bench.allocator.growable(8 * MIB, &streams[0]).unwrap();
     cache.grow_to(4 * MIB, &streams[0]).unwrap();
     cache.shrink_to(2 * MIB, &streams[0]).unwrap();
@@ -349,7 +351,7 @@ fn threads_that_grow_together_keep_the_headroom() {
         unmaps.recv().unwrap();
         let growing = [1, 2].map(|stream| {
             let (allocator, stream) = (&bench.allocator, &streams[stream]);
-            scope.spawn(move || allocator.alloc(20 * MIB, stream))
+            scope.spawn(move || allocator.alloc_bytes(20 * MIB, stream))
         });
         recycler.join().unwrap();
         growing.map(|thread| thread.join().unwrap())

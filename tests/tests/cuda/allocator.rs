@@ -17,7 +17,7 @@ fn both_backings_serve_reuse_and_give_back() {
         let (one, two) = (gpu.device.stream().unwrap(), gpu.device.stream().unwrap());
         for round in 0..20_u64 {
             let sizes = [512, 70_000, MIB, 3 * MIB, 25 * MIB + round * 4096];
-            let blocks: Vec<_> = sizes.iter().map(|&size| allocator.alloc(size, &one).unwrap()).collect();
+            let blocks: Vec<_> = sizes.iter().map(|&size| allocator.alloc_bytes(size, &one).unwrap()).collect();
             for block in &blocks {
                 one.fill(block.ptr(), u8::try_from(round).unwrap(), block.bytes()).unwrap();
             }
@@ -42,11 +42,11 @@ fn running_out_of_memory_is_a_report() {
     let gpu = Gpu::new();
     let allocator = allocator(&gpu, "");
     let stream = gpu.device.stream().unwrap();
-    let held = allocator.alloc(900 * MIB, &stream).unwrap();
-    let error = allocator.alloc(200 * MIB, &stream).unwrap_err();
+    let held = allocator.alloc_bytes(900 * MIB, &stream).unwrap();
+    let error = allocator.alloc_bytes(200 * MIB, &stream).unwrap_err();
     assert!(matches!(error, AllocError::OutOfMemory(_)), "{error}");
     drop(held);
-    drop(allocator.alloc(200 * MIB, &stream).unwrap());
+    drop(allocator.alloc_bytes(200 * MIB, &stream).unwrap());
     gpu.assert_no_violation();
 }
 
@@ -55,11 +55,11 @@ fn a_device_that_is_lost_says_so_to_everybody() {
     let gpu = Gpu::new();
     let allocator = allocator(&gpu, "");
     let stream = gpu.device.stream().unwrap();
-    let block = allocator.alloc(MIB, &stream).unwrap();
+    let block = allocator.alloc_bytes(MIB, &stream).unwrap();
     gpu.standin.inject("lost_at=1").unwrap();
     let lost = stream.fill(block.ptr(), 1, MIB).unwrap_err();
     assert_eq!(lost.kind, ErrorKind::DeviceLost);
-    let error = allocator.alloc(100 * MIB, &stream).unwrap_err();
+    let error = allocator.alloc_bytes(100 * MIB, &stream).unwrap_err();
     assert!(matches!(&error, AllocError::Device(error) if error.is_device_lost()), "{error}");
     drop((block, stream, allocator));
 }
@@ -68,13 +68,13 @@ fn a_device_that_is_lost_says_so_to_everybody() {
 fn work(gpu: &Gpu) -> Result<(), AllocError> {
     let allocator = Allocator::new(&gpu.device, Config::default())?;
     let (one, two) = (gpu.device.stream()?, gpu.device.stream()?);
-    let block = allocator.alloc(5 * MIB, &one)?;
+    let block = allocator.alloc_bytes(5 * MIB, &one)?;
     one.fill(block.ptr(), 1, 5 * MIB)?;
     two.wait_for(&one.tick())?;
     block.record_stream(&two)?;
     drop(block);
-    let small = allocator.alloc(1000, &two)?;
-    let large = allocator.alloc(30 * MIB, &two)?;
+    let small = allocator.alloc_bytes(1000, &two)?;
+    let large = allocator.alloc_bytes(30 * MIB, &two)?;
     drop((small, large));
     two.synchronize()?;
     allocator.empty_cache()?;

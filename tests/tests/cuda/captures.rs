@@ -38,11 +38,11 @@ fn an_unannounced_capture_is_noticed_before_it_is_broken() {
     assert!(noticed.kind == ErrorKind::Capture && noticed.to_string().contains("announce"), "{noticed}");
     assert_eq!(kind(stream.wait_for(&elsewhere)), ErrorKind::Capture);
     assert_eq!(kind(stream.synchronize()), ErrorKind::Capture);
-    let error = allocator.alloc(MIB, &stream).unwrap_err();
+    let error = allocator.alloc_bytes(MIB, &stream).unwrap_err();
     assert!(is_capture_error(&error), "{error}");
     assert!(theirs.end_capture(FLAGS).is_ok(), "none of this broke it");
     tick.cover().unwrap();
-    drop(allocator.alloc(MIB, &stream).unwrap());
+    drop(allocator.alloc_bytes(MIB, &stream).unwrap());
 }
 
 #[test]
@@ -51,14 +51,14 @@ fn a_capture_that_is_announced_allocates_from_its_pool() {
     let (theirs, stream) = adopted(&gpu);
     let allocator = allocator(&gpu);
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-    let outside = allocator.alloc(MIB, &stream).unwrap();
+    let outside = allocator.alloc_bytes(MIB, &stream).unwrap();
     drop(outside);
     theirs.begin_capture(MODE).unwrap();
     let route = allocator.capture(&stream, &pool).unwrap();
     assert!(stream.is_capturing() && gpu.device.is_capturing());
     assert_eq!(kind(gpu.device.synchronize()), ErrorKind::Capture);
     assert_eq!(kind(stream.tick().cover()), ErrorKind::Capture);
-    let inside = allocator.alloc(MIB, &stream).unwrap();
+    let inside = allocator.alloc_bytes(MIB, &stream).unwrap();
     let ptr = inside.ptr();
     stream.fill(ptr, 9, MIB).unwrap();
     drop(inside);
@@ -66,7 +66,7 @@ fn a_capture_that_is_announced_allocates_from_its_pool() {
     drop(route);
     assert!(!stream.is_capturing() && !gpu.device.is_capturing());
     // What others allocate now is not the graph's memory, so launching it overwrites nothing.
-    let others: Vec<_> = (0..8).map(|_| allocator.alloc(MIB, &stream).unwrap()).collect();
+    let others: Vec<_> = (0..8).map(|_| allocator.alloc_bytes(MIB, &stream).unwrap()).collect();
     assert!(others.iter().all(|other| other.ptr().0.abs_diff(ptr.0) >= MIB));
     graph.launch().unwrap();
     let mut bytes = [0; 4];
@@ -85,7 +85,7 @@ fn a_pool_may_be_chosen_before_the_capture_begins() {
     let route = pool.route_thread();
     theirs.begin_capture(MODE).unwrap();
     let announced = stream.announce_capture().unwrap();
-    let inside = allocator.alloc(MIB, &stream).unwrap();
+    let inside = allocator.alloc_bytes(MIB, &stream).unwrap();
     let ptr = inside.ptr();
     stream.fill(ptr, 9, MIB).unwrap();
     drop(inside);
@@ -93,7 +93,7 @@ fn a_pool_may_be_chosen_before_the_capture_begins() {
     assert!(stream.is_capturing(), "nobody has said that it ended");
     drop((announced, route));
     assert!(!stream.is_capturing());
-    let other = allocator.alloc(MIB, &stream).unwrap();
+    let other = allocator.alloc_bytes(MIB, &stream).unwrap();
     assert!(other.ptr().0.abs_diff(ptr.0) >= MIB, "the pool keeps it for the graph");
     graph.launch().unwrap();
     let mut bytes = [0; 4];
@@ -108,11 +108,11 @@ fn memory_of_a_foreign_graph_waits_for_every_stream() {
     let gpu = Gpu::new();
     let (theirs, stream) = adopted(&gpu);
     let (allocator, other) = (allocator(&gpu), gpu.device.stream().unwrap());
-    let work = allocator.alloc(MIB, &other).unwrap();
+    let work = allocator.alloc_bytes(MIB, &other).unwrap();
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     theirs.begin_capture(MODE).unwrap();
     let route = allocator.capture(&stream, &pool).unwrap();
-    let scratch = allocator.alloc(8 * MIB, &stream).unwrap();
+    let scratch = allocator.alloc_bytes(8 * MIB, &stream).unwrap();
     stream.fill(scratch.ptr(), 9, 8 * MIB).unwrap();
     drop((scratch, route));
     let graph = theirs.end_capture(FLAGS).unwrap().expect("a graph");
@@ -160,7 +160,7 @@ fn a_capture_of_our_own_has_a_route_too() {
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = stream.begin_capture().unwrap();
     let route = allocator.capture(&stream, &pool).unwrap();
-    let scratch = allocator.alloc(MIB, &stream).unwrap();
+    let scratch = allocator.alloc_bytes(MIB, &stream).unwrap();
     stream.fill(scratch.ptr(), 5, MIB).unwrap();
     let ptr = scratch.ptr();
     drop((scratch, route));

@@ -189,7 +189,7 @@ fn memory_is_given_up_on_threads_without_a_context() {
     let gpu = Gpu::new();
     let allocator = Allocator::new(&gpu.device, Config::default()).unwrap();
     let stream = gpu.device.stream().unwrap();
-    let blocks: Vec<_> = (0..8).map(|_| allocator.alloc(3 * MIB, &stream).unwrap()).collect();
+    let blocks: Vec<_> = (0..8).map(|_| allocator.alloc_bytes(3 * MIB, &stream).unwrap()).collect();
     let event = gpu.device.create_event(false).unwrap();
     event.record(&stream).unwrap();
     thread::spawn(move || {

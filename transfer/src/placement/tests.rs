@@ -68,7 +68,7 @@ fn what_an_older_device_lacks_is_named() {
 fn an_allocator_s_cache_counts_as_free_and_its_limit_counts() {
     let device = open("16GiB");
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    drop(allocator.alloc(10 << 30, device.default_stream()).unwrap());
+    drop(allocator.alloc_bytes(10 << 30, device.default_stream()).unwrap());
     assert!(Placement::new().bytes(12 << 30).choose(std::slice::from_ref(&device)).is_err());
     assert!(Placement::new().bytes(12 << 30).choose(std::slice::from_ref(&allocator)).is_ok());
     allocator.set_limit(Some(11 << 30));

@@ -86,7 +86,7 @@ fn memory_is_bounded_though_the_host_runs_ahead() {
         let allocated = stand.transfer.allocator().allocated_bytes();
         assert!(allocated <= 3 * bytes as u64, "{allocated}");
     }
-    let reserved = stand.transfer.allocator().memory_stats().to_map()["reserved_bytes.all.peak"];
+    let reserved = stand.transfer.allocator().stats().to_map()["reserved_bytes.all.peak"];
     assert!(reserved <= 4 * bytes as i64 + (2 << 20), "{reserved}");
     stand.settled();
 }

@@ -56,7 +56,7 @@ fn under_pressure_the_least_recently_used_goes_and_comes_back() {
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffers: Vec<Spillable<u32>> = (0..4).map(|n| spiller.add(stand.filled(12, n), 0).unwrap()).collect();
     drop(buffers[0].access(&stand.stream).unwrap()); // used last
-    let wanted = stand.transfer.allocator().alloc(20 * MIB, &stand.stream).unwrap();
+    let wanted = stand.transfer.allocator().alloc_bytes(20 * MIB, &stand.stream).unwrap();
     let there: Vec<bool> = buffers.iter().map(Spillable::is_on_device).collect();
     assert!(there[0] && !there[1], "{there:?}");
     drop(wanted);
@@ -75,7 +75,7 @@ fn lower_priorities_go_first() {
     let spiller = Spiller::new(&stand.transfer, 0);
     let precious = spiller.add(stand.filled(20, 1), 10).unwrap();
     let cheap = spiller.add(stand.filled(20, 2), 0).unwrap(); // used later
-    let _wanted = stand.transfer.allocator().alloc(30 * MIB, &stand.stream).unwrap();
+    let _wanted = stand.transfer.allocator().alloc_bytes(30 * MIB, &stand.stream).unwrap();
     assert!(precious.is_on_device() && !cheap.is_on_device());
 }
 
@@ -87,7 +87,7 @@ fn what_is_in_use_or_has_other_handles_stays() {
     let other = shared.clone();
     let (used, shared) = (spiller.add(used, 0).unwrap(), spiller.add(shared, 0).unwrap());
     let access = used.access(&stand.stream).unwrap();
-    let refused = stand.transfer.allocator().alloc(40 * MIB, &stand.stream);
+    let refused = stand.transfer.allocator().alloc_bytes(40 * MIB, &stand.stream);
     let report = refused.unwrap_err().report().unwrap().to_string();
     assert!(
         report.contains("\"spiller\", which freed 0 bytes: 2 buffers that could go to the host are in use"),
@@ -95,7 +95,7 @@ fn what_is_in_use_or_has_other_handles_stays() {
     );
     assert!(used.is_on_device() && shared.is_on_device() && spiller.stats().spills == 0);
     drop((access, other));
-    assert!(stand.transfer.allocator().alloc(40 * MIB, &stand.stream).is_ok());
+    assert!(stand.transfer.allocator().alloc_bytes(40 * MIB, &stand.stream).is_ok());
     stand.holds(&used, 1);
     stand.holds(&shared, 2);
     stand.quiet();
@@ -164,7 +164,7 @@ fn what_is_freed_in_pieces_is_not_the_end() {
     for n in [1usize, 3, 5] {
         drop(order[n].1.access(&stand.stream).unwrap());
     }
-    let large = stand.transfer.allocator().alloc(50 * MIB, &stand.stream).unwrap();
+    let large = stand.transfer.allocator().alloc_bytes(50 * MIB, &stand.stream).unwrap();
     assert!(order.iter().filter(|(_, buffer)| buffer.is_on_device()).count() <= 1);
     drop(large);
     for (n, buffer) in &order {
@@ -179,7 +179,7 @@ fn without_host_memory_nothing_is_freed_and_nothing_lost() {
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffer = spiller.add(stand.filled(40, 3), 0).unwrap();
     stand.transfer.pinned().set_limit(Some(MIB));
-    let refused = stand.transfer.allocator().alloc(40 * MIB, &stand.stream).unwrap_err().to_string();
+    let refused = stand.transfer.allocator().alloc_bytes(40 * MIB, &stand.stream).unwrap_err().to_string();
     assert!(refused.contains("which freed 0 bytes: a buffer could not go to the host: "), "{refused}");
     let failures = spiller.stats().failures;
     assert!(failures > 0, "why spilling did not help");
@@ -208,7 +208,7 @@ fn failures_of_copies_lose_nothing() {
                 let _ = buffer.spill();
                 let _ = buffer.access(&stand.stream).map(drop);
             }
-            drop(stand.transfer.allocator().alloc(40 * MIB, &stand.stream));
+            drop(stand.transfer.allocator().alloc_bytes(40 * MIB, &stand.stream));
             stand.driver.clear_faults();
             stand.holds(&buffers[0], 1);
             stand.holds(&buffers[1], 2);
@@ -227,7 +227,7 @@ fn it_can_be_dropped_in_any_state() {
     drop(buffers[2].access(&stand.stream).unwrap());
     drop(spiller); // spilling ends, and the buffers stay usable
     stand.holds(&buffers[1], 1);
-    assert!(stand.transfer.allocator().alloc(60 * MIB, &stand.stream).is_err());
+    assert!(stand.transfer.allocator().alloc_bytes(60 * MIB, &stand.stream).is_err());
     std::mem::forget(buffers[0].access(&stand.stream).unwrap());
     drop(buffers);
     stand.device.synchronize().unwrap();
@@ -325,7 +325,7 @@ proptest! {
                 }
                 Step::Spill(n) if !model.is_empty() => drop(model[at(n, &model)].0.spill().unwrap()),
                 Step::Drop(n) if !model.is_empty() => drop(model.remove(at(n, &model))),
-                Step::Alloc(mib) => allocated.extend(stand.transfer.allocator().alloc(mib * MIB, &stand.stream)),
+                Step::Alloc(mib) => allocated.extend(stand.transfer.allocator().alloc_bytes(mib * MIB, &stand.stream)),
                 Step::Free => drop(allocated.pop()),
                 Step::Hold(n) if !model.is_empty() => {
                     let Ok(access) = model[at(n, &model)].0.access(&stand.stream) else { continue };

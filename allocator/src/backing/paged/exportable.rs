@@ -68,7 +68,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc`].
+    /// [`AllocError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
@@ -105,7 +105,7 @@ impl Allocator {
     /// pointer gives access to the driver's whole allocation.
     #[track_caller]
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
-        let memory = if bytes == 0 { self.alloc(0, stream)? } else { self.alloc_segment(bytes, stream)? };
+        let memory = if bytes == 0 { self.alloc_bytes(0, stream)? } else { self.alloc_segment(bytes, stream)? };
         Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), stream)), physical: None })
     }
 

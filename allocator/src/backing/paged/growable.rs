@@ -257,7 +257,7 @@ impl Growable {
     ///
     /// # Errors
     /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if it is that large already, because its
-    /// memory is away; when the stream captures; otherwise as [`Allocator::alloc`]. The size is then as before.
+    /// memory is away; when the stream captures; otherwise as [`Allocator::alloc_bytes`]. The size is then as before.
     #[track_caller]
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;

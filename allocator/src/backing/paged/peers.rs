@@ -20,9 +20,9 @@ impl Allocator {
     /// let peer = SimDriver::new(SimConfig::default().ordinal(1));
     /// let device = Device::new(driver.clone());
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let before = allocator.alloc(5 << 20, device.default_stream())?;
+    /// let before = allocator.alloc_bytes(5 << 20, device.default_stream())?;
     /// allocator.enable_peer_access(1)?;
-    /// let after = allocator.alloc(50 << 20, device.default_stream())?;
+    /// let after = allocator.alloc_bytes(50 << 20, device.default_stream())?;
     /// for buffer in [before, after] {
     ///     assert_eq!(driver.mapping_at(buffer.ptr()).unwrap().devices, [0, 1]);
     /// }

@@ -72,7 +72,7 @@ impl Allocator {
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let buffer = allocator.alloc(3 << 20, device.default_stream())?;
+    /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;
     /// let pinned = allocator.pin_mapping(&buffer)?;
     /// assert_eq!(pinned.range().end - pinned.range().start, 4 << 20); // two granules: register these with the network card
     /// drop(buffer);

@@ -146,7 +146,7 @@ fn threads_that_grow_together_keep_the_limit() {
         });
         let blocks = threads.map(|thread| thread.join().unwrap());
         assert!(blocks.iter().any(Option::is_some));
-        assert!(setup.allocator.memory_stats().reserved_bytes.all.peak <= limit);
+        assert!(setup.allocator.stats().reserved_bytes.all.peak <= limit);
     });
 }
 

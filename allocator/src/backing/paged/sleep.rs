@@ -73,7 +73,7 @@ impl Allocator {
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.stream()?;
-    /// let weights = allocator.alloc(4 << 20, &stream)?;
+    /// let weights = allocator.alloc_bytes(4 << 20, &stream)?;
     /// stream.fill(weights.ptr(), 7, 4 << 20)?;
     /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
     /// assert_eq!(allocator.reserved_bytes(), 0); // another program may use the device now

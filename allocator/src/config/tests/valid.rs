@@ -66,7 +66,7 @@ fn play(config: Config) {
         .into_iter()
         .enumerate()
     {
-        held.extend(allocator.alloc(bytes, stream));
+        held.extend(allocator.alloc_bytes(bytes, stream));
         if turn % 3 == 2 && !held.is_empty() {
             drop(held.swap_remove(0));
         }

@@ -177,8 +177,8 @@ impl Scale<'_> {
     /// Has the allocator know that several threads use it.
     fn warm_up(&mut self) -> Result<(), Failure> {
         for _ in 0..WARM_UP {
-            drop(self.allocator.alloc(SMALL, &self.stream)?);
-            thread::scope(|scope| scope.spawn(|| self.allocator.alloc(SMALL, &self.hot).map(drop)).join())
+            drop(self.allocator.alloc_bytes(SMALL, &self.stream)?);
+            thread::scope(|scope| scope.spawn(|| self.allocator.alloc_bytes(SMALL, &self.hot).map(drop)).join())
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         }
         Ok(())
@@ -224,12 +224,12 @@ impl Scale<'_> {
         let (together, stop) = (Barrier::new(2), AtomicBool::new(false));
         let other = || {
             let mut latencies = Latencies::default();
-            let warm = (0..WARM_UP).try_for_each(|_| self.allocator.alloc(SMALL, &self.hot).map(drop));
+            let warm = (0..WARM_UP).try_for_each(|_| self.allocator.alloc_bytes(SMALL, &self.hot).map(drop));
             together.wait();
             warm?;
             while !stop.load(Ordering::Relaxed) {
                 let start = Instant::now();
-                drop(self.allocator.alloc(SMALL, &self.hot)?);
+                drop(self.allocator.alloc_bytes(SMALL, &self.hot)?);
                 latencies.add(start.elapsed());
             }
             Ok::<_, Failure>(latencies)
@@ -250,7 +250,7 @@ impl Scale<'_> {
     /// for, so that none waits any more: then they are left out.
     fn beside_all_that(&mut self, may_wait: bool) -> Result<(), Failure> {
         self.repeatedly("pair", |this| {
-            (0..100).try_for_each(|_| this.allocator.alloc(SMALL, &this.stream).map(drop))?;
+            (0..100).try_for_each(|_| this.allocator.alloc_bytes(SMALL, &this.stream).map(drop))?;
             Ok(100)
         })?;
         self.repeatedly("snapshot", |this| {
@@ -263,11 +263,12 @@ impl Scale<'_> {
         })?;
         if may_wait {
             let held = self.once("miss", MISSES, |this| {
-                let misses = (0..MISSES).map(|miss| Ok(this.allocator.alloc((8 + miss % 8) * MIB, &this.stream)?));
+                let misses =
+                    (0..MISSES).map(|miss| Ok(this.allocator.alloc_bytes((8 + miss % 8) * MIB, &this.stream)?));
                 misses.collect::<Result<Vec<Allocation>, Failure>>()
             })?;
             drop(held);
-            self.repeatedly("refusal", |this| match this.allocator.alloc(TOO_MUCH, &this.stream) {
+            self.repeatedly("refusal", |this| match this.allocator.alloc_bytes(TOO_MUCH, &this.stream) {
                 Ok(_) => Ok(1),
                 Err(error) if crate::exit::is_refusal(&error) => Ok(1),
                 Err(error) => Err(error.into()),
@@ -290,11 +291,11 @@ fn streams(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let n = u64::from(scale.n);
     let streams: Vec<Stream> = (0..n).map(|_| scale.device.stream()).collect::<Result<_, _>>()?;
     let live = scale.once("first block", n, |this| {
-        let blocks = streams.iter().map(|stream| Ok(this.allocator.alloc(MIB, stream)?));
+        let blocks = streams.iter().map(|stream| Ok(this.allocator.alloc_bytes(MIB, stream)?));
         blocks.collect::<Result<Vec<_>, Failure>>()
     })?;
     scale.repeatedly("pair in turn", |this| {
-        streams.iter().try_for_each(|stream| this.allocator.alloc(SMALL, stream).map(drop))?;
+        streams.iter().try_for_each(|stream| this.allocator.alloc_bytes(SMALL, stream).map(drop))?;
         Ok(n)
     })?;
     scale.beside_all_that(true)?;
@@ -309,13 +310,13 @@ fn pools(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let made = scale.once("make", n, |this| {
         let made = (0..n).map(|_| {
             let pool = this.allocator.create_pool(PoolOptions::default())?;
-            let block = pool.alloc(MIB, &this.stream)?;
+            let block = pool.alloc_bytes(MIB, &this.stream)?;
             Ok((block, pool))
         });
         made.collect::<Result<Vec<(Allocation, PrivatePool)>, Failure>>()
     })?;
     scale.repeatedly("pair in turn", |this| {
-        made.iter().try_for_each(|(_, pool)| pool.alloc(SMALL, &this.stream).map(drop))?;
+        made.iter().try_for_each(|(_, pool)| pool.alloc_bytes(SMALL, &this.stream).map(drop))?;
         Ok(n)
     })?;
     scale.beside_all_that(true)?;
@@ -345,7 +346,7 @@ fn growables(scale: &mut Scale<'_>) -> Result<(), Failure> {
     })?;
     scale.once("drop, miss", n, |this| {
         drop(made);
-        drop(this.allocator.alloc(100 * MIB, &this.stream)?);
+        drop(this.allocator.alloc_bytes(100 * MIB, &this.stream)?);
         Ok(())
     })
 }
@@ -357,7 +358,7 @@ fn graphs(scale: &mut Scale<'_>) -> Result<(), Failure> {
         let captured = (0..n).map(|_| {
             let capture = this.stream.begin_capture()?;
             let route = this.allocator.capture(&this.stream, &pool)?;
-            let scratch = this.allocator.alloc(MIB, &this.stream)?;
+            let scratch = this.allocator.alloc_bytes(MIB, &this.stream)?;
             this.stream.fill(scratch.ptr(), 1, MIB)?;
             drop(scratch);
             let graph = capture.end()?;
@@ -368,7 +369,7 @@ fn graphs(scale: &mut Scale<'_>) -> Result<(), Failure> {
     })?;
     scale.once("launch", n, |this| Ok(graphs.iter().try_for_each(|graph| graph.launch(&this.stream))?))?;
     scale.repeatedly("pair in pool", |this| {
-        (0..100).try_for_each(|_| pool.alloc(SMALL, &this.stream).map(drop))?;
+        (0..100).try_for_each(|_| pool.alloc_bytes(SMALL, &this.stream).map(drop))?;
         Ok(100)
     })?;
     scale.beside_all_that(true)?;
@@ -377,7 +378,7 @@ fn graphs(scale: &mut Scale<'_>) -> Result<(), Failure> {
         Ok(())
     })?;
     scale.repeatedly("pair after", |this| {
-        (0..100).try_for_each(|_| pool.alloc(SMALL, &this.stream).map(drop))?;
+        (0..100).try_for_each(|_| pool.alloc_bytes(SMALL, &this.stream).map(drop))?;
         Ok(100)
     })
 }
@@ -385,13 +386,13 @@ fn graphs(scale: &mut Scale<'_>) -> Result<(), Failure> {
 fn waiting(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let n = u64::from(scale.n);
     let slow = scale.device.stream()?;
-    let large = scale.allocator.alloc(1 << 30, &slow)?;
+    let large = scale.allocator.alloc_bytes(1 << 30, &slow)?;
     // So that the device is busy for longer than this takes.
     let keep_busy = || (0..2_000).try_for_each(|_| slow.fill(large.ptr(), 1, 1 << 30));
     keep_busy()?;
     // All at once, as a block that was given back serves the next request only when it need not wait.
     let live: Vec<Allocation> =
-        (0..n).map(|_| scale.allocator.alloc(64 * KIB, &scale.stream)).collect::<Result<_, _>>()?;
+        (0..n).map(|_| scale.allocator.alloc_bytes(64 * KIB, &scale.stream)).collect::<Result<_, _>>()?;
     scale.once("free", n, |_| {
         for block in live {
             block.record_stream(&slow)?;
@@ -401,7 +402,7 @@ fn waiting(scale: &mut Scale<'_>) -> Result<(), Failure> {
     scale.beside_all_that(false)?;
     scale.once("end", n, |this| {
         slow.synchronize()?;
-        drop(this.allocator.alloc(SMALL, &this.stream)?);
+        drop(this.allocator.alloc_bytes(SMALL, &this.stream)?);
         Ok(())
     })
 }
@@ -410,13 +411,13 @@ fn live(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let mut random = scale.random.clone();
     let n = scale.n;
     let mut blocks = scale.once("allocate", n.into(), |this| {
-        let blocks = (0..n).map(|_| Ok(this.allocator.alloc(random.size(512, 64 * KIB), &this.stream)?));
+        let blocks = (0..n).map(|_| Ok(this.allocator.alloc_bytes(random.size(512, 64 * KIB), &this.stream)?));
         blocks.collect::<Result<Vec<Allocation>, Failure>>()
     })?;
     scale.repeatedly("replace", |this| {
         for _ in 0..100 {
             let block = &mut blocks[random.below(n) as usize];
-            *block = this.allocator.alloc(random.size(512, 64 * KIB), &this.stream)?;
+            *block = this.allocator.alloc_bytes(random.size(512, 64 * KIB), &this.stream)?;
         }
         Ok(100)
     })?;

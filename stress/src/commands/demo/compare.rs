@@ -61,7 +61,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         let device = session.open_with_capacity(plenty(job.program))?;
         let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
         let ooms = Player::new(job.program).play(&mut stage, OnOom::Skip)?;
-        let stats = stage.allocator.memory_stats();
+        let stats = stage.allocator.stats();
         compared.push(Compared {
             trace: job.name.to_owned(),
             config: job.config.text.clone(),

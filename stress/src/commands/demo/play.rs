@@ -148,7 +148,7 @@ pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> 
     let (blocks, damaged) = stage.damaged()?;
     drop(player);
     let report = stage.first_oom.take();
-    let again = report.as_ref().map(|report| stage.allocator.alloc(report.requested, &stage.streams[0]));
+    let again = report.as_ref().map(|report| stage.allocator.alloc_bytes(report.requested, &stage.streams[0]));
     let served_again = again.is_some_and(|again| again.is_ok());
     Ok(Exhausted {
         report,
@@ -189,7 +189,7 @@ pub(super) fn moving(session: &Session, program: &Program, capacity: u64) -> Res
     let (_, damaged) = stage.damaged()?;
     drop(player);
     Player::new(program).play(&mut stage, OnOom::Stop)?;
-    let stats = stage.allocator.memory_stats();
+    let stats = stage.allocator.stats();
     Ok(Moving {
         why_segments: stage.allocator.why_segments().map(ToString::to_string),
         report: stage.first_oom.take(),

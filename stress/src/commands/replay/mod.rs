@@ -136,7 +136,7 @@ fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) 
                 return Ok(None);
             }
         }
-        Ok(Some(subject.allocator().memory_stats().reserved_bytes.all.peak))
+        Ok(Some(subject.allocator().stats().reserved_bytes.all.peak))
     };
     let default = session.device_text();
     let mut bytes = play(CAPACITY_BYTES_MAX)?.unwrap_or(CAPACITY_BYTES_MAX);

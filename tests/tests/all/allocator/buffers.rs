@@ -158,7 +158,7 @@ fn pools_and_allocations_make_buffers() {
     let snapshot = bench.allocator.snapshot();
     let of_pool = snapshot.segments.iter().filter(|segment| segment.segment_pool_id == pool.id());
     assert_eq!(of_pool.map(|segment| segment.active_size).sum::<u64>(), 3 * MIB);
-    let allocation = bench.allocator.alloc(3 * MIB, one).unwrap();
+    let allocation = bench.allocator.alloc_bytes(3 * MIB, one).unwrap();
     two.wait_for(&one.tick()).unwrap();
     bench.driver.stall(two, Duration::from_millis(5)).unwrap();
     two.fill(allocation.ptr(), 4, 3 * MIB).unwrap();
@@ -171,7 +171,7 @@ fn pools_and_allocations_make_buffers() {
     drop((buffer, pool));
 
     let elsewhere = Bench::new("");
-    let foreign = bench.allocator.alloc(MIB, one).unwrap();
+    let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
     let refused = DeviceBuffer::from_allocation(foreign, &elsewhere.streams[0]);
     assert!(matches!(refused, Err(AllocError::WrongDevice { .. })));
     elsewhere.end();

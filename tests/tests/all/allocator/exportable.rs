@@ -56,9 +56,9 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
     assert_eq!(driver.calls_made(), calls, "dropping it makes no driver call");
     assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 40 * MIB));
     assert!(driver.mapping_at(ptr).is_some(), "its last use is not done");
-    let other = allocator.alloc(80 * MIB, &stream).unwrap();
+    let other = allocator.alloc_bytes(80 * MIB, &stream).unwrap();
     // Only its memory makes room for this.
-    let more = allocator.alloc(20 * MIB, &stream).unwrap();
+    let more = allocator.alloc_bytes(20 * MIB, &stream).unwrap();
     assert!(driver.mapping_at(ptr).is_none());
     assert_eq!(allocator.reserved_bytes(), 100 * MIB);
     drop((other, more));
@@ -71,7 +71,7 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
 fn it_makes_room_like_any_other_request() {
     let (driver, device, allocator) = setup("limit_mb:100");
     let stream = device.default_stream();
-    drop(allocator.alloc(90 * MIB, stream).unwrap());
+    drop(allocator.alloc_bytes(90 * MIB, stream).unwrap());
     let shared = allocator.alloc_exportable(60 * MIB, FD, stream).unwrap();
     assert!(allocator.reserved_bytes() <= 100 * MIB);
     let error = allocator.alloc_exportable(50 * MIB, FD, stream).unwrap_err();
@@ -97,7 +97,7 @@ fn segments_give_it_one_of_its_own() {
     let (driver, device, allocator) = setup("backing:segments");
     let stream = device.default_stream();
     let shared = allocator.alloc_exportable(5 * MIB, FD, stream).unwrap();
-    let beside = allocator.alloc(5 * MIB, stream).unwrap();
+    let beside = allocator.alloc_bytes(5 * MIB, stream).unwrap();
     assert_eq!((shared.handle(), allocator.snapshot().segments.len()), (None, 2));
     drop(shared);
     allocator.empty_cache().unwrap();
@@ -159,7 +159,7 @@ fn every_failing_call_is_rolled_back() {
 fn it_gets_addresses_that_cached_memory_holds() {
     let (driver, device, allocator) = setup("");
     let stream = device.default_stream();
-    drop(allocator.alloc(64 * MIB, stream).unwrap());
+    drop(allocator.alloc_bytes(64 * MIB, stream).unwrap());
     let all = driver.addresses().unwrap();
     let wide = allocator.growable(all - allocator.fragmentation(0).address_bytes, stream).unwrap();
     let shared = allocator.alloc_exportable(2 * MIB, FD, stream).unwrap();
@@ -173,7 +173,7 @@ fn all_that_is_cached_may_go_for_it() {
     for backing in BACKINGS {
         let full = |options: &str| {
             let bench = Bench::new(256 * MIB, &on(backing, options));
-            drop((0..9).map(|_| bench.allocator.alloc(20 * MIB, &bench.stream).unwrap()).collect::<Vec<_>>());
+            drop((0..9).map(|_| bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap()).collect::<Vec<_>>());
             bench
         };
         let limited = full("");

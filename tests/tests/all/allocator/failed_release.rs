@@ -21,7 +21,7 @@ fn other_streams_still_wait_for_its_last_use() {
     let (driver, device, allocator) = setup();
     let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
     driver.stall(&one, Duration::from_secs(1)).unwrap();
-    let first = allocator.alloc(40 << 20, &one).unwrap();
+    let first = allocator.alloc_bytes(40 << 20, &one).unwrap();
     one.fill(first.ptr(), 1, 64).unwrap();
     drop(first);
     assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
@@ -30,8 +30,8 @@ fn other_streams_still_wait_for_its_last_use() {
     // Something of another stream that must be asked for makes the search look at every stream's blocks.
     let three = device.stream().unwrap();
     driver.stall(&three, Duration::from_secs(1)).unwrap();
-    drop(allocator.alloc(60 << 20, &three).unwrap());
-    let second = allocator.alloc(40 << 20, &two).unwrap();
+    drop(allocator.alloc_bytes(60 << 20, &three).unwrap());
+    let second = allocator.alloc_bytes(40 << 20, &two).unwrap();
     two.fill(second.ptr(), 2, 64).unwrap();
     driver.assert_no_violation();
 }
@@ -41,13 +41,13 @@ fn it_still_belongs_to_the_stream_that_used_it_last() {
     let (driver, device, allocator) = setup();
     let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
     driver.stall(&two, Duration::from_secs(1)).unwrap();
-    let first = allocator.alloc(40 << 20, &one).unwrap();
+    let first = allocator.alloc_bytes(40 << 20, &one).unwrap();
     two.wait_for(&one.tick()).unwrap();
     two.fill(first.ptr(), 1, 64).unwrap();
     first.drop_on(&two).unwrap();
     assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
     driver.clear_faults();
-    let second = allocator.alloc(40 << 20, &one).unwrap();
+    let second = allocator.alloc_bytes(40 << 20, &one).unwrap();
     one.fill(second.ptr(), 2, 64).unwrap();
     driver.assert_no_violation();
 }
@@ -55,11 +55,11 @@ fn it_still_belongs_to_the_stream_that_used_it_last() {
 #[test]
 fn statistics_and_snapshot_count_it() {
     let (driver, device, allocator) = setup();
-    drop(allocator.alloc(40 << 20, device.default_stream()).unwrap());
-    drop(allocator.alloc(1000, device.default_stream()).unwrap());
+    drop(allocator.alloc_bytes(40 << 20, device.default_stream()).unwrap());
+    drop(allocator.alloc_bytes(1000, device.default_stream()).unwrap());
     assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
     driver.clear_faults();
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     let totals = allocator.snapshot().totals().all;
     assert_eq!((totals.segment, totals.reserved_bytes), (2, 42 << 20));
     assert_eq!((stats.segment.all.current, stats.reserved_bytes.all.current), (2, 42 << 20));

@@ -54,7 +54,7 @@ fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
     let is_mapped = tracing::subscriber::with_default(warnings.clone(), || {
         let allocator = Allocator::new(device, Config::parse(options).unwrap()).unwrap();
         let stream = device.stream().unwrap();
-        let blocks = [1000, 3 << 20, 30 << 20].map(|bytes| allocator.alloc(bytes, &stream).unwrap());
+        let blocks = [1000, 3 << 20, 30 << 20].map(|bytes| allocator.alloc_bytes(bytes, &stream).unwrap());
         let is_mapped = allocator.snapshot().segments.iter().any(|segment| segment.is_expandable);
         drop(blocks);
         allocator.empty_cache().unwrap();

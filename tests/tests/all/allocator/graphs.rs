@@ -37,7 +37,7 @@ impl Bench {
         let stream = &self.streams[0];
         let capture = stream.begin_capture().unwrap();
         let route = self.allocator.capture(stream, pool).unwrap();
-        let scratch = self.allocator.alloc(8 * MIB, stream).unwrap();
+        let scratch = self.allocator.alloc_bytes(8 * MIB, stream).unwrap();
         stream.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
         drop((scratch, route));
         capture.end().unwrap()
@@ -66,7 +66,7 @@ fn memory_of_a_dropped_pool_stays_until_launches_are_done() {
         ("nothing", |_| {}),
         ("the cache is emptied", |bench| bench.allocator.empty_cache().map(|_| ()).unwrap()),
         ("another stream needs it", |bench| {
-            drop(bench.allocator.alloc(CAPACITY - 4 * MIB, &bench.streams[0]).unwrap())
+            drop(bench.allocator.alloc_bytes(CAPACITY - 4 * MIB, &bench.streams[0]).unwrap())
         }),
         ("it is trimmed", |bench| bench.allocator.trim_to(MIB).map(|_| ()).unwrap()),
     ];
@@ -96,7 +96,7 @@ fn dropping_a_pool_does_not_wait_for_launches() {
     drop((graph, pool));
     assert_eq!(bench.allocator.reserved_bytes(), 8 * MIB, "its launch is not done");
     bench.streams[1].synchronize().unwrap();
-    drop(bench.allocator.alloc(CAPACITY, &bench.streams[0]).unwrap());
+    drop(bench.allocator.alloc_bytes(CAPACITY, &bench.streams[0]).unwrap());
     bench.end();
 }
 
@@ -137,13 +137,13 @@ fn a_pool_lends_no_memory_that_a_graph_may_use() {
     let lending = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
     let pool = bench.allocator.create_pool(lending).unwrap();
     let graph = bench.graph(&pool);
-    let rest = bench.allocator.alloc(CAPACITY - 8 * MIB, two).unwrap();
-    assert!(matches!(bench.allocator.alloc(4 * MIB, one), Err(AllocError::OutOfMemory(_))));
+    let rest = bench.allocator.alloc_bytes(CAPACITY - 8 * MIB, two).unwrap();
+    assert!(matches!(bench.allocator.alloc_bytes(4 * MIB, one), Err(AllocError::OutOfMemory(_))));
     bench.launch_late(&graph, one);
     drop(graph);
-    assert!(matches!(bench.allocator.alloc(4 * MIB, one), Err(AllocError::OutOfMemory(_))), "it runs");
+    assert!(matches!(bench.allocator.alloc_bytes(4 * MIB, one), Err(AllocError::OutOfMemory(_))), "it runs");
     one.synchronize().unwrap();
-    let lent = bench.allocator.alloc(4 * MIB, one).expect("the graph is gone");
+    let lent = bench.allocator.alloc_bytes(4 * MIB, one).expect("the graph is gone");
     drop((lent, rest, pool));
     bench.end();
 }
@@ -154,20 +154,20 @@ fn no_capture_is_broken_by_giving_memory_back() {
     type Meanwhile = fn(&Bench) -> Result<(), AllocError>;
     let meanwhile: [(&str, bool, Meanwhile); 6] = [
         ("the capture asks for too much", false, |bench| {
-            bench.allocator.alloc(2 * CAPACITY, &bench.streams[0]).map(drop)
+            bench.allocator.alloc_bytes(2 * CAPACITY, &bench.streams[0]).map(drop)
         }),
         ("a bystander asks for too much", false, |bench| {
-            bench.allocator.alloc(2 * CAPACITY, &bench.streams[1]).map(drop)
+            bench.allocator.alloc_bytes(2 * CAPACITY, &bench.streams[1]).map(drop)
         }),
         ("the cache is emptied", true, |bench| bench.allocator.empty_cache().map(drop)),
         ("the cache is trimmed", true, |bench| bench.allocator.trim_to(0).map(drop)),
         ("a pool ends", true, |bench| {
             let pool = bench.pool();
-            pool.alloc(3 * MIB, &bench.streams[1]).map(drop)
+            pool.alloc_bytes(3 * MIB, &bench.streams[1]).map(drop)
         }),
         ("a pool is emptied", true, |bench| {
             let pool = bench.pool();
-            pool.alloc(3 * MIB, &bench.streams[1]).map(drop)?;
+            pool.alloc_bytes(3 * MIB, &bench.streams[1]).map(drop)?;
             pool.empty_cache().map(drop)
         }),
     ];
@@ -177,7 +177,7 @@ fn no_capture_is_broken_by_giving_memory_back() {
         for (name, succeeds, meanwhile) in meanwhile {
             let bench = Bench::new(options);
             let [one, two] = &bench.streams;
-            drop(bench.allocator.alloc(30 * MIB, two).unwrap());
+            drop(bench.allocator.alloc_bytes(30 * MIB, two).unwrap());
             let asked = Arc::new(AtomicU32::new(0));
             let count = asked.clone();
             let reclaimer = bench.allocator.register_reclaimer(0, "counts", move |_| {
@@ -187,7 +187,7 @@ fn no_capture_is_broken_by_giving_memory_back() {
             let pool = bench.pool();
             let capture = one.begin_capture().unwrap();
             let route = bench.allocator.capture(one, &pool).unwrap();
-            let before = bench.allocator.alloc(4 * MIB, one).unwrap();
+            let before = bench.allocator.alloc_bytes(4 * MIB, one).unwrap();
             one.fill(before.ptr(), 7, 4 * MIB).unwrap();
             // On a thread of its own: this one allocates for the graph.
             let result = if name.starts_with("the capture") {
@@ -202,7 +202,7 @@ fn no_capture_is_broken_by_giving_memory_back() {
                     assert_eq!(asked.load(Ordering::Relaxed), 1, "{options:?}: {name}");
                 }
             }
-            let after = bench.allocator.alloc(4 * MIB, one).unwrap();
+            let after = bench.allocator.alloc_bytes(4 * MIB, one).unwrap();
             one.fill(after.ptr(), 8, 4 * MIB).unwrap();
             drop(route);
             let graph = capture.end().unwrap_or_else(|error| panic!("{options:?}: {name}: {error}"));
@@ -265,7 +265,7 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     let bench = Bench::new("");
     let [one, two] = &bench.streams;
     let three = bench.device.stream().unwrap();
-    drop(bench.allocator.alloc(60 * MIB, two).unwrap());
+    drop(bench.allocator.alloc_bytes(60 * MIB, two).unwrap());
     let mut growable = bench.allocator.growable(64 * MIB, two).unwrap();
     growable.grow_to(8 * MIB, two).unwrap();
     bench.device.synchronize().unwrap();
@@ -274,10 +274,10 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     let before = unmapped();
     drop(growable);
     // Memory is lent or bought, but does not move.
-    let bought = bench.allocator.alloc(30 * MIB, &three).unwrap();
+    let bought = bench.allocator.alloc_bytes(30 * MIB, &three).unwrap();
     three.fill(bought.ptr(), 1, 30 * MIB).unwrap();
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "it is put off");
-    let error = bench.allocator.alloc(100 * MIB, &three).unwrap_err();
+    let error = bench.allocator.alloc_bytes(100 * MIB, &three).unwrap_err();
     let report = error.report().unwrap_or_else(|| panic!("{error}"));
     assert!(report.kept_by_captures > 0 && report.to_string().contains("once no stream captures"), "{report}");
     let error = bench.device.unmap(bought.ptr(), 2 * MIB).unwrap_err();
@@ -288,7 +288,7 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     assert_eq!(unmapped(), before);
     one.fill(bought.ptr(), 1, MIB).unwrap();
     drop(capture.end().expect("nothing broke it"));
-    drop(bench.allocator.alloc(90 * MIB, &three).unwrap());
+    drop(bench.allocator.alloc_bytes(90 * MIB, &three).unwrap());
     assert!(unmapped() > before);
     drop(bought);
     bench.end();
@@ -303,7 +303,7 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
         let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
         let graph = bench.graph(&pool);
         let held_on = if options.is_empty() { [one, two] } else { [one, one] };
-        let held = held_on.map(|stream| pool.alloc(8 * MIB, stream).unwrap());
+        let held = held_on.map(|stream| pool.alloc_bytes(8 * MIB, stream).unwrap());
         for (held, stream) in held.iter().zip(held_on) {
             stream.fill(held.ptr(), 9, 8 * MIB).unwrap();
             stream.synchronize().unwrap();
@@ -317,14 +317,14 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
         }
         drop(held);
         // Others get what is free of the pool beside what the graph uses, and captures get that of the graph.
-        let rest = bench.allocator.alloc(CAPACITY - bench.allocator.reserved_bytes(), two).unwrap();
-        let lent = held_on.map(|stream| bench.allocator.alloc(8 * MIB, stream).unwrap());
-        assert!(matches!(bench.allocator.alloc(8 * MIB, one), Err(AllocError::OutOfMemory(_))), "{options:?}");
+        let rest = bench.allocator.alloc_bytes(CAPACITY - bench.allocator.reserved_bytes(), two).unwrap();
+        let lent = held_on.map(|stream| bench.allocator.alloc_bytes(8 * MIB, stream).unwrap());
+        assert!(matches!(bench.allocator.alloc_bytes(8 * MIB, one), Err(AllocError::OutOfMemory(_))), "{options:?}");
         let second = bench.graph(&pool);
         drop((graph, second, lent, rest));
         // Nobody uses it any more.
-        let lent = bench.allocator.alloc(8 * MIB, one).unwrap();
-        let inside = pool.alloc(8 * MIB, one).unwrap();
+        let lent = bench.allocator.alloc_bytes(8 * MIB, one).unwrap();
+        let inside = pool.alloc_bytes(8 * MIB, one).unwrap();
         drop((lent, inside, pool));
         bench.end();
     }
@@ -343,13 +343,13 @@ fn memory_of_a_dropped_pool_stays_while_its_graphs_live() {
         drop(pool);
         bench.allocator.empty_cache().unwrap();
         assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}");
-        let all = bench.allocator.alloc(CAPACITY - held, two).unwrap();
+        let all = bench.allocator.alloc_bytes(CAPACITY - held, two).unwrap();
         two.fill(all.ptr(), 3, all.bytes()).unwrap();
-        assert!(bench.allocator.alloc(8 * MIB, two).is_err(), "{options:?}");
+        assert!(bench.allocator.alloc_bytes(8 * MIB, two).is_err(), "{options:?}");
         graph.launch(one).unwrap();
         drop(all);
         drop(graph);
-        drop(bench.allocator.alloc(CAPACITY, two).expect("nobody uses it any more"));
+        drop(bench.allocator.alloc_bytes(CAPACITY, two).expect("nobody uses it any more"));
         bench.end();
     }
 }
@@ -383,16 +383,16 @@ fn pools_that_one_graph_uses_lend_when_it_is_gone() {
     let capture = one.begin_capture().unwrap();
     let announced = bench.allocator.capture(one, &pools[0]).unwrap();
     for pool in &pools {
-        let scratch = pool.alloc(8 * MIB, one).unwrap();
+        let scratch = pool.alloc_bytes(8 * MIB, one).unwrap();
         one.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
     }
     event.record(one).unwrap();
     drop(announced);
     let graph = capture.end().unwrap();
-    let rest = bench.allocator.alloc(CAPACITY - 16 * MIB, two).unwrap();
-    assert!(bench.allocator.alloc(8 * MIB, one).is_err(), "the graph may be launched");
+    let rest = bench.allocator.alloc_bytes(CAPACITY - 16 * MIB, two).unwrap();
+    assert!(bench.allocator.alloc_bytes(8 * MIB, one).is_err(), "the graph may be launched");
     drop(graph);
-    let lent = [(); 2].map(|()| bench.allocator.alloc(8 * MIB, one).expect("the graph is gone"));
+    let lent = [(); 2].map(|()| bench.allocator.alloc_bytes(8 * MIB, one).expect("the graph is gone"));
     drop((lent, rest, pools, event));
     bench.end();
 }
@@ -414,7 +414,7 @@ fn a_graph_comes_after_what_its_memory_was_used_for_before() {
         for (name, launch) in launches {
             let bench = Bench::new(options);
             let pool = bench.pool();
-            let before = pool.alloc(8 * MIB, &bench.streams[0]).unwrap();
+            let before = pool.alloc_bytes(8 * MIB, &bench.streams[0]).unwrap();
             bench.driver.stall(&bench.streams[0], Duration::from_secs(1)).unwrap();
             bench.streams[0].fill(before.ptr(), 5, 8 * MIB).unwrap();
             drop(before);

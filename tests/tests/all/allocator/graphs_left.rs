@@ -37,7 +37,7 @@ fn a_pool_does_not_get_the_memory_of_a_graph_of_one_that_was_dropped() {
     for options in BACKINGS {
         let bench = Bench::new(options);
         let [one, two] = &bench.streams;
-        let in_the_way = Arc::new(Mutex::new(Some(bench.allocator.alloc(20 * MIB, two).unwrap())));
+        let in_the_way = Arc::new(Mutex::new(Some(bench.allocator.alloc_bytes(20 * MIB, two).unwrap())));
         bench.allocator.set_limit(Some(24 * MIB));
         let first = Arc::new(Mutex::new(Some(bench.pool())));
         let second = Arc::new(Mutex::new(None));
@@ -54,14 +54,14 @@ fn a_pool_does_not_get_the_memory_of_a_graph_of_one_that_was_dropped() {
         };
         let capture = one.begin_capture().unwrap();
         let route = bench.allocator.capture(one, first.lock().unwrap().as_ref().unwrap()).unwrap();
-        let scratch = bench.allocator.alloc(16 * MIB, one).unwrap();
+        let scratch = bench.allocator.alloc_bytes(16 * MIB, one).unwrap();
         one.fill(scratch.ptr(), 7, 16 * MIB).unwrap();
         drop((scratch, route));
         let graph = capture.end().unwrap();
         drop(registration);
         let second = second.lock().unwrap().take().expect("the request needed what was in the way");
 
-        let other = second.alloc(16 * MIB, one).unwrap();
+        let other = second.alloc_bytes(16 * MIB, one).unwrap();
         one.fill(other.ptr(), 1, 16 * MIB).unwrap();
         graph.launch(two).unwrap();
         bench.device.synchronize().unwrap();
@@ -88,7 +88,7 @@ fn memory_of_a_dropped_pool_outlasts_launches_on_streams_that_nobody_knows() {
             let driver = bench.device.driver();
             driver.begin_capture(one.raw()).unwrap();
             let route = bench.allocator.capture(one, &pool).unwrap();
-            let scratch = bench.allocator.alloc(8 * MIB, one).unwrap();
+            let scratch = bench.allocator.alloc_bytes(8 * MIB, one).unwrap();
             one.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
             drop(scratch);
             let graph = driver.end_capture(one.raw()).unwrap();
@@ -99,7 +99,7 @@ fn memory_of_a_dropped_pool_outlasts_launches_on_streams_that_nobody_knows() {
                 pool.empty_cache().unwrap();
             }
             drop(pool);
-            drop(bench.allocator.alloc(CAPACITY - 4 * MIB, one).unwrap());
+            drop(bench.allocator.alloc_bytes(CAPACITY - 4 * MIB, one).unwrap());
             driver.destroy_graph(graph).unwrap();
             bench.end();
         }

@@ -69,7 +69,7 @@ fn it_grows_in_place_and_keeps_its_contents() {
     }
     cache.grow_to(5 * MIB, stream).unwrap(); // it is larger
     assert_eq!(cache.bytes(), 100 * MIB);
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.requested_bytes.all.current), (1, 100 * MIB));
     let snapshot = allocator.snapshot();
     assert_eq!((snapshot.segments.len(), snapshot.segments[0].total_size), (1, 100 * MIB));
@@ -92,8 +92,8 @@ fn what_it_gives_up_serves_others_once_it_is_done() {
     assert_eq!(driver.calls_made(), calls, "shrinking makes no driver call");
     assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (20 * MIB, 120 * MIB));
     assert!(driver.mapping_at(cache.ptr().offset(100 * MIB)).is_some(), "its last use is not done");
-    let small = allocator.alloc(6 * MIB, stream).unwrap();
-    let large = allocator.alloc(90 * MIB, stream).unwrap(); // waits
+    let small = allocator.alloc_bytes(6 * MIB, stream).unwrap();
+    let large = allocator.alloc_bytes(90 * MIB, stream).unwrap(); // waits
     stream.fill(large.ptr(), 2, 90 * MIB).unwrap();
     assert!(driver.now_ns() >= 1_000_000_000);
     assert_eq!(read(stream, cache.ptr()), 1);
@@ -187,7 +187,7 @@ fn addresses_of_those_that_were_dropped_come_back() {
 fn it_takes_free_granules_before_it_buys() {
     let setup = setup("");
     let Setup { device, allocator, stream, .. } = &setup;
-    drop(allocator.alloc(100 * MIB, stream).unwrap());
+    drop(allocator.alloc_bytes(100 * MIB, stream).unwrap());
     let created = device.driver_calls().of(Operation::CreatePhysical);
     let mut cache = setup.growable(CAPACITY);
     cache.grow_to(100 * MIB, stream).unwrap();
@@ -195,7 +195,7 @@ fn it_takes_free_granules_before_it_buys() {
     assert_eq!(allocator.reserved_bytes(), 100 * MIB);
     cache.shrink_to(0, stream).unwrap();
     stream.synchronize().unwrap();
-    let block = allocator.alloc(100 * MIB, stream).unwrap();
+    let block = allocator.alloc_bytes(100 * MIB, stream).unwrap();
     assert_eq!(device.driver_calls().of(Operation::CreatePhysical), created);
     drop((block, cache));
     setup.assert_returned();
@@ -205,7 +205,7 @@ fn it_takes_free_granules_before_it_buys() {
 fn the_limit_holds_and_growth_makes_room() {
     let setup = setup("limit_mb:64");
     let Setup { allocator, stream, .. } = &setup;
-    let held = Arc::new(std::sync::Mutex::new(Some(allocator.alloc(30 * MIB, stream).unwrap())));
+    let held = Arc::new(std::sync::Mutex::new(Some(allocator.alloc_bytes(30 * MIB, stream).unwrap())));
     let scope = TagScope::new("keys and values");
     let mut cache = setup.growable(CAPACITY);
     drop(scope);
@@ -275,7 +275,7 @@ fn every_failing_call_leaves_it_as_it_was() {
         let mut cache = setup.growable(CAPACITY);
         cache.grow_to(10 * MIB, stream).unwrap();
         stream.fill(cache.ptr(), 3, 10 * MIB).unwrap();
-        let blocks: Vec<_> = (0..8).map(|_| allocator.alloc(12 * MIB, stream).unwrap()).collect();
+        let blocks: Vec<_> = (0..8).map(|_| allocator.alloc_bytes(12 * MIB, stream).unwrap()).collect();
         drop(blocks);
         stream.synchronize().unwrap();
         driver.inject(Fault::Nth { operation: Some(operation), nth, code });
@@ -350,7 +350,7 @@ proptest! {
                     caches[which].shrink_to(mib * MIB, pick(is_side)).unwrap();
                 }
                 Step::Alloc(mib, is_side) => {
-                    if let Ok(block) = allocator.alloc(mib * MIB, pick(is_side)) {
+                    if let Ok(block) = allocator.alloc_bytes(mib * MIB, pick(is_side)) {
                         pick(is_side).fill(block.ptr(), 2, block.bytes()).unwrap();
                         blocks.push(block);
                     }
@@ -402,7 +402,11 @@ fn measures_of_fragmentation_count_it() {
 /// A full cache of frames of several granules, from which a growable takes its memory, is grown and shrunk by one granule at a time.
 fn shrinks_by_granules(options: &str, capacity: u64) {
     let bench = Bench::new(capacity, options);
-    drop((0..capacity / (8 * MIB)).map(|_| bench.allocator.alloc(8 * MIB, &bench.stream).unwrap()).collect::<Vec<_>>());
+    drop(
+        (0..capacity / (8 * MIB))
+            .map(|_| bench.allocator.alloc_bytes(8 * MIB, &bench.stream).unwrap())
+            .collect::<Vec<_>>(),
+    );
     bench.stream.tick().synchronize().unwrap();
     let most = capacity / (4 * MIB);
     let mut cache = bench.allocator.growable(capacity, &bench.stream).unwrap();

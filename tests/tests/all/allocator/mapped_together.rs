@@ -24,7 +24,7 @@ fn served<T>(result: Result<T, AllocError>) -> Option<T> {
 fn blocks(allocator: &Allocator, stream: &Stream, seed: u64) {
     let mut held = Vec::new();
     for step in 0..150 {
-        if let Some(block) = served(allocator.alloc((1 + (step * seed) % 17) * 900_000, stream)) {
+        if let Some(block) = served(allocator.alloc_bytes((1 + (step * seed) % 17) * 900_000, stream)) {
             let pin = (step % 10 == 0).then(|| served(allocator.pin_mapping(&block))).flatten();
             held.push((block, pin));
         }

@@ -55,7 +55,7 @@ impl Setup {
     /// Live and free blocks in turn, so that something larger must move memory.
     fn fragment(&self) -> Vec<aquifer_allocator::Allocation> {
         let stream = self.device.default_stream();
-        let blocks: Vec<_> = (0..24).map(|_| self.allocator.alloc(10 * MIB, stream).unwrap()).collect();
+        let blocks: Vec<_> = (0..24).map(|_| self.allocator.alloc_bytes(10 * MIB, stream).unwrap()).collect();
         blocks.into_iter().enumerate().filter(|(at, _)| at % 2 == 0).map(|(_, block)| block).collect()
     }
 }
@@ -65,9 +65,9 @@ fn growth_remaps_and_trims_are_told() {
     let setup = setup();
     let live = setup.fragment();
     assert_eq!(setup.told_bytes(), setup.allocator.reserved_bytes());
-    let moved = setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap();
+    let moved = setup.allocator.alloc_bytes(90 * MIB, setup.device.default_stream()).unwrap();
     assert_eq!(setup.told_bytes(), setup.allocator.reserved_bytes());
-    assert!(setup.allocator.memory_stats().remaps > 0);
+    assert!(setup.allocator.stats().remaps > 0);
     drop((live, moved));
     setup.allocator.empty_cache().unwrap();
     assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
@@ -97,7 +97,7 @@ fn mappings_that_never_became_usable_are_not_told() {
         if grows {
             cache.grow_to(7 * MIB, stream).unwrap_err();
         } else {
-            setup.allocator.alloc(7 * MIB, stream).unwrap_err();
+            setup.allocator.alloc_bytes(7 * MIB, stream).unwrap_err();
         }
         assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 8 * MIB));
         assert_eq!(setup.allocator.sleep(Contents::SaveToHost).unwrap(), 8 * MIB);
@@ -118,7 +118,7 @@ fn what_a_failed_growth_got_is_told_and_told_to_go() {
     let mut cache = setup.allocator.growable(64 * MIB, stream).unwrap();
     cache.grow_to(20 * MIB, stream).unwrap();
     cache.shrink_to(0, stream).unwrap();
-    let block = setup.allocator.alloc(6 * MIB, stream).unwrap();
+    let block = setup.allocator.alloc_bytes(6 * MIB, stream).unwrap();
     setup.driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(999) });
     setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 2, code: Code(999) });
     cache.grow_to(30 * MIB, stream).unwrap_err();
@@ -135,7 +135,7 @@ fn an_observer_may_free() {
     let held = Mutex::new(setup.fragment());
     let (live, first) = (held.lock().unwrap().len() as u64, setup.told_bytes());
     let _registration = setup.allocator.observe_mappings(move |_| drop(held.lock().unwrap().pop()));
-    drop(setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap());
+    drop(setup.allocator.alloc_bytes(90 * MIB, setup.device.default_stream()).unwrap());
     assert!(setup.told_bytes() >= first && setup.allocator.allocated_bytes() < live * 10 * MIB);
     setup.driver.assert_no_violation();
 }
@@ -145,21 +145,21 @@ fn an_observer_may_free() {
 fn an_observer_may_use_the_allocator() {
     let setup = setup();
     let live = setup.fragment();
-    let spare = setup.allocator.alloc(MIB, setup.device.default_stream()).unwrap();
+    let spare = setup.allocator.alloc_bytes(MIB, setup.device.default_stream()).unwrap();
     let (allocator, stream) = (setup.allocator.clone(), setup.device.stream().unwrap());
     let cached = setup.device.default_stream().clone();
     let mut cache = allocator.growable(64 * MIB, &stream).unwrap();
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-    drop(pool.alloc(4 * MIB, &stream).unwrap());
+    drop(pool.alloc_bytes(4 * MIB, &stream).unwrap());
     let (answers, found) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(Vec::new())));
     let other = Allocator::new(&setup.device, Config::default()).unwrap();
     let (told, small, mut pool) = (answers.clone(), found.clone(), Some(pool));
     let use_it = move || {
         // What is free already serves.
-        small.lock().unwrap().push(allocator.alloc(1000, &cached).map(drop));
-        small.lock().unwrap().push(other.alloc(5 * MIB, &stream).map(drop));
+        small.lock().unwrap().push(allocator.alloc_bytes(1000, &cached).map(drop));
+        small.lock().unwrap().push(other.alloc_bytes(5 * MIB, &stream).map(drop));
         told.lock().unwrap().extend([
-            allocator.alloc(100 * MIB, &stream).map(drop),
+            allocator.alloc_bytes(100 * MIB, &stream).map(drop),
             allocator.empty_cache().map(drop),
             allocator.trim_to(0).map(drop),
             cache.grow_to(3 * MIB, &stream),
@@ -173,7 +173,7 @@ fn an_observer_may_use_the_allocator() {
     };
     let may_use = Mutex::new(use_it);
     let registration = setup.allocator.observe_mappings(move |_| may_use.lock().unwrap()());
-    let moved = setup.allocator.alloc(90 * MIB, setup.device.default_stream()).unwrap();
+    let moved = setup.allocator.alloc_bytes(90 * MIB, setup.device.default_stream()).unwrap();
     setup.allocator.empty_cache().unwrap();
     drop(registration);
     let (answers, found) = (answers.lock().unwrap(), found.lock().unwrap());

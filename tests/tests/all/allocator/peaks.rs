@@ -23,30 +23,30 @@ fn one_thread_on_many_streams_has_exact_peaks() {
     for step in 0_u64..2000 {
         let stream = &streams[usize::try_from(step * 7 % 5).unwrap()];
         let size = (step * 37 % 4000 + 1) * 512;
-        held.push(allocator.alloc(size, stream).unwrap());
+        held.push(allocator.alloc_bytes(size, stream).unwrap());
         bytes += size;
         (peak, blocks) = (peak.max(bytes), blocks.max(held.len() as u64));
         if step % 3 != 0 {
             let gone = held.swap_remove(usize::try_from(step * 31).unwrap() % held.len());
             bytes -= gone.bytes();
         }
-        let stats = allocator.memory_stats();
+        let stats = allocator.stats();
         assert_eq!((stats.requested_bytes.all.current, stats.requested_bytes.all.peak), (bytes, peak));
         assert_eq!((stats.allocation.all.current, stats.allocation.all.peak), (held.len() as u64, blocks));
     }
-    allocator.reset_peak_memory_stats();
-    assert_eq!(allocator.memory_stats().requested_bytes.all.peak, bytes);
+    allocator.reset_peak_stats();
+    assert_eq!(allocator.stats().requested_bytes.all.peak, bytes);
 }
 
 #[test]
 fn work_that_passes_to_another_thread_once_has_exact_peaks() {
     let (device, allocator) = open();
     let stream = device.stream().unwrap();
-    let first = allocator.alloc(100 * MIB, &stream).unwrap();
+    let first = allocator.alloc_bytes(100 * MIB, &stream).unwrap();
     std::thread::scope(|scope| {
-        scope.spawn(|| drop((first, allocator.alloc(50 * MIB, &stream).unwrap())));
+        scope.spawn(|| drop((first, allocator.alloc_bytes(50 * MIB, &stream).unwrap())));
     });
-    let peak = allocator.memory_stats().allocated_bytes.all;
+    let peak = allocator.stats().allocated_bytes.all;
     assert_eq!((peak.current, peak.peak), (0, 150 * MIB));
 }
 
@@ -64,23 +64,23 @@ fn two_threads_have_peaks_within_the_bound() {
                 for round in 0..20 {
                     together.wait();
                     let size = (round % 4 + 1) * 5 * MIB;
-                    let held: Vec<_> = (0..each / size).map(|_| allocator.alloc(size, stream).unwrap()).collect();
+                    let held: Vec<_> = (0..each / size).map(|_| allocator.alloc_bytes(size, stream).unwrap()).collect();
                     together.wait();
                     drop(held);
                 }
             });
         }
     });
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     let allocated = stats.allocated_bytes.all;
     assert_eq!((allocated.current, allocated.allocated), (0, allocated.freed));
     let truth = 2 * each;
     assert!((truth..=truth + 2 * BOUND).contains(&allocated.peak), "{} of {truth}", allocated.peak);
     assert!(allocated.peak <= stats.reserved_bytes.all.peak);
     // Counting is exact again after a reset.
-    allocator.reset_peak_memory_stats();
-    drop(streams.each_ref().map(|stream| allocator.alloc(30 * MIB, stream).unwrap()));
-    assert_eq!(allocator.memory_stats().allocated_bytes.all.peak, 60 * MIB);
+    allocator.reset_peak_stats();
+    drop(streams.each_ref().map(|stream| allocator.alloc_bytes(30 * MIB, stream).unwrap()));
+    assert_eq!(allocator.stats().allocated_bytes.all.peak, 60 * MIB);
 }
 
 #[test]
@@ -91,11 +91,11 @@ fn an_allocation_of_one_stream_freed_by_other_threads_is_counted_once() {
     std::thread::scope(|scope| {
         scope.spawn(move || receiver.iter().for_each(drop));
         for _ in 0..20_000 {
-            sender.send(allocator.alloc(2 * MIB, &stream).unwrap()).unwrap();
+            sender.send(allocator.alloc_bytes(2 * MIB, &stream).unwrap()).unwrap();
         }
         drop(sender);
     });
-    let stats = allocator.memory_stats();
+    let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocation.all.allocated), (0, 20_000));
     assert_eq!((stats.allocated_bytes.all.current, stats.inactive_split.all.current), (0, 0));
     assert_eq!(allocator.empty_cache().unwrap(), stats.reserved_bytes.all.current);

@@ -33,7 +33,7 @@ fn everybody_inside(driver: &Subject, allocator: &Allocator) -> Vec<Vec<u32>> {
 /// Live blocks with free ones in between.
 fn fragments(allocator: &Allocator) -> Vec<Allocation> {
     let stream = allocator.device().default_stream();
-    let blocks: Vec<_> = (0..20).map(|_| allocator.alloc(10 * MIB, stream).unwrap()).collect();
+    let blocks: Vec<_> = (0..20).map(|_| allocator.alloc_bytes(10 * MIB, stream).unwrap()).collect();
     blocks.into_iter().enumerate().filter(|(at, _)| at % 2 == 0).map(|(_, block)| block).collect()
 }
 
@@ -46,12 +46,12 @@ fn all_mappings_are_accessible_now_and_later() {
     allocator.enable_peer_access(first.ordinal()).unwrap();
     let both = ordinals([&driver, first]);
     assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == both));
-    let moved = allocator.alloc(80 * MIB, device.default_stream()).unwrap();
-    assert!(allocator.memory_stats().remaps > 0);
+    let moved = allocator.alloc_bytes(80 * MIB, device.default_stream()).unwrap();
+    assert!(allocator.stats().remaps > 0);
     allocator.enable_peer_access(second.ordinal()).unwrap();
     drop(live);
     allocator.empty_cache().unwrap();
-    let grown = allocator.alloc(100 * MIB, device.default_stream()).unwrap();
+    let grown = allocator.alloc_bytes(100 * MIB, device.default_stream()).unwrap();
     let all = ordinals([&driver, first, second]);
     assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == all));
     let calls = driver.calls_made();
@@ -72,7 +72,7 @@ fn a_failure_leaves_it_off_and_can_be_tried_again() {
     assert!(matches!(allocator.enable_peer_access(peer.ordinal()), Err(AllocError::Device(_))));
     drop(live);
     allocator.empty_cache().unwrap();
-    let block = allocator.alloc(MIB, device.default_stream()).unwrap();
+    let block = allocator.alloc_bytes(MIB, device.default_stream()).unwrap();
     assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [driver.ordinal()]);
     allocator.enable_peer_access(peer.ordinal()).unwrap();
     assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
@@ -90,7 +90,7 @@ fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
     );
     assert_eq!(device.memory_info().unwrap().free, free);
     allocator.enable_peer_access(peer.ordinal()).unwrap();
-    let block = allocator.alloc(MIB, device.default_stream()).unwrap();
+    let block = allocator.alloc_bytes(MIB, device.default_stream()).unwrap();
     assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
 }
 
@@ -98,12 +98,12 @@ fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
 fn a_device_that_does_not_exist_is_no_peer() {
     let (driver, device, allocator) = setup("");
     for live in [false, true] {
-        let block = live.then(|| allocator.alloc(MIB, device.default_stream()).unwrap());
+        let block = live.then(|| allocator.alloc_bytes(MIB, device.default_stream()).unwrap());
         for ordinal in [77, u32::MAX] {
             let error = allocator.enable_peer_access(ordinal).unwrap_err();
             assert!(matches!(&error, AllocError::Device(error) if error.operation == Operation::SetAccess), "{error}");
         }
-        let later = allocator.alloc(30 * MIB, device.default_stream()).unwrap();
+        let later = allocator.alloc_bytes(30 * MIB, device.default_stream()).unwrap();
         assert_eq!(driver.mapping_at(later.ptr()).unwrap().devices, [driver.ordinal()]);
         drop((block, later));
     }
@@ -128,7 +128,7 @@ fn remaps_meanwhile_are_not_missed() {
                 scope.spawn(move || {
                     let mut held = Vec::new();
                     for step in 0..60_u64 {
-                        held.extend(allocator.alloc((1 + (step * 7 + round) % 23) * MIB, stream));
+                        held.extend(allocator.alloc_bytes((1 + (step * 7 + round) % 23) * MIB, stream));
                         if step % 3 == 0 {
                             drop(held.remove(0));
                         }
@@ -141,7 +141,7 @@ fn remaps_meanwhile_are_not_missed() {
             }
             scope.spawn(|| allocator.enable_peer_access(peer.ordinal()).unwrap());
         });
-        let (all, both) = (allocator.alloc(64 * MIB, &streams[0]).unwrap(), ordinals([&driver, peer]));
+        let (all, both) = (allocator.alloc_bytes(64 * MIB, &streams[0]).unwrap(), ordinals([&driver, peer]));
         assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == both), "round {round}");
         drop(all);
         driver.assert_no_violation();
@@ -162,6 +162,6 @@ fn a_device_that_is_just_full_may_have_peers() {
     let other = allocator.growable(MIB, stream).unwrap();
     allocator.enable_peer_access(peer.ordinal()).unwrap();
     drop((cache, other));
-    let block = allocator.alloc(10 * MIB, stream).unwrap();
+    let block = allocator.alloc_bytes(10 * MIB, stream).unwrap();
     assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
 }

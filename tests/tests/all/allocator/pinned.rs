@@ -12,7 +12,7 @@ fn setup(options: &str) -> (Subject, Device, Allocator) {
 }
 
 fn alloc(allocator: &Allocator, bytes: u64) -> Result<Allocation, AllocError> {
-    allocator.alloc(bytes, allocator.device().default_stream())
+    allocator.alloc_bytes(bytes, allocator.device().default_stream())
 }
 
 #[test]
@@ -25,10 +25,10 @@ fn pinned_granules_do_not_move() {
     // 68 MiB are free, but only 8 of them may move or come from the device.
     assert!(alloc(&allocator, 40 * MIB).unwrap_err().is_out_of_memory());
     assert!(pins.iter().all(|pin| driver.is_mapped(pin.range())));
-    assert_eq!(allocator.memory_stats().remaps, 0);
+    assert_eq!(allocator.stats().remaps, 0);
     drop(pins);
     let moved = alloc(&allocator, 40 * MIB).unwrap();
-    assert!(allocator.memory_stats().remaps > 0);
+    assert!(allocator.stats().remaps > 0);
     drop((live, moved));
     driver.assert_no_violation();
 }

@@ -11,7 +11,7 @@ const LONG: Duration = Duration::from_millis(50);
 /// A bench whose side stream is busy with 20 MiB that the program gave back, and which are all that the device has to give.
 fn one_block_waits(backing: Backing) -> Bench {
     let bench = Bench::new(22 * MIB, &on(backing, "cross_stream:ready"));
-    let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
+    let block = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
     block.record_stream(&bench.side).unwrap();
     bench.side.wait_for(&bench.stream.tick()).unwrap();
     bench.driver.stall(&bench.side, LONG).unwrap();
@@ -24,7 +24,7 @@ fn one_block_waits(backing: Backing) -> Bench {
 fn ask(bench: &Bench, times: u32) -> u64 {
     let queries = || bench.allocator.device().driver_calls().of(Operation::QueryEvent);
     let before = queries();
-    (0..times).for_each(|_| drop(bench.allocator.alloc(1000, &bench.stream).unwrap()));
+    (0..times).for_each(|_| drop(bench.allocator.alloc_bytes(1000, &bench.stream).unwrap()));
     queries() - before
 }
 
@@ -50,8 +50,8 @@ fn a_request_that_finds_nothing_asks_at_once() {
             // Wherever in a pause the request comes.
             ask(&bench, requests);
             bench.driver.advance(2 * LONG);
-            let block = bench.allocator.alloc(20 * MIB, &bench.stream).unwrap();
-            assert_eq!(bench.allocator.memory_stats().num_sync_all_streams, 0, "{backing}: the host waited");
+            let block = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
+            assert_eq!(bench.allocator.stats().num_sync_all_streams, 0, "{backing}: the host waited");
             block.record_stream(&bench.side).unwrap();
             bench.side.wait_for(&bench.stream.tick()).unwrap();
             bench.driver.stall(&bench.side, LONG).unwrap();

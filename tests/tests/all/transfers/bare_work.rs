@@ -69,10 +69,10 @@ impl World {
         let (one, other) = (self.streams[one].clone(), self.streams[other].clone());
         let host = || vec![1u8; len];
         let held = match kind {
-            0 => of_allocation(allocator.alloc(bytes, &one).unwrap(), &one),
-            1 => of_allocation(allocator.alloc_zeroed(bytes, &one).unwrap(), &one),
+            0 => of_allocation(allocator.alloc_bytes(bytes, &one).unwrap(), &one),
+            1 => of_allocation(allocator.alloc_bytes_zeroed(bytes, &one).unwrap(), &one),
             2 => of_allocation(allocator.alloc_aligned(bytes, 4096, &one).unwrap(), &one),
-            3 => of_allocation(self.pool.alloc(bytes, &one).unwrap(), &one),
+            3 => of_allocation(self.pool.alloc_bytes(bytes, &one).unwrap(), &one),
             4 => {
                 let ptr = allocator.alloc_raw(bytes, &one).unwrap();
                 if long {
@@ -84,20 +84,20 @@ impl World {
             }
             5 => of_buffer(allocator.alloc_buffer(bytes, &one).unwrap(), &one, false),
             6 => {
-                let memory = allocator.alloc(bytes, &one).unwrap();
+                let memory = allocator.alloc_bytes(bytes, &one).unwrap();
                 one.fill(memory.ptr(), 3, bytes).unwrap();
                 let buffer = DeviceBuffer::from_allocation(memory, &one).unwrap();
                 buffer.ready_on(&other).unwrap();
                 of_buffer(buffer, &other, true)
             }
             7 => {
-                let memory = allocator.alloc(bytes, &one).unwrap();
+                let memory = allocator.alloc_bytes(bytes, &one).unwrap();
                 other.wait_for(&one.tick()).unwrap();
                 memory.record_stream(&other).unwrap();
                 of_allocation(memory, &other)
             }
             8 => {
-                let memory = allocator.alloc(bytes, &one).unwrap();
+                let memory = allocator.alloc_bytes(bytes, &one).unwrap();
                 one.fill(memory.ptr(), 3, bytes).unwrap();
                 other.wait_for(&one.tick()).unwrap();
                 other.fill(memory.ptr(), 4, bytes).unwrap();
@@ -187,7 +187,7 @@ impl World {
             }
             24 if size == 3 => {
                 // More than is free: memory moves, buffers are spilled, or it is refused.
-                match allocator.alloc(PRESSURE_BYTES, &one) {
+                match allocator.alloc_bytes(PRESSURE_BYTES, &one) {
                     Ok(memory) => one.fill(memory.ptr(), 5, memory.bytes()).unwrap(),
                     Err(AllocError::OutOfMemory { .. }) => {}
                     Err(error) => panic!("{error}"),
@@ -294,7 +294,8 @@ fn bare_work_on_the_documented_stream_races_with_nothing() {
         let World { bench, streams, pool, held, spiller, spillable, .. } = world;
         // In whatever order, with all of the work still under way.
         drop((held, spillable));
-        let more: Vec<_> = SIZES.iter().map(|&bytes| bench.transfer.allocator().alloc(bytes, &bench.stream)).collect();
+        let more: Vec<_> =
+            SIZES.iter().map(|&bytes| bench.transfer.allocator().alloc_bytes(bytes, &bench.stream)).collect();
         for memory in more.into_iter().flatten() {
             bench.stream.fill(memory.ptr(), 9, memory.bytes()).unwrap();
         }
@@ -319,7 +320,8 @@ fn prefetched_batches_used_by_bare_work_are_not_overwritten() {
             let batches = (!drop_first).then_some(batches);
             bench.driver.advance(Duration::from_millis(1));
             let other = bench.device.stream().unwrap();
-            let others: Vec<_> = (0..6).map(|_| bench.transfer.allocator().alloc(1 << 18, &other).unwrap()).collect();
+            let others: Vec<_> =
+                (0..6).map(|_| bench.transfer.allocator().alloc_bytes(1 << 18, &other).unwrap()).collect();
             others.iter().for_each(|memory| other.fill(memory.ptr(), 9, memory.bytes()).unwrap());
             bench.device.synchronize().unwrap();
             bench.driver.assert_no_violation();

@@ -26,7 +26,7 @@ impl World {
     /// A new buffer of device memory.
     pub(super) fn new_device(&mut self, length: usize) {
         let (allocator, stream) = (self.bench.transfer.allocator(), &self.streams[0]);
-        let zeroed = allocator.alloc_zeroed(LENGTHS[length] as u64, stream);
+        let zeroed = allocator.alloc_bytes_zeroed(LENGTHS[length] as u64, stream);
         let buffer = zeroed.and_then(|zeroed| DeviceBuffer::from_allocation(zeroed, stream));
         if let Some(buffer) = self.done(buffer.map_err(TransferError::from)) {
             self.devices.push((buffer, Some(vec![0; LENGTHS[length]])));

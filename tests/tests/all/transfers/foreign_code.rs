@@ -250,7 +250,7 @@ fn a_reclaimer_may_ask_about_the_buffer_that_comes_back() {
         buffer.spill().unwrap();
         let (buffer, asked) = (Arc::new(buffer), Arc::new(Mutex::new(Vec::new())));
         let fills: Arc<Mutex<Option<_>>> = Arc::default();
-        *fills.lock().unwrap() = Some(allocator.alloc(200 << 20, &bench.stream).unwrap());
+        *fills.lock().unwrap() = Some(allocator.alloc_bytes(200 << 20, &bench.stream).unwrap());
         let registration = allocator.register_reclaimer(1, "asks", {
             let (buffer, asked, fills) = (buffer.clone(), asked.clone(), fills.clone());
             move |_| {

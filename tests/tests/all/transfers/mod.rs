@@ -52,7 +52,7 @@ impl Bench {
     }
 
     fn alloc_zeroed(&self, len: u64) -> DeviceBuffer<u8> {
-        let zeroed = self.transfer.allocator().alloc_zeroed(len, &self.stream).unwrap();
+        let zeroed = self.transfer.allocator().alloc_bytes_zeroed(len, &self.stream).unwrap();
         DeviceBuffer::from_allocation(zeroed, &self.stream).unwrap()
     }
 

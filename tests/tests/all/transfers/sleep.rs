@@ -43,7 +43,7 @@ fn refusing_to_spill_while_it_falls_asleep_is_no_failure_to_spill() {
         while !allocator.is_asleep() {
             thread::yield_now();
         }
-        let refused = scope.spawn(|| allocator.alloc(1 << 40, &bench.stream).unwrap_err());
+        let refused = scope.spawn(|| allocator.alloc_bytes(1 << 40, &bench.stream).unwrap_err());
         assert!(matches!(refused.join().unwrap(), AllocError::Asleep));
         drop(awake);
         falling.join().unwrap();

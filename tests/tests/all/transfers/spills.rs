@@ -27,7 +27,7 @@ impl World {
 
     /// Asks for more memory than is free, so that the allocator asks the spiller.
     pub(super) fn pressure(&mut self) {
-        match self.bench.transfer.allocator().alloc(PRESSURE_BYTES, &self.streams[0]) {
+        match self.bench.transfer.allocator().alloc_bytes(PRESSURE_BYTES, &self.streams[0]) {
             Ok(_) | Err(AllocError::OutOfMemory { .. }) => {}
             Err(error) => assert!(self.faults, "{error}"),
         }

@@ -20,7 +20,7 @@ fn threads_meanwhile_are_served_or_told() {
             scope.spawn(move || {
                 let mut held = Vec::new();
                 for step in 0..400_u64 {
-                    match allocator.alloc((1 + step % 13) * 700_000, &stream) {
+                    match allocator.alloc_bytes((1 + step % 13) * 700_000, &stream) {
                         Ok(block) => held.push(block),
                         Err(AllocError::Asleep) => thread::yield_now(),
                         Err(error) => panic!("{error}"),
@@ -137,10 +137,10 @@ fn lack_of_memory_is_not_reported_of_an_allocator_that_is_about_to_sleep() {
     let awake = setup.allocator.keep_awake().unwrap();
     sleep_beside(&setup, awake, |awake| {
         let beside = thread::scope(|scope| {
-            scope.spawn(|| setup.allocator.alloc(CAPACITY, &setup.stream).unwrap_err()).join().unwrap()
+            scope.spawn(|| setup.allocator.alloc_bytes(CAPACITY, &setup.stream).unwrap_err()).join().unwrap()
         });
         assert!(matches!(beside, AllocError::Asleep), "reclaimers get no turns: {beside}");
-        let here = setup.allocator.alloc(CAPACITY, &setup.stream).unwrap_err();
+        let here = setup.allocator.alloc_bytes(CAPACITY, &setup.stream).unwrap_err();
         assert!(here.is_out_of_memory(), "they do here: {here}");
         let text = format!("{awake:?}");
         assert!(text.len() < 2000, "{text}");
@@ -161,10 +161,10 @@ fn threads_that_were_refused_wait_until_it_is_awake() {
         for timeout in [late, late, Duration::MAX] {
             let refused = &refused;
             scope.spawn(move || {
-                assert!(matches!(allocator.alloc(MIB, stream), Err(AllocError::Asleep)));
+                assert!(matches!(allocator.alloc_bytes(MIB, stream), Err(AllocError::Asleep)));
                 refused.wait();
                 assert!(allocator.wait_awake(timeout));
-                drop(allocator.alloc(MIB, stream).unwrap());
+                drop(allocator.alloc_bytes(MIB, stream).unwrap());
             });
         }
         refused.wait();
@@ -209,17 +209,17 @@ fn asleep_on_the_ladder(allocator: &Allocator) -> Registration {
 fn segments_do_not_grow_while_it_sleeps() {
     let setup = setup();
     let Setup { allocator, stream, .. } = &setup;
-    let most = allocator.alloc(200 * MIB, stream).unwrap();
+    let most = allocator.alloc_bytes(200 * MIB, stream).unwrap();
     // Its memory comes in segments, which stay while the allocator sleeps.
     let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let reclaimer = asleep_on_the_ladder(allocator);
-    let refused = pool.alloc(60 * MIB, stream).unwrap_err();
+    let refused = pool.alloc_bytes(60 * MIB, stream).unwrap_err();
     assert!(matches!(refused, AllocError::Asleep), "{refused}");
     assert_eq!((allocator.is_asleep(), setup.device_free()), (true, CAPACITY));
     allocator.wake().unwrap();
     setup.assert_contents();
     drop((most, reclaimer));
-    drop(pool.alloc(60 * MIB, stream).unwrap());
+    drop(pool.alloc_bytes(60 * MIB, stream).unwrap());
     drop(pool);
     setup.assert_usable_and_returned();
 }

@@ -29,8 +29,8 @@ fn setup() -> Setup {
     let mut live = Vec::new();
     for (at, bytes) in [512, 70_000, MIB, 3 * MIB, 2 * MIB + 512, 1000].into_iter().enumerate() {
         let stream = if at % 2 == 0 { &stream } else { &side };
-        drop(allocator.alloc(bytes * 2, stream).unwrap());
-        let block = allocator.alloc(bytes, stream).unwrap();
+        drop(allocator.alloc_bytes(bytes * 2, stream).unwrap());
+        let block = allocator.alloc_bytes(bytes, stream).unwrap();
         stream.fill(block.ptr(), u8::try_from(at).unwrap(), bytes).unwrap();
         live.push(block);
     }
@@ -63,7 +63,7 @@ impl Setup {
     /// Everything works as ever, and everything goes back.
     fn assert_usable_and_returned(mut self) {
         self.cache.grow_to(30 * MIB, &self.stream).unwrap();
-        let more = self.allocator.alloc(100 * MIB, &self.stream).unwrap();
+        let more = self.allocator.alloc_bytes(100 * MIB, &self.stream).unwrap();
         self.stream.fill(more.ptr(), 1, more.bytes()).unwrap();
         let Setup { driver, device, allocator, .. } = self;
         drop((more, self.live, self.cache));
@@ -79,8 +79,8 @@ impl Setup {
 fn contents_and_addresses_survive() {
     let setup = setup();
     let pointers: Vec<_> = setup.live.iter().map(Allocation::ptr).collect();
-    let (allocated, in_use) = (setup.allocator.allocated_bytes(), setup.allocator.memory_stats().allocation);
-    drop(setup.allocator.alloc(10 * MIB, &setup.stream).unwrap());
+    let (allocated, in_use) = (setup.allocator.allocated_bytes(), setup.allocator.stats().allocation);
+    drop(setup.allocator.alloc_bytes(10 * MIB, &setup.stream).unwrap());
     let held = CAPACITY - setup.device_free();
     let given = setup.allocator.sleep(Contents::SaveToHost).unwrap();
     assert_eq!(given, held, "cached memory included");
@@ -95,7 +95,7 @@ fn contents_and_addresses_survive() {
     let held = CAPACITY - setup.device_free();
     assert_eq!(setup.allocator.reserved_bytes(), held);
     assert!(allocated <= held && held <= given - 10 * MIB, "cached memory does not come back: {held} of {given}");
-    assert_eq!(setup.allocator.memory_stats().allocation.all.current, in_use.all.current);
+    assert_eq!(setup.allocator.stats().allocation.all.current, in_use.all.current);
     setup.assert_contents();
     setup.assert_usable_and_returned();
 }
@@ -130,11 +130,11 @@ fn asleep_it_takes_memory_back_but_gives_none() {
     let exported = |setup: &Setup| setup.allocator.alloc_exportable(MIB, HandleKind::PosixFd, &setup.stream).map(drop);
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
     for bytes in [1, 100 * MIB] {
-        assert!(matches!(setup.allocator.alloc(bytes, &setup.stream), Err(AllocError::Asleep)));
+        assert!(matches!(setup.allocator.alloc_bytes(bytes, &setup.stream), Err(AllocError::Asleep)));
     }
     assert!(matches!(exported(&setup), Err(AllocError::Asleep)));
     assert!(matches!(setup.cache.grow_to(50 * MIB, &setup.stream), Err(AllocError::Asleep)));
-    assert!(setup.allocator.alloc(0, &setup.stream).is_ok());
+    assert!(setup.allocator.alloc_bytes(0, &setup.stream).is_ok());
     let allocated = setup.allocator.allocated_bytes();
     let last = setup.live.pop().unwrap();
     drop(last);
@@ -193,7 +193,7 @@ fn what_others_know_stays() {
     let pin = allocator.pin_mapping(&setup.live[3]).unwrap();
     let shared = allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, stream).unwrap();
     let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
-    let segment = pool.alloc(MIB, stream).unwrap();
+    let segment = pool.alloc_bytes(MIB, stream).unwrap();
     allocator.sleep(Contents::Discard).unwrap();
     let stay = pin.range().end - pin.range().start + 6 * MIB + 2 * MIB;
     assert_eq!((allocator.reserved_bytes(), CAPACITY - setup.device_free()), (stay, stay));
@@ -299,7 +299,7 @@ fn no_failing_call_loses_anything() {
                     woken += u32::from(results[1].is_err());
                 }
             }
-            assert_eq!(setup.allocator.memory_stats().allocated_bytes.all.current, setup.allocator.allocated_bytes());
+            assert_eq!(setup.allocator.stats().allocated_bytes.all.current, setup.allocator.allocated_bytes());
             let last_call = setup.driver.calls_made() - first_call;
             setup.driver.clear_faults();
             let held = CAPACITY - setup.device_free();
@@ -329,7 +329,7 @@ fn measures_tell_what_is_held_while_it_sleeps() {
     let setup = setup();
     let Setup { allocator, stream, .. } = &setup;
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-    let in_pool = pool.alloc(5 * MIB, stream).unwrap();
+    let in_pool = pool.alloc_bytes(5 * MIB, stream).unwrap();
     let shared = allocator.alloc_exportable(4 * MIB, HandleKind::PosixFd, stream).unwrap();
     let held = |allocator: &Allocator| (allocator.reserved_bytes(), allocator.fragmentation(1).reserved_bytes);
     let of_pool = |allocator: &Allocator| allocator.reserved_by_private_pools()[&pool.id()];
@@ -351,8 +351,8 @@ fn measures_tell_what_is_held_while_it_sleeps() {
 fn peaks_that_begin_while_it_sleeps_are_not_below_what_is_allocated() {
     let Setup { allocator, .. } = &setup();
     allocator.sleep(Contents::Discard).unwrap();
-    allocator.reset_peak_memory_stats();
-    let stats = allocator.memory_stats();
+    allocator.reset_peak_stats();
+    let stats = allocator.stats();
     assert_eq!(stats.reserved_bytes.all.peak, 0);
     for stat in [stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
         let parts = [stat.all, stat.large_pool, stat.small_pool];
@@ -364,8 +364,8 @@ fn peaks_that_begin_while_it_sleeps_are_not_below_what_is_allocated() {
 fn zero_bytes_take_no_memory_that_sleeps() {
     let setup = setup();
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    assert!(setup.allocator.alloc(0, &setup.stream).unwrap().range().is_empty());
-    assert!(setup.allocator.alloc_zeroed(0, &setup.stream).unwrap().range().is_empty());
+    assert!(setup.allocator.alloc_bytes(0, &setup.stream).unwrap().range().is_empty());
+    assert!(setup.allocator.alloc_bytes_zeroed(0, &setup.stream).unwrap().range().is_empty());
     setup.allocator.wake().unwrap();
     setup.assert_contents();
     setup.assert_usable_and_returned();
