@@ -1,10 +1,12 @@
 //! The handle of an allocator: allocation, limits, release.
 
+use std::any::Any;
 use std::fmt;
 use std::panic::Location;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::accounting::counters::Hot;
@@ -19,7 +21,7 @@ use crate::pools::capture::refuse_capture;
 use crate::recovery::hooks::Hooks;
 use crate::shell::arena::Arena;
 use crate::shell::core::{Core, Granted, Request};
-use crate::shell::{Shell, close_abandoned, special};
+use crate::shell::{Shell, close_abandoned, leave_services, special};
 use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
 use crate::tags::Tag;
 
@@ -32,7 +34,7 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 ///
 /// An allocation is for one stream: work enqueued there from now on may use it. When its handle is dropped, the stream's later
 /// allocations may reuse the memory at once, without waiting for the device. To use it on other streams as well, see
-/// [`Allocation::record_stream`], or use a [`crate::DeviceBuffer`] and [`crate::Turn`]s.
+/// [`Allocation::record_stream`], or use a [`crate::Buffer`] and [`crate::Turn`]s.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -63,16 +65,20 @@ pub struct Allocator {
 /// of the former is dropped, driver calls are allowed.
 struct AtLast {
     device: Device,
+    inner: Weak<Inner>,
 }
 
 impl Drop for AtLast {
     fn drop(&mut self) {
-        self.device.settle();
-        close_abandoned();
+        // Buffers may keep it open.
+        if self.inner.strong_count() == 0 {
+            self.device.settle();
+            close_abandoned();
+        }
     }
 }
 
-struct Inner {
+pub(crate) struct Inner {
     shell: &'static Shell,
     device: Device,
     config: Config,
@@ -88,7 +94,12 @@ struct Inner {
     mark: u32,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
+    /// What other crates keep for the allocator's buffers, one of each type.
+    services: Mutex<Vec<Service>>,
 }
+
+/// See [`Allocator::service`].
+pub(crate) type Service = Arc<dyn Any + Send + Sync>;
 
 impl fmt::Debug for Allocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -112,6 +123,7 @@ impl Drop for Inner {
         if fork::is_child() {
             return;
         }
+        leave_services(std::mem::take(self.services.get_mut()));
         self.shell.close();
     }
 }
@@ -169,9 +181,37 @@ impl Allocator {
             tagged,
             mark: if device.checks().is_some() { CHECKED } else { 0 },
             segments,
+            services: Mutex::default(),
         };
-        let at_last = AtLast { device: device.clone() };
-        Ok(Allocator { inner: Arc::new(inner), _at_last: Some(Arc::new(at_last)) })
+        Ok(Allocator::of_inner(Arc::new(inner)))
+    }
+
+    /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the
+    /// allocator is closed and driver calls are allowed. It must not hold the allocator.
+    pub(crate) fn service<S: Any + Send + Sync, E>(&self, make: impl FnOnce() -> Result<S, E>) -> Result<Arc<S>, E> {
+        let find = |services: &[Service]| services.iter().find_map(|service| service.clone().downcast().ok());
+        if let Some(service) = find(&self.inner.services.lock()) {
+            return Ok(service);
+        }
+        // Without the lock, as this may call the driver. If two threads come here, the first one's is taken.
+        let made = Arc::new(make()?);
+        let mut services = self.inner.services.lock();
+        if let Some(service) = find(&services) {
+            drop(services);
+            return Ok(service);
+        }
+        services.push(made.clone());
+        Ok(made)
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.inner
+    }
+
+    /// A handle of an allocator that is open.
+    pub(crate) fn of_inner(inner: Arc<Inner>) -> Allocator {
+        let at_last = AtLast { device: inner.device.clone(), inner: Arc::downgrade(&inner) };
+        Allocator { inner, _at_last: Some(Arc::new(at_last)) }
     }
 
     /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, memory that nobody

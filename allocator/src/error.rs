@@ -41,6 +41,13 @@ pub enum AllocError {
         /// The device of both.
         device: DeviceLabel,
     },
+    /// The caller configured the process's allocator of a device, which is open already. Configure it before its first use, or
+    /// make an allocator that is not shared, with [`crate::Allocator::new`].
+    #[error("the process's allocator of {device} is in use already: configure it before its first use")]
+    AlreadyOpen {
+        /// The device.
+        device: DeviceLabel,
+    },
     /// The caller passed a pointer that this allocator did not give out through the raw interface, or freed it twice.
     #[error(
         "invalid device pointer: {ptr:#x} is not a live raw allocation of this allocator (freed twice, or foreign)"

@@ -8,7 +8,7 @@
 //!   request's stream.
 //! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device, release of unused memory, waits,
 //!   reclaimers. The ladder ends in an [`OomReport`], which says what would have made the request fit.
-//! * The caller gets an [`Allocation`], or a typed [`DeviceBuffer`]. A [`Turn`] orders a stream's work with a buffer after other streams'
+//! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`Turn`] orders a stream's work with a buffer after other streams'
 //!   work.
 //! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in place.
 //!
@@ -58,6 +58,7 @@ mod history;
 mod pools;
 mod raw;
 mod recovery;
+mod shared;
 mod shell;
 pub mod size_class;
 pub mod snapshot;
@@ -68,14 +69,37 @@ pub use accounting::{Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unu
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Contents, Exportable, Growable, PinnedMapping, Refusal, WhySegments};
-pub use buffer::{Claim, DeviceBuffer, Storage, Turn};
+pub use buffer::{Access, Bound, Buffer, Claim, Storage, StreamAccess, Turn, View, ViewMut, WithError, read, write};
 pub use config::Config;
 pub use error::AllocError;
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
+pub use shared::DeviceAllocator;
 pub use shell::awake::Awake;
-pub use shell::close_abandoned;
 pub use snapshot::Snapshot;
 pub use tags::TagScope;
+
+/// For the other crates of Aquifer. It may change in any release.
+#[doc(hidden)]
+pub mod internal {
+    use std::any::Any;
+    use std::sync::Arc;
+
+    use crate::Allocator;
+
+    pub use crate::shell::close_abandoned;
+
+    /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the
+    /// allocator is closed and driver calls are allowed. It must not hold the allocator.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn service<S: Any + Send + Sync, E>(
+        allocator: &Allocator,
+        make: impl FnOnce() -> Result<S, E>,
+    ) -> Result<Arc<S>, E> {
+        allocator.service(make)
+    }
+}

@@ -4,32 +4,33 @@
 use std::sync::mpsc;
 use std::thread;
 
-use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};
+use aquifer_allocator::{Allocator, Buffer, Claim, Config, Turn};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Stream};
 
-const BYTES: u64 = 1 << 16;
+const BYTES: usize = 1 << 16;
+const LEN: u64 = BYTES as u64;
 
-fn bench() -> (Device, DeviceBuffer<u8>, [Stream; 2]) {
+fn bench() -> (Device, Buffer<u8>, [Stream; 2]) {
     let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let streams = [device.stream().unwrap(), device.stream().unwrap()];
-    let buffer = allocator.alloc_buffer(BYTES, &streams[0]).unwrap();
+    let buffer = allocator.alloc(BYTES, &streams[0]).unwrap();
     (device, buffer, streams)
 }
 
 /// What the stream reads, in its turn.
-fn read(stream: &Stream, buffer: &DeviceBuffer<u8>) -> Vec<u8> {
-    let mut bytes = vec![0; usize::try_from(BYTES).unwrap()];
+fn read(stream: &Stream, buffer: &Buffer<u8>) -> Vec<u8> {
+    let mut bytes = vec![0; BYTES];
     let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
     stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
     bytes
 }
 
-fn fill(stream: &Stream, claim: &Claim, buffer: &DeviceBuffer<u8>, value: u8) {
+fn fill(stream: &Stream, claim: &Claim, buffer: &Buffer<u8>, value: u8) {
     for part in 0..16 {
         let _turn = claim.turn(stream).unwrap();
-        stream.fill(buffer.ptr().offset(part * BYTES / 16), value, BYTES / 16).unwrap();
+        stream.fill(buffer.ptr().offset(part * LEN / 16), value, LEN / 16).unwrap();
     }
 }
 
@@ -84,7 +85,7 @@ fn claims_to_read_let_readers_pass_and_keep_writers_out() {
 fn a_turn_that_waits_for_a_claim_holds_no_other_memory() {
     let (device, claimed, [one, two]) = bench();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let free: DeviceBuffer<u8> = allocator.alloc_buffer(BYTES, &one).unwrap();
+    let free: Buffer<u8> = allocator.alloc(BYTES, &one).unwrap();
     let claim = Claim::take(claimed.storage(), AccessKind::Write).unwrap();
     thread::scope(|scope| {
         let both = scope.spawn(|| {
@@ -107,7 +108,7 @@ fn a_turn_that_waits_for_a_claim_holds_no_other_memory() {
 fn memory_is_not_reused_while_it_is_claimed() {
     let (device, _, [one, _]) = bench();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let alloc = || -> DeviceBuffer<u8> { allocator.alloc_buffer(BYTES, &one).unwrap() };
+    let alloc = || -> Buffer<u8> { allocator.alloc(BYTES, &one).unwrap() };
     let buffer = alloc();
     let ptr = buffer.ptr();
     let claim = Claim::take(buffer.storage(), AccessKind::Write).unwrap();

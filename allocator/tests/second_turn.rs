@@ -5,12 +5,12 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Claim, Config, DeviceBuffer, Turn};
+use aquifer_allocator::{AllocError, Allocator, Buffer, Claim, Config, Turn};
 use aquifer_device::AccessKind::{Read, Write};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
 
-const BYTES: u64 = 1 << 16;
+const BYTES: usize = 1 << 16;
 
 struct Bench {
     device: Device,
@@ -26,8 +26,8 @@ impl Bench {
         Bench { device, allocator, stream }
     }
 
-    fn buffer(&self) -> DeviceBuffer<u8> {
-        self.allocator.alloc_buffer(BYTES, &self.stream).unwrap()
+    fn buffer(&self) -> Buffer<u8> {
+        self.allocator.alloc(BYTES, &self.stream).unwrap()
     }
 }
 
@@ -49,7 +49,7 @@ fn a_second_turn_is_refused_on_the_same_thread_and_only_while_the_first_lasts() 
     in_time(|| {
         let bench = Bench::new();
         let (buffer, other) = (bench.buffer(), bench.buffer());
-        let part = buffer.slice(100..200).unwrap();
+        let part = buffer.slice(100..200);
         for (first, second) in [(Read, Read), (Read, Write), (Write, Read), (Write, Write)] {
             let turn = Turn::take(&bench.stream, &[(buffer.storage(), first)]).unwrap();
             let refused = Turn::take(&bench.stream, &[(other.storage(), Write), (part.storage(), second)]).unwrap_err();

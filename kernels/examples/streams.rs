@@ -7,7 +7,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::DeviceSpec;
 use aquifer_kernels::Kernels;
 
@@ -16,12 +16,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let allocator = Allocator::new(&device, Config::default())?;
     let kernels = Kernels::load(&device)?;
     let (produce, consume) = (device.stream()?, device.stream()?);
-    let mut findings: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::FINDINGS_LEN, &consume)?;
+    let mut findings: Buffer<u64> = allocator.alloc(Kernels::FINDINGS_LEN, &consume)?;
     kernels.fill(&consume, &mut findings, 0u64)?;
 
     let (rounds, bytes) = (100, 4 << 20);
     for seed in 0..rounds {
-        let mut memory: DeviceBuffer<u8> = allocator.alloc_buffer(bytes, &produce)?;
+        let mut memory: Buffer<u8> = allocator.alloc(bytes, &produce)?;
         kernels.spin(&produce, Duration::from_micros(50))?;
         kernels.pattern_write(&produce, &mut memory, seed)?;
         // Waits for the pattern. The buffer goes at the end of the round; its memory is not reused before it was verified.

@@ -91,14 +91,14 @@ impl Kernels {
     /// ([`Kernels`]).
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config, Buffer};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    /// let mut floats: DeviceBuffer<f32> = allocator.alloc_buffer(100, &stream)?;
-    /// let mut bytes: DeviceBuffer<u8> = allocator.alloc_buffer(100, &stream)?;
+    /// let mut floats: Buffer<f32> = allocator.alloc(100, &stream)?;
+    /// let mut bytes: Buffer<u8> = allocator.alloc(100, &stream)?;
     /// kernels.fill(&stream, &mut floats, 300.7f32)?;
     /// kernels.cast(&stream, &floats, &mut bytes)?;
     /// let mut first = [0];

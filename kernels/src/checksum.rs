@@ -10,7 +10,7 @@
 //! Addition commutes, so it is exact however the work is divided. `mix` is a bijection, so that contents which differ in one word
 //! never have the same checksum; others have it once in 2^64 times, as far as `mix` is random. It is no protection against intent.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
@@ -91,7 +91,7 @@ impl Kernels {
         &'a self,
         stream: &'a Stream,
         from: impl Into<Operand<'a>>,
-        to: &'a mut DeviceBuffer<u64>,
+        to: &'a mut Buffer<u64>,
     ) -> Result<(), KernelError> {
         let check = self.check("checksum", stream)?;
         let (from, to) = (check.reads("from", from)?, check.writes("to", to)?);

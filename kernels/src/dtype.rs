@@ -26,7 +26,7 @@ macro_rules! bytes_of {
 bytes_of!(u16);
 
 macro_rules! dtypes {
-    ($($(#[$doc:meta])* $variant:ident = $name:literal: $type:ty,)*) => {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal: $type:ty, sums to $sum:ty;)*) => {
         /// The type of the elements of a buffer.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
@@ -58,6 +58,8 @@ macro_rules! dtypes {
             impl Sealed for $type {}
 
             impl Element for $type {
+                type Sum = $sum;
+
                 const DTYPE: DType = DType::$variant;
             }
 
@@ -68,23 +70,23 @@ macro_rules! dtypes {
 
 dtypes! {
     /// 8-bit unsigned integers.
-    U8 = "u8": u8,
+    U8 = "u8": u8, sums to u64;
     /// 32-bit signed integers.
-    I32 = "i32": i32,
+    I32 = "i32": i32, sums to i64;
     /// 32-bit unsigned integers.
-    U32 = "u32": u32,
+    U32 = "u32": u32, sums to u64;
     /// 64-bit signed integers.
-    I64 = "i64": i64,
+    I64 = "i64": i64, sums to i64;
     /// 64-bit unsigned integers.
-    U64 = "u64": u64,
+    U64 = "u64": u64, sums to u64;
     /// IEEE 754 binary16: 5 bits of exponent, 10 of mantissa.
-    F16 = "f16": f16,
+    F16 = "f16": f16, sums to f32;
     /// The upper half of an `f32`: 8 bits of exponent, 7 of mantissa.
-    BF16 = "bf16": bf16,
+    BF16 = "bf16": bf16, sums to f32;
     /// IEEE 754 binary32.
-    F32 = "f32": f32,
+    F32 = "f32": f32, sums to f32;
     /// IEEE 754 binary64.
-    F64 = "f64": f64,
+    F64 = "f64": f64, sums to f64;
 }
 
 impl DType {
@@ -140,6 +142,9 @@ impl fmt::Display for DType {
 /// Sealed: the kernels know these and no others.
 #[allow(private_bounds, reason = "the bounds are what this crate needs and what seals the trait")]
 pub trait Element: Number + Bytes + Sealed + Copy + fmt::Debug + PartialEq + Send + Sync + 'static {
+    /// The type of a sum of elements; see [`DType::of_sum`].
+    type Sum: Element;
+
     /// Its dtype.
     const DTYPE: DType;
 }

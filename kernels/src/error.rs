@@ -67,9 +67,23 @@ pub enum KernelError {
         /// Why not.
         cause: AllocError,
     },
+    /// Memory for the result could not be allocated.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
     /// A driver call failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+impl KernelError {
+    /// Whether memory was lacking, so that freeing some may help.
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            KernelError::Alloc(error) | KernelError::Order { cause: error, .. } => error.is_out_of_memory(),
+            KernelError::Device(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
 }
 
 /// Memory that a kernel cannot work on, and why.

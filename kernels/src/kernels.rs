@@ -35,7 +35,7 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 /// On the simulated device the host implementations run, on real data.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_allocator::{Allocator, Config, Buffer};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// use aquifer_kernels::Kernels;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -43,8 +43,8 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 /// let kernels = Kernels::load(&device)?;
 ///
 /// let (one, two) = (device.stream()?, device.stream()?);
-/// let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &one)?;
-/// let mut y: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &two)?;
+/// let mut x: Buffer<f32> = allocator.alloc(1000, &one)?;
+/// let mut y: Buffer<f32> = allocator.alloc(1000, &two)?;
 /// kernels.fill(&one, &mut x, 2.0f32)?;
 /// kernels.fill(&two, &mut y, 1.0f32)?;
 /// kernels.axpy(&two, 3.0, &x, &mut y)?; // waits for stream `one`

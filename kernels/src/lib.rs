@@ -1,7 +1,7 @@
 //! A small set of GPU kernels on typed buffers, for real and simulated devices alike.
 //!
 //! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s, to which references to an
-//! [`aquifer_allocator::DeviceBuffer`] convert. A method checks its operands, orders the stream after other streams' work with the same
+//! [`aquifer_allocator::Buffer`] convert. A method checks its operands, orders the stream after other streams' work with the same
 //! memory, and launches the kernel.
 //!
 //! Each kernel is declared once ([`Kernel`]): its name and parameters, what it reads and writes, its launch shape, and its host
@@ -17,7 +17,7 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+//! use aquifer_allocator::{Allocator, Config, Buffer, Turn};
 //! use aquifer_device::sim::{SimConfig, SimDriver};
 //! use aquifer_device::{Access, AccessKind, Device, HostKernel, KernelArg, Launch};
 //! use aquifer_kernels::Kernels;
@@ -52,7 +52,7 @@
 //! let allocator = Allocator::new(&device, Config::default())?;
 //! let (kernels, one, two) = (Kernels::load(&device)?, device.stream()?, device.stream()?);
 //! let len = 1000u32;
-//! let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(len.into(), &one)?;
+//! let mut x: Buffer<f32> = allocator.alloc(len.into(), &one)?;
 //! kernels.fill(&one, &mut x, 1.5f32)?;
 //!
 //! let module = device.driver().load_module(TWICE)?;
@@ -115,6 +115,7 @@ mod host;
 mod kernel;
 mod kernels;
 mod matmul;
+mod methods;
 mod module;
 mod on_host;
 mod operand;
@@ -131,6 +132,7 @@ pub use dtype::{DType, Element};
 pub use error::{KernelError, OperandError, OperandFault};
 pub use kernel::{Kernel, Shape};
 pub use kernels::Kernels;
+pub use methods::BufferKernels;
 pub use module::Module;
 pub use on_host::{ConvertError, convert_host};
 pub use operand::{Operand, Target};

@@ -1,6 +1,6 @@
 //! Operands of kernels: parts of device memory with a dtype.
 
-use aquifer_allocator::{DeviceBuffer, Storage};
+use aquifer_allocator::{Buffer, Storage, View, ViewMut};
 use aquifer_device::DevicePtr;
 
 use crate::dtype::{DType, Element};
@@ -17,7 +17,7 @@ pub struct Operand<'a> {
 impl<'a> Operand<'a> {
     /// Bytes that hold elements of `dtype`, for programs that know their dtypes when they run. Length and alignment are checked when
     /// a kernel is launched.
-    pub fn of_bytes(bytes: &'a DeviceBuffer<u8>, dtype: DType) -> Operand<'a> {
+    pub fn of_bytes(bytes: &'a Buffer<u8>, dtype: DType) -> Operand<'a> {
         Operand { storage: bytes.storage(), ptr: bytes.ptr(), bytes: bytes.bytes(), dtype }
     }
 
@@ -63,28 +63,34 @@ impl<'a> Operand<'a> {
     }
 }
 
-impl<'a, T: Element> From<&'a DeviceBuffer<T>> for Operand<'a> {
-    fn from(buffer: &'a DeviceBuffer<T>) -> Self {
+impl<'a, T: Element> From<&'a Buffer<T>> for Operand<'a> {
+    fn from(buffer: &'a Buffer<T>) -> Self {
         Operand { storage: buffer.storage(), ptr: buffer.ptr(), bytes: buffer.bytes(), dtype: T::DTYPE }
     }
 }
 
-impl<'a, T: Element> From<&'a mut DeviceBuffer<T>> for Operand<'a> {
-    fn from(buffer: &'a mut DeviceBuffer<T>) -> Self {
+impl<'a, T: Element> From<&'a View<'_, T>> for Operand<'a> {
+    fn from(view: &'a View<'_, T>) -> Self {
+        Operand::from(&**view)
+    }
+}
+
+impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
+    fn from(buffer: &'a mut Buffer<T>) -> Self {
         Operand::from(&*buffer)
     }
 }
 
 /// Device memory that a kernel writes. Any typed buffer is one.
 ///
-/// Handles of one buffer may be cloned, so that it is borrowed as mutable says that it is written, not that nobody else does. The
+/// Several handles may share one buffer, so that it is borrowed as mutable says that it is written, not that nobody else does. The
 /// ticks that buffers carry see to that ([`aquifer_allocator::Turn`]).
 #[derive(Debug)]
 pub struct Target<'a>(pub(crate) Operand<'a>);
 
 impl<'a> Target<'a> {
     /// Bytes that will hold elements of `dtype`; see [`Operand::of_bytes`].
-    pub fn of_bytes(bytes: &'a mut DeviceBuffer<u8>, dtype: DType) -> Target<'a> {
+    pub fn of_bytes(bytes: &'a mut Buffer<u8>, dtype: DType) -> Target<'a> {
         Target(Operand::of_bytes(bytes, dtype))
     }
 
@@ -94,8 +100,14 @@ impl<'a> Target<'a> {
     }
 }
 
-impl<'a, T: Element> From<&'a mut DeviceBuffer<T>> for Target<'a> {
-    fn from(buffer: &'a mut DeviceBuffer<T>) -> Self {
+impl<'a, T: Element> From<&'a mut Buffer<T>> for Target<'a> {
+    fn from(buffer: &'a mut Buffer<T>) -> Self {
         Target(Operand::from(buffer))
+    }
+}
+
+impl<'a, T: Element> From<&'a mut ViewMut<'_, T>> for Target<'a> {
+    fn from(view: &'a mut ViewMut<'_, T>) -> Self {
+        Target(Operand::from(&**view))
     }
 }

@@ -15,7 +15,7 @@
 //! owner wrote, that stayed from an earlier seed, or that were never written, are always found. Ranges may begin and end anywhere; of
 //! a word that lies in the range in part only those bytes count, so that a wrong byte alone goes unnoticed once in 256 times.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
@@ -166,7 +166,7 @@ pub struct Mismatches {
 
 impl Kernels {
     /// Elements of the buffer that [`Kernels::pattern_verify`] counts in.
-    pub const FINDINGS_LEN: u64 = 2;
+    pub const FINDINGS_LEN: usize = 2;
 
     /// Enqueues writing the pattern of `seed` to all bytes of `to`: every word of 8 bytes becomes a function of its address and the
     /// seed ([`pattern_word`]), different for every address and every seed.
@@ -200,15 +200,15 @@ impl Kernels {
     /// `findings` that are not two `u64`, or lie in what is compared, and what every operation checks ([`Kernels`]).
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config, Buffer};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
     ///
-    /// let mut memory: DeviceBuffer<u8> = allocator.alloc_buffer(1001, &stream)?;
-    /// let mut findings: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::FINDINGS_LEN, &stream)?;
+    /// let mut memory: Buffer<u8> = allocator.alloc(1001, &stream)?;
+    /// let mut findings: Buffer<u64> = allocator.alloc(Kernels::FINDINGS_LEN, &stream)?;
     /// kernels.fill(&stream, &mut findings, 0u64)?;
     /// kernels.pattern_write(&stream, &mut memory, 42)?;
     /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
@@ -226,11 +226,11 @@ impl Kernels {
         stream: &'a Stream,
         from: impl Into<Operand<'a>>,
         seed: u64,
-        findings: &'a mut DeviceBuffer<u64>,
+        findings: &'a mut Buffer<u64>,
     ) -> Result<(), KernelError> {
         let check = self.check("pattern_verify", stream)?;
         let (from, findings) = (check.reads("from", from)?, check.writes("findings", findings)?);
-        check.len(&findings, Kernels::FINDINGS_LEN)?;
+        check.len(&findings, Kernels::FINDINGS_LEN as u64)?;
         check.apart(&findings, &[&from])?;
         if from.operand.is_empty() {
             return Ok(());
@@ -244,10 +244,10 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::pattern_verify`].
     #[track_caller]
-    pub fn mismatches(&self, stream: &Stream, findings: &DeviceBuffer<u64>) -> Result<Option<Mismatches>, KernelError> {
+    pub fn mismatches(&self, stream: &Stream, findings: &Buffer<u64>) -> Result<Option<Mismatches>, KernelError> {
         let check = self.check("pattern_verify", stream)?;
         let findings = check.reads("findings", findings)?;
-        check.len(&findings, Kernels::FINDINGS_LEN)?;
+        check.len(&findings, Kernels::FINDINGS_LEN as u64)?;
         let mut bytes = [0; 16];
         let turn = self.turn(stream, check.kernel, &[&findings], &[])?;
         turn.stream().download_blocking(&mut bytes, findings.operand.ptr())?;

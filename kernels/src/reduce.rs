@@ -20,7 +20,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
@@ -191,7 +191,7 @@ impl DType {
 
 impl Kernels {
     /// Elements of the scratch memory that [`Kernels::reduce_sum`] needs.
-    pub const SUM_SCRATCH_LEN: u64 = BLOCKS_MAX;
+    pub const SUM_SCRATCH_LEN: usize = BLOCKS_MAX as usize;
 
     /// Enqueues summing all elements of `from` into `to`, one element: of `f32` for `f16`, `bf16` and `f32`, of `f64` for `f64`, of
     /// `i64` for signed and of `u64` for unsigned integers.
@@ -207,15 +207,15 @@ impl Kernels {
     /// A wrong dtype or length of `to`, too little scratch memory, overlap, and what every operation checks ([`Kernels`]).
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config, Buffer};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    /// let mut tenths: DeviceBuffer<f32> = allocator.alloc_buffer(1_000_000, &stream)?;
-    /// let mut scratch: DeviceBuffer<u64> = allocator.alloc_buffer(Kernels::SUM_SCRATCH_LEN, &stream)?;
-    /// let mut sum: DeviceBuffer<f32> = allocator.alloc_buffer(1, &stream)?;
+    /// let mut tenths: Buffer<f32> = allocator.alloc(1_000_000, &stream)?;
+    /// let mut scratch: Buffer<u64> = allocator.alloc(Kernels::SUM_SCRATCH_LEN, &stream)?;
+    /// let mut sum: Buffer<f32> = allocator.alloc(1, &stream)?;
     /// kernels.fill(&stream, &mut tenths, 0.1f32)?;
     /// kernels.reduce_sum(&stream, &tenths, &mut scratch, &mut sum)?;
     /// let mut bytes = [0; 4];
@@ -228,7 +228,7 @@ impl Kernels {
         &'a self,
         stream: &'a Stream,
         from: impl Into<Operand<'a>>,
-        scratch: &'a mut DeviceBuffer<u64>,
+        scratch: &'a mut Buffer<u64>,
         to: impl Into<Target<'a>>,
     ) -> Result<(), KernelError> {
         let check = self.check("reduce_sum", stream)?;
@@ -238,7 +238,7 @@ impl Kernels {
         let dtype = from.dtype().of_sum();
         check.dtype(&to, dtype)?;
         check.len(&to, 1)?;
-        check.at_least(&scratch, Kernels::SUM_SCRATCH_LEN)?;
+        check.at_least(&scratch, Kernels::SUM_SCRATCH_LEN as u64)?;
         check.apart(&to, &[&from, &scratch])?;
         check.apart(&scratch, &[&from])?;
         // Signed integers wrap like unsigned ones.

@@ -5,14 +5,14 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use aquifer_allocator::{AllocError, Allocator, DeviceBuffer};
+use aquifer_allocator::{Allocator, Buffer};
 use aquifer_device::Stream;
 use aquifer_transfer::{Pending, PinnedBuffer, Transfer, TransferError};
 
 /// Of so many blocks one is an input.
 const EVERY: u64 = 8;
 /// Bytes at its start that the host fills: a simulated device keeps what is written to it, so blocks of gigabytes are not filled whole.
-const HEAD_MOST: u64 = 64 << 10;
+const HEAD_MOST: usize = 64 << 10;
 /// Blocks that may be on their way back.
 const ARRIVING_MOST: usize = 8;
 
@@ -42,7 +42,7 @@ impl Inputs {
     ///
     /// # Errors
     /// Those of the transfer.
-    pub fn fill(&mut self, block: &DeviceBuffer<u8>, stream: &Stream) -> Result<(), TransferError> {
+    pub fn fill(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), TransferError> {
         if block.is_empty() {
             return Ok(());
         }
@@ -51,8 +51,8 @@ impl Inputs {
             return Ok(());
         }
         let byte = u8::try_from(self.written % 251).unwrap_or(0);
-        let mut head = head(block)?;
-        let mut host = self.transfer.pinned().alloc::<u8>(usize::try_from(head.len()).unwrap_or(0))?;
+        let mut head = head(block);
+        let mut host = self.transfer.pinned().alloc::<u8>(head.len())?;
         host.write()?.fill(byte);
         drop(self.transfer.on(stream)?.upload(&host, &mut head)?);
         self.live.insert(block.ptr().0, byte);
@@ -64,9 +64,9 @@ impl Inputs {
     ///
     /// # Errors
     /// Those of the transfer.
-    pub fn read_back(&mut self, block: &DeviceBuffer<u8>, stream: &Stream) -> Result<(), TransferError> {
+    pub fn read_back(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), TransferError> {
         if let Some(byte) = self.live.remove(&block.ptr().0) {
-            self.arriving.push_back((self.transfer.on(stream)?.to_host(&head(block)?)?, byte));
+            self.arriving.push_back((self.transfer.on(stream)?.to_pinned(&head(block))?, byte));
         }
         self.receive(ARRIVING_MOST)
     }
@@ -93,8 +93,8 @@ impl Inputs {
 }
 
 /// The part of a block that the host fills.
-fn head(block: &DeviceBuffer<u8>) -> Result<DeviceBuffer<u8>, AllocError> {
-    block.slice(..block.len().min(HEAD_MOST))
+fn head(block: &Buffer<u8>) -> Buffer<u8> {
+    block.slice(..block.len().min(HEAD_MOST)).share()
 }
 
 #[cfg(test)]
@@ -112,7 +112,7 @@ mod tests {
         let mut inputs = Inputs::new(&allocator).unwrap();
         for number in 1..=100u64 {
             // Some smaller than a head, some larger.
-            let block = allocator.alloc_buffer(number * 1000, &stream).unwrap();
+            let block = allocator.alloc(usize::try_from(number * 1000).unwrap(), &stream).unwrap();
             inputs.fill(&block, &stream).unwrap();
             if number == 80 {
                 stream.fill(block.ptr(), 0xFF, 1).unwrap();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::{Allocator, DeviceBuffer, OomReport};
+use aquifer_allocator::{Allocator, Buffer, OomReport};
 use aquifer_device::{Access, AccessKind, Device, DriverKind, Stream};
 
 use crate::cli::ConfigArg;
@@ -93,7 +93,7 @@ impl Stage {
         Ok((live.len(), damaged))
     }
 
-    fn work_on(&mut self, block: &DeviceBuffer<u8>, stream: u16) -> Result<(), Failure> {
+    fn work_on(&mut self, block: &Buffer<u8>, stream: u16) -> Result<(), Failure> {
         let stream = &self.streams[usize::from(stream)];
         let (ptr, bytes) = (block.ptr(), block.bytes());
         if bytes == 0 {
@@ -120,11 +120,11 @@ impl Stage {
 
 impl Subject for Stage {
     /// A block, and the number of its stream.
-    type Handle = (DeviceBuffer<u8>, u16);
+    type Handle = (Buffer<u8>, u16);
 
     fn alloc(&mut self, bytes: u64, number: u16) -> Result<Self::Handle, Refused> {
         let stream = &self.streams[usize::from(number)];
-        let block = self.allocator.alloc_buffer(bytes, stream).inspect_err(|error| {
+        let block = self.allocator.alloc(usize::try_from(bytes).unwrap(), stream).inspect_err(|error| {
             if let (None, Some(report)) = (&self.first_oom, error.report()) {
                 self.first_oom = Some(Box::new(report.clone()));
             }

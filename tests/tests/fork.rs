@@ -115,7 +115,7 @@ impl World {
         refused_memory("a hit", allocator.alloc_bytes(MIB, one));
         refused_memory("no memory", allocator.alloc_bytes(0, one));
         refused_memory("a miss", allocator.alloc_bytes(100 * MIB, one));
-        refused_memory("a buffer", allocator.alloc_buffer::<f32>(100, two));
+        refused_memory("a buffer", allocator.alloc::<f32>(100, two));
         refused_memory("empty_cache", allocator.empty_cache());
         refused_memory("trim_to", allocator.trim_to(MIB));
         refused_memory("another allocator", Allocator::new(device, Config::default()));

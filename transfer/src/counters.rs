@@ -198,7 +198,7 @@ mod tests {
                 }
             });
             for _ in 0..500 {
-                transfer.item(&buffer, 0).unwrap();
+                transfer.item(&buffer.slice(0..=0)).unwrap();
                 tensor.item_blocking::<u8>().unwrap();
             }
             over.store(true, Ordering::Relaxed);

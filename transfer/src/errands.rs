@@ -107,7 +107,7 @@ fn work() {
             drop(errands);
             errand();
             // The errand may have dropped the last buffer of an allocator.
-            aquifer_allocator::close_abandoned();
+            aquifer_allocator::internal::close_abandoned();
             errands = ERRANDS.lock();
             continue;
         }

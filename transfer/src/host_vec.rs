@@ -50,7 +50,7 @@ mod tests {
         let device = Device::new(SimDriver::new(SimConfig::new(bytes)));
         let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
         let transfer = Transfer::new(&allocator).unwrap();
-        let buffer = allocator.alloc_buffer::<u32>(bytes / 4, &device.stream().unwrap()).unwrap();
+        let buffer = allocator.alloc::<u32>(usize::try_from(bytes / 4).unwrap(), &device.stream().unwrap()).unwrap();
         let error = transfer.to_vec(&buffer).map(drop).unwrap_err();
         assert!(matches!(error, TransferError::OutOfHostMemory { bytes: asked, .. } if asked == bytes), "{error}");
         drop(buffer);

@@ -22,6 +22,7 @@ mod error;
 mod host_vec;
 mod job;
 mod kept;
+mod methods;
 mod params;
 mod pending;
 mod pinned;
@@ -37,9 +38,13 @@ mod tensor;
 mod timer;
 mod waiter;
 
-pub use copy::{BatchResults, Downloaded, Region, Route, Scope, TransferBatch};
+pub use copy::{
+    BatchResults, DeviceSource, Downloaded, FilePart, HostEnd, InRegion, Owner, Region, Route, Source, Target,
+    TransferBatch,
+};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
+pub use methods::{AllocatorTransfers, BufferTransfers, DeviceTransfers};
 pub use params::{
     Checkpoint, CheckpointError, CheckpointFault, DifferentTensor, Load, OtherDTypes, Param, ParamKind, ParamSet,
     Progress, Relocate, SetMismatch, Stray, TensorEntry,

@@ -35,7 +35,7 @@ pub(crate) struct Shared {
 /// until it is done.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_allocator::{Allocator, Config, Buffer};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// use aquifer_transfer::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -43,7 +43,7 @@ pub(crate) struct Shared {
 /// let stream = device.stream()?;
 ///
 /// let pending = transfer.to_device(vec![1.0f32, 2.0, 3.0], &stream)?; // returns at once
-/// let buffer: DeviceBuffer<f32> = pending.wait()?;
+/// let buffer: Buffer<f32> = pending.wait()?;
 /// let back = pollster::block_on(transfer.to_vec(&buffer)?)?;
 /// assert_eq!(back, [1.0, 2.0, 3.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -402,7 +402,7 @@ impl OnStreams for () {
     }
 }
 
-impl<T> OnStreams for aquifer_allocator::DeviceBuffer<T> {
+impl<T> OnStreams for aquifer_allocator::Buffer<T> {
     fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
         Ok(self.storage().ready_on(stream)?)
     }

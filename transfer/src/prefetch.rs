@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Awake, DeviceBuffer};
+use aquifer_allocator::{AllocError, Allocator, Awake, Buffer};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Stream, Tick};
@@ -72,18 +72,18 @@ impl Batch for Tensor {
 }
 
 impl<T: Pod + Send + Sync> Batch for Vec<T> {
-    type OnDevice = DeviceBuffer<T>;
+    type OnDevice = Buffer<T>;
 
-    fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
+    fn send(self, to: &Transfer) -> Result<Pending<Buffer<T>>, TransferError> {
         to.to_device(self, to.next_stream(Direction::Upload))
     }
 }
 
 impl<T: Pod + Send + Sync> Batch for PinnedBuffer<T> {
-    type OnDevice = DeviceBuffer<T>;
+    type OnDevice = Buffer<T>;
 
-    fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<T>>, TransferError> {
-        to.pinned_to_device(&self, to.next_stream(Direction::Upload))
+    fn send(self, to: &Transfer) -> Result<Pending<Buffer<T>>, TransferError> {
+        to.to_device(&self, to.next_stream(Direction::Upload))
     }
 }
 
@@ -270,7 +270,7 @@ impl<B: Batch> Prefetcher<B> {
             defer_panics_here();
             worker.run(source);
             // It may have had the last buffers of an allocator that nobody else has any more.
-            aquifer_allocator::close_abandoned();
+            aquifer_allocator::internal::close_abandoned();
         });
         let thread = thread.map_err(|cause| TransferError::Thread { what: "prefetching", cause: cause.into() })?;
         Ok(Prefetcher {

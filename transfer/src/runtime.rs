@@ -103,7 +103,7 @@ impl TransferConfig {
 /// Streams that capture a graph are refused, because a graph's work is not done when the call returns, and may be done many times.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_allocator::{Allocator, Config, Buffer};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// use aquifer_kernels::Kernels;
 /// use aquifer_transfer::Transfer;
@@ -114,18 +114,20 @@ impl TransferConfig {
 ///
 /// let mut host = transfer.pinned().alloc::<f32>(1000)?;
 /// host.write()?.fill(2.0);
-/// let mut x: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &stream)?;
-/// let mut y: DeviceBuffer<f32> = allocator.alloc_buffer(1000, &stream)?;
+/// let mut x: Buffer<f32> = allocator.alloc(1000, &stream)?;
+/// let mut y: Buffer<f32> = allocator.alloc(1000, &stream)?;
 /// let _ = transfer.upload(&host, &mut x)?;     // returns at once
 /// kernels.fill(&stream, &mut y, 1.0f32)?;      // runs beside it
 /// kernels.axpy(&stream, 3.0, &x, &mut y)?;     // ordered after it
-/// let result = transfer.to_host(&y)?.wait()?;  // waits on the host
+/// let result = transfer.to_pinned(&y)?.wait()?;  // waits on the host
 /// assert_eq!(result.read()?[999], 7.0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
 pub struct Transfer {
     pub(crate) inner: Arc<Inner>,
+    /// Not the runtime's own, which an allocator keeps as long as it is open.
+    allocator: Allocator,
     /// Those of the runtime's streams that copies run on, at this handle's priority.
     streams: Arc<Streams>,
     /// What copies run on instead.
@@ -133,14 +135,32 @@ pub struct Transfer {
 }
 
 pub(crate) struct Inner {
-    pub(crate) allocator: Allocator,
     pub(crate) pinned: PinnedPool,
     levels: Levels,
-    kernels: Mutex<Option<Kernels>>,
+    /// The priority of transfers that ask for no other.
+    priority: i32,
     /// Up to which size batched copies pay, by direction, once it was measured; `None` inside where the driver has none.
     pub(crate) crossovers: [Mutex<Option<Option<u64>>>; 3],
     pub(crate) shared: Arc<Shared>,
     staging: Staging,
+}
+
+impl Inner {
+    fn new(allocator: &Allocator, config: TransferConfig) -> Result<Inner, TransferError> {
+        aquifer_device::fork::check(aquifer_device::Operation::HostAlloc)?;
+        let device = allocator.device();
+        let pinned = PinnedPool::new(device, config.pinned)?;
+        let staging = Staging::new(&pinned, config.staging);
+        let inner = Inner {
+            pinned,
+            levels: Levels::new(device, config.streams),
+            priority: config.priority,
+            crossovers: Default::default(),
+            shared: Arc::default(),
+            staging,
+        };
+        Ok(inner)
+    }
 }
 
 impl Transfer {
@@ -157,21 +177,23 @@ impl Transfer {
     /// # Errors
     /// Errors of the driver.
     pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
-        aquifer_device::fork::check(aquifer_device::Operation::HostAlloc)?;
-        let device = allocator.device();
-        let pinned = PinnedPool::new(device, config.pinned)?;
-        let levels = Levels::new(device, config.streams);
-        let streams = levels.at(config.priority)?;
-        let inner = Inner {
-            allocator: allocator.clone(),
-            pinned: pinned.clone(),
-            levels,
-            kernels: Mutex::new(None),
-            crossovers: Default::default(),
-            shared: Arc::default(),
-            staging: Staging::new(&pinned, config.staging),
-        };
-        Ok(Transfer { inner: Arc::new(inner), streams, stream: None })
+        let inner = Arc::new(Inner::new(allocator, config)?);
+        Transfer::of_inner(inner, allocator)
+    }
+
+    /// The runtime that the methods of the allocator's buffers use ([`crate::BufferCopies`]), of the default configuration. It
+    /// lives as long as the allocator is open.
+    ///
+    /// # Errors
+    /// Errors of the driver, at the first call.
+    pub fn of(allocator: &Allocator) -> Result<Transfer, TransferError> {
+        let make = || Inner::new(allocator, TransferConfig::default());
+        Transfer::of_inner(aquifer_allocator::internal::service(allocator, make)?, allocator)
+    }
+
+    fn of_inner(inner: Arc<Inner>, allocator: &Allocator) -> Result<Transfer, TransferError> {
+        let streams = inner.levels.at(inner.priority)?;
+        Ok(Transfer { inner, allocator: allocator.clone(), streams, stream: None })
     }
 
     /// A handle of the same runtime whose copies run on `stream`, in order with the rest of the caller's work there. Copies that go through
@@ -195,7 +217,7 @@ impl Transfer {
     /// Copies between host memory have no priority.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config, Buffer};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -204,10 +226,10 @@ impl Transfer {
     /// let background = transfer.at_priority(i32::MAX)?;
     /// assert!(background.priority() > transfer.priority());
     ///
-    /// let mut weights: DeviceBuffer<u8> = allocator.alloc_buffer(64 << 20, &stream)?;
-    /// let mut tokens: DeviceBuffer<u32> = allocator.alloc_buffer(1 << 20, &stream)?;
-    /// let bulk = background.upload_from(vec![1u8; 64 << 20], &mut weights)?;
-    /// transfer.upload_from(vec![7u32; 1 << 20], &mut tokens)?.wait()?; // passes the weights
+    /// let mut weights: Buffer<u8> = allocator.alloc(64 << 20, &stream)?;
+    /// let mut tokens: Buffer<u32> = allocator.alloc(1 << 20, &stream)?;
+    /// let bulk = background.upload(vec![1u8; 64 << 20], &mut weights)?;
+    /// transfer.upload(vec![7u32; 1 << 20], &mut tokens)?.wait()?; // passes the weights
     /// bulk.wait()?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -225,18 +247,17 @@ impl Transfer {
 
     /// The runtime without a stream of the caller's, and that stream, if there is one.
     pub(crate) fn apart(&self) -> (Transfer, Option<&Stream>) {
-        let own = Transfer { inner: self.inner.clone(), streams: self.streams.clone(), stream: None };
-        (own, self.stream.as_ref())
+        (Transfer { stream: None, ..self.clone() }, self.stream.as_ref())
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
-        self.inner.allocator.device()
+        self.allocator.device()
     }
 
     /// The allocator of device memory.
     pub fn allocator(&self) -> &Allocator {
-        &self.inner.allocator
+        &self.allocator
     }
 
     /// Page-locked memory for copies of this device.
@@ -244,18 +265,12 @@ impl Transfer {
         &self.inner.pinned
     }
 
-    /// The kernels on this device, loaded at the first call.
+    /// The kernels that the allocator's buffers use; see [`Kernels::of`].
     ///
     /// # Errors
     /// As [`Kernels::load`].
     pub fn kernels(&self) -> Result<Kernels, TransferError> {
-        let mut kernels = self.inner.kernels.lock();
-        if let Some(kernels) = &*kernels {
-            return Ok(kernels.clone());
-        }
-        let loaded = Kernels::load(self.device())?;
-        *kernels = Some(loaded.clone());
-        Ok(loaded)
+        Ok(Kernels::of(self.allocator())?)
     }
 
     /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next in turn of the runtime's own of this
@@ -315,14 +330,14 @@ impl Transfer {
     /// A thread that holds a [`Turn`] which such a transfer waits for would wait for itself.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config, Buffer};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let transfer = Transfer::new(&allocator)?;
-    /// let mut weights: DeviceBuffer<u8> = allocator.alloc_buffer(64 << 20, &stream)?;
-    /// let upload = transfer.upload_from(vec![1u8; 64 << 20], &mut weights)?; // threads of the runtime go on with it
+    /// let mut weights: Buffer<u8> = allocator.alloc(64 << 20, &stream)?;
+    /// let upload = transfer.upload(vec![1u8; 64 << 20], &mut weights)?; // threads of the runtime go on with it
     /// transfer.synchronize()?;
     /// assert!(upload.is_done()?);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -405,6 +420,18 @@ impl Transfer {
         host: &[(HostPart<'_>, AccessKind)],
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, TransferError> {
+        self.enqueue_uncovered(stream, device, host, work)?;
+        Ok(self.covered_tick(stream))
+    }
+
+    /// As [`Transfer::enqueue`], for work that the host does not wait for: no event is recorded after it.
+    pub(crate) fn enqueue_uncovered(
+        &self,
+        stream: &Stream,
+        device: &[(&Storage, AccessKind)],
+        host: &[(HostPart<'_>, AccessKind)],
+        work: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<(), TransferError> {
         self.refuse_capture(stream)?;
         let (turn, turns) = loop {
             // Before any turn: the threads that end claims may need one.
@@ -419,8 +446,7 @@ impl Transfer {
         let worked = work();
         drop(turns);
         drop(turn);
-        worked?;
-        Ok(self.covered_tick(stream))
+        Ok(worked?)
     }
 
     /// Whether the device is simulated.

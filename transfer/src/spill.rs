@@ -18,7 +18,7 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use aquifer_allocator::{DeviceBuffer, Registration};
+use aquifer_allocator::{Buffer, Registration};
 use aquifer_device::Stream;
 use aquifer_device::fork::Mutex;
 use bytemuck::Pod;
@@ -47,7 +47,7 @@ use crate::runtime::Transfer;
 /// assert!(!cache.is_on_device());
 /// drop(activations);
 /// let access = cache.access(&stream)?; // comes back
-/// assert_eq!(transfer.item(&access, 12345)?, 7);
+/// assert_eq!(transfer.item(&access.slice(12345..=12345))?, 7);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -77,7 +77,7 @@ struct Entry {
 }
 
 enum Home {
-    Device(DeviceBuffer<u8>),
+    Device(Buffer<u8>),
     Host(PinnedBuffer<u8>),
 }
 
@@ -109,7 +109,7 @@ pub struct Spillable<T> {
 #[must_use = "the memory may go again once this is dropped"]
 pub struct Resident<'a, T> {
     entry: &'a Entry,
-    buffer: DeviceBuffer<T>,
+    buffer: Buffer<T>,
 }
 
 impl Spiller {
@@ -150,18 +150,15 @@ impl Spiller {
     /// # Errors
     /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one. Elements without bytes. A
     /// turn of this thread with the buffer.
-    pub fn add<T: Pod + Send + Sync>(
-        &self,
-        buffer: DeviceBuffer<T>,
-        priority: i32,
-    ) -> Result<Spillable<T>, TransferError> {
+    pub fn add<T: Pod + Send + Sync>(&self, buffer: Buffer<T>, priority: i32) -> Result<Spillable<T>, TransferError> {
         let transfer = &self.inner.transfer;
         transfer.check_device("buffer", buffer.storage().device_id())?;
         buffer.storage().check_allocator("buffer", transfer.allocator())?;
         if size_of::<T>() == 0 {
             return Err(TransferError::Unsupported { what: "elements that have bytes" });
         }
-        let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+        let bytes = buffer.reinterpret::<u8>();
+        let bytes = bytes.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?.share();
         // Spilling comes after what streams did with the buffer without turns.
         buffer.storage().take_over()?;
         let entry = Arc::new(Entry {
@@ -295,9 +292,7 @@ impl Entry {
         }
         let freed = buffer.storage().bytes();
         let transfer = &self.spiller.transfer;
-        let len = usize::try_from(buffer.bytes())
-            .map_err(|_| TransferError::LengthOverflow { len: buffer.bytes(), size: 1 })?;
-        let mut host = transfer.pinned().alloc::<u8>(len)?;
+        let mut host = transfer.pinned().alloc::<u8>(buffer.len())?;
         // Whoever reads the memory waits for the copy, and so does the block that is given up.
         let moves = transfer.move_contents();
         drop(transfer.download(buffer, &mut host)?);
@@ -308,27 +303,27 @@ impl Entry {
     }
 
     /// Brings the contents to the device, if they are not there, and counts a user.
-    fn access(&self, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
+    fn access(&self, stream: &Stream) -> Result<Buffer<u8>, TransferError> {
         let transfer = &self.spiller.transfer;
         transfer.check_stream(stream)?;
-        let mut memory: Option<DeviceBuffer<u8>> = None;
+        let mut memory: Option<Buffer<u8>> = None;
         loop {
             let mut home = self.home.lock();
             let buffer = match (&*home, memory) {
-                (Home::Device(buffer), _) => buffer.clone(),
+                (Home::Device(buffer), _) => buffer.share(),
                 (Home::Host(host), Some(mut buffer)) => {
                     let moves = transfer.move_contents();
                     drop(transfer.upload(host, &mut buffer)?);
                     drop(moves);
                     self.spiller.returns.fetch_add(1, Ordering::Relaxed);
                     // The host memory goes back to its pool with the tick of the copy.
-                    *home = Home::Device(buffer.clone());
+                    *home = Home::Device(buffer.share());
                     buffer
                 }
                 (Home::Host(host), None) => {
-                    let bytes = host.bytes() as u64;
+                    let bytes = host.bytes();
                     drop(home);
-                    memory = Some(transfer.allocator().alloc_buffer(bytes, stream)?);
+                    memory = Some(transfer.allocator().alloc(bytes, stream)?);
                     continue;
                 }
             };
@@ -354,8 +349,9 @@ impl<T: Pod + Send + Sync> Spillable<T> {
         let guard = InUse(&self.entry);
         bytes.ready_on(stream)?;
         let buffer = bytes
-            .cast()
-            .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
+            .reinterpret()
+            .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?
+            .share();
         std::mem::forget(guard);
         Ok(Resident { entry: &self.entry, buffer })
     }
@@ -405,16 +401,16 @@ impl<T> Drop for Resident<'_, T> {
 }
 
 impl<T> Deref for Resident<'_, T> {
-    type Target = DeviceBuffer<T>;
+    type Target = Buffer<T>;
 
-    fn deref(&self) -> &DeviceBuffer<T> {
+    fn deref(&self) -> &Buffer<T> {
         &self.buffer
     }
 }
 
 impl<T> Resident<'_, T> {
     /// The buffer, to be written.
-    pub fn buffer_mut(&mut self) -> &mut DeviceBuffer<T> {
+    pub fn buffer_mut(&mut self) -> &mut Buffer<T> {
         &mut self.buffer
     }
 }

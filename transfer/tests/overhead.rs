@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, HostPtr};
 use aquifer_transfer::{Direction, PinnedBuffer, Transfer};
@@ -52,8 +52,8 @@ fn host_overhead_of_a_copy() {
     let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
     let stream = transfer.next_stream(Direction::Upload).clone();
     let on = transfer.on(&stream).unwrap();
-    let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(64, &stream).unwrap();
-    let mut other: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(64, &stream).unwrap();
+    let mut buffer: Buffer<u8> = transfer.allocator().alloc(64, &stream).unwrap();
+    let mut other: Buffer<u8> = transfer.allocator().alloc(64, &stream).unwrap();
     let mut host: PinnedBuffer<u8> = transfer.pinned().alloc_zeroed(64).unwrap();
     let (ptr, other_ptr) = (buffer.ptr(), other.ptr());
     let host_ptr = HostPtr(host.read().unwrap().as_ptr().expose_provenance());

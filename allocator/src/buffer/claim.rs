@@ -26,12 +26,12 @@ use crate::shell::awake::Keeper;
 /// dropped waits for ever.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Claim, Config, DeviceBuffer, Turn};
+/// use aquifer_allocator::{Allocator, Claim, Config, Buffer, Turn};
 /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);
-/// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
+/// let buffer: Buffer<u8> = allocator.alloc(1 << 20, &one)?;
 /// let claim = Claim::take(buffer.storage(), AccessKind::Write)?;
 /// let (ptr, bytes) = (buffer.ptr(), buffer.bytes());
 /// let filler = std::thread::spawn(move || {

@@ -1,109 +1,233 @@
 //! Typed device memory.
 
+mod access;
 mod claim;
 pub(crate) mod held;
+mod ranges;
 pub(crate) mod storage;
 mod turn;
+mod view;
 
+pub use access::{Access, Bound, StreamAccess, WithError, read, write};
 pub use claim::Claim;
 pub use storage::Storage;
 pub use turn::Turn;
+pub use view::{View, ViewMut};
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::{Bound, RangeBounds};
+use std::ops::RangeBounds;
 use std::sync::Arc;
 
-use aquifer_device::{DevicePtr, Stream};
+use aquifer_device::{AccessKind, DevicePtr, Stream};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::buffer::ranges::resolve;
 use crate::buffer::storage::Memory;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
 
-/// A typed buffer of device memory: `len` values of `T`, or a part of such a buffer.
+/// A typed buffer of device memory: `len` values of `T`.
 ///
-/// Cloning and [`DeviceBuffer::slice`] share the memory (its [`Storage`]), which is given back when the last handle is dropped.
-/// Any stream may use the memory if it takes its turn: see [`crate::Turn`].
+/// Calls that use a buffer take the stream on which they run, and order themselves after the work that used the buffer
+/// before, on any stream. Work of another kind is ordered by [`StreamAccess::with`]. The buffer can be dropped at any
+/// time: its memory is not reused before the device is done with it.
+///
+/// [`Buffer::slice`] and [`Buffer::slice_mut`] borrow a part. [`Buffer::share`] gives another handle of the same memory,
+/// which is given back when the last handle is dropped. Work through different handles is ordered like that through
+/// one; but which of two threads enqueues first is up to them.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let buffer: DeviceBuffer<f32> = allocator.alloc_buffer(1000, device.default_stream())?;
-/// let tail = buffer.slice(900..)?;
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::Device;
+/// let device = Device::new(aquifer_device::sim::SimDriver::new(Default::default()));
+/// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
+/// let buffer = allocator.alloc_zeros::<f32>(1000, &stream)?;
+/// let tail = buffer.slice(900..);
 /// assert_eq!((tail.len(), tail.ptr().0), (100, buffer.ptr().0 + 3600));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct DeviceBuffer<T> {
+pub struct Buffer<T> {
     storage: Arc<Storage>,
+    /// In elements, as `len`.
     start: u64,
-    len: u64,
+    len: usize,
     element: PhantomData<fn() -> T>,
 }
 
 impl Allocator {
-    /// Allocates memory for `len` values of `T`, uninitialised.
+    /// Allocates memory for `len` values of `T`, for work of `stream` and of others. The content is undefined until it is
+    /// written.
     ///
     /// # Errors
     /// As [`Allocator::alloc_bytes`], and a length whose bytes overflow.
     #[track_caller]
-    pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
-        let size = size_of::<T>() as u64;
-        let bytes = len.checked_mul(size).ok_or(AllocError::LengthOverflow { len, size })?;
+    pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
+        let (count, size) = (len as u64, size_of::<T>() as u64);
+        let bytes = count.checked_mul(size).ok_or(AllocError::LengthOverflow { len: count, size })?;
         let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
-        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?);
+        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?, self.kept_open());
         let storage = Arc::new(Storage::new(memory, stream));
-        Ok(DeviceBuffer { storage, start: 0, len, element: PhantomData })
+        Ok(Buffer { storage, start: 0, len, element: PhantomData })
     }
-}
 
-impl PrivatePool {
-    /// Allocates memory for `len` values of `T` from this pool, uninitialised.
+    /// Allocates memory for `len` values of `T` of which every byte is zero.
     ///
     /// # Errors
-    /// As [`Allocator::alloc_buffer`].
+    /// As [`Allocator::alloc`], and errors of the driver.
     #[track_caller]
-    pub fn alloc_buffer<T: Copy>(&self, len: u64, stream: &Stream) -> Result<DeviceBuffer<T>, AllocError> {
-        let _route = self.route_thread();
-        self.allocator.alloc_buffer(len, stream)
+    pub fn alloc_zeros<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
+        let mut buffer = self.alloc(len, stream)?;
+        buffer.zero(stream)?;
+        Ok(buffer)
     }
-}
 
-impl DeviceBuffer<u8> {
-    /// Makes a buffer of an allocation. The memory counts as written by the work enqueued on `stream` until now, so earlier work of other
-    /// streams with it must be ordered before that. For elements of another type see [`DeviceBuffer::cast`].
+    /// Makes a buffer of an allocation of this allocator: as many whole values as it holds. The memory counts as written
+    /// by the work enqueued on `stream` until now, so earlier work of other streams with it must be ordered before that.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
+    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let allocation = allocator.alloc_bytes(4000, &stream)?;
     /// stream.fill(allocation.ptr(), 0, 4000)?;
-    /// let zeros = DeviceBuffer::from_allocation(allocation, &stream)?.cast::<f32>().expect("4000 bytes are 1000 floats");
+    /// let zeros = allocator.buffer_of::<f32>(allocation, &stream)?;
     /// assert_eq!(zeros.len(), 1000);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
-    /// When the stream belongs to another device. The allocation is then dropped.
-    pub fn from_allocation(allocation: Allocation, stream: &Stream) -> Result<DeviceBuffer<u8>, AllocError> {
+    /// When the stream belongs to another device, or the allocation to another allocator. The allocation is then dropped.
+    pub fn buffer_of<T: Copy>(&self, allocation: Allocation, stream: &Stream) -> Result<Buffer<T>, AllocError> {
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
         allocation.record_stream(stream)?;
-        let len = allocation.bytes();
-        let storage = Arc::new(Storage::new(Memory::Block(allocation), stream));
-        Ok(DeviceBuffer { storage, start: 0, len, element: PhantomData })
+        let storage = Storage::new(Memory::Block(allocation, self.kept_open()), stream);
+        storage.check_allocator("allocation", self)?;
+        Ok(Buffer::of_all(&Arc::new(storage)))
     }
 }
 
-impl<T: Copy> DeviceBuffer<T> {
+impl PrivatePool {
+    /// Allocates memory for `len` values of `T` from this pool; see [`Allocator::alloc`].
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`].
+    #[track_caller]
+    pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
+        let _route = self.route_thread();
+        self.allocator.alloc(len, stream)
+    }
+}
+
+impl<T: Copy> Buffer<T> {
     /// As many whole values as the memory has now.
-    pub(crate) fn of_all(storage: &Arc<Storage>) -> DeviceBuffer<T> {
+    pub(crate) fn of_all(storage: &Arc<Storage>) -> Buffer<T> {
         let len = storage.bytes().checked_div(size_of::<T>() as u64).unwrap_or(0);
-        DeviceBuffer { storage: storage.clone(), start: 0, len, element: PhantomData }
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        Buffer { storage: storage.clone(), start: 0, len, element: PhantomData }
+    }
+
+    /// A buffer of as many values, from the same allocator, for work of `stream` and of others. The content is undefined
+    /// until it is written.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`].
+    #[track_caller]
+    pub fn like(&self, stream: &Stream) -> Result<Buffer<T>, AllocError> {
+        self.allocator().alloc(self.len, stream)
+    }
+
+    /// Enqueues setting every byte to zero.
+    ///
+    /// # Errors
+    /// A stream of another device, and errors of the driver.
+    #[track_caller]
+    pub fn zero(&mut self, stream: &Stream) -> Result<(), AllocError> {
+        let _turn = Turn::take(stream, &[(&self.storage, AccessKind::Write)])?;
+        Ok(stream.fill(self.ptr(), 0, self.bytes())?)
+    }
+
+    /// A part of it, borrowed.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> View<'_, T> {
+        self.try_slice(range).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// A part of it, borrowed for writing.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> ViewMut<'_, T> {
+        self.try_slice_mut(range).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// As [`Buffer::slice`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>, AllocError> {
+        let range = resolve(range, self.len)?;
+        Ok(View::new(Buffer { start: self.start + range.start as u64, len: range.len(), ..self.share() }))
+    }
+
+    /// As [`Buffer::slice_mut`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As [`Buffer::try_slice`].
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>, AllocError> {
+        let range = resolve(range, self.len)?;
+        Ok(ViewMut::new(Buffer { start: self.start + range.start as u64, len: range.len(), ..self.share() }))
+    }
+
+    /// The same bytes as elements of another type; `None` where they are not a whole number of them, or do not begin at a
+    /// multiple of their size and alignment. To convert values, see `cast` of `aquifer-kernels`.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let bytes = Allocator::new(&device, Config::default())?.alloc::<u8>(12, &device.stream()?)?;
+    /// let tail = bytes.slice(4..);
+    /// let words = tail.reinterpret::<u32>().unwrap();
+    /// assert_eq!((words.len(), words.ptr().0), (2, bytes.ptr().0 + 4));
+    /// assert!(bytes.reinterpret::<u64>().is_none() && bytes.slice(1..5).reinterpret::<u32>().is_none());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn reinterpret<U: Copy>(&self) -> Option<View<'_, U>> {
+        self.as_elements().map(View::new)
+    }
+
+    /// As [`Buffer::reinterpret`], for writing.
+    pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
+        self.as_elements().map(ViewMut::new)
+    }
+
+    fn as_elements<U: Copy>(&self) -> Option<Buffer<U>> {
+        let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
+        let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
+        let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
+        let len = usize::try_from(self.bytes().checked_div(size)?).ok()?;
+        (whole && aligned).then(|| Buffer {
+            storage: self.storage.clone(),
+            start: start / size,
+            len,
+            element: PhantomData,
+        })
+    }
+}
+
+impl<T> Buffer<T> {
+    /// Another handle of the same memory. The memory is given back when the last one is dropped.
+    pub fn share(&self) -> Buffer<T> {
+        Buffer { storage: self.storage.clone(), start: self.start, len: self.len, element: PhantomData }
     }
 
     /// Address of the first element.
@@ -112,7 +236,7 @@ impl<T: Copy> DeviceBuffer<T> {
     }
 
     /// Number of elements.
-    pub fn len(&self) -> u64 {
+    pub fn len(&self) -> usize {
         self.len
     }
 
@@ -123,74 +247,34 @@ impl<T: Copy> DeviceBuffer<T> {
 
     /// Size in bytes.
     pub fn bytes(&self) -> u64 {
-        self.len * size_of::<T>() as u64
+        self.len as u64 * size_of::<T>() as u64
     }
 
-    /// A part of it, sharing the memory.
-    ///
-    /// # Errors
-    /// [`AllocError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice(&self, range: impl RangeBounds<u64>) -> Result<DeviceBuffer<T>, AllocError> {
-        let start = match range.start_bound() {
-            Bound::Included(&start) => start,
-            Bound::Excluded(&before) => before.saturating_add(1),
-            Bound::Unbounded => 0,
-        };
-        let end = match range.end_bound() {
-            Bound::Included(&last) => last.saturating_add(1),
-            Bound::Excluded(&end) => end,
-            Bound::Unbounded => self.len,
-        };
-        if start > end || end > self.len {
-            return Err(AllocError::OutOfBounds { start, end, len: self.len });
-        }
-        Ok(DeviceBuffer { start: self.start + start, len: end - start, ..self.clone() })
+    /// The allocator of its memory.
+    pub fn allocator(&self) -> &Allocator {
+        self.storage.allocator()
     }
 
-    /// The same memory as elements of another type; `None` where it is not a whole number of them, or does not begin at a multiple of
-    /// their alignment. Its bytes stay as they are.
+    /// The memory that the buffer is a part of, which knows the work that uses it.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// Makes the memory ready for work of `stream` with the bare address; see [`Storage::ready_on`]. This holds for the
+    /// whole allocation. A new buffer is ready on the stream that it was allocated for, except that turns do not see work
+    /// with the bare address there.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    /// use aquifer_allocator::{Allocator, Config};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let bytes: DeviceBuffer<u8> = allocator.alloc_buffer(12, device.default_stream())?;
-    /// let words = bytes.slice(4..)?.cast::<u32>().unwrap();
-    /// assert_eq!((words.len(), words.ptr().0), (2, bytes.ptr().0 + 4));
-    /// assert!(bytes.cast::<u64>().is_none() && bytes.slice(1..5)?.cast::<u32>().is_none());
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn cast<U: Copy>(&self) -> Option<DeviceBuffer<U>> {
-        let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
-        let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
-        let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
-        (whole && aligned).then(|| DeviceBuffer {
-            storage: self.storage.clone(),
-            start: start / size,
-            len: self.bytes() / size,
-            element: PhantomData,
-        })
-    }
-
-    /// Makes the memory ready for work of `stream` with the bare address; see [`Storage::ready_on`]. This holds for the whole allocation.
-    /// A new buffer is ready on the stream that it was allocated for, except that turns do not see work with the bare address there.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
-    /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
     /// let (one, two) = (device.stream()?, device.stream()?);
-    /// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
-    /// {
-    ///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;
-    ///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
-    /// }
-    /// buffer.ready_on(&two)?; // after the fill
+    /// let buffer = allocator.alloc_zeros::<u8>(1 << 20, &one)?;
+    /// buffer.ready_on(&two)?; // after the zeros
     /// two.fill(buffer.ptr(), 8, buffer.bytes())?;
     /// drop(buffer); // not reused before `two` is done with it
-    /// assert!(device.driver().take_violation().is_none());
+    /// device.assert_no_violations();
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
@@ -200,8 +284,8 @@ impl<T: Copy> DeviceBuffer<T> {
         self.storage.ready_on(stream)
     }
 
-    /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This holds for the whole allocation, and is not
-    /// needed for streams that take their turns.
+    /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This holds for the whole
+    /// allocation, and is not needed for streams that take their turns.
     ///
     /// # Errors
     /// When the stream belongs to another device.
@@ -210,22 +294,9 @@ impl<T: Copy> DeviceBuffer<T> {
     }
 }
 
-impl<T> DeviceBuffer<T> {
-    /// The memory that the buffer is a part of, which knows the work that uses it.
-    pub fn storage(&self) -> &Arc<Storage> {
-        &self.storage
-    }
-}
-
-impl<T> Clone for DeviceBuffer<T> {
-    fn clone(&self) -> Self {
-        DeviceBuffer { storage: self.storage.clone(), start: self.start, len: self.len, element: PhantomData }
-    }
-}
-
-impl<T> fmt::Debug for DeviceBuffer<T> {
+impl<T> fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceBuffer")
+        f.debug_struct("Buffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
             .field("memory", self.storage.memory())

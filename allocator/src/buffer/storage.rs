@@ -41,8 +41,8 @@ pub struct Storage {
 /// The memory of a storage.
 #[derive(Debug)]
 pub(crate) enum Memory {
-    /// A block of a heap.
-    Block(Allocation),
+    /// A block of a heap, whose allocator stays open as long.
+    Block(Allocation, Allocator),
     /// Memory outside of heaps.
     Apart(Arc<MemoryApart>),
 }
@@ -89,7 +89,7 @@ impl Storage {
     /// The first address; null for zero bytes.
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
-            Memory::Block(allocation) => allocation.ptr(),
+            Memory::Block(allocation, _) => allocation.ptr(),
             Memory::Apart(memory) => memory.ptr(),
         }
     }
@@ -97,8 +97,16 @@ impl Storage {
     /// The size in bytes, as requested.
     pub fn bytes(&self) -> u64 {
         match &self.memory {
-            Memory::Block(allocation) => allocation.bytes(),
+            Memory::Block(allocation, _) => allocation.bytes(),
             Memory::Apart(memory) => memory.bytes(),
+        }
+    }
+
+    /// The allocator of the memory.
+    pub fn allocator(&self) -> &Allocator {
+        match &self.memory {
+            Memory::Block(_, allocator) => allocator,
+            Memory::Apart(memory) => memory.allocator(),
         }
     }
 
@@ -199,14 +207,14 @@ impl Memory {
     /// The allocator's shell that holds the memory.
     pub(crate) fn shell(&self) -> &'static Shell {
         match self {
-            Memory::Block(allocation) => allocation.shell(),
+            Memory::Block(allocation, _) => allocation.shell(),
             Memory::Apart(memory) => memory.shell(),
         }
     }
 
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         match self {
-            Memory::Block(allocation) => allocation.record_stream(stream),
+            Memory::Block(allocation, _) => allocation.record_stream(stream),
             Memory::Apart(memory) => memory.record_stream(stream),
         }
     }

@@ -26,12 +26,12 @@ use crate::shell::awake::KeptAwake;
 /// launched graph does by a turn around the launch.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+/// use aquifer_allocator::{Allocator, Config, Buffer, Turn};
 /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);
-/// let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(1 << 20, &one)?;
+/// let buffer: Buffer<u8> = allocator.alloc(1 << 20, &one)?;
 /// {
 ///     let _turn = Turn::take(&one, &[(buffer.storage(), AccessKind::Write)])?;
 ///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
@@ -72,12 +72,12 @@ impl<'a> Turn<'a> {
     /// As [`Turn::take`]; [`AllocError::TurnHeld`] also if the same memory is listed for different streams.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+    /// use aquifer_allocator::{Allocator, Config, Buffer, Turn};
     /// use aquifer_device::{AccessKind::{Read, Write}, Device, sim::{SimConfig, SimDriver}};
     /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
     /// let streams = [devices[0].stream()?, devices[1].stream()?];
-    /// let from: DeviceBuffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc_buffer(1 << 20, &streams[0])?;
-    /// let to: DeviceBuffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc_buffer(1 << 20, &streams[1])?;
+    /// let from: Buffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc(1 << 20, &streams[0])?;
+    /// let to: Buffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc(1 << 20, &streams[1])?;
     /// {
     ///     let _turn = Turn::take(&streams[0], &[(from.storage(), Write)])?;
     ///     streams[0].fill(from.ptr(), 7, from.bytes())?;

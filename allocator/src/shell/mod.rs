@@ -104,6 +104,7 @@ mod lists {
     use aquifer_device::fork::Mutex;
 
     use super::Shell;
+    use crate::allocator::Service;
 
     /// Shells without an allocator, to be recycled.
     pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
@@ -111,6 +112,9 @@ mod lists {
     /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of any allocator is
     /// dropped, or when the next allocator is made.
     pub(super) static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+
+    /// What was kept for allocators that closed where no driver call may be made.
+    pub(super) static SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
 }
 
 /// The same lists, empty at the start of each modelled execution, because a scheduler's locks are bound to one execution.
@@ -120,14 +124,16 @@ mod lists {
     use aquifer_device::fork::Mutex;
 
     use super::Shell;
+    use crate::allocator::Service;
 
     shuttle::lazy_static! {
         pub(super) static ref IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
         pub(super) static ref BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+        pub(super) static ref SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
     }
 }
 
-use lists::{BURIED, IDLE};
+use lists::{BURIED, IDLE, SERVICES};
 
 impl Shell {
     /// A shell around `core`.
@@ -344,7 +350,7 @@ impl Shell {
 /// let last = Allocator::new(&device, Config::default())?.alloc(1 << 20, &stream)?;
 /// drop((stream, device));
 /// drop(last); // by whoever comes last
-/// aquifer_allocator::close_abandoned();
+/// aquifer_allocator::internal::close_abandoned();
 /// assert_eq!(driver.held_bytes(), 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -355,8 +361,17 @@ pub fn close_abandoned() {
     // Devices in use stay as they are: their users give abandoned memory back when they next need memory, and would miss memory that
     // another thread is just giving back. The devices are taken out first, because closing them calls drivers, which must not happen under
     // a lock.
+    let services = std::mem::take(&mut *SERVICES.lock());
+    drop(services);
     let buried = std::mem::take(&mut *BURIED.lock());
     drop(buried);
+}
+
+/// Keeps the services of an allocator that is closed until driver calls are allowed.
+pub(crate) fn leave_services(services: Vec<crate::allocator::Service>) {
+    if !services.is_empty() {
+        SERVICES.lock().extend(services);
+    }
 }
 
 /// Hands every segment to the device object, to be freed at its next driver calls, and drops the handle of the device. The device stays

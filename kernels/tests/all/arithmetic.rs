@@ -12,7 +12,7 @@ fn check_add<T: Plain>(bench: &Bench, a: &[T], b: &[T], shift: u64, oracle: impl
     let should: Vec<T> = a.iter().zip(b).map(|(&a, &b)| oracle(a, b)).collect();
     assert_agree(&bench.between(&to), &should, nan);
     // In place.
-    let mut same = left.part.clone();
+    let mut same = left.part.share();
     bench.kernels.add(&bench.stream, &left.part, &right.part, &mut same).unwrap();
     assert_agree(&bench.between(&left), &should, nan);
     assert_agree(&bench.between(&right), b, |_| false);

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use aquifer_allocator::{Allocator, Config, DeviceBuffer, Turn};
+use aquifer_allocator::{Allocator, Buffer, Config, Turn};
 use aquifer_device::{AccessKind, Device, DeviceSpec, DriverKind, Stream};
 use aquifer_kernels::{Element, Kernels};
 use half::{bf16, f16};
@@ -77,8 +77,8 @@ const GUARDS: u64 = 8;
 
 /// Memory between guards.
 pub(crate) struct Guarded<T: Plain> {
-    whole: DeviceBuffer<T>,
-    pub(crate) part: DeviceBuffer<T>,
+    whole: Buffer<T>,
+    pub(crate) part: Buffer<T>,
     start: u64,
 }
 
@@ -116,12 +116,12 @@ impl Bench {
         self.device.info().kind == DriverKind::Simulated
     }
 
-    pub(crate) fn alloc<T: Copy>(&self, len: u64) -> DeviceBuffer<T> {
-        self.allocator.alloc_buffer(len, &self.stream).unwrap()
+    pub(crate) fn alloc<T: Copy>(&self, len: u64) -> Buffer<T> {
+        self.allocator.alloc(usize::try_from(len).unwrap(), &self.stream).unwrap()
     }
 
     /// Elements in memory of their own.
-    pub(crate) fn upload<T: Plain>(&self, elements: &[T]) -> DeviceBuffer<T> {
+    pub(crate) fn upload<T: Plain>(&self, elements: &[T]) -> Buffer<T> {
         let buffer = self.alloc(elements.len() as u64);
         self.put(&buffer, elements);
         buffer
@@ -132,8 +132,8 @@ impl Bench {
         let (len, start) = (elements.len() as u64, GUARDS + shift);
         let whole = self.alloc::<T>(start + len + GUARDS);
         let guard = T::of(&vec![GUARD; size_of::<T>()]);
-        self.put(&whole, &vec![guard; whole.len() as usize]);
-        let part = whole.slice(start..start + len).unwrap();
+        self.put(&whole, &vec![guard; whole.len()]);
+        let part = whole.slice(start as usize..(start + len) as usize).share();
         self.put(&part, elements);
         Guarded { whole, part, start }
     }
@@ -147,17 +147,17 @@ impl Bench {
         all[start..start + len].chunks_exact(size_of::<T>()).map(T::of).collect()
     }
 
-    pub(crate) fn put<T: Plain>(&self, buffer: &DeviceBuffer<T>, elements: &[T]) {
+    pub(crate) fn put<T: Plain>(&self, buffer: &Buffer<T>, elements: &[T]) {
         let bytes: Vec<u8> = elements.iter().flat_map(|&element| element.bytes()).collect();
         let _turn = Turn::take(&self.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         self.stream.upload_blocking(buffer.ptr(), &bytes).unwrap();
     }
 
-    pub(crate) fn download<T: Plain>(&self, buffer: &DeviceBuffer<T>) -> Vec<T> {
+    pub(crate) fn download<T: Plain>(&self, buffer: &Buffer<T>) -> Vec<T> {
         self.download_bytes(buffer).chunks_exact(size_of::<T>()).map(T::of).collect()
     }
 
-    pub(crate) fn download_bytes<T: Copy>(&self, buffer: &DeviceBuffer<T>) -> Vec<u8> {
+    pub(crate) fn download_bytes<T: Copy>(&self, buffer: &Buffer<T>) -> Vec<u8> {
         let mut bytes = vec![0; buffer.bytes() as usize];
         let _turn = Turn::take(&self.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
         self.stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();

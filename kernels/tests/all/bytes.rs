@@ -125,13 +125,13 @@ fn verification_finds_overlap_stale_contents_and_lost_writes() {
     let bench = Bench::new();
     let (kernels, stream) = (&bench.kernels, &bench.stream);
     let memory = bench.alloc::<u8>(10_000);
-    let findings = |from: &aquifer_allocator::DeviceBuffer<u8>, seed| {
+    let findings = |from: &aquifer_allocator::Buffer<u8>, seed| {
         let mut findings = bench.upload(&[0u64; 2]);
         kernels.pattern_verify(stream, from, seed, &mut findings).unwrap();
         kernels.mismatches(stream, &findings).unwrap()
     };
     // Two owners that were given overlapping memory: the second one's pattern shows in the first one's.
-    let (mut one, mut two) = (memory.slice(..6000).unwrap(), memory.slice(5000..).unwrap());
+    let (mut one, mut two) = (memory.slice(..6000).share(), memory.slice(5000..).share());
     kernels.pattern_write(stream, &mut one, 1).unwrap();
     kernels.pattern_write(stream, &mut two, 2).unwrap();
     let found = findings(&one, 1).unwrap();
@@ -140,11 +140,11 @@ fn verification_finds_overlap_stale_contents_and_lost_writes() {
     // What an earlier owner of the same memory wrote.
     assert_eq!(findings(&two, 3).unwrap().words, 625);
     // A write of which the last part was lost.
-    kernels.pattern_write(stream, &mut memory.slice(..9992).unwrap(), 4).unwrap();
+    kernels.pattern_write(stream, &mut memory.slice(..9992).share(), 4).unwrap();
     let found = findings(&memory, 4).unwrap();
     assert_eq!((found.words, found.first), (1, memory.ptr().offset(9992)));
     // The same contents at another address, as a copy to a wrong place makes.
-    kernels.pattern_write(stream, &mut memory.slice(..).unwrap(), 5).unwrap();
+    kernels.pattern_write(stream, &mut memory.share(), 5).unwrap();
     let content = bench.download(&memory);
     let other = bench.upload(&content);
     assert_eq!(findings(&other, 5).unwrap().words, 1250);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Operation, Stream};
 use aquifer_kernels::{KernelError, Kernels};
@@ -38,7 +38,7 @@ fn step() -> impl Strategy<Value = Step> {
 const BUFFERS: usize = 4;
 const STREAMS: usize = 3;
 
-fn enqueue(bench: &Bench, stream: &Stream, buffers: &mut [DeviceBuffer<i32>], model: &mut [Vec<i32>], step: Step) {
+fn enqueue(bench: &Bench, stream: &Stream, buffers: &mut [Buffer<i32>], model: &mut [Vec<i32>], step: Step) {
     let kernels = &bench.kernels;
     match step {
         Step::Fill(to, value) => {
@@ -46,22 +46,22 @@ fn enqueue(bench: &Bench, stream: &Stream, buffers: &mut [DeviceBuffer<i32>], mo
             model[to].fill(value);
         }
         Step::Add(to, a, b) => {
-            let (left, right) = (buffers[a].clone(), buffers[b].clone());
+            let (left, right) = (buffers[a].share(), buffers[b].share());
             kernels.add(stream, &left, &right, &mut buffers[to]).unwrap();
             model[to] = model[a].iter().zip(&model[b]).map(|(a, b)| a.wrapping_add(*b)).collect();
         }
         Step::Halves(to, from) => {
-            let half = LEN / 2;
-            let (left, right) = (buffers[from].slice(..half).unwrap(), buffers[from].slice(half..).unwrap());
-            let mut target = buffers[to].slice(half..).unwrap();
+            let half = LEN as usize / 2;
+            let (left, right) = (buffers[from].slice(..half).share(), buffers[from].slice(half..).share());
+            let mut target = buffers[to].slice_mut(half..);
             kernels.add(stream, &left, &right, &mut target).unwrap();
-            let (low, high) = model[from].split_at(half as usize);
+            let (low, high) = model[from].split_at(half);
             let sums: Vec<i32> = low.iter().zip(high).map(|(a, b)| a.wrapping_add(*b)).collect();
-            model[to][half as usize..].copy_from_slice(&sums);
+            model[to][half..].copy_from_slice(&sums);
         }
         Step::Spin(ns) => kernels.spin(stream, Duration::from_nanos(ns)).unwrap(),
         Step::Renew(which) => {
-            buffers[which] = bench.allocator.alloc_buffer(LEN, stream).unwrap();
+            buffers[which] = bench.allocator.alloc(LEN as usize, stream).unwrap();
             kernels.fill(stream, &mut buffers[which], 1i32).unwrap();
             model[which].fill(1);
         }
@@ -81,7 +81,7 @@ proptest! {
             None => Bench::on(Device::new(SimDriver::new(SimConfig::new(64 << 20).seed(seed)))),
         };
         let streams: Vec<Stream> = (0..STREAMS).map(|_| bench.device.stream().unwrap()).collect();
-        let mut buffers: Vec<DeviceBuffer<i32>> = (0..BUFFERS).map(|_| bench.upload(&vec![1; LEN as usize])).collect();
+        let mut buffers: Vec<Buffer<i32>> = (0..BUFFERS).map(|_| bench.upload(&vec![1; LEN as usize])).collect();
         let mut model = vec![vec![1; LEN as usize]; BUFFERS];
         for (step, stream) in steps {
             enqueue(&bench, &streams[stream], &mut buffers, &mut model, step);
@@ -96,7 +96,7 @@ proptest! {
 #[test]
 fn threads_share_buffers() {
     let bench = Bench::new();
-    let buffers: Vec<DeviceBuffer<u32>> = (0..3).map(|_| bench.upload(&[0; 1000])).collect();
+    let buffers: Vec<Buffer<u32>> = (0..3).map(|_| bench.upload(&[0; 1000])).collect();
     let ones = bench.upload(&[1u32; 1000]);
     std::thread::scope(|scope| {
         for thread in 0..4usize {
@@ -105,8 +105,8 @@ fn threads_share_buffers() {
                 let stream = bench.device.stream().unwrap();
                 for round in 0..50 {
                     // In and out are one: each launch adds one, in whatever order they come.
-                    let buffer = &buffers[(thread + round) % buffers.len()];
-                    bench.kernels.add(&stream, buffer, ones, &mut buffer.clone()).unwrap();
+                    let buffer: &Buffer<u32> = &buffers[(thread + round) % buffers.len()];
+                    bench.kernels.add(&stream, buffer, ones, &mut buffer.share()).unwrap();
                 }
             });
         }
@@ -121,7 +121,7 @@ fn memory_given_back_is_not_reused_before_other_streams_are_done() {
     let other = bench.device.stream().unwrap();
     let mut findings = bench.upload(&[0u64; 2]);
     for round in 0..20 {
-        let mut memory: DeviceBuffer<u8> = bench.alloc(1 << 20);
+        let mut memory: Buffer<u8> = bench.alloc(1 << 20);
         bench.kernels.pattern_write(&bench.stream, &mut memory, round).unwrap();
         bench.kernels.spin(&other, Duration::from_micros(200)).unwrap();
         bench.kernels.pattern_verify(&other, &memory, round, &mut findings).unwrap();
@@ -149,7 +149,7 @@ fn order_costs_nothing_on_one_stream_and_once_for_a_dependency() {
     // What another stream reads may be read without waiting for it, and not written.
     let calls = bench.device.driver_calls();
     let mut z = bench.upload(&[1f32; 100]);
-    bench.kernels.add(&bench.stream, &x, &x.clone(), &mut z).unwrap();
+    bench.kernels.add(&bench.stream, &x, &x.share(), &mut z).unwrap();
     assert_eq!(bench.device.driver_calls().since(&calls).of(Operation::Wait), 0);
     bench.kernels.fill(&bench.stream, &mut x, 0f32).unwrap();
     assert_eq!(bench.device.driver_calls().since(&calls).of(Operation::Wait), 1);
@@ -175,7 +175,7 @@ fn graphs_are_captured_and_replayed() {
     let bench = Bench::new();
     let (x, mut y) = (bench.upload(&[1i32; 100]), bench.upload(&[0i32; 100]));
     let capture = bench.stream.begin_capture().unwrap();
-    bench.kernels.add(&bench.stream, &x, &y.clone(), &mut y).unwrap();
+    bench.kernels.add(&bench.stream, &x, &y.share(), &mut y).unwrap();
     let graph = capture.end().unwrap();
     for _ in 0..3 {
         let turn = Turn::take(&bench.stream, &[(x.storage(), AccessKind::Read), (y.storage(), AccessKind::Write)]);

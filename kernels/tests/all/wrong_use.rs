@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::sim::{Fault as Failing, Preset, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, DeviceInfo, DeviceLabel, DeviceMismatch, DriverKind, Operation};
 use aquifer_kernels::{DType, KernelError, Kernels, Operand, OperandFault, Strided, Target};
@@ -46,7 +46,7 @@ fn lengths() {
     let (mut ten, mut nine) = (bench.upload(&[0f32; 10]), bench.upload(&[0f32; 9]));
     let (mut words, mut bytes) = (bench.upload(&[0u64; 3]), bench.upload(&[0u8; 10]));
     let square = Strided::new(&[3, 3], &[4, 1]).unwrap();
-    assert_eq!(fault("add", k.add(s, &ten, &nine, &mut ten.clone())), ("b", len(10)));
+    assert_eq!(fault("add", k.add(s, &ten, &nine, &mut ten.share())), ("b", len(10)));
     assert_eq!(fault("add", k.add(s, &ten, &ten, &mut nine)), ("to", len(10)));
     assert_eq!(fault("axpy", k.axpy(s, 1.0, &ten, &mut nine)), ("y", len(10)));
     assert_eq!(fault("cast", k.cast(s, &nine, &mut bytes)), ("to", len(9)));
@@ -58,18 +58,18 @@ fn lengths() {
     let short = OperandFault::TooShort { needed: 11 };
     assert_eq!(fault("gather", k.gather(s, &ten, &square, &mut nine)), ("from", short.clone()));
     assert_eq!(fault("scatter", k.scatter(s, &nine, &mut ten, &square)), ("to", short));
-    assert_eq!(fault("gather", k.gather(s, &ten, &square, &mut ten.clone())), ("to", len(9)));
+    assert_eq!(fault("gather", k.gather(s, &ten, &square, &mut ten.share())), ("to", len(9)));
     assert_eq!(fault("scatter", k.scatter(s, &ten, &mut nine, &square)), ("from", len(9)));
-    let mut one = nine.slice(..1).unwrap();
+    let mut one = nine.slice(..1).share();
     assert_eq!(
         fault("reduce_sum", k.reduce_sum(s, &ten, &mut words, &mut one)),
-        ("scratch", OperandFault::TooShort { needed: Kernels::SUM_SCRATCH_LEN })
+        ("scratch", OperandFault::TooShort { needed: Kernels::SUM_SCRATCH_LEN as u64 })
     );
-    let mut scratch = bench.alloc::<u64>(Kernels::SUM_SCRATCH_LEN);
+    let mut scratch = bench.alloc::<u64>(Kernels::SUM_SCRATCH_LEN as u64);
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &ten, &mut scratch, &mut nine)), ("to", len(1)));
     assert_eq!(fault("matmul", k.matmul(s, &ten, &ten, &mut nine, [3, 3, 3])), ("a", len(9)));
-    assert_eq!(fault("matmul", k.matmul(s, &nine, &ten, &mut nine.clone(), [3, 3, 3])), ("b", len(9)));
-    assert_eq!(fault("matmul", k.matmul(s, &nine, &nine.clone(), &mut ten, [3, 3, 3])), ("c", len(9)));
+    assert_eq!(fault("matmul", k.matmul(s, &nine, &ten, &mut nine.share(), [3, 3, 3])), ("b", len(9)));
+    assert_eq!(fault("matmul", k.matmul(s, &nine, &nine.share(), &mut ten, [3, 3, 3])), ("c", len(9)));
     for wrong in [k.matmul(s, &nine, &nine, &mut ten, [u64::MAX, 2, 1]), k.transpose(s, &nine, &mut ten, u64::MAX, 2)] {
         assert!(matches!(wrong, Err(KernelError::Argument { .. })), "{wrong:?}");
     }
@@ -82,14 +82,14 @@ fn dtypes() {
     let (mut floats, mut doubles, mut ints) =
         (bench.upload(&[0f32; 4]), bench.upload(&[0f64; 4]), bench.upload(&[0i32; 4]));
     assert_eq!(fault("fill", k.fill(s, &mut floats, 1i32)), ("to", dtype(DType::I32)));
-    assert_eq!(fault("add", k.add(s, &floats, &doubles, &mut floats.clone())), ("b", dtype(DType::F32)));
+    assert_eq!(fault("add", k.add(s, &floats, &doubles, &mut floats.share())), ("b", dtype(DType::F32)));
     assert_eq!(fault("add", k.add(s, &floats, &floats, &mut ints)), ("to", dtype(DType::F32)));
     assert_eq!(fault("axpy", k.axpy(s, 1.0, &floats, &mut doubles)), ("y", dtype(DType::F32)));
     let any_float = OperandFault::DType { expected: FLOATS.to_vec() };
-    assert_eq!(fault("axpy", k.axpy(s, 1.0, &ints, &mut ints.clone())), ("x", any_float));
+    assert_eq!(fault("axpy", k.axpy(s, 1.0, &ints, &mut ints.share())), ("x", any_float));
     let any_other = DType::ALL.iter().copied().filter(|&other| other != DType::F32).collect();
     assert_eq!(
-        fault("cast", k.cast(s, &floats, &mut floats.clone())),
+        fault("cast", k.cast(s, &floats, &mut floats.share())),
         ("to", OperandFault::DType { expected: any_other })
     );
     assert_eq!(fault("transpose", k.transpose(s, &floats, &mut ints, 2, 2)), ("to", dtype(DType::F32)));
@@ -97,14 +97,14 @@ fn dtypes() {
     assert_eq!(fault("gather", k.gather(s, &floats, &row, &mut ints)), ("to", dtype(DType::F32)));
     assert_eq!(fault("scatter", k.scatter(s, &floats, &mut ints, &row)), ("to", dtype(DType::F32)));
     let matrices = OperandFault::DType { expected: FLOATS[..3].to_vec() };
-    assert_eq!(fault("matmul", k.matmul(s, &doubles, &doubles, &mut doubles.clone(), [2, 2, 2])), ("a", matrices));
+    assert_eq!(fault("matmul", k.matmul(s, &doubles, &doubles, &mut doubles.share(), [2, 2, 2])), ("a", matrices));
     assert_eq!(fault("matmul", k.matmul(s, &floats, &ints, &mut doubles, [2, 2, 2])), ("b", dtype(DType::F32)));
     assert_eq!(fault("matmul", k.matmul(s, &floats, &floats, &mut doubles, [2, 2, 2])), ("c", dtype(DType::F32)));
-    let mut scratch = bench.alloc::<u64>(Kernels::SUM_SCRATCH_LEN);
-    let mut one = doubles.slice(..1).unwrap();
+    let mut scratch = bench.alloc::<u64>(Kernels::SUM_SCRATCH_LEN as u64);
+    let mut one = doubles.slice(..1).share();
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &floats, &mut scratch, &mut one)), ("to", dtype(DType::F32)));
     assert_eq!(fault("reduce_sum", k.reduce_sum(s, &ints, &mut scratch, &mut one)), ("to", dtype(DType::I64)));
-    let text = k.axpy(s, 1.0, &ints, &mut ints.clone()).unwrap_err().to_string();
+    let text = k.axpy(s, 1.0, &ints, &mut ints.share()).unwrap_err().to_string();
     let device = bench.device.label();
     assert_eq!(text, format!("kernel axpy: `x`, 4 elements of i32 on {device}, must be of f16 or bf16 or f32 or f64"));
 }
@@ -114,7 +114,7 @@ fn alignment_and_whole_elements() {
     let bench = Bench::new();
     let (k, s) = (&bench.kernels, &bench.stream);
     let (mut bytes, mut floats) = (bench.upload(&[0u8; 100]), bench.upload(&[0f32; 4]));
-    let odd = bytes.slice(1..17).unwrap();
+    let odd = bytes.slice(1..17);
     let misaligned = OperandFault::Misaligned { ptr: odd.ptr() };
     assert_eq!(fault("axpy", k.axpy(s, 1.0, Operand::of_bytes(&odd, DType::F32), &mut floats)), ("x", misaligned));
     let ragged = Target::of_bytes(&mut bytes, DType::F64);
@@ -126,7 +126,7 @@ fn overlap_is_refused_where_it_matters() {
     let bench = Bench::new();
     let (k, s) = (&bench.kernels, &bench.stream);
     let memory = bench.upload(&[1f32; 100]);
-    let part = |range: std::ops::Range<u64>| memory.slice(range).unwrap();
+    let part = |range: std::ops::Range<usize>| memory.slice(range).share();
     assert_eq!(fault("add", k.add(s, &part(0..10), &part(50..60), &mut part(59..69))), ("to", overlap("b")));
     assert_eq!(fault("axpy", k.axpy(s, 1.0, &part(0..10), &mut part(9..19))), ("y", overlap("x")));
     assert_eq!(fault("transpose", k.transpose(s, &part(0..4), &mut part(0..4), 2, 2)), ("to", overlap("from")));
@@ -143,7 +143,7 @@ fn overlap_is_refused_where_it_matters() {
     assert_eq!(bench.download(&part(0..11)), [[4.0; 10].as_slice(), &[1.0]].concat());
 
     let words = bench.upload(&[0u64; 2000]);
-    let words = |range: std::ops::Range<u64>| words.slice(range).unwrap();
+    let words = |range: std::ops::Range<usize>| words.slice(range).share();
     assert_eq!(fault("checksum", k.checksum(s, &words(0..9), &mut words(3..4))), ("to", overlap("from")));
     let verified = k.pattern_verify(s, &words(0..9), 0, &mut words(8..10));
     assert_eq!(fault("pattern_verify", verified), ("findings", overlap("from")));
@@ -156,8 +156,8 @@ fn overlap_is_refused_where_it_matters() {
         ("to", overlap("scratch"))
     );
     let bytes = bench.upload(&[0u8; 16]);
-    let mut same = bytes.clone();
-    let cast = k.cast(s, &bytes.slice(..4).unwrap(), Target::of_bytes(&mut same, DType::F32));
+    let mut same = bytes.share();
+    let cast = k.cast(s, &bytes.slice(..4), Target::of_bytes(&mut same, DType::F32));
     assert_eq!(fault("cast", cast), ("to", overlap("from")));
 }
 
@@ -201,9 +201,9 @@ fn nothing_that_is_refused_is_launched() {
     let before = bench.device.driver_calls();
     assert!(bench.kernels.axpy(&bench.stream, 1.0, &nine, &mut ten).is_err());
     // Nor is what has no elements.
-    let mut empty: DeviceBuffer<f32> = bench.alloc(0);
+    let mut empty: Buffer<f32> = bench.alloc(0);
     bench.kernels.fill(&bench.stream, &mut empty, 1f32).unwrap();
-    bench.kernels.axpy(&bench.stream, 1.0, &empty.clone(), &mut empty).unwrap();
+    bench.kernels.axpy(&bench.stream, 1.0, &empty.share(), &mut empty).unwrap();
     assert_eq!(bench.device.driver_calls().since(&before).total(), 0);
 }
 

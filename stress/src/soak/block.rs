@@ -1,6 +1,6 @@
 //! Blocks of a soak, and what was compared but not looked at yet.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::{DevicePtr, Stream};
 use aquifer_kernels::{Kernels, Mismatches};
 
@@ -12,7 +12,7 @@ const LOOK_AFTER: usize = 64;
 /// A live block and what is in it.
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) buffer: DeviceBuffer<u8>,
+    pub(super) buffer: Buffer<u8>,
     /// Seed of its pattern.
     pub(super) pattern: u64,
     /// The operation that wrote it.
@@ -31,12 +31,12 @@ pub(super) struct Compared {
 /// Where the device counts what differs, for one thread and one stream.
 #[derive(Debug)]
 pub(super) struct Findings {
-    buffer: DeviceBuffer<u64>,
+    buffer: Buffer<u64>,
     compared: Vec<Compared>,
 }
 
 impl Findings {
-    pub(super) fn new(buffer: DeviceBuffer<u64>, kernels: &Kernels, stream: &Stream) -> Result<Findings, Failure> {
+    pub(super) fn new(buffer: Buffer<u64>, kernels: &Kernels, stream: &Stream) -> Result<Findings, Failure> {
         let mut findings = Findings { buffer, compared: Vec::with_capacity(LOOK_AFTER) };
         kernels.fill(stream, &mut findings.buffer, 0u64)?;
         Ok(findings)
@@ -83,12 +83,12 @@ mod tests {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let (kernels, stream) = (Kernels::load(&device).unwrap(), device.default_stream().clone());
-        let buffer = || allocator.alloc_buffer(1000, &stream).unwrap();
+        let buffer = || allocator.alloc(1000, &stream).unwrap();
         let mut blocks = [1, 2, 3].map(|pattern| Block { buffer: buffer(), pattern, written_by: 10 + pattern });
         for block in &mut blocks {
             kernels.pattern_write(&stream, &mut block.buffer, block.pattern).unwrap();
         }
-        let counts = allocator.alloc_buffer(Kernels::FINDINGS_LEN, &stream).unwrap();
+        let counts = allocator.alloc(Kernels::FINDINGS_LEN, &stream).unwrap();
         let mut findings = Findings::new(counts, &kernels, &stream).unwrap();
         let mut look = |blocks: &[Block]| {
             for (operation, block) in (20..).zip(blocks) {

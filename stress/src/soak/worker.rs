@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, DeviceBuffer, Turn};
+use aquifer_allocator::{AllocError, Buffer, Turn};
 use aquifer_device::{AccessKind, Stream};
 use aquifer_kernels::{Kernels, pattern_bytes};
 use aquifer_transfer::{Pending, PinnedBuffer};
@@ -39,7 +39,7 @@ pub(super) struct Worker<'a> {
 impl<'a> Worker<'a> {
     pub(super) fn new(shared: &'a Shared<'a>, number: usize, inbox: Receiver<Block>) -> Result<Worker<'a>, Failure> {
         let findings = |stream: &Stream| {
-            let buffer = shared.allocator.alloc_buffer(Kernels::FINDINGS_LEN, stream)?;
+            let buffer = shared.allocator.alloc(Kernels::FINDINGS_LEN, stream)?;
             Findings::new(buffer, &shared.kernels, stream)
         };
         Ok(Worker {
@@ -122,8 +122,8 @@ impl<'a> Worker<'a> {
     }
 
     /// A buffer, unless memory is lacking; then some of what is held is compared and freed.
-    fn buffer(&mut self, bytes: u64, stream: usize, operation: u64) -> Result<Option<DeviceBuffer<u8>>, Failure> {
-        match self.shared.allocator.alloc_buffer(bytes, &self.shared.streams[stream]) {
+    fn buffer(&mut self, bytes: u64, stream: usize, operation: u64) -> Result<Option<Buffer<u8>>, Failure> {
+        match self.shared.allocator.alloc(usize::try_from(bytes).unwrap(), &self.shared.streams[stream]) {
             Ok(buffer) => {
                 self.tally.allocs += 1;
                 Ok(Some(buffer))
@@ -208,10 +208,10 @@ impl<'a> Worker<'a> {
         // On a stream of transfers, or on any other.
         let transfer = &self.shared.transfer;
         let arriving = if self.random.below(2) == 0 {
-            transfer.to_host(&block.buffer)?
+            transfer.to_pinned(&block.buffer)?
         } else {
             let stream = &self.shared.streams[self.any_stream()];
-            self.shared.transfer.on(stream)?.to_host(&block.buffer)?
+            self.shared.transfer.on(stream)?.to_pinned(&block.buffer)?
         };
         let compared = Compared { operation, written_by: block.written_by, ptr, bytes };
         self.arriving.push_back((arriving, compared, block.pattern));
@@ -278,7 +278,7 @@ impl<'a> Worker<'a> {
 }
 
 /// Enqueues a copy of all of `src`.
-fn copy(stream: &Stream, dst: &DeviceBuffer<u8>, src: &DeviceBuffer<u8>) -> Result<(), Failure> {
+fn copy(stream: &Stream, dst: &Buffer<u8>, src: &Buffer<u8>) -> Result<(), Failure> {
     let _turn = Turn::take(stream, &[(src.storage(), AccessKind::Read), (dst.storage(), AccessKind::Write)])?;
     Ok(stream.copy(dst.ptr(), src.ptr(), src.bytes())?)
 }

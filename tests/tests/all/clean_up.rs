@@ -162,7 +162,7 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     transfer.kernels().unwrap();
     let pinned = transfer.pinned().alloc_zeroed::<u8>(1 << 20).unwrap();
     let registered = transfer.pinned().register(vec![0_u8; 1 << 20]).unwrap();
-    let mut target = allocator.alloc_buffer::<u8>(1 << 20, one).unwrap();
+    let mut target = allocator.alloc::<u8>(1 << 20, one).unwrap();
     drop(transfer.upload(&pinned, &mut target).unwrap());
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = captured.begin_capture().unwrap();
@@ -213,7 +213,7 @@ fn nothing_is_left(seed: u64, inject: impl FnOnce(&Subject)) {
             device.settle_unused();
         }
     }
-    aquifer_allocator::close_abandoned();
+    aquifer_allocator::internal::close_abandoned();
     driver.clear_faults();
     // Deferred clean-up of one device may be in the hands of a test beside this one.
     if let Some(device) = device {

@@ -1,6 +1,6 @@
 //! Misuse of an allocator's memory on a simulated device: what is found, and which uses are legal.
 
-use aquifer_allocator::{Allocator, Config, Contents, DeviceBuffer, PoolOptions, TagScope};
+use aquifer_allocator::{Allocator, Buffer, Config, Contents, PoolOptions, TagScope};
 use aquifer_device::{Access, AccessKind, Device, DevicePtr, DeviceSpec, HandleKind, Stream};
 use aquifer_kernels::{DType, Kernels};
 use aquifer_tests::MIB;
@@ -83,14 +83,14 @@ fn use_after_drop_is_found_unless_it_was_enqueued_before() {
     for options in BACKINGS {
         let bench = bench(options);
         let other = bench.device.stream().unwrap();
-        let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(4096, &bench.stream).unwrap();
-        let (ptr, view) = (buffer.ptr(), buffer.slice(1000..2000).unwrap());
+        let buffer: Buffer<u8> = bench.allocator.alloc(4096, &bench.stream).unwrap();
+        let (ptr, view) = (buffer.ptr(), buffer.slice(1000..2000).share());
         bench.stream.fill(ptr, 1, 4096).unwrap();
         other.wait_for(&bench.stream.tick()).unwrap();
         other.fill(ptr, 1, 4096).unwrap();
         buffer.record_stream(&other).unwrap();
         drop(buffer);
-        other.fill(view.ptr(), 2, 1000).unwrap(); // a view keeps the memory
+        other.fill(view.ptr(), 2, 1000).unwrap(); // another handle keeps the memory
         drop(view);
         bench.device.synchronize().unwrap();
         bench.finds_nothing();
@@ -237,8 +237,8 @@ fn memory_that_sleeps_must_be_woken_up() {
 fn a_kernel_must_not_add_to_what_was_never_written() {
     let bench = bench("");
     let kernels = Kernels::load(&bench.device).unwrap();
-    let mut x: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
-    let mut y: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
+    let mut x: Buffer<f32> = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    let mut y: Buffer<f32> = bench.allocator.alloc(1000, &bench.stream).unwrap();
     kernels.fill(&bench.stream, &mut x, 1.0_f32).unwrap();
     kernels.axpy(&bench.stream, 2.0, &x, &mut y).unwrap();
     let called = before();
@@ -270,12 +270,12 @@ fn spilled_buffers_come_back_as_they_went() {
     let bench = bench("");
     let transfer = Transfer::new(&bench.allocator).unwrap();
     let spiller = Spiller::new(&transfer, 0);
-    let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(8192, &bench.stream).unwrap();
+    let buffer: Buffer<u8> = bench.allocator.alloc(8192, &bench.stream).unwrap();
     bench.stream.fill(buffer.ptr(), 1, 4096).unwrap();
     let spillable = spiller.add(buffer, 0).unwrap();
     assert_eq!(spillable.spill().unwrap(), 8192);
     let resident = spillable.access(&bench.stream).unwrap();
-    transfer.to_vec(&resident.slice(..4096).unwrap()).unwrap().wait().unwrap();
+    transfer.to_vec(&resident.slice(..4096)).unwrap().wait().unwrap();
     bench.finds_nothing();
     transfer.to_vec(&*resident).unwrap().wait().unwrap();
     bench.finds(&["never written"]);
@@ -285,8 +285,8 @@ fn spilled_buffers_come_back_as_they_went() {
 fn kernels_name_the_place_that_called_them() {
     let bench = bench("");
     let kernels = Kernels::load(&bench.device).unwrap();
-    let mut half: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
-    let mut out: DeviceBuffer<f32> = bench.allocator.alloc_buffer(1000, &bench.stream).unwrap();
+    let mut half: Buffer<f32> = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    let mut out: Buffer<f32> = bench.allocator.alloc(1000, &bench.stream).unwrap();
     kernels.axpy(&bench.stream, 2.0, &half, &mut out).unwrap();
     let called = before();
     bench.device.synchronize().unwrap();
@@ -302,7 +302,7 @@ fn kernels_name_the_place_that_called_them() {
 fn copies_that_another_thread_enqueues_name_the_place_that_asked_for_them() {
     let bench = bench("");
     let transfer = Transfer::new(&bench.allocator).unwrap();
-    let buffer: DeviceBuffer<u8> = bench.allocator.alloc_buffer(MIB, &bench.stream).unwrap();
+    let buffer: Buffer<u8> = bench.allocator.alloc(usize::try_from(MIB).unwrap(), &bench.stream).unwrap();
     let pending = transfer.to_vec(&buffer).unwrap();
     let called = before();
     pending.wait().unwrap();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::{Code, DevicePtr, StreamFlags};
 use aquifer_tests::{Bench, GIB, MIB, write_on};
 
@@ -52,9 +52,9 @@ fn item_26_record_stream() {
 #[test]
 fn item_27_record_stream_on_a_part() {
     let bench = Bench::new(GIB, "backing:segments");
-    let whole: DeviceBuffer<f32> = bench.allocator.alloc_buffer(10 << 20, &bench.stream).unwrap();
+    let whole: Buffer<f32> = bench.allocator.alloc(10 << 20, &bench.stream).unwrap();
     let place = whole.ptr();
-    let part = whole.slice(5 << 20..).unwrap();
+    let part = whole.slice(5 << 20..).share();
     used_on_side(&bench, part.ptr(), part.bytes());
     part.record_stream(&bench.side).unwrap();
     drop((whole, part));

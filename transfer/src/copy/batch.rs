@@ -5,11 +5,11 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_allocator::{DeviceBuffer, Storage};
+use aquifer_allocator::{Buffer, Storage};
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
-use crate::copy::direct::{check_apart, check_lengths};
+use crate::copy::on_device::{check_apart, check_lengths};
 use crate::copy::touched::Touched;
 use crate::counters::Direction;
 use crate::error::TransferError;
@@ -35,7 +35,7 @@ const PACKED_ALIGNMENT: usize = 64;
 /// begins this anew, and those of one kind of which one writes what another uses are made one by one.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_allocator::{Allocator, Config, Buffer};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// use aquifer_transfer::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -43,7 +43,7 @@ const PACKED_ALIGNMENT: usize = 64;
 /// let stream = device.stream()?;
 /// let mut buffers = Vec::new();
 /// for _ in 0..100 {
-///     buffers.push(transfer.allocator().alloc_buffer::<u32>(16, &stream)?);
+///     buffers.push(transfer.allocator().alloc::<u32>(16, &stream)?);
 /// }
 /// let mut batch = transfer.batch();
 /// for (number, buffer) in buffers.iter_mut().enumerate() {
@@ -162,8 +162,8 @@ impl TransferBatch {
     ///
     /// # Errors
     /// Ends of different lengths, a buffer of another device, and when page-locked memory runs out. The batch is as it was then.
-    pub fn upload<T: Pod>(&mut self, from: &[T], to: &mut DeviceBuffer<T>) -> Result<(), TransferError> {
-        check_lengths(from.len() as u64, to.len())?;
+    pub fn upload<T: Pod>(&mut self, from: &[T], to: &mut Buffer<T>) -> Result<(), TransferError> {
+        check_lengths(from.len(), to.len())?;
         self.transfer.check_device("buffer", to.storage().device_id())?;
         let bytes = bytes_of(from);
         if bytes.is_empty() {
@@ -178,7 +178,7 @@ impl TransferBatch {
     ///
     /// # Errors
     /// Ends of different lengths, that overlap, or of another device. The batch is as it was then.
-    pub fn copy<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: &mut DeviceBuffer<T>) -> Result<(), TransferError> {
+    pub fn copy<T: Copy>(&mut self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<(), TransferError> {
         check_lengths(from.len(), to.len())?;
         self.transfer.check_device("buffer", from.storage().device_id())?;
         self.transfer.check_device("buffer", to.storage().device_id())?;
@@ -194,9 +194,9 @@ impl TransferBatch {
     ///
     /// # Errors
     /// A buffer of another device, or too long for the host. The batch is as it was then.
-    pub fn download<T: Pod>(&mut self, from: &DeviceBuffer<T>) -> Result<Downloaded<T>, TransferError> {
+    pub fn download<T: Pod>(&mut self, from: &Buffer<T>) -> Result<Downloaded<T>, TransferError> {
         self.transfer.check_device("buffer", from.storage().device_id())?;
-        let len = host_vec::len_of(from.len(), size_of::<T>() as u64)?;
+        let len = from.len();
         let bytes = len * size_of::<T>();
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
@@ -204,7 +204,7 @@ impl TransferBatch {
         let adjacent =
             self.stages.last().is_some_and(|stage| goes_on(&stage.downloads, |last| &last.from, &End::of(from)));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
-        let overflow = TransferError::LengthOverflow { len: from.len(), size: size_of::<T>() as u64 };
+        let overflow = TransferError::LengthOverflow { len: from.len() as u64, size: size_of::<T>() as u64 };
         let end = offset.checked_add(bytes).ok_or(overflow)?;
         self.stage(|_| false).add_download(from, End::Host { buffer: 0, offset });
         self.downloaded = end;
@@ -268,17 +268,17 @@ impl TransferBatch {
 }
 
 impl Stage {
-    fn add_upload<T: Copy>(&mut self, from: End, to: &DeviceBuffer<T>) {
+    fn add_upload<T: Copy>(&mut self, from: End, to: &Buffer<T>) {
         add(&mut self.uploads, Piece::new(from, End::of(to), to.bytes()));
     }
 
-    fn add_copy<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: &DeviceBuffer<T>) {
+    fn add_copy<T: Copy>(&mut self, from: &Buffer<T>, to: &Buffer<T>) {
         self.used.add(from.ptr(), from.bytes());
         self.used.add(to.ptr(), to.bytes());
         add(&mut self.copies, Piece::new(End::of(from), End::of(to), to.bytes()));
     }
 
-    fn add_download<T: Copy>(&mut self, from: &DeviceBuffer<T>, to: End) {
+    fn add_download<T: Copy>(&mut self, from: &Buffer<T>, to: End) {
         self.used.add(from.ptr(), from.bytes());
         self.downloaded.add(from.ptr(), from.bytes());
         add(&mut self.downloads, Piece::new(End::of(from), to, from.bytes()));
@@ -286,7 +286,7 @@ impl Stage {
 }
 
 impl End {
-    fn of<T: Copy>(buffer: &DeviceBuffer<T>) -> End {
+    fn of<T: Copy>(buffer: &Buffer<T>) -> End {
         End::Device(buffer.storage().clone(), buffer.ptr())
     }
 

@@ -3,7 +3,7 @@
 //! A batch saves one call for each copy, but on some devices and drivers large copies take longer in a batch, and not in each direction alike.
 //! So both ways are timed at the first use of a direction, by events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
-use aquifer_allocator::{DeviceBuffer, Storage, Turn};
+use aquifer_allocator::{Buffer, Storage, Turn};
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, Stream};
 
 use crate::copy::batch::enqueue_parts;
@@ -81,8 +81,8 @@ impl Transfer {
         // One that nobody else's work is on: it is waited for.
         let stream = &self.device().stream()?;
         let mut host: PinnedBuffer<u8> = self.pinned().alloc(host_vec::len_of(on_host, 1)?)?;
-        let device: DeviceBuffer<u8> = self.allocator().alloc_buffer(bytes, stream)?;
-        let other: DeviceBuffer<u8> = self.allocator().alloc_buffer(other, stream)?;
+        let device: Buffer<u8> = self.alloc_bytes(bytes, stream)?;
+        let other: Buffer<u8> = self.alloc_bytes(other, stream)?;
         let host = PinnedSliceMut::from(&mut host).part();
         let (reads, writes) = match direction {
             Direction::Upload => (CopyEnd::Host(host.ptr), CopyEnd::Device(device.ptr())),

@@ -53,8 +53,8 @@ impl Owned {
     }
 
     /// How many elements the owner lent.
-    pub(crate) fn elements(&self) -> u64 {
-        self.elements as u64
+    pub(crate) fn elements(&self) -> usize {
+        self.elements
     }
 
     /// An address that clones have in common, and nothing else at the same time.

@@ -8,9 +8,8 @@ use aquifer_device::{AccessKind, Tick};
 use bytemuck::Pod;
 
 use crate::copy::memory::{Lends, Owned};
-use crate::copy::owned::UNSTAGED_BYTES;
 use crate::copy::region::Plan;
-use crate::copy::{Region, check_lengths};
+use crate::copy::{HostEnd, Region, UNSTAGED_BYTES};
 use crate::error::TransferError;
 use crate::pending::Pending;
 use crate::pinned::{Claimed, PinnedSlice, PinnedSliceMut};
@@ -18,21 +17,24 @@ use crate::runtime::Transfer;
 use crate::staging::HostCopy;
 
 impl Transfer {
-    /// Copies as many elements as both ends have from one piece of host memory to another, and returns. Threads of the staging ring copy,
-    /// after copies into `from`, and after all that use `to`; up to 256 KiB that nothing is in flight for, the calling thread does before it
-    /// returns. Until the copy is done, whoever writes or uploads into, or reads, `to`, or writes `from`, waits on the host. The pools may be
+    /// Copies host memory to page-locked memory, and returns. Threads of the staging ring copy, after copies into `from`, and
+    /// after all that use `to`; up to 256 KiB that nothing is in flight for, the calling thread does before it returns. Until
+    /// the copy is done, whoever writes or uploads into, or reads, `to`, or writes `from`, waits on the host. The pools may be
     /// of different devices, and the memory pageable.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// use aquifer_transfer::Transfer;
+    /// use aquifer_transfer::{Region, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
     /// let from = transfer.pinned().alloc_from(&[1u32, 2, 3, 4])?;
     /// let mut to = transfer.pinned().alloc_zeroed::<u32>(2)?;
     /// let _ = transfer.copy_on_host(from.slice(1..3)?, &mut to)?;
     /// assert_eq!((to.read()?, transfer.counters().on_host.bytes), (&[2, 3][..], 8));
+    /// let every_second = Region { extents: &[2], from_strides: &[2], to_strides: &[1] };
+    /// let _ = transfer.copy_on_host(every_second.of(vec![5, 6, 7]), &mut to)?;
+    /// assert_eq!(to.read()?, [5, 7]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
@@ -45,59 +47,40 @@ impl Transfer {
     /// ```
     ///
     /// # Errors
-    /// Ends of different lengths, and errors of the driver: what a lost device was to write will never be there.
-    pub fn copy_on_host<'a, 'b, T: Pod>(
+    /// Ends of different lengths, a region that reaches beyond either end or writes a place twice, and errors of the driver:
+    /// what a lost device was to write will never be there.
+    pub fn copy_on_host<'a, T: Pod + Send + Sync>(
         &self,
-        from: impl Into<PinnedSlice<'a, T>>,
-        to: impl Into<PinnedSliceMut<'b, T>>,
+        from: impl HostEnd<T>,
+        to: impl Into<PinnedSliceMut<'a, T>>,
     ) -> Result<Pending<()>, TransferError> {
-        let (from, to) = (from.into(), to.into());
-        check_lengths(from.len() as u64, to.len() as u64)?;
-        let len = [from.len() as u64];
-        self.copy_region_on_host(from, to, &whole(&len))
+        from.copy_to(self, to.into(), None)
     }
 
-    /// Copies a region from one piece of host memory to another, and returns; see [`Transfer::copy_on_host`]. What lies between stays.
-    ///
-    /// # Errors
-    /// A region that reaches beyond either end or writes a place twice, and errors of the driver.
-    pub fn copy_region_on_host<'a, 'b, T: Pod>(
+    pub(super) fn copy_pinned<T: Pod>(
         &self,
-        from: impl Into<PinnedSlice<'a, T>>,
-        to: impl Into<PinnedSliceMut<'b, T>>,
-        region: &Region<'_>,
+        from: PinnedSlice<'_, T>,
+        to: PinnedSliceMut<'_, T>,
+        region: Option<&Region<'_>>,
     ) -> Result<Pending<()>, TransferError> {
-        let (from, to) = (from.into(), to.into());
-        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), ())) };
-        plan.check_reach(from.len() as u64, to.len() as u64)?;
-        if size_of::<T>() == 0 {
+        let Some(plan) = Plan::of(region, from.len(), to.len())?.filter(|_| size_of::<T>() > 0) else {
             return Ok(Pending::ready(self.shared(), ()));
-        }
+        };
         let (read, to, before) = from.part().claim_to_copy(to.part());
         self.begin_on_host(Rows::<T, _>::new(read, to, plan), before)
     }
 
-    /// Copies from host memory of any kind, as [`Transfer::upload_from`] takes it, to a buffer, as [`Transfer::copy_on_host`] does: so a
-    /// `Vec` becomes page-locked while the caller goes on.
-    ///
-    /// # Errors
-    /// As [`Transfer::copy_on_host`].
-    pub fn copy_on_host_from<'a, T: Pod + Send + Sync, S>(
+    pub(super) fn copy_owned<T: Pod + Send + Sync>(
         &self,
-        source: S,
-        to: impl Into<PinnedSliceMut<'a, T>>,
-    ) -> Result<Pending<()>, TransferError>
-    where
-        S: AsRef<[T]> + Send + Sync + 'static,
-    {
-        let (to, source) = (to.into(), Owned::new::<T, S>(source));
-        let region = [source.elements()];
-        check_lengths(region[0], to.len() as u64)?;
-        let Some(plan) = whole(&region).plan()?.filter(|_| source.len() > 0) else {
+        from: Owned,
+        to: PinnedSliceMut<'_, T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<()>, TransferError> {
+        let Some(plan) = Plan::of(region, from.elements(), to.len())?.filter(|_| from.len() > 0) else {
             return Ok(Pending::ready(self.shared(), ()));
         };
         let (to, before) = to.part().claim_to_write();
-        self.begin_on_host(Rows::<T, _>::new(source, to, plan), before)
+        self.begin_on_host(Rows::<T, _>::new(from, to, plan), before)
     }
 
     /// Makes a copy now where it is small and nothing is in flight, else leaves it to threads of the ring.
@@ -119,11 +102,6 @@ impl Transfer {
         self.shared().tally.count_on_host(bytes);
         Ok(Pending::job(self.shared(), job, || Ok(())))
     }
-}
-
-/// All of so many elements.
-fn whole(extents: &[u64; 1]) -> Region<'_> {
-    Region { extents, from_strides: &[1], to_strides: &[1] }
 }
 
 /// A copy of a region that was checked to lie within both ends.
@@ -171,7 +149,7 @@ impl<T: Pod, F: Lends> HostCopy for Rows<T, F> {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+    use aquifer_allocator::{Allocator, Buffer, Config};
     use aquifer_device::Device;
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 
@@ -191,7 +169,7 @@ mod tests {
         );
         let sent: Vec<u32> = (0..1000).collect();
         let buffer = transfer.to_device(sent.clone(), &stream).unwrap().wait().unwrap();
-        let mut target: DeviceBuffer<u32> = transfer.allocator().alloc_buffer(1000, &stream).unwrap();
+        let mut target: Buffer<u32> = transfer.allocator().alloc(1000, &stream).unwrap();
         drop(transfer.upload(&to, &mut target).unwrap());
         drop(transfer.download(&buffer, &mut from).unwrap());
         drop(transfer.copy_on_host(&from, &mut to).unwrap());
@@ -202,17 +180,17 @@ mod tests {
         let mut pageable = elsewhere.alloc_or_pageable::<u32>(20).unwrap();
         // A column, and beside it the same three elements again and again.
         let region = Region { extents: &[5], from_strides: &[200], to_strides: &[4] };
-        drop(transfer.copy_region_on_host(&to, &mut pageable, &region).unwrap());
+        drop(transfer.copy_on_host(region.of(&to), &mut pageable).unwrap());
         let region = Region { extents: &[5, 3], from_strides: &[0, 1], to_strides: &[4, 1] };
         let beside = pageable.slice_mut(1..).unwrap();
-        transfer.copy_region_on_host(to.slice(7..).unwrap(), beside, &region).unwrap().wait().unwrap();
+        transfer.copy_on_host(region.of(to.slice(7..).unwrap()), beside).unwrap().wait().unwrap();
         let expected: Vec<u32> = (0..5).flat_map(|row| [200 * row, 7, 8, 9]).collect();
         assert_eq!(pageable.read().unwrap(), expected);
 
         let refused = transfer.copy_on_host(&from, &mut pageable).unwrap_err();
         assert!(matches!(refused, TransferError::LengthMismatch { from: 1000, to: 20 }), "{refused}");
         let beyond = Region { extents: &[21], from_strides: &[1], to_strides: &[1] };
-        let refused = transfer.copy_region_on_host(&from, &mut pageable, &beyond).unwrap_err();
+        let refused = transfer.copy_on_host(beyond.of(&from), &mut pageable).unwrap_err();
         assert!(matches!(refused, TransferError::OutOfBounds { end: 21, len: 20, .. }), "{refused}");
         let on_host = transfer.counters().on_host;
         assert_eq!((on_host.copies, on_host.bytes), (3, 4 * (1000 + 5 + 15)));
@@ -272,7 +250,8 @@ mod tests {
             let stream = transfer.device().stream().unwrap();
             let sent: Vec<u8> = (0..=250).cycle().take(len).collect();
             let device = transfer.to_device(sent.clone(), &stream).unwrap().wait().unwrap();
-            let mut target: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(len as u64, &stream).unwrap();
+            let mut target: Buffer<u8> =
+                transfer.allocator().alloc(usize::try_from(len as u64).unwrap(), &stream).unwrap();
             let [mut from, mut to] = [(); 2].map(|()| transfer.pinned().alloc_zeroed::<u8>(len).unwrap());
             drop(transfer.upload(&to, &mut target).unwrap());
             drop(transfer.download(&device, &mut from).unwrap());
@@ -283,7 +262,7 @@ mod tests {
             pollster::block_on(pending).unwrap();
             assert!(transfer.to_vec(&target).unwrap().wait().unwrap() == sent);
             let mut moved = transfer.pinned().alloc_zeroed::<u8>(len).unwrap();
-            std::mem::forget(transfer.copy_on_host_from(sent.clone(), &mut moved).unwrap());
+            std::mem::forget(transfer.copy_on_host(sent.clone(), &mut moved).unwrap());
             assert!(moved.read().unwrap() == sent);
             assert_eq!(sim.take_violations(), []);
         }
@@ -305,7 +284,7 @@ mod tests {
         let lost = other.copy_on_host(&to, &mut elsewhere).and_then(Pending::wait).unwrap_err();
         assert!(lost.is_device_lost(), "{lost}");
         // The other runtime's device is not lost.
-        other.copy_on_host_from(vec![5u8; 1 << 20], &mut elsewhere).unwrap().wait().unwrap();
+        other.copy_on_host(vec![5u8; 1 << 20], &mut elsewhere).unwrap().wait().unwrap();
         assert!(elsewhere.read().unwrap().iter().all(|&byte| byte == 5));
     }
 }

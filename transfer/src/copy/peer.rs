@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
 
@@ -61,63 +61,17 @@ impl Transfer {
         Ok(if reach { Route::Peer } else { Route::Staged })
     }
 
-    /// Enqueues a copy from memory of another device, whose runtime is `peer`, of as many elements as both ends have, and returns; the
-    /// result says which way it goes. Streams of both devices are ordered around it without waiting on the host, except where it goes by
-    /// way of the host: see [`Route`].
-    ///
-    /// # Errors
-    /// Ends of different lengths, buffers of other devices than these two, a stream that captures, and those of both drivers. Where these
-    /// keep everybody from learning when the copy is done, it goes on, and the memory that it reads is not given back before that is known.
-    /// This runtime asks at its next such copy, at [`Transfer::synchronize`], and when its last handle is dropped; what may be in use even
-    /// then stays for good.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// use aquifer_transfer::{Route, Transfer};
-    /// let mut transfers = Vec::new();
-    /// for ordinal in 0..2 {
-    ///     let device = Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)));
-    ///     transfers.push(Transfer::new(&Allocator::new(&device, Config::default())?)?);
-    /// }
-    /// let streams = [transfers[0].device().stream()?, transfers[1].device().stream()?];
-    /// let from = transfers[0].to_device(vec![1u32, 2, 3], &streams[0])?.wait()?;
-    /// let mut to: DeviceBuffer<u32> = transfers[1].allocator().alloc_buffer(3, &streams[1])?;
-    /// assert_eq!(transfers[1].copy_from_peer(&from, &transfers[0], &mut to)?.wait()?, Route::Peer);
-    /// assert_eq!(transfers[1].to_vec(&to)?.wait()?, [1, 2, 3]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    #[track_caller]
-    pub fn copy_from_peer<T: Pod + Send + Sync>(
-        &self,
-        from: &DeviceBuffer<T>,
-        peer: &Transfer,
-        to: &mut DeviceBuffer<T>,
-    ) -> Result<Pending<Route>, TransferError> {
-        let _place = self.called_here();
-        crate::copy::direct::check_lengths(from.len(), to.len())?;
-        peer.check_device("buffer", from.storage().device_id())?;
-        self.check_device("buffer", to.storage().device_id())?;
-        let route = self.route_from(peer)?;
-        if route == Route::Same {
-            return Ok(self.copy(from, to)?.map(move |()| route));
-        }
-        let pending = self.begin_from_peer(from, peer, to, route)?;
-        self.count_from_peer(route, to.bytes());
-        Ok(pending)
-    }
-
     /// Enqueues a copy from another device by the route, for a transfer that [`Transfer::count_from_peer`] counts.
     pub(super) fn begin_from_peer<T: Pod + Send + Sync>(
         &self,
-        from: &DeviceBuffer<T>,
+        from: &Buffer<T>,
         peer: &Transfer,
-        to: &mut DeviceBuffer<T>,
+        to: &mut Buffer<T>,
         route: Route,
     ) -> Result<Pending<Route>, TransferError> {
         if route == Route::ViaHost {
             let host = peer.to_vec(from)?.wait()?;
-            return Ok(self.upload_from(host, to)?.map(move |()| route));
+            return Ok(self.upload(host, to)?.map(move |()| route));
         }
         if from.bytes() == 0 {
             return Ok(Pending::ready(self.shared(), route));
@@ -137,9 +91,9 @@ impl Transfer {
     /// waited for by the copy, and waits for it. So each device's memory carries ticks of its own streams alone.
     fn enqueue_peer<T: Pod + Send + Sync>(
         &self,
-        from: &DeviceBuffer<T>,
+        from: &Buffer<T>,
         peer: &Transfer,
-        to: &DeviceBuffer<T>,
+        to: &Buffer<T>,
     ) -> Result<Tick, TransferError> {
         let Shared { begun, kept, .. } = &**self.shared();
         kept.release();
@@ -217,14 +171,14 @@ mod tests {
 
     /// Two devices, memory on the first, and the outcome of copying it to the second where streams of the first cannot be ordered after
     /// the copy and so many ways to wait fail.
-    fn copied(ways: usize) -> ([World; 2], DeviceBuffer<u32>, Result<Vec<u32>, TransferError>) {
+    fn copied(ways: usize) -> ([World; 2], Buffer<u32>, Result<Vec<u32>, TransferError>) {
         let [one, two] = [0, 1].map(World::new);
         let content = vec![7u32; LEN];
         let from = one.transfer.to_device(content, &one.stream).unwrap().wait().unwrap();
-        let mut to = two.transfer.allocator().alloc_buffer(LEN as u64, &two.stream).unwrap();
+        let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
         one.fails(Operation::Wait);
         [Operation::SynchronizeEvent, Operation::Synchronize].into_iter().take(ways).for_each(|way| two.fails(way));
-        let copied = two.transfer.copy_from_peer(&from, &one.transfer, &mut to);
+        let copied = two.transfer.copy_from(&one.transfer, &from, &mut to, None);
         let result = copied.and_then(Pending::wait).and_then(|_| two.transfer.to_vec(&to)?.wait());
         ([one, two], from, result)
     }
@@ -246,7 +200,7 @@ mod tests {
                 let stream = if (free == 0) == (source == 0) { &one.stream } else { &two.stream };
                 let claim = Claim::take(&storages[claimed], AccessKind::Write).unwrap();
                 std::thread::scope(|scope| {
-                    let copy = scope.spawn(|| own.transfer.copy_from_peer(from, &peer.transfer, to).unwrap().wait());
+                    let copy = scope.spawn(|| own.transfer.copy_from(&peer.transfer, from, to, None).unwrap().wait());
                     // The thread that is to end the claim needs the other end first. Were that held, neither could go on.
                     for _ in 0..1000 {
                         drop(Turn::take(stream, &[(&storages[free], AccessKind::Write)]).unwrap());
@@ -284,7 +238,7 @@ mod tests {
                 let ([one, two], mut from, result) = copied(2);
                 assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
                 if writes {
-                    one.transfer.fill(&mut from, 9).unwrap().wait().unwrap();
+                    one.transfer.kernels().unwrap().fill(&one.stream, &mut from, 9).unwrap();
                     assert_eq!(one.transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
                 }
                 drop(from);
@@ -297,8 +251,8 @@ mod tests {
                 }
                 if asked_by == "another copy" {
                     let small = one.transfer.to_device(vec![7u32; 10], &one.stream).unwrap().wait().unwrap();
-                    let mut to = two.transfer.allocator().alloc_buffer(10, &two.stream).unwrap();
-                    two.transfer.copy_from_peer(&small, &one.transfer, &mut to).unwrap().wait().unwrap();
+                    let mut to = two.transfer.allocator().alloc(10, &two.stream).unwrap();
+                    two.transfer.copy_from(&one.transfer, &small, &mut to, None).unwrap().wait().unwrap();
                 }
                 // A runtime that is left keeps nothing that it would let go of only when it is dropped.
                 let _left = (asked_by != "its last handle").then_some(two);
@@ -326,10 +280,10 @@ mod tests {
         for is_lost in [false, true] {
             let [one, two] = [0, 1].map(World::new);
             let from = one.transfer.to_device(vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
-            let mut to = two.transfer.allocator().alloc_buffer(LEN as u64, &two.stream).unwrap();
+            let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
             two.sim.inject(Fault::Rate { operation: Some(Operation::Record), rate: 1.0, code: Code(999) });
             two.fails(Operation::Synchronize);
-            let refused = two.transfer.on(&two.stream).unwrap().copy_from_peer(&from, &one.transfer, &mut to);
+            let refused = two.transfer.on(&two.stream).unwrap().copy_from(&one.transfer, &from, &mut to, None);
             assert!(matches!(refused, Err(TransferError::Device(_))), "{refused:?}");
             drop(from);
             two.transfer.shared().kept.release();

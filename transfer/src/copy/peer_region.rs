@@ -3,12 +3,13 @@
 //! Elements with gaps become dense where they are, cross as one piece, and are spread out where they arrive. What is repeated there crosses
 //! once.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use bytemuck::Pod;
 
 use crate::copy::{Region, Route};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pending::Pending;
 use crate::runtime::Transfer;
 
@@ -51,96 +52,63 @@ impl Crossing {
 }
 
 impl Transfer {
-    /// Enqueues copying a region from memory of another device, whose runtime is `peer`, and returns; the result says which way it goes.
-    /// Elements with gaps between them are collected in memory of their device first, and brought to their places from memory of the other
-    /// one, which takes memory for as many elements there; those that the region repeats cross once. The host waits where
-    /// [`Transfer::copy_from_peer`] does, and by way of the host until all have crossed.
-    ///
-    /// # Errors
-    /// A region that reaches beyond either end or writes a place twice, when device memory runs out, and as [`Transfer::copy_from_peer`].
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// use aquifer_transfer::{Region, Transfer};
-    /// let mut transfers = Vec::new();
-    /// for ordinal in 0..2 {
-    ///     let device = Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)));
-    ///     transfers.push(Transfer::new(&Allocator::new(&device, Config::default())?)?);
-    /// }
-    /// let streams = [transfers[0].device().stream()?, transfers[1].device().stream()?];
-    /// let from = transfers[0].to_device(vec![1u32, 2, 3, 4, 5, 6], &streams[0])?.wait()?;
-    /// let mut column: DeviceBuffer<u32> = transfers[1].allocator().alloc_buffer(2, &streams[1])?;
-    /// // The second column of a 2 × 3 matrix.
-    /// let region = Region { extents: &[2], from_strides: &[3], to_strides: &[1] };
-    /// transfers[1].copy_region_from_peer(&from.slice(1..)?, &transfers[0], &mut column, &region)?.wait()?;
-    /// assert_eq!(transfers[1].to_vec(&column)?.wait()?, [2, 5]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    #[track_caller]
-    pub fn copy_region_from_peer<T: Pod + Send + Sync>(
+    /// Enqueues copying a region from another device by the route, for a transfer that [`Transfer::count_from_peer`] counts.
+    pub(super) fn region_from_peer<T: Pod + Send + Sync>(
         &self,
-        from: &DeviceBuffer<T>,
+        from: &Buffer<T>,
         peer: &Transfer,
-        to: &mut DeviceBuffer<T>,
+        to: &mut Buffer<T>,
         region: &Region<'_>,
+        route: Route,
     ) -> Result<Pending<Route>, TransferError> {
-        let _place = self.called_here();
-        peer.check_device("buffer", from.storage().device_id())?;
-        self.check_device("buffer", to.storage().device_id())?;
-        let route = self.route_from(peer)?;
-        if route == Route::Same {
-            return Ok(self.copy_region(from, to, region)?.map(move |()| route));
-        }
-        let Some(plan) = region.plan()? else { return Ok(Pending::ready(self.shared(), route)) };
-        plan.check_reach(from.len(), to.len())?;
         let there = peer.on(peer.next_stream(Direction::OnDevice))?;
         let here = self.on(self.next_stream(Direction::OnDevice))?;
-        let pending = here.bring_region(from, &there, to, region, route)?;
-        self.count_from_peer(route, plan.elements * size_of::<T>() as u64);
-        Ok(pending)
+        here.bring_region(from, &there, to, region, route)
     }
 
     /// Enqueues the parts of copying a region from another device, none of which is counted; see [`Transfer::count_from_peer`].
     fn bring_region<T: Pod + Send + Sync>(
         &self,
-        from: &DeviceBuffer<T>,
+        from: &Buffer<T>,
         peer: &Transfer,
-        to: &mut DeviceBuffer<T>,
+        to: &mut Buffer<T>,
         region: &Region<'_>,
         route: Route,
     ) -> Result<Pending<Route>, TransferError> {
         let crossing = Crossing::of(region);
-        let dense = peer.collected(from, region, &crossing)?;
+        let count = host_vec::len_of(crossing.count, size_of::<T>() as u64)?;
+        let dense = peer.collected(from, region, &crossing, count)?;
         if crossing.dense == crossing.repeated && crossing.lies_so(region.to_strides) {
-            return self.begin_from_peer(&dense, peer, &mut to.slice(..crossing.count)?, route);
+            let mut to = to.try_slice_mut(..count)?;
+            return self.begin_from_peer(&dense, peer, &mut to, route);
         }
         let stream = self.next_stream(Direction::OnDevice);
-        let mut arrived: DeviceBuffer<T> = self.allocator().alloc_buffer(crossing.count, stream)?;
+        let mut arrived: Buffer<T> = self.allocator().alloc(count, stream)?;
         let copied = self.begin_from_peer(&dense, peer, &mut arrived, route)?;
         if !copied.is_enqueued() {
             // It may fail yet, and then there is nothing to spread out.
             copied.wait()?;
         }
         let spread = Region { from_strides: &crossing.repeated, ..*region };
-        let (spread, _bytes) = self.begin_region(&arrived, to, &spread)?;
-        Ok(spread.map(move |()| route))
+        self.enqueue_copy(&arrived, to, Some(&spread))?;
+        Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), route))
     }
 
     /// The elements of a region without gaps or repetitions: where they lie, if they have none, else in new memory.
     fn collected<T: Copy>(
         &self,
-        from: &DeviceBuffer<T>,
+        from: &Buffer<T>,
         region: &Region<'_>,
         crossing: &Crossing,
-    ) -> Result<DeviceBuffer<T>, TransferError> {
+        count: usize,
+    ) -> Result<Buffer<T>, TransferError> {
         if crossing.lies_so(region.from_strides) {
-            return Ok(from.slice(..crossing.count)?);
+            return Ok(from.try_slice(..count)?.share());
         }
-        let mut dense = self.allocator().alloc_buffer(crossing.count, self.next_stream(Direction::OnDevice))?;
+        let mut dense = self.allocator().alloc(count, self.next_stream(Direction::OnDevice))?;
         let region =
             Region { extents: &crossing.extents, from_strides: region.from_strides, to_strides: &crossing.dense };
-        let _enqueued = self.begin_region(from, &mut dense, &region)?;
+        self.enqueue_copy(from, &mut dense, Some(&region))?;
         Ok(dense)
     }
 }
@@ -186,10 +154,10 @@ mod tests {
         for region in &regions {
             let [mut expected, mut crossed] = [(one, stream), (two, elsewhere)]
                 .map(|(transfer, stream)| transfer.to_device(vec![7u32; 1000], stream).unwrap().wait().unwrap());
-            one.copy_region(&from, &mut expected, region).unwrap().wait().unwrap();
+            one.copy(region.of(&from), &mut expected).unwrap().wait().unwrap();
             let counted = || [one, two].map(|transfer| transfer.counters().on_device);
             let [at_source, mut here] = counted();
-            let route = two.copy_region_from_peer(&from, one, &mut crossed, region).unwrap().wait().unwrap();
+            let route = two.copy(region.of(&from), &mut crossed).unwrap().wait().unwrap();
             assert_eq!(route, Route::Peer);
             // Where it was asked for, as one copy of its elements, whatever it is made of.
             let elements: u64 = region.extents.iter().product();
@@ -199,14 +167,11 @@ mod tests {
             let content = two.to_vec(&crossed).unwrap().wait().unwrap();
             assert_eq!(content, one.to_vec(&expected).unwrap().wait().unwrap(), "{region:?}");
         }
-        let mut to = from.clone();
+        let mut to = from.share();
         let beyond = Region { extents: &[11], from_strides: &[100], to_strides: &[1] };
-        assert!(matches!(
-            two.copy_region_from_peer(&from, one, &mut to, &beyond),
-            Err(TransferError::WrongDevice { .. })
-        ));
-        let mut to = two.allocator().alloc_buffer::<u32>(11, elsewhere).unwrap();
-        let refused = two.copy_region_from_peer(&from, one, &mut to, &beyond);
+        assert!(matches!(two.copy(beyond.of(&from), &mut to), Err(TransferError::WrongDevice { .. })));
+        let mut to = two.allocator().alloc::<u32>(11, elsewhere).unwrap();
+        let refused = two.copy(beyond.of(&from), &mut to);
         assert!(matches!(refused, Err(TransferError::OutOfBounds { .. })), "{refused:?}");
         worlds.iter().for_each(|(sim, ..)| assert_eq!(sim.take_violations(), []));
     }

@@ -16,7 +16,7 @@ use crate::error::TransferError;
 /// `from` repeats elements.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+/// use aquifer_allocator::{Allocator, Config, Buffer};
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
 /// use aquifer_transfer::{Region, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -24,9 +24,9 @@ use crate::error::TransferError;
 /// let stream = device.stream()?;
 /// let host = transfer.pinned().alloc_from(&[1u32, 2, 3, 4, 5, 6])?;
 /// // The rows of a 2 × 3 matrix become the columns of a 3 × 2 one.
-/// let mut transposed: DeviceBuffer<u32> = transfer.allocator().alloc_buffer(6, &stream)?;
+/// let mut transposed: Buffer<u32> = transfer.allocator().alloc(6, &stream)?;
 /// let region = Region { extents: &[2, 3], from_strides: &[3, 1], to_strides: &[1, 2] };
-/// let _ = transfer.upload_region(&host, &mut transposed, &region)?;
+/// let _ = transfer.upload(region.of(&host), &mut transposed)?;
 /// assert_eq!(transfer.to_vec(&transposed)?.wait()?, [1, 4, 2, 5, 3, 6]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -65,6 +65,54 @@ pub(super) struct Plan {
 
 /// Rows of which the places are compared, one with another, where both ends of a region lie in one piece of memory.
 const ROWS_COMPARED: u64 = 1 << 20;
+
+impl Plan {
+    /// The plan of a copy of a region, or of all of two ends of `from_len` and `to_len` elements; `None` where there is
+    /// nothing to copy.
+    ///
+    /// # Errors
+    /// Without a region, ends of different lengths. A region that reaches beyond either end, or writes a place twice.
+    pub(super) fn of(
+        region: Option<&Region<'_>>,
+        from_len: usize,
+        to_len: usize,
+    ) -> Result<Option<Plan>, TransferError> {
+        let (from_len, to_len) = (from_len as u64, to_len as u64);
+        match region {
+            None if from_len != to_len => Err(TransferError::LengthMismatch { from: from_len, to: to_len }),
+            None => Ok((to_len > 0).then(|| Plan::dense(to_len))),
+            Some(region) => {
+                let plan = region.plan()?;
+                plan.iter().try_for_each(|plan| plan.check_reach(from_len, to_len))?;
+                Ok(plan)
+            }
+        }
+    }
+
+    /// All of so many elements.
+    pub(super) fn dense(len: u64) -> Plan {
+        Plan {
+            width: len,
+            height: 1,
+            from_pitch: len,
+            to_pitch: len,
+            outer: Vec::new(),
+            from_reach: len,
+            to_reach: len,
+            elements: len,
+        }
+    }
+
+    /// Whether the elements lie without gaps at either end.
+    pub(super) fn is_dense(&self) -> bool {
+        self.width == self.elements
+    }
+
+    /// Size of all elements in bytes.
+    pub(super) fn bytes<T>(&self) -> u64 {
+        self.elements.saturating_mul(size_of::<T>() as u64)
+    }
+}
 
 impl Region<'_> {
     /// `None` where there is nothing to copy.
@@ -218,6 +266,18 @@ impl Plan {
         to: CopyEnd,
         size: u64,
     ) -> Result<(), DeviceError> {
+        if self.is_dense() {
+            let bytes = self.elements * size;
+            let host_bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+            return match (from, to) {
+                // SAFETY: passed on to the caller.
+                (CopyEnd::Host(from), CopyEnd::Device(to)) => unsafe { stream.upload(to, from, host_bytes) },
+                // SAFETY: passed on to the caller.
+                (CopyEnd::Device(from), CopyEnd::Host(to)) => unsafe { stream.download(to, from, host_bytes) },
+                (CopyEnd::Device(from), CopyEnd::Device(to)) => stream.copy(to, from, bytes),
+                (CopyEnd::Host(_), CopyEnd::Host(_)) => unreachable!("one end is the device's"),
+            };
+        }
         self.pieces(|from_at, to_at| {
             let copy = Copy2d {
                 dst: further(to, to_at * size),

@@ -195,7 +195,7 @@ impl Checkpoint {
         let source = self.source(wanted.entry, stored, crossing)?;
         let transfer = small.transfer().clone();
         let stream = transfer.next_stream(Direction::Upload).clone();
-        let mut buffer = transfer.allocator().alloc_buffer::<u8>(source.bytes(), &stream)?;
+        let mut buffer = transfer.alloc_bytes(source.bytes(), &stream)?;
         let (_, uploaded) = transfer.on(&stream)?.stage_upload(source, &mut buffer)?;
         Ok(Step::OnWay(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;

@@ -55,7 +55,7 @@ impl Small {
 
     /// Adds a tensor of these elements, and gives it; it is there when they are sent.
     pub(super) fn add(&mut self, elements: &[u8], dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
-        let mut buffer = self.transfer.allocator().alloc_buffer::<u8>(elements.len() as u64, &self.stream)?;
+        let mut buffer = self.transfer.allocator().alloc::<u8>(elements.len(), &self.stream)?;
         self.batch.upload(elements, &mut buffer)?;
         self.tensors += 1;
         self.bytes += elements.len() as u64;

@@ -114,7 +114,7 @@ fn errors_and_panics_of_the_source_arrive_in_its_order() {
     let prefetcher = Prefetcher::try_new(source, &stand.transfer, &stand.stream, 2).unwrap();
     let texts: Vec<String> = prefetcher
         .map(|batch| match batch {
-            Ok(batch) => stand.transfer.item(&batch, 7).unwrap().to_string(),
+            Ok(batch) => stand.transfer.item(&batch.slice(7..=7)).unwrap().to_string(),
             Err(error) => error.to_string(),
         })
         .collect();
@@ -216,9 +216,9 @@ fn a_lost_device_ends_it_with_the_error() {
 struct Picky(bool);
 
 impl Batch for Picky {
-    type OnDevice = DeviceBuffer<u8>;
+    type OnDevice = Buffer<u8>;
 
-    fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<u8>>, TransferError> {
+    fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, TransferError> {
         if self.0 { vec![1u8; 100].send(to) } else { Err(TransferError::Unsupported { what: "another batch" }) }
     }
 }
@@ -242,9 +242,9 @@ fn batches_that_cannot_be_sent_keep_no_places() {
 fn a_batch_that_panics_is_the_last() {
     struct Panics;
     impl Batch for Panics {
-        type OnDevice = DeviceBuffer<u8>;
+        type OnDevice = Buffer<u8>;
 
-        fn send(self, _: &Transfer) -> Result<Pending<DeviceBuffer<u8>>, TransferError> {
+        fn send(self, _: &Transfer) -> Result<Pending<Buffer<u8>>, TransferError> {
             panic!("no way")
         }
     }
@@ -294,7 +294,7 @@ fn a_failed_copy_loses_its_batch_alone() {
     let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 1).unwrap();
     let mut seen = Vec::new();
     let first = prefetcher.next().unwrap().unwrap();
-    seen.push(stand.transfer.item(&first, 0).unwrap());
+    seen.push(stand.transfer.item(&first.slice(0..=0)).unwrap());
     // The others come after the fault is set up, so it strikes the first of them.
     stand.driver.inject(Fault::Nth {
         operation: Some(aquifer_device::Operation::CopyToDevice),
@@ -306,7 +306,7 @@ fn a_failed_copy_loses_its_batch_alone() {
     let mut failed = 0;
     for batch in prefetcher {
         match batch {
-            Ok(batch) => seen.push(stand.transfer.item(&batch, 0).unwrap()),
+            Ok(batch) => seen.push(stand.transfer.item(&batch.slice(0..=0)).unwrap()),
             Err(error) => {
                 assert!(error.is_out_of_memory(), "{error}");
                 failed += 1;
@@ -329,7 +329,8 @@ fn copies_hide_behind_computing_and_the_other_way_round() {
         let ready: Vec<PinnedBuffer<u8>> = (0..steps).map(|_| pool.alloc(bytes).unwrap()).collect();
         let copy_ns = {
             let timer = crate::timer::Timer::start(&stand.device, &stand.stream).unwrap();
-            let mut to = stand.transfer.allocator().alloc_buffer::<u8>(bytes as u64, &stand.stream).unwrap();
+            let mut to =
+                stand.transfer.allocator().alloc::<u8>(usize::try_from(bytes as u64).unwrap(), &stand.stream).unwrap();
             drop(stand.transfer.on(&stand.stream).unwrap().upload(&ready[0], &mut to).unwrap());
             timer.stop(&stand.stream).unwrap().wait().unwrap().as_nanos()
         };

@@ -33,8 +33,9 @@ fn stand_with(sim: SimConfig, config: Config) -> Stand {
 
 impl Stand {
     /// A buffer of `mib` MiB of a value.
-    fn filled(&self, mib: u64, value: u32) -> DeviceBuffer<u32> {
-        let mut buffer = self.transfer.allocator().alloc_buffer(mib * MIB / 4, &self.stream).unwrap();
+    fn filled(&self, mib: u64, value: u32) -> Buffer<u32> {
+        let mut buffer =
+            self.transfer.allocator().alloc(usize::try_from(mib * MIB / 4).unwrap(), &self.stream).unwrap();
         self.kernels.fill(&self.stream, &mut buffer, value).unwrap();
         buffer
     }
@@ -84,7 +85,7 @@ fn what_is_in_use_or_has_other_handles_stays() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let (used, shared) = (stand.filled(20, 1), stand.filled(20, 2));
-    let other = shared.clone();
+    let other = shared.share();
     let (used, shared) = (spiller.add(used, 0).unwrap(), spiller.add(shared, 0).unwrap());
     let access = used.access(&stand.stream).unwrap();
     let refused = stand.transfer.allocator().alloc_bytes(40 * MIB, &stand.stream);
@@ -105,7 +106,7 @@ fn what_is_in_use_or_has_other_handles_stays() {
 fn what_another_allocator_has_is_refused() {
     let stand = stand(64);
     let other = Allocator::new(stand.transfer.device(), Config::default()).unwrap();
-    let theirs: DeviceBuffer<u8> = other.alloc_buffer(1000, &stand.stream).unwrap();
+    let theirs: Buffer<u8> = other.alloc(1000, &stand.stream).unwrap();
     let refused = Spiller::new(&stand.transfer, 0).add(theirs, 0).unwrap_err();
     assert!(refused.to_string().contains("the buffer belongs to another allocator of"), "{refused}");
     stand.quiet();
@@ -251,7 +252,7 @@ fn many_threads_use_more_than_there_is() {
                     let n = (thread * 5 + step * 3) % 8;
                     // Each holds one at a time, so that four of 12 MiB always fit.
                     let Ok(access) = buffers[n].access(&stream) else { continue };
-                    let first = stand.transfer.item(&access, 0).unwrap();
+                    let first = stand.transfer.item(&access.slice(0..=0)).unwrap();
                     assert_eq!(first, u32::try_from(n).unwrap());
                 }
             });
@@ -301,12 +302,12 @@ proptest! {
         let spiller = Spiller::new(&stand.transfer, 0);
         let mut model: Vec<(Arc<Spillable<u32>>, u32)> = Vec::new();
         let mut allocated = Vec::new();
-        let mut held: Vec<DeviceBuffer<u32>> = Vec::new();
+        let mut held: Vec<Buffer<u32>> = Vec::new();
         let at = |n: usize, model: &[(Arc<Spillable<u32>>, u32)]| n % model.len().max(1);
         for step in steps {
             match step {
                 Step::Add(mib, priority) => {
-                    let Ok(mut buffer) = stand.transfer.allocator().alloc_buffer(mib * MIB / 4, &stand.stream) else { continue };
+                    let Ok(mut buffer) = stand.transfer.allocator().alloc(usize::try_from(mib * MIB / 4).unwrap(), &stand.stream) else { continue };
                     let value = u32::try_from(model.len()).unwrap();
                     stand.kernels.fill(&stand.stream, &mut buffer, value).unwrap();
                     model.push((Arc::new(spiller.add(buffer, priority).unwrap()), value));
@@ -321,7 +322,7 @@ proptest! {
                 Step::Read(n) if !model.is_empty() => {
                     let (spillable, expected) = &model[at(n, &model)];
                     let Ok(access) = spillable.access(&stand.stream) else { continue };
-                    prop_assert_eq!(stand.transfer.item(&access, access.len() - 1).unwrap(), *expected);
+                    prop_assert_eq!(stand.transfer.item(&access.slice(access.len() - 1..)).unwrap(), *expected);
                 }
                 Step::Spill(n) if !model.is_empty() => drop(model[at(n, &model)].0.spill().unwrap()),
                 Step::Drop(n) if !model.is_empty() => drop(model.remove(at(n, &model))),
@@ -329,7 +330,7 @@ proptest! {
                 Step::Free => drop(allocated.pop()),
                 Step::Hold(n) if !model.is_empty() => {
                     let Ok(access) = model[at(n, &model)].0.access(&stand.stream) else { continue };
-                    held.push(access.clone()); // a handle that outlives the access
+                    held.push(access.share()); // a handle that outlives the access
                 }
                 Step::Release => drop(held.pop()),
                 _ => {}

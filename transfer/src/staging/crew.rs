@@ -134,7 +134,7 @@ impl Hands<Arc<Work>, Chunk, Tick, Arc<OnHost>> for Arc<Crew> {
         }
         drop(after.surplus);
         // The job may have had the last buffer of an allocator that nobody else has any more.
-        aquifer_allocator::close_abandoned();
+        aquifer_allocator::internal::close_abandoned();
     }
 
     fn copy_on_host(&self, piece: &copies::Piece<Arc<OnHost>>) -> Result<(), TransferError> {
@@ -158,7 +158,7 @@ impl Hands<Arc<Work>, Chunk, Tick, Arc<OnHost>> for Arc<Crew> {
                 crew.floor.work(&crew);
                 drop(crew);
             });
-            aquifer_allocator::close_abandoned();
+            aquifer_allocator::internal::close_abandoned();
         });
         match started {
             Ok(_) => Ok(()),

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Stream};
 
@@ -20,6 +20,7 @@ use super::virtual_crew::Play;
 use super::work::{DeviceEnd, HostEnd, Work};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pinned::{PinnedConfig, PinnedPool};
 
 /// A staged transfer to be played in virtual time.
@@ -170,7 +171,7 @@ pub(super) struct Stage {
     pub(super) sim: Arc<SimDriver>,
     pub(super) pool: PinnedPool,
     stream: Stream,
-    buffer: DeviceBuffer<u8>,
+    buffer: Buffer<u8>,
     content: Arc<MadeUp>,
 }
 
@@ -181,7 +182,7 @@ impl Stage {
         let device = Device::new(sim.clone());
         let allocator = Allocator::new(&device, Config::default())?;
         let stream = device.stream()?;
-        let buffer = allocator.alloc_buffer(bytes, &stream)?;
+        let buffer = allocator.alloc(host_vec::len_of(bytes, 1)?, &stream)?;
         let pool = PinnedPool::new(&device, PinnedConfig::default())?;
         Ok(Stage { sim, pool, stream, buffer, content: Arc::new(MadeUp::new(bytes)) })
     }

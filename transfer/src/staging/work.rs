@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
-use aquifer_allocator::{Claim, DeviceBuffer};
+use aquifer_allocator::{Buffer, Claim};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::caller;
 use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
@@ -44,7 +44,7 @@ impl DeviceEnd {
     ///
     /// # Errors
     /// As [`Claim::take`].
-    pub(crate) fn claim<T: Copy>(buffer: &DeviceBuffer<T>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
+    pub(crate) fn claim<T: Copy>(buffer: &Buffer<T>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
         DeviceEnd::claim_rows(buffer, Spread::dense(buffer.bytes()), kind)
     }
 
@@ -53,7 +53,7 @@ impl DeviceEnd {
     /// # Errors
     /// As [`Claim::take`].
     pub(crate) fn claim_rows<T: Copy>(
-        buffer: &DeviceBuffer<T>,
+        buffer: &Buffer<T>,
         spread: Spread,
         kind: AccessKind,
     ) -> Result<DeviceEnd, TransferError> {

@@ -1,6 +1,6 @@
 //! Making tensors.
 
-use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::AccessKind;
 use aquifer_kernels::{DType, Target};
 
@@ -59,14 +59,15 @@ impl Tensor {
     /// # Errors
     /// A turn of this thread with the memory, a shape of another number of elements, and memory of another device than the runtime's.
     pub fn from_buffer<T: Scalar>(
-        buffer: &DeviceBuffer<T>,
+        buffer: &Buffer<T>,
         shape: &[u64],
         transfer: &Transfer,
     ) -> Result<Tensor, TransferError> {
         transfer.check_device("buffer", buffer.storage().device_id())?;
         let layout = Layout::row_major(shape)?;
-        check_len(&layout, buffer.len())?;
-        let bytes = buffer.cast().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+        check_len(&layout, buffer.len() as u64)?;
+        let bytes = buffer.reinterpret::<u8>();
+        let bytes = bytes.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?.share();
         buffer.storage().take_over()?;
         Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
@@ -90,7 +91,7 @@ impl Tensor {
             }
             Place::Device(transfer) => {
                 let stream = transfer.next_stream(Direction::OnDevice).clone();
-                Memory::Device(DeviceMemory { buffer: transfer.allocator().alloc_buffer(bytes, &stream)?, transfer })
+                Memory::Device(DeviceMemory { buffer: transfer.alloc_bytes(bytes, &stream)?, transfer })
             }
         };
         Tensor::new(memory, dtype, layout)
@@ -149,8 +150,7 @@ impl Tensor {
             }
             Place::Device(transfer) => {
                 let stream = transfer.next_stream(Direction::OnDevice).clone();
-                let mut buffer: DeviceBuffer<u8> =
-                    transfer.allocator().alloc_buffer(bytes_of(&layout, T::DTYPE)?, &stream)?;
+                let mut buffer: Buffer<u8> = transfer.alloc_bytes(bytes_of(&layout, T::DTYPE)?, &stream)?;
                 transfer.kernels()?.fill(&stream, Target::of_bytes(&mut buffer, T::DTYPE), value)?;
                 Memory::Device(DeviceMemory { buffer, transfer })
             }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_kernels::{DType, Operand, Target};
 
@@ -37,10 +37,10 @@ impl Tensor {
         let stream = on(to, stream)?.next_stream(Direction::Upload).clone();
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let sent = self.sent()?;
-        let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(bytes_of(&sent.dense()?, crossing)?, &stream)?;
+        let mut buffer: Buffer<u8> = to.alloc_bytes(bytes_of(&sent.dense()?, crossing)?, &stream)?;
         let (uploaded, enqueued) = self.upload_sent(&to.on(&stream)?, &sent, crossing, &mut buffer)?;
         let layout = sent.layout;
-        let finish = move |to: Transfer, stream: Stream, buffer: DeviceBuffer<u8>| {
+        let finish = move |to: Transfer, stream: Stream, buffer: Buffer<u8>| {
             let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, &stream)? };
             Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
         };
@@ -58,7 +58,7 @@ impl Tensor {
         to: &Transfer,
         sent: &Sent,
         crossing: DType,
-        buffer: &mut DeviceBuffer<u8>,
+        buffer: &mut Buffer<u8>,
     ) -> Result<(Pending<()>, bool), TransferError> {
         let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
         match (&self.memory, as_it_lies) {
@@ -98,7 +98,7 @@ impl Tensor {
         &self,
         own: &PinnedHost,
         to: &Transfer,
-        buffer: &mut DeviceBuffer<u8>,
+        buffer: &mut Buffer<u8>,
     ) -> Result<Pending<()>, TransferError> {
         let size = self.dtype.bytes();
         let merged = self.layout.merged();
@@ -109,7 +109,7 @@ impl Tensor {
         let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
         let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
         let from = own.buffer.slice(self.byte_range(merged.offset(), merged.span()))?;
-        to.upload_region(from, buffer, &region)
+        to.upload(region.of(from), buffer)
     }
 
     pub(super) fn download(
@@ -125,14 +125,12 @@ impl Tensor {
         let (layout, buffer) = self.send_from(own, &from, crossing, &stream)?;
         let landed = match place {
             Place::Pinned(pool) if pool.device().id() == from.device().id() => {
-                let len = usize::try_from(buffer.bytes())
-                    .map_err(|_| TransferError::LengthOverflow { len: buffer.bytes(), size: 1 })?;
-                let (mut host, pool) = (pool.alloc::<u8>(len)?, pool.clone());
+                let (mut host, pool) = (pool.alloc::<u8>(buffer.len())?, pool.clone());
                 let downloaded = from.download(&buffer, &mut host)?;
                 downloaded.map(move |()| Memory::Pinned(PinnedHost { buffer: Arc::new(host), pool }))
             }
             _ => by_dtype!(crossing, T => {
-                let typed = buffer.cast::<T>();
+                let typed = buffer.reinterpret::<T>();
                 let typed = typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
                 from.to_vec(&typed)?.map(|elements| Memory::Host(HostMemory::of::<T, Vec<T>>(elements)))
             }),
@@ -154,7 +152,7 @@ impl Tensor {
         transfer: &Transfer,
         crossing: DType,
         stream: &Stream,
-    ) -> Result<(Layout, DeviceBuffer<u8>), TransferError> {
+    ) -> Result<(Layout, Buffer<u8>), TransferError> {
         let sent = self.sent()?;
         let buffer = match sent.first {
             Some(first) => own.elements(self.dtype, first, sent.count)?,
@@ -189,8 +187,8 @@ impl Tensor {
         let there = on(to, stream)?.next_stream(Direction::OnDevice).clone();
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
-        let mut buffer: DeviceBuffer<u8> = to.allocator().alloc_buffer(from.bytes(), &there)?;
-        let copied = to.on(&there)?.copy_from_peer(&from, &own.transfer.on(&here)?, &mut buffer)?;
+        let mut buffer: Buffer<u8> = to.alloc_bytes(from.bytes(), &there)?;
+        let copied = to.on(&there)?.copy_from(&own.transfer.on(&here)?, &from, &mut buffer, None)?;
         let finish = move |to: Transfer, stream: &Stream| {
             let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, stream)? };
             Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
@@ -213,9 +211,9 @@ impl PinnedHost {
 }
 
 /// Uploads a part of shared host memory: what is small at once, and more through the staging ring.
-fn upload_part(to: &Transfer, from: HostPart, buffer: &mut DeviceBuffer<u8>) -> Result<Pending<()>, TransferError> {
+fn upload_part(to: &Transfer, from: HostPart, buffer: &mut Buffer<u8>) -> Result<Pending<()>, TransferError> {
     if from.len() <= UNSTAGED_BYTES {
-        return to.upload_small(from.bytes()?, buffer);
+        return to.upload_borrowed(from.bytes()?, buffer, None);
     }
     Ok(to.stage_upload(Arc::new(from), buffer)?.1)
 }
@@ -223,13 +221,13 @@ fn upload_part(to: &Transfer, from: HostPart, buffer: &mut DeviceBuffer<u8>) -> 
 /// Enqueues converting elements to new memory, allocated for `stream`.
 fn cast(
     transfer: &Transfer,
-    from: &DeviceBuffer<u8>,
+    from: &Buffer<u8>,
     from_dtype: DType,
     to_dtype: DType,
     stream: &Stream,
-) -> Result<DeviceBuffer<u8>, TransferError> {
+) -> Result<Buffer<u8>, TransferError> {
     let count = from.bytes() / from_dtype.bytes();
-    let mut to: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(count.saturating_mul(to_dtype.bytes()), stream)?;
+    let mut to: Buffer<u8> = transfer.alloc_bytes(count.saturating_mul(to_dtype.bytes()), stream)?;
     let kernels = transfer.kernels()?;
     kernels.cast(stream, Operand::of_bytes(from, from_dtype), Target::of_bytes(&mut to, to_dtype))?;
     Ok(to)

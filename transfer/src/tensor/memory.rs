@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Device;
 use aquifer_kernels::{DType, Element};
 use bytemuck::Pod;
@@ -13,6 +13,7 @@ use half::{bf16, f16};
 use super::place::Place;
 use crate::copy::Owned;
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::runtime::Transfer;
 
@@ -36,10 +37,16 @@ pub(crate) struct PinnedHost {
 }
 
 /// Device memory, and what copies to and from it.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct DeviceMemory {
-    pub(crate) buffer: DeviceBuffer<u8>,
+    pub(crate) buffer: Buffer<u8>,
     pub(crate) transfer: Transfer,
+}
+
+impl Clone for DeviceMemory {
+    fn clone(&self) -> DeviceMemory {
+        DeviceMemory { buffer: self.buffer.share(), transfer: self.transfer.clone() }
+    }
 }
 
 impl HostMemory {
@@ -158,10 +165,15 @@ impl DeviceMemory {
     }
 
     /// The part that elements `start..start + len` of a dtype lie in.
-    pub(crate) fn elements(&self, dtype: DType, start: u64, len: u64) -> Result<DeviceBuffer<u8>, TransferError> {
+    pub(crate) fn elements(&self, dtype: DType, start: u64, len: u64) -> Result<Buffer<u8>, TransferError> {
         let size = dtype.bytes();
-        Ok(self.buffer.slice(start * size..(start + len) * size)?)
+        part_of(&self.buffer, start * size..(start + len) * size)
     }
+}
+
+/// Some bytes of a buffer, sharing its memory.
+pub(super) fn part_of(buffer: &Buffer<u8>, bytes: Range<u64>) -> Result<Buffer<u8>, TransferError> {
+    Ok(buffer.try_slice(host_vec::len_of(bytes.start, 1)?..host_vec::len_of(bytes.end, 1)?)?.share())
 }
 
 impl fmt::Debug for HostMemory {

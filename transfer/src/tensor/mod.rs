@@ -24,7 +24,7 @@ mod write;
 use std::fmt;
 use std::ops::Range;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_device::sim::CalledFrom;
 use aquifer_kernels::DType;
@@ -113,7 +113,7 @@ impl Tensor {
 
     /// A tensor of device memory that nobody else has.
     pub(crate) fn on_device(
-        buffer: DeviceBuffer<u8>,
+        buffer: Buffer<u8>,
         transfer: &Transfer,
         dtype: DType,
         layout: Layout,
@@ -188,11 +188,11 @@ impl Tensor {
     }
 
     /// The device memory of its elements, typed and sharing it, for kernels and copies of one's own. Use it in turns, or make it ready for a
-    /// stream first ([`DeviceBuffer::ready_on`]).
+    /// stream first ([`Buffer::ready_on`]).
     ///
     /// # Errors
     /// A tensor on the host, of another dtype, or that is not contiguous.
-    pub fn device_buffer<T: Scalar>(&self) -> Result<DeviceBuffer<T>, TransferError> {
+    pub fn device_buffer<T: Scalar>(&self) -> Result<Buffer<T>, TransferError> {
         self.check_dtype(T::DTYPE)?;
         let Memory::Device(memory) = &self.memory else {
             return Err(TransferError::NotOnDevice { place: self.place().to_string() });
@@ -201,7 +201,8 @@ impl Tensor {
             return Err(self.not_contiguous());
         }
         let bytes = memory.elements(self.dtype, self.first(), self.len())?;
-        bytes.cast().ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })
+        let typed = bytes.reinterpret().map(|view| view.share());
+        typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })
     }
 
     /// The indices `range` of a dimension, sharing the memory.

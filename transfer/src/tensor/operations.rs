@@ -4,7 +4,7 @@
 //! the caller does it ([`Tensor::to`], [`Tensor::to_dtype`], [`Tensor::broadcast`]). Errors name every operand. Results are new memory on
 //! the operands' device, allocated for the stream that computes them. Operands that are not contiguous are made so first, on the device.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, Kernels, Operand, Target};
 
@@ -59,7 +59,7 @@ impl Tensor {
         operands.same_shape()?;
         let (y, x) = (self.dense(transfer, stream)?, x.dense(transfer, stream)?);
         let mut to = operands.result(transfer, self.dtype, self.shape())?;
-        let _copied = transfer.on(stream)?.copy(&y, &mut to)?;
+        transfer.on(stream)?.fill_from(&y, &mut to)?;
         transfer.kernels()?.axpy(
             stream,
             a,
@@ -110,7 +110,7 @@ impl Tensor {
         let transfer = operands.check()?;
         let from = self.dense(transfer, stream)?;
         let dtype = self.dtype.of_sum();
-        let mut scratch: DeviceBuffer<u64> = transfer.allocator().alloc_buffer(Kernels::SUM_SCRATCH_LEN, stream)?;
+        let mut scratch: Buffer<u64> = transfer.allocator().alloc(Kernels::SUM_SCRATCH_LEN, stream)?;
         let mut to = operands.result(transfer, dtype, &[])?;
         transfer.kernels()?.reduce_sum(
             stream,
@@ -122,7 +122,7 @@ impl Tensor {
     }
 
     /// The elements, contiguous: shared where they are, else collected in new memory.
-    pub(super) fn dense(&self, transfer: &Transfer, stream: &Stream) -> Result<DeviceBuffer<u8>, TransferError> {
+    pub(super) fn dense(&self, transfer: &Transfer, stream: &Stream) -> Result<Buffer<u8>, TransferError> {
         match &self.memory {
             Memory::Device(memory) if self.is_contiguous() => memory.elements(self.dtype, self.first(), self.len()),
             Memory::Device(memory) => pack_on_device(memory, transfer, self.dtype, &self.layout, stream),
@@ -181,16 +181,11 @@ impl<'a> Operands<'a> {
     }
 
     /// Memory for a result.
-    fn result(&self, transfer: &Transfer, dtype: DType, shape: &[u64]) -> Result<DeviceBuffer<u8>, TransferError> {
-        Ok(transfer.allocator().alloc_buffer(bytes_of(&Layout::row_major(shape)?, dtype)?, self.stream)?)
+    fn result(&self, transfer: &Transfer, dtype: DType, shape: &[u64]) -> Result<Buffer<u8>, TransferError> {
+        transfer.alloc_bytes(bytes_of(&Layout::row_major(shape)?, dtype)?, self.stream)
     }
 }
 
-fn of_result(
-    transfer: &Transfer,
-    buffer: DeviceBuffer<u8>,
-    dtype: DType,
-    shape: &[u64],
-) -> Result<Tensor, TransferError> {
+fn of_result(transfer: &Transfer, buffer: Buffer<u8>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
     Tensor::on_device(buffer, transfer, dtype, Layout::row_major(shape)?)
 }

@@ -1,13 +1,15 @@
 //! Packing: elements with gaps between them become dense, in row-major order, on the side where they are; and on devices the other way round.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
 use super::layout::Layout;
 use super::memory::{DeviceMemory, Scalar};
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::runtime::Transfer;
+use crate::tensor::memory::part_of;
 
 /// Dimensions that one launch of the gather or scatter kernel takes.
 const LAUNCH_DIMENSIONS: usize = 4;
@@ -70,9 +72,9 @@ pub(super) fn pack_on_device(
     dtype: DType,
     layout: &Layout,
     stream: &Stream,
-) -> Result<DeviceBuffer<u8>, TransferError> {
+) -> Result<Buffer<u8>, TransferError> {
     let bytes = layout.len().saturating_mul(dtype.bytes());
-    let mut to: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(bytes, stream)?;
+    let mut to: Buffer<u8> = transfer.alloc_bytes(bytes, stream)?;
     pack_to(memory, transfer, dtype, layout, &mut to, stream)?;
     Ok(to)
 }
@@ -83,21 +85,20 @@ pub(super) fn pack_to(
     transfer: &Transfer,
     dtype: DType,
     layout: &Layout,
-    to: &mut DeviceBuffer<u8>,
+    to: &mut Buffer<u8>,
     stream: &Stream,
 ) -> Result<(), TransferError> {
     if layout.is_empty() {
         return Ok(());
     }
     if layout.is_contiguous() {
-        let _enqueued = transfer.on(stream)?.copy(&memory.elements(dtype, layout.offset(), layout.len())?, to)?;
-        return Ok(());
+        return transfer.on(stream)?.fill_from(&memory.elements(dtype, layout.offset(), layout.len())?, to);
     }
     let (kernels, size) = (transfer.kernels()?, dtype.bytes());
     let (strided, starts) = launches(layout)?;
     for (number, start) in (0..).zip(starts) {
         let from = memory.elements(dtype, start, strided.reach())?;
-        let mut part = to.slice(number * strided.len() * size..(number + 1) * strided.len() * size)?;
+        let mut part = part_of(to, number * strided.len() * size..(number + 1) * strided.len() * size)?;
         kernels.gather(stream, Operand::of_bytes(&from, dtype), &strided, Target::of_bytes(&mut part, dtype))?;
     }
     Ok(())
@@ -105,7 +106,7 @@ pub(super) fn pack_to(
 
 /// Enqueues bringing dense elements, which do not meet these places, to the places that a layout names in memory of their device.
 pub(super) fn spread_on_device(
-    from: &DeviceBuffer<u8>,
+    from: &Buffer<u8>,
     memory: &DeviceMemory,
     transfer: &Transfer,
     dtype: DType,
@@ -113,7 +114,7 @@ pub(super) fn spread_on_device(
     stream: &Stream,
 ) -> Result<(), TransferError> {
     let bytes = launches(layout)?.0.len() * dtype.bytes();
-    scatter_all(memory, transfer, dtype, layout, stream, |number| Ok(from.slice(number * bytes..(number + 1) * bytes)?))
+    scatter_all(memory, transfer, dtype, layout, stream, |number| part_of(from, number * bytes..(number + 1) * bytes))
 }
 
 /// Enqueues setting the elements that a layout names to `value`. Takes memory for as many of them as one launch writes.
@@ -125,10 +126,11 @@ pub(super) fn fill_on_device<T: Scalar>(
     stream: &Stream,
 ) -> Result<(), TransferError> {
     let count = launches(layout)?.0.len();
-    let mut values: DeviceBuffer<T> = transfer.allocator().alloc_buffer(count, stream)?;
+    let mut values: Buffer<T> = transfer.allocator().alloc(host_vec::len_of(count, size_of::<T>() as u64)?, stream)?;
     transfer.kernels()?.fill(stream, &mut values, value)?;
-    let values = values.cast::<u8>().ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
-    scatter_all(memory, transfer, T::DTYPE, layout, stream, |_| Ok(values.clone()))
+    let values = values.reinterpret::<u8>();
+    let values = values.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+    scatter_all(memory, transfer, T::DTYPE, layout, stream, |_| Ok(values.share()))
 }
 
 /// Launches the scatter kernel for all of a layout, with what `part` gives for each launch by its number.
@@ -138,7 +140,7 @@ fn scatter_all(
     dtype: DType,
     layout: &Layout,
     stream: &Stream,
-    part: impl Fn(u64) -> Result<DeviceBuffer<u8>, TransferError>,
+    part: impl Fn(u64) -> Result<Buffer<u8>, TransferError>,
 ) -> Result<(), TransferError> {
     if layout.is_empty() {
         return Ok(());

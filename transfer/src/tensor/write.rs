@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 
 use super::memory::{DeviceMemory, Memory, Scalar};
@@ -141,7 +141,7 @@ impl Tensor {
             Memory::Device(other) => {
                 let there = other.transfer.next_stream(Direction::OnDevice).clone();
                 let (_, dense) = from.send_from(other, &other.transfer, self.dtype, &there)?;
-                Ok(Some(transfer.copy_from_peer(&dense, &other.transfer.on(&there)?, &mut to)?.map(|_route| ())))
+                Ok(Some(transfer.copy_from(&other.transfer.on(&there)?, &dense, &mut to, None)?.map(|_route| ())))
             }
             _ => Ok(Some(from.upload_sent(transfer, &sent, self.dtype, &mut to)?.0)),
         }
@@ -174,7 +174,7 @@ impl Tensor {
 }
 
 /// Whether two pieces of device memory have bytes in common.
-fn meet(a: &DeviceBuffer<u8>, b: &DeviceBuffer<u8>) -> bool {
+fn meet(a: &Buffer<u8>, b: &Buffer<u8>) -> bool {
     let (from, to) = (a.ptr().0, b.ptr().0);
     Arc::ptr_eq(a.storage(), b.storage()) && from < to + b.bytes() && to < from + a.bytes()
 }

@@ -1,10 +1,10 @@
 //! Going on with values on the host that were not waited for.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_transfer::{Transfer, TransferError};
 
-fn wrong(transfer: &Transfer, stream: &Stream, device: &DeviceBuffer<f32>) -> Result<f32, TransferError> {
+fn wrong(transfer: &Transfer, stream: &Stream, device: &Buffer<f32>) -> Result<f32, TransferError> {
     transfer.to_vec(device)?.then(stream, |_, values| values[0])
 }
 

@@ -1,11 +1,11 @@
 //! An upload from memory that the host is writing.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_transfer::{PinnedBuffer, Transfer, TransferError};
 
 fn wrong(
     transfer: &Transfer,
-    device: &mut DeviceBuffer<f32>,
+    device: &mut Buffer<f32>,
     mut host: PinnedBuffer<f32>,
 ) -> Result<(), TransferError> {
     let values = host.write()?;

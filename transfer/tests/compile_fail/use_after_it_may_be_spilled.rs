@@ -1,10 +1,10 @@
 //! Device memory that outlives the access that keeps it there.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_transfer::{Spillable, TransferError};
 
-fn wrong<'a>(cache: &'a Spillable<f32>, stream: &Stream) -> Result<&'a DeviceBuffer<f32>, TransferError> {
+fn wrong<'a>(cache: &'a Spillable<f32>, stream: &Stream) -> Result<&'a Buffer<f32>, TransferError> {
     let access = cache.access(stream)?;
     Ok(&access)
 }

@@ -21,7 +21,7 @@ use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::Purpose;
 use crate::backing::paged::{MemoryApart, Owned};
 use crate::backing::segments::Growth;
-use crate::buffer::DeviceBuffer;
+use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
 use crate::heap::kind_of;
@@ -106,7 +106,10 @@ impl Allocator {
     #[track_caller]
     fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
         let memory = if bytes == 0 { self.alloc_bytes(0, stream)? } else { self.alloc_segment(bytes, stream)? };
-        Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), stream)), physical: None })
+        Ok(Exportable {
+            storage: Arc::new(Storage::new(Memory::Block(memory, self.kept_open()), stream)),
+            physical: None,
+        })
     }
 
     #[track_caller]
@@ -255,8 +258,8 @@ impl Exportable {
 
     /// A buffer of as many whole values as there is room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory and keeps
     /// it alive. Work on bare addresses is ordered with other uses of the memory only in a [`crate::Turn`].
-    pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
-        DeviceBuffer::of_all(&self.storage)
+    pub fn buffer<T: Copy>(&self) -> Buffer<T> {
+        Buffer::of_all(&self.storage)
     }
 
     /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does. Streams that take turns with a buffer do not

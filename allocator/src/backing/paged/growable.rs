@@ -24,7 +24,7 @@ use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::retired::Retired;
 use crate::backing::paged::{Gate, MemoryApart, Owned};
-use crate::buffer::DeviceBuffer;
+use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
 use crate::history::Action;
@@ -238,8 +238,8 @@ impl Growable {
     /// A buffer of as many whole values as there is memory for now, for kernels, transfers and [`crate::Turn`]s. The buffer shares the
     /// memory and keeps it alive. It stays valid when this grows, and while it lives this cannot shrink. The buffer's first use is ordered
     /// after the growth, but not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a buffer.
-    pub fn buffer<T: Copy>(&self) -> DeviceBuffer<T> {
-        DeviceBuffer::of_all(&self.storage)
+    pub fn buffer<T: Copy>(&self) -> Buffer<T> {
+        Buffer::of_all(&self.storage)
     }
 
     /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does. Streams that take turns with a buffer do not

@@ -8,7 +8,7 @@ use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
 use shuttle::thread;
 
-use crate::{AllocError, Allocator, Config, Contents, DeviceBuffer, Turn};
+use crate::{AllocError, Allocator, Buffer, Config, Contents, Turn};
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
@@ -90,7 +90,7 @@ fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
 fn work_comes_before_sleep_or_is_refused() {
     explore(|setup| {
         let stream = setup.streams[0].clone();
-        let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(3 * MIB, &stream).unwrap();
+        let buffer: Buffer<u8> = setup.allocator.alloc(3 * MIB, &stream).unwrap();
         let storage = buffer.storage().clone();
         let work = thread::spawn(move || match Turn::take(&stream, &[(&*storage, AccessKind::Write)]) {
             Ok(_turn) => {

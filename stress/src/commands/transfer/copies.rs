@@ -4,9 +4,9 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_allocator::{DeviceBuffer, Turn};
+use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::AccessKind;
-use aquifer_transfer::{PinnedBuffer, Region};
+use aquifer_transfer::{FilePart, Owner, PinnedBuffer, Region};
 use serde::Serialize;
 
 use super::meter::{HOST, Meter, Peer, rate};
@@ -47,11 +47,11 @@ struct Ends {
     ordinary: Vec<u8>,
     /// Twice as long, too.
     shared: Arc<[u8]>,
-    buffer: DeviceBuffer<u8>,
+    buffer: Buffer<u8>,
     /// Twice as long, too.
-    other: DeviceBuffer<u8>,
+    other: Buffer<u8>,
     /// Memory of another device, twice as long.
-    peer: Option<DeviceBuffer<u8>>,
+    peer: Option<Buffer<u8>>,
     file: Option<Temporary>,
 }
 
@@ -73,20 +73,20 @@ const METHODS: &[Method] = &[
         Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
     ("upload", "staged", |meter, ends| {
-        let from = FirstHalf(ends.shared.clone());
-        Ok(meter.transfer.upload_from(from, &mut ends.buffer)?.wait()?)
+        let from = Owner::new(FirstHalf(ends.shared.clone()));
+        Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
     ("upload", "staged rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.upload_region_from(ends.shared.clone(), &mut ends.buffer, &region)?.wait()?)
+        Ok(meter.transfer.upload(region.of(ends.shared.clone()), &mut ends.buffer)?.wait()?)
     }),
     ("upload", "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.upload_region(&ends.pinned, &mut ends.buffer, &region)?.wait()?)
+        Ok(meter.transfer.upload(region.of(&ends.pinned), &mut ends.buffer)?.wait()?)
     }),
     ("upload", "file", |meter, ends| {
         let Some(file) = &ends.file else { return Ok(()) };
-        meter.transfer.read_file_to_device(&file.0, 0, &mut ends.buffer)?.wait()?;
+        meter.transfer.upload(FilePart::new(&file.0), &mut ends.buffer)?.wait()?;
         Ok(())
     }),
     ("download", "driver pinned", |meter, ends| {
@@ -110,30 +110,32 @@ const METHODS: &[Method] = &[
     ("download", "staged rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         let to = std::mem::take(&mut ends.ordinary);
-        ends.ordinary = meter.transfer.download_region_to(&ends.buffer, to, &region)?.wait()?;
+        ends.ordinary = meter.transfer.download(&ends.buffer, region.of(to))?.wait()?;
         Ok(())
     }),
     ("download", "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
-        Ok(meter.transfer.download_region(&ends.buffer, &mut ends.pinned, &region)?.wait()?)
+        Ok(meter.transfer.download(&ends.buffer, region.of(&mut ends.pinned))?.wait()?)
     }),
     ("on device", "copy", |meter, ends| {
-        let mut to = ends.other.slice(..ends.bytes)?;
-        Ok(meter.transfer.copy(&ends.buffer, &mut to)?.wait()?)
+        let len = ends.len();
+        meter.transfer.copy(&ends.buffer, &mut ends.other.slice_mut(..len))?.wait()?;
+        Ok(())
     }),
     ("on device", "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
-        Ok(meter.transfer.copy_region(&ends.buffer, &mut ends.other, &region)?.wait()?)
+        meter.transfer.copy(region.of(&ends.buffer), &mut ends.other)?.wait()?;
+        Ok(())
     }),
     (PEER, "copy", |meter, ends| {
-        let (Some(peer), Some(from)) = (&meter.peer, &ends.peer) else { return Ok(()) };
-        meter.transfer.copy_from_peer(&from.slice(..ends.bytes)?, &peer.transfer, &mut ends.buffer)?.wait()?;
+        let Some(from) = &ends.peer else { return Ok(()) };
+        meter.transfer.copy(&from.slice(..ends.len()), &mut ends.buffer)?.wait()?;
         Ok(())
     }),
     (PEER, "rows", |meter, ends| {
-        let (Some(peer), Some(from)) = (&meter.peer, &ends.peer) else { return Ok(()) };
+        let Some(from) = &ends.peer else { return Ok(()) };
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        meter.transfer.copy_region_from_peer(from, &peer.transfer, &mut ends.buffer, &region)?.wait()?;
+        meter.transfer.copy(region.of(from), &mut ends.buffer)?.wait()?;
         Ok(())
     }),
     (ON_HOST, "copy", |meter, ends| {
@@ -142,7 +144,7 @@ const METHODS: &[Method] = &[
     }),
     (ON_HOST, "rows", |meter, ends| {
         let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.copy_region_on_host(&ends.pinned, &mut ends.aside, &region)?.wait()?)
+        Ok(meter.transfer.copy_on_host(region.of(&ends.pinned), &mut ends.aside)?.wait()?)
     }),
 ];
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_device::sim::SimDriver;
 use aquifer_transfer::{PinnedBuffer, Place, Route, Transfer};
@@ -96,8 +96,8 @@ impl Meter {
         Ok(self.transfer.pinned().alloc_zeroed(usize::try_from(bytes).unwrap_or(usize::MAX))?)
     }
 
-    pub(super) fn buffer(&self, bytes: u64) -> Result<DeviceBuffer<u8>, Failure> {
-        Ok(self.transfer.allocator().alloc_buffer(bytes, &self.stream)?)
+    pub(super) fn buffer(&self, bytes: u64) -> Result<Buffer<u8>, Failure> {
+        Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap(), &self.stream)?)
     }
 
     /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The device is idle before each.
@@ -157,8 +157,8 @@ impl Peer {
         }))
     }
 
-    pub(super) fn buffer(&self, bytes: u64) -> Result<DeviceBuffer<u8>, Failure> {
-        Ok(self.transfer.allocator().alloc_buffer(bytes, &self.stream)?)
+    pub(super) fn buffer(&self, bytes: u64) -> Result<Buffer<u8>, Failure> {
+        Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap(), &self.stream)?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Many small copies: one call each, and together.
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_transfer::Direction;
 use serde::Serialize;
 
@@ -47,7 +47,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             let times = match direction {
                 Direction::Download => downloads(meter, &buffers)?,
                 Direction::OnDevice => on_device(meter, &buffers)?,
-                _ => uploads(meter, buffers.clone())?,
+                _ => uploads(meter, buffers.iter().map(Buffer::share).collect())?,
             };
             let [single, batched] = times.map(|ns| ns / COPIES as f64 / 1e3);
             let row = Row {
@@ -90,9 +90,9 @@ fn told(pay_below: Option<u64>) -> String {
 }
 
 /// Nanoseconds of all copies: one call each from page-locked memory, and packed together from ordinary memory.
-fn uploads(meter: &Meter, mut buffers: Vec<DeviceBuffer<u8>>) -> Result<[f64; 2], Failure> {
-    let Some(len) = buffers.first().map(DeviceBuffer::len) else { return Ok([0.0; 2]) };
-    let (pinned, ordinary) = (meter.pinned(len)?, vec![1u8; usize::try_from(len).unwrap_or(0)]);
+fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Failure> {
+    let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
+    let (pinned, ordinary) = (meter.pinned(len as u64)?, vec![1u8; len]);
     let single = meter.time(|| {
         let mut last = None;
         for buffer in &mut buffers {
@@ -111,9 +111,9 @@ fn uploads(meter: &Meter, mut buffers: Vec<DeviceBuffer<u8>>) -> Result<[f64; 2]
     Ok([single, batched])
 }
 
-fn downloads(meter: &Meter, buffers: &[DeviceBuffer<u8>]) -> Result<[f64; 2], Failure> {
-    let Some(len) = buffers.first().map(DeviceBuffer::len) else { return Ok([0.0; 2]) };
-    let mut pinned = buffers.iter().map(|_| meter.pinned(len)).collect::<Result<Vec<_>, _>>()?;
+fn downloads(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure> {
+    let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
+    let mut pinned = buffers.iter().map(|_| meter.pinned(len as u64)).collect::<Result<Vec<_>, _>>()?;
     let single = meter.time(|| {
         let mut last = None;
         for (buffer, pinned) in buffers.iter().zip(&mut pinned) {
@@ -132,15 +132,16 @@ fn downloads(meter: &Meter, buffers: &[DeviceBuffer<u8>]) -> Result<[f64; 2], Fa
     Ok([single, batched])
 }
 
-fn on_device(meter: &Meter, buffers: &[DeviceBuffer<u8>]) -> Result<[f64; 2], Failure> {
-    let Some(len) = buffers.first().map(DeviceBuffer::len) else { return Ok([0.0; 2]) };
-    let mut others = buffers.iter().map(|_| meter.buffer(len)).collect::<Result<Vec<_>, _>>()?;
+fn on_device(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure> {
+    let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
+    let mut others = buffers.iter().map(|_| meter.buffer(len as u64)).collect::<Result<Vec<_>, _>>()?;
     let single = meter.time(|| {
         let mut last = None;
         for (buffer, other) in buffers.iter().zip(&mut others) {
             last = Some(meter.transfer.copy(buffer, other)?);
         }
-        Ok(last.map_or(Ok(()), aquifer_transfer::Pending::wait)?)
+        last.map(aquifer_transfer::Pending::wait).transpose()?;
+        Ok(())
     })?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();

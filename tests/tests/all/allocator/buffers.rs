@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config, Contents, DeviceBuffer, Growable, PoolOptions, Turn};
+use aquifer_allocator::{AllocError, Allocator, Buffer, Config, Contents, Growable, PoolOptions, Turn};
 use aquifer_device::{AccessKind, Device, HandleKind, Stream};
 use aquifer_tests::{MIB, Subject};
 use proptest::prelude::*;
@@ -35,13 +35,13 @@ impl Bench {
     }
 }
 
-fn write(stream: &Stream, buffer: &DeviceBuffer<u8>, value: u8) -> Result<(), AllocError> {
+fn write(stream: &Stream, buffer: &Buffer<u8>, value: u8) -> Result<(), AllocError> {
     let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Write)])?;
     Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
 }
 
 /// The first and the last byte.
-fn ends(stream: &Stream, buffer: &DeviceBuffer<u8>) -> [u8; 2] {
+fn ends(stream: &Stream, buffer: &Buffer<u8>) -> [u8; 2] {
     let mut bytes = [[0], [0]];
     let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
     for (byte, at) in bytes.iter_mut().zip([0, buffer.bytes() - 1]) {
@@ -57,14 +57,14 @@ fn streams_take_turns_with_memory_that_grows() {
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     assert!(cache.buffer::<u8>().is_empty());
     cache.grow_to(10 * MIB, one).unwrap();
-    let small: DeviceBuffer<u8> = cache.buffer();
+    let small: Buffer<u8> = cache.buffer();
     bench.driver.stall(one, Duration::from_millis(5)).unwrap();
     write(one, &small, 1).unwrap();
     assert_eq!(ends(two, &small), [1, 1]);
     cache.grow_to(50 * MIB, two).unwrap();
-    let large: DeviceBuffer<u8> = cache.buffer();
-    assert_eq!((small.len(), large.len(), large.ptr()), (10 * MIB, 50 * MIB, small.ptr()));
-    write(three, &large.slice(10 * MIB..).unwrap(), 2).unwrap();
+    let large: Buffer<u8> = cache.buffer();
+    assert_eq!((small.bytes(), large.bytes(), large.ptr()), (10 * MIB, 50 * MIB, small.ptr()));
+    write(three, &large.slice(10 << 20..), 2).unwrap();
     assert_eq!((ends(one, &large), ends(two, &small)), ([1, 2], [1, 1]));
     drop(cache);
     drop(large);
@@ -79,7 +79,7 @@ fn it_does_not_grow_below_a_turn_of_the_same_thread() {
     let [one, ..] = &bench.streams;
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
-    let buffer: DeviceBuffer<u8> = cache.buffer();
+    let buffer: Buffer<u8> = cache.buffer();
     let turn = Turn::take(one, &[(buffer.storage(), AccessKind::Write)]).unwrap();
     assert!(matches!(cache.grow_to(40 * MIB, one), Err(AllocError::TurnHeld)));
     assert_eq!((cache.bytes(), bench.allocator.reserved_bytes()), (4 * MIB, 4 * MIB));
@@ -96,19 +96,19 @@ fn it_does_not_shrink_below_buffers() {
     let [one, two, _] = &bench.streams;
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(30 * MIB, one).unwrap();
-    let buffer: DeviceBuffer<u32> = cache.buffer();
-    assert_eq!(buffer.len(), 30 * MIB / 4);
+    let buffer: Buffer<u32> = cache.buffer();
+    assert_eq!((buffer.bytes(), buffer.len()), (30 * MIB, (30 << 20) / 4));
     assert!(matches!(cache.shrink_to(20 * MIB, one), Err(AllocError::Shared { .. })));
     assert_eq!((cache.bytes(), bench.allocator.allocated_bytes()), (30 * MIB, 30 * MIB));
     cache.grow_to(40 * MIB, one).unwrap();
     bench.driver.stall(two, Duration::from_secs(1)).unwrap();
-    let bytes = buffer.cast().unwrap();
+    let bytes = buffer.reinterpret().unwrap().share();
     write(two, &bytes, 5).unwrap();
     drop((buffer, bytes));
     cache.shrink_to(2 * MIB, one).unwrap();
-    assert_eq!((cache.bytes(), cache.buffer::<u32>().len()), (2 * MIB, MIB / 2));
+    assert_eq!((cache.bytes(), cache.buffer::<u32>().bytes()), (2 * MIB, 2 * MIB));
     // What it had is not reused before the work of the stream that took its turn is done.
-    let block: DeviceBuffer<u8> = bench.allocator.alloc_buffer(100 * MIB, one).unwrap();
+    let block: Buffer<u8> = bench.allocator.alloc(100 << 20, one).unwrap();
     write(one, &block, 6).unwrap();
     drop((cache, block));
     bench.end();
@@ -126,7 +126,7 @@ fn memory_taken_back_is_ordered_for_every_stream() {
     cache.shrink_to(10 * MIB, two).unwrap();
     cache.grow_to(60 * MIB, one).unwrap();
     // This stream knows of the other's work on what was given up through nothing but the growth.
-    write(three, &cache.buffer::<u8>().slice(20 * MIB..).unwrap(), 2).unwrap();
+    write(three, &cache.buffer::<u8>().slice(20 << 20..), 2).unwrap();
     assert_eq!(ends(one, &cache.buffer()), [1, 2]);
     drop(cache);
     bench.end();
@@ -138,8 +138,8 @@ fn exportable_memory_is_shared_by_its_buffers() {
         let bench = Bench::new(options);
         let [one, two, _] = &bench.streams;
         let shared = bench.allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, one).unwrap();
-        let buffer: DeviceBuffer<u8> = shared.buffer();
-        assert_eq!((buffer.len(), buffer.ptr()), (5 * MIB, shared.ptr()));
+        let buffer: Buffer<u8> = shared.buffer();
+        assert_eq!((buffer.bytes(), buffer.ptr()), (5 * MIB, shared.ptr()));
         bench.driver.stall(one, Duration::from_millis(5)).unwrap();
         write(one, &buffer, 3).unwrap();
         drop(shared);
@@ -154,7 +154,7 @@ fn pools_and_allocations_make_buffers() {
     let bench = Bench::new("");
     let [one, two, three] = &bench.streams;
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    let buffer: DeviceBuffer<u8> = pool.alloc_buffer(3 * MIB, one).unwrap();
+    let buffer: Buffer<u8> = pool.alloc(3 << 20, one).unwrap();
     let snapshot = bench.allocator.snapshot();
     let of_pool = snapshot.segments.iter().filter(|segment| segment.segment_pool_id == pool.id());
     assert_eq!(of_pool.map(|segment| segment.active_size).sum::<u64>(), 3 * MIB);
@@ -162,17 +162,20 @@ fn pools_and_allocations_make_buffers() {
     two.wait_for(&one.tick()).unwrap();
     bench.driver.stall(two, Duration::from_millis(5)).unwrap();
     two.fill(allocation.ptr(), 4, 3 * MIB).unwrap();
-    let taken = DeviceBuffer::from_allocation(allocation, two).unwrap();
+    let taken = bench.allocator.buffer_of::<u8>(allocation, two).unwrap();
     assert_eq!(ends(three, &taken), [4, 4]);
     bench.driver.stall(two, Duration::from_millis(5)).unwrap();
     write(two, &taken, 5).unwrap();
     drop(taken);
-    write(one, &bench.allocator.alloc_buffer(3 * MIB, one).unwrap(), 6).unwrap();
+    write(one, &bench.allocator.alloc(3 << 20, one).unwrap(), 6).unwrap();
     drop((buffer, pool));
 
     let elsewhere = Bench::new("");
     let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
-    let refused = DeviceBuffer::from_allocation(foreign, &elsewhere.streams[0]);
+    let refused = bench.allocator.buffer_of::<u8>(foreign, &elsewhere.streams[0]);
+    assert!(matches!(refused, Err(AllocError::WrongDevice { .. })));
+    let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
+    let refused = elsewhere.allocator.buffer_of::<u8>(foreign, &elsewhere.streams[0]);
     assert!(matches!(refused, Err(AllocError::WrongDevice { .. })));
     elsewhere.end();
     bench.end();
@@ -184,7 +187,7 @@ fn turns_with_all_of_it_are_refused_while_the_allocator_sleeps() {
     let [one, ..] = &bench.streams;
     let mut cache = bench.allocator.growable(10 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
-    let buffer: DeviceBuffer<u8> = cache.buffer();
+    let buffer: Buffer<u8> = cache.buffer();
     write(one, &buffer, 7).unwrap();
     bench.allocator.sleep(Contents::SaveToHost).unwrap();
     assert!(matches!(write(one, &buffer, 8), Err(AllocError::Asleep)));
@@ -233,7 +236,7 @@ proptest! {
         let Bench { driver, allocator, streams, .. } = &bench;
         let new = |by: usize| allocator.growable(60 * MIB, &streams[by]).unwrap();
         let mut caches: Vec<Growable> = vec![new(0), new(1)];
-        let mut buffers: Vec<DeviceBuffer<u8>> = Vec::new();
+        let mut buffers: Vec<Buffer<u8>> = Vec::new();
         for step in steps {
             match step {
                 Step::Grow(cache, mib, by) => drop(caches[cache].grow_to(mib * MIB, &streams[by])),
@@ -260,7 +263,7 @@ proptest! {
                     ends(&streams[by], &buffers[buffer % buffers.len()]);
                 }
                 Step::Block(mib, by) => {
-                    if let Ok(block) = allocator.alloc_buffer(mib * MIB, &streams[by]) {
+                    if let Ok(block) = allocator.alloc(usize::try_from(mib * MIB).unwrap(), &streams[by]) {
                         write(&streams[by], &block, 2).unwrap();
                         buffers.push(block);
                     }

@@ -24,7 +24,7 @@ fn a_graph_keeps_its_memory_when_nobody_has_the_allocator_any_more() {
         assert!(device.memory_info().unwrap().free <= CAPACITY - 8 * MIB, "{options:?}");
         graph.launch(&stream).unwrap();
         drop(graph);
-        aquifer_allocator::close_abandoned();
+        aquifer_allocator::internal::close_abandoned();
         device.settle();
         assert_eq!(device.memory_info().unwrap().free, CAPACITY, "{options:?}");
         driver.assert_no_violation();

@@ -4,7 +4,7 @@
 use std::any::Any;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, DeviceBuffer, PoolOptions, PrivatePool};
+use aquifer_allocator::{AllocError, Allocator, Buffer, PoolOptions, PrivatePool};
 use aquifer_device::{DevicePtr, HandleKind, Stream};
 use aquifer_kernels::DType;
 use aquifer_tests::runner;
@@ -31,7 +31,7 @@ struct Held {
     bytes: u64,
     stream: Stream,
     /// What the memory's other users take turns with, if it was made ready on the stream.
-    ready: Option<DeviceBuffer<u8>>,
+    ready: Option<Buffer<u8>>,
     _own: Box<dyn Any>,
 }
 
@@ -82,11 +82,11 @@ impl World {
                 let stream = if long { other } else { one };
                 Held { ptr, bytes, stream, ready: None, _own: Box::new(Raw(allocator, ptr)) }
             }
-            5 => of_buffer(allocator.alloc_buffer(bytes, &one).unwrap(), &one, false),
+            5 => of_buffer(allocator.alloc(len, &one).unwrap(), &one, false),
             6 => {
                 let memory = allocator.alloc_bytes(bytes, &one).unwrap();
                 one.fill(memory.ptr(), 3, bytes).unwrap();
-                let buffer = DeviceBuffer::from_allocation(memory, &one).unwrap();
+                let buffer = allocator.buffer_of::<u8>(memory, &one).unwrap();
                 buffer.ready_on(&other).unwrap();
                 of_buffer(buffer, &other, true)
             }
@@ -125,15 +125,15 @@ impl World {
             }
             13 => {
                 let pinned = transfer.pinned().alloc_from(&host()).unwrap();
-                let begun = transfer.on(&one).unwrap().pinned_to_device(&pinned, &one).unwrap();
+                let begun = transfer.on(&one).unwrap().to_device(&pinned, &one).unwrap();
                 begun.then(&other, |stream, buffer| of_buffer(buffer, stream, true)).unwrap()
             }
             14 | 15 => return self.prefetch(len, &one, long, keep),
             16 => {
-                let mut buffer: DeviceBuffer<u8> = allocator.alloc_buffer(bytes, &one).unwrap();
+                let mut buffer: Buffer<u8> = allocator.alloc(len, &one).unwrap();
                 one.fill(buffer.ptr(), self.byte, bytes).unwrap();
                 if long {
-                    drop(transfer.on(&one).unwrap().fill(&mut buffer, self.byte).unwrap());
+                    transfer.kernels().unwrap().fill(&one, &mut buffer, self.byte).unwrap();
                 }
                 self.spillable.push((self.spiller.add(buffer, 0).unwrap(), self.byte));
                 return;
@@ -166,7 +166,7 @@ impl World {
                 }
             }
             22 => {
-                let buffer: DeviceBuffer<u8> = allocator.alloc_buffer(bytes, &one).unwrap();
+                let buffer: Buffer<u8> = allocator.alloc(len, &one).unwrap();
                 one.fill(buffer.ptr(), self.byte, bytes).unwrap();
                 let tensor = Tensor::from_buffer(&buffer, &[bytes], &transfer).unwrap();
                 let read = tensor.to_vec_blocking::<u8>().unwrap();
@@ -270,8 +270,8 @@ fn of_allocation(memory: aquifer_allocator::Allocation, stream: &Stream) -> Held
     Held { ptr: memory.ptr(), bytes: memory.bytes(), stream: stream.clone(), ready: None, _own: Box::new(memory) }
 }
 
-fn of_buffer(buffer: DeviceBuffer<u8>, stream: &Stream, is_ready: bool) -> Held {
-    let ready = is_ready.then(|| buffer.clone());
+fn of_buffer(buffer: Buffer<u8>, stream: &Stream, is_ready: bool) -> Held {
+    let ready = is_ready.then(|| buffer.share());
     Held { ptr: buffer.ptr(), bytes: buffer.bytes(), stream: stream.clone(), ready, _own: Box::new(buffer) }
 }
 

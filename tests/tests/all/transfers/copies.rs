@@ -1,9 +1,6 @@
 //! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and borrowed memory.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
-use aquifer_allocator::DeviceBuffer;
-use aquifer_transfer::{Region, TransferError};
+use aquifer_transfer::{Direction, Owner, Region, TransferError};
 
 use super::op::LENGTHS;
 use super::world::{Begun, World, pick};
@@ -27,7 +24,7 @@ impl World {
     pub(super) fn new_device(&mut self, length: usize) {
         let (allocator, stream) = (self.bench.transfer.allocator(), &self.streams[0]);
         let zeroed = allocator.alloc_bytes_zeroed(LENGTHS[length] as u64, stream);
-        let buffer = zeroed.and_then(|zeroed| DeviceBuffer::from_allocation(zeroed, stream));
+        let buffer = zeroed.and_then(|zeroed| allocator.buffer_of(zeroed, stream));
         if let Some(buffer) = self.done(buffer.map_err(TransferError::from)) {
             self.devices.push((buffer, Some(vec![0; LENGTHS[length]])));
         }
@@ -67,7 +64,7 @@ impl World {
         let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
         let begun = transfer.upload(source, buffer);
         *content = begun.is_ok().then(|| bytes.clone()).flatten();
-        note(&mut self.uploaded, begun.is_ok(), buffer.len());
+        note(&mut self.uploaded, begun.is_ok(), buffer.len() as u64);
         self.begin(begun.map(Begun::Nothing));
     }
 
@@ -84,14 +81,14 @@ impl World {
     /// From buffer to buffer on the device.
     pub(super) fn copy(&mut self, from: usize, to: usize) {
         let (Some(from), Some(to)) = (pick(&self.devices, from), pick(&self.devices, to)) else { return };
-        let (source, bytes) = self.devices[from].clone();
+        let (source, bytes) = (self.devices[from].0.share(), self.devices[from].1.clone());
         let (target, content) = &mut self.devices[to];
         if from == to || source.len() != target.len() {
             return;
         }
         let begun = self.bench.transfer.copy(&source, target);
         *content = begun.is_ok().then_some(bytes).flatten();
-        self.begin(begun.map(Begun::Nothing));
+        self.begin(begun.map(|begun| Begun::Nothing(begun.map(drop))));
     }
 
     /// Between page-locked memory: all of it, or rows of one with gaps to rows without.
@@ -108,7 +105,7 @@ impl World {
             Some(width) => {
                 let extents = [len / (2 * width), width];
                 let region = Region { extents: &extents, from_strides: &[2 * width, 1], to_strides: &[width, 1] };
-                self.bench.transfer.copy_region_on_host(source, &mut target, &region)
+                self.bench.transfer.copy_on_host(region.of(source), &mut target)
             }
         };
         // What it comes after may meet a fault, which who drops it would not learn.
@@ -135,20 +132,22 @@ impl World {
     pub(super) fn fill(&mut self, device: usize, value: u8) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let begun = self.bench.transfer.fill(buffer, value);
-        *content = begun.is_ok().then(|| vec![value; host(buffer.len())]);
-        self.begin(begun.map(Begun::Nothing));
+        let stream = self.bench.transfer.next_stream(Direction::OnDevice);
+        let kernels = self.bench.transfer.kernels();
+        let filled = kernels.and_then(|kernels| Ok(kernels.fill(stream, &mut *buffer, value)?));
+        *content = filled.is_ok().then(|| vec![value; buffer.len()]);
+        self.done(filled);
     }
 
     /// From ordinary memory that is handed over.
     pub(super) fn upload_from(&mut self, device: usize, seed: u64) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let bytes = pattern(seed, host(buffer.len()));
-        let begun = self.bench.transfer.upload_from(bytes.clone(), buffer);
+        let bytes = pattern(seed, buffer.len());
+        let begun = self.bench.transfer.upload(bytes.clone(), buffer);
         // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
         *content = (begun.is_ok() && !self.faults).then_some(bytes);
-        note(&mut self.uploaded, begun.is_ok(), buffer.len());
+        note(&mut self.uploaded, begun.is_ok(), buffer.len() as u64);
         self.begin(begun.map(Begun::Nothing));
     }
 
@@ -178,7 +177,7 @@ impl World {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &self.devices[device];
         let content = content.clone();
-        let begun = self.bench.transfer.to_host(buffer);
+        let begun = self.bench.transfer.to_pinned(buffer);
         self.begin(begun.map(|begun| Begun::Host(begun, content)));
     }
 
@@ -186,9 +185,9 @@ impl World {
     pub(super) fn upload_panicking(&mut self, device: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let begun = self.bench.transfer.upload_from(Panicking(host(buffer.len())), buffer);
+        let begun = self.bench.transfer.upload(Owner::new(Panicking(buffer.len())), buffer);
         *content = None;
-        let bytes = vec![7; host(buffer.len())];
+        let bytes = vec![7; buffer.len()];
         if let Some(begun) = self.done(begun) {
             match begun.wait() {
                 Ok(()) => self.devices[device].1 = Some(bytes),
@@ -202,13 +201,13 @@ impl World {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
         let (pitch, len) = (2 * width, buffer.len());
-        let height = len / pitch;
-        let region = Region { extents: &[height, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
-        let begun = self.bench.transfer.upload_region(source, buffer, &region);
+        let height = len / host(pitch);
+        let region = Region { extents: &[height as u64, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
+        let begun = self.bench.transfer.upload(region.of(source), buffer);
         *content = match (begun.is_ok(), content.take(), bytes) {
             (true, Some(mut content), Some(bytes)) => {
                 for row in 0..height {
-                    let range = host(row * pitch)..host(row * pitch + width);
+                    let range = row * host(pitch)..row * host(pitch) + host(width);
                     content[range.clone()].copy_from_slice(&bytes[range]);
                 }
                 Some(content)
@@ -222,10 +221,11 @@ impl World {
     pub(super) fn rows_from_vec(&mut self, device: usize, seed: u64, width: u64) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let height = buffer.len() / (width + 1);
-        let bytes = pattern(seed, host(height * width));
-        let region = Region { extents: &[height, width], from_strides: &[width, 1], to_strides: &[width + 1, 1] };
-        let begun = self.bench.transfer.upload_region_from(bytes.clone(), buffer, &region);
+        let height = buffer.len() / host(width + 1);
+        let bytes = pattern(seed, height * host(width));
+        let region =
+            Region { extents: &[height as u64, width], from_strides: &[width, 1], to_strides: &[width + 1, 1] };
+        let begun = self.bench.transfer.upload(region.of(bytes.clone()), buffer);
         // As with all of it: threads may still meet a fault.
         *content = content.take().filter(|_| begun.is_ok() && !self.faults);
         for (to, from) in
@@ -240,9 +240,10 @@ impl World {
     pub(super) fn rows_to_vec(&mut self, device: usize, width: u64) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &self.devices[device];
-        let height = buffer.len() / (width + 1);
-        let region = Region { extents: &[height, width], from_strides: &[width + 1, 1], to_strides: &[width, 1] };
-        let begun = self.bench.transfer.download_region_to(buffer, vec![0; host(height * width)], &region);
+        let height = buffer.len() / host(width + 1);
+        let region =
+            Region { extents: &[height as u64, width], from_strides: &[width + 1, 1], to_strides: &[width, 1] };
+        let begun = self.bench.transfer.download(buffer, region.of(vec![0; height * host(width)]));
         let content = content.as_ref().map(|content| {
             let rows = content.chunks_exact(host(width + 1)).flat_map(|row| &row[..host(width)]);
             rows.copied().collect::<Vec<u8>>()
@@ -250,33 +251,18 @@ impl World {
         self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
     }
 
-    /// Copies borrowed memory there and back; the scope may panic after it began.
-    pub(super) fn scope(&mut self, device: usize, seed: u64, panics: bool) {
+    /// Copies borrowed memory there and back.
+    pub(super) fn borrowed(&mut self, device: usize, seed: u64) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let input = pattern(seed, host(buffer.len()));
+        let input = pattern(seed, buffer.len());
         let mut output = vec![0; input.len()];
         let transfer = &self.bench.transfer;
-        let scoped = catch_unwind(AssertUnwindSafe(|| {
-            transfer.scope(|scope| {
-                scope.upload(&input, buffer)?;
-                scope.download(buffer, &mut output)?;
-                assert!(!panics, "as asked");
-                Ok(())
-            })
-        }));
-        *content = match &scoped {
-            Ok(Ok(())) => Some(input.clone()),
-            _ if !self.faults => Some(input.clone()),
-            _ => None,
-        };
-        match scoped {
-            Ok(result) => {
-                if self.done(result).is_some() {
-                    assert!(!panics && input == output, "what a scope brought back differs");
-                }
-            }
-            Err(_) => assert!(panics),
+        let uploaded = transfer.upload(&input, buffer);
+        let copied = uploaded.and_then(|_in_flight| transfer.download_blocking(buffer, &mut output));
+        *content = (copied.is_ok() || !self.faults).then(|| input.clone());
+        if self.done(copied).is_some() {
+            assert!(input == output, "what was copied there and back differs");
         }
     }
 }

@@ -7,9 +7,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
-use aquifer_transfer::{Batch, Pending, Prefetcher, Spiller, StagingConfig, Tensor, Transfer, TransferConfig};
+use aquifer_transfer::{Batch, Owner, Pending, Prefetcher, Spiller, StagingConfig, Tensor, Transfer, TransferConfig};
 
 use super::Bench;
 
@@ -74,19 +74,19 @@ fn owners_that_wait_for_transfers_when_dropped_block_no_transfer() {
         let bench = with_one_thread();
         let (transfer, (tell, dropped)) = (bench.transfer.clone(), channel());
         let mut buffer = bench.alloc(STAGED as u64);
-        drop(transfer.to_device(waits(&bench, &tell), &bench.stream).unwrap().wait().unwrap());
-        transfer.upload_from(waits(&bench, &tell), &mut buffer).unwrap().wait().unwrap();
-        drop(transfer.upload_from(waits(&bench, &tell), &mut buffer).unwrap());
-        transfer.upload_from(waits(&bench, &tell), &mut buffer).unwrap().cancel();
+        drop(transfer.to_device(Owner::new(waits(&bench, &tell)), &bench.stream).unwrap().wait().unwrap());
+        transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().wait().unwrap();
+        drop(transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap());
+        transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().cancel();
         let tensor = Tensor::from_owner::<u8, _>(waits(&bench, &tell), &[STAGED as u64]).unwrap();
         let moved = tensor.to(&transfer).unwrap();
         drop(tensor);
         drop(moved.wait().unwrap());
         let mut pinned = transfer.pinned().alloc::<u8>(STAGED).unwrap();
-        transfer.copy_on_host_from(waits(&bench, &tell), &mut pinned).unwrap().wait().unwrap();
+        transfer.copy_on_host(Owner::new(waits(&bench, &tell)), &mut pinned).unwrap().wait().unwrap();
         // Held back by a download, so that another thread begins it.
         drop(transfer.download(&buffer, &mut pinned).unwrap());
-        drop(transfer.copy_on_host_from(waits(&bench, &tell), &mut pinned).unwrap());
+        drop(transfer.copy_on_host(Owner::new(waits(&bench, &tell)), &mut pinned).unwrap());
         transfer.synchronize().unwrap();
         for _ in 0..7 {
             dropped.recv_timeout(PATIENCE).unwrap();
@@ -110,7 +110,7 @@ fn waiting_for_a_transfer_does_not_wait_for_the_drop_of_its_owner() {
                 tell.send(()).unwrap();
             })
         });
-        drop(bench.transfer.to_device(needs, &bench.stream).unwrap().wait().unwrap());
+        drop(bench.transfer.to_device(Owner::new(needs), &bench.stream).unwrap().wait().unwrap());
         bench.transfer.synchronize().unwrap();
         drop(held);
         dropped.recv_timeout(PATIENCE).unwrap();
@@ -133,7 +133,7 @@ fn an_owner_that_panics_when_dropped_fails_nothing() {
         let bench = with_one_thread();
         for _ in 0..3 {
             let panics = Page(vec![1; STAGED], Some(|| panic!("an owner's")));
-            drop(bench.transfer.to_device(panics, &bench.stream).unwrap().wait().unwrap());
+            drop(bench.transfer.to_device(Owner::new(panics), &bench.stream).unwrap().wait().unwrap());
         }
         bench.finish();
     });
@@ -217,9 +217,9 @@ fn a_batch_may_wait_for_the_thread_that_drops_the_prefetcher() {
     struct Waits(Arc<Mutex<()>>, Sender<()>);
 
     impl Batch for Waits {
-        type OnDevice = DeviceBuffer<u8>;
+        type OnDevice = Buffer<u8>;
 
-        fn send(self, to: &Transfer) -> Result<Pending<DeviceBuffer<u8>>, aquifer_transfer::TransferError> {
+        fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, aquifer_transfer::TransferError> {
             self.1.send(()).unwrap();
             drop(self.0.lock().unwrap());
             vec![1u8; 1000].send(to)

@@ -14,7 +14,7 @@ mod spills;
 mod tensors;
 mod world;
 
-use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::SimConfig;
 use aquifer_device::{Device, Stream};
 use aquifer_tests::{MIB, Subject};
@@ -47,13 +47,13 @@ impl Bench {
         Bench { driver, device, transfer, stream }
     }
 
-    fn alloc(&self, len: u64) -> DeviceBuffer<u8> {
-        self.transfer.allocator().alloc_buffer(len, &self.stream).unwrap()
+    fn alloc(&self, len: u64) -> Buffer<u8> {
+        self.transfer.allocator().alloc(usize::try_from(len).unwrap(), &self.stream).unwrap()
     }
 
-    fn alloc_zeroed(&self, len: u64) -> DeviceBuffer<u8> {
+    fn alloc_zeroed(&self, len: u64) -> Buffer<u8> {
         let zeroed = self.transfer.allocator().alloc_bytes_zeroed(len, &self.stream).unwrap();
-        DeviceBuffer::from_allocation(zeroed, &self.stream).unwrap()
+        self.transfer.allocator().buffer_of(zeroed, &self.stream).unwrap()
     }
 
     /// Gives everything back, and panics if something is missing or was touched out of order.

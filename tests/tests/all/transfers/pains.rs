@@ -37,9 +37,9 @@ fn nothing_synchronises_silently() {
     assert_eq!(bench.transfer.counters().synchronisations, before);
     pending.wait().unwrap();
     // What does wait is counted.
-    bench.transfer.item(&buffer, 7).unwrap();
-    let beyond = bench.transfer.item(&buffer, 1 << 20).unwrap_err();
-    assert!(matches!(beyond, TransferError::OutOfBounds { start: 0x10_0000, len: 0x10_0000, .. }), "{beyond:?}");
+    bench.transfer.item(&buffer.slice(7..=7)).unwrap();
+    let many = bench.transfer.item(&buffer).unwrap_err();
+    assert!(matches!(many, TransferError::LengthMismatch { from: 0x10_0000, to: 1 }), "{many:?}");
     assert!(bench.transfer.counters().synchronisations > before);
     drop((host, buffer));
     bench.finish();
@@ -56,7 +56,7 @@ fn errors_name_both_devices() {
         one.transfer.upload(&host, &mut buffer).unwrap_err(),
         two.transfer.upload(&host, &mut buffer).unwrap_err(),
         one.transfer.on(&two.stream).unwrap_err(),
-        one.transfer.to_host(&buffer).unwrap_err(),
+        one.transfer.to_pinned(&buffer).unwrap_err(),
     ] {
         let text = error.to_string();
         let TransferError::WrongDevice { devices, .. } = error else { panic!("{text}") };
@@ -83,11 +83,11 @@ fn errors_name_both_devices() {
 fn copies_and_kernels_during_ones_own_turn_are_refused() {
     let bench = Bench::new();
     let mut buffer = bench.alloc(1 << 20);
-    let (same, host) = (buffer.clone(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
+    let (same, host) = (buffer.share(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
     let turn = Turn::take(&bench.stream, &[(same.storage(), AccessKind::Read)]).unwrap();
     for refused in [
         bench.transfer.upload(&host, &mut buffer).map(drop).unwrap_err(),
-        bench.transfer.upload_from(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
+        bench.transfer.upload(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
         bench.transfer.to_vec(&buffer).map(drop).unwrap_err(),
     ] {
         assert!(matches!(refused, TransferError::Alloc(AllocError::TurnHeld)), "{refused}");
@@ -109,7 +109,7 @@ fn copies_come_after_the_work_that_wrote_their_source() {
     for round in 0..20u8 {
         kernels.spin(&bench.stream, std::time::Duration::from_micros(50)).unwrap();
         kernels.fill(&bench.stream, &mut buffer, round).unwrap();
-        let back = bench.transfer.to_host(&buffer).unwrap().wait().unwrap();
+        let back = bench.transfer.to_pinned(&buffer).unwrap().wait().unwrap();
         assert!(back.read().unwrap().iter().all(|&byte| byte == round));
     }
     // And the other way round: work comes after the copy that brings its input.
@@ -135,7 +135,7 @@ fn transfers_on_a_capturing_stream_are_refused_and_the_capture_goes_on() {
     let capture = bench.stream.begin_capture().unwrap();
     assert!(on.upload(&host, &mut buffer).is_err());
     assert!(on.to_vec(&buffer).is_err());
-    assert!(on.upload_from(vec![1u8; 64], &mut buffer).is_err());
+    assert!(on.upload(vec![1u8; 64], &mut buffer).is_err());
     drop(capture.end().unwrap());
     on.upload(&host, &mut buffer).unwrap().wait().unwrap();
     drop((host, buffer, on));
@@ -148,7 +148,7 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     let bench = Bench::new();
     let (bytes, len) = (pattern(7, 4 << 20), 4 << 20);
     // What the stream does takes so long that the threads of the ring would ask about it during the capture.
-    let write = |buffer: &aquifer_allocator::DeviceBuffer<u8>| {
+    let write = |buffer: &aquifer_allocator::Buffer<u8>| {
         let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         bench.driver.stall(&bench.stream, std::time::Duration::from_millis(1)).unwrap();
         bench.stream.fill(buffer.ptr(), 1, len).unwrap();
@@ -161,14 +161,14 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     for _ in 0..4 {
         let mut buffer = bench.alloc(len);
         write(&buffer);
-        let mut upload = Some(bench.transfer.upload_from(bytes.clone(), &mut buffer).unwrap());
+        let mut upload = Some(bench.transfer.upload(bytes.clone(), &mut buffer).unwrap());
         captured(&mut || upload.take().unwrap().wait().unwrap());
         assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes);
         write(&buffer);
         let mut download = Some(bench.transfer.to_vec(&buffer).unwrap());
         captured(&mut || assert!(download.take().unwrap().wait().unwrap().iter().all(|&byte| byte == 1)));
         // Nobody waits for it.
-        drop(bench.transfer.upload_from(bytes.clone(), &mut buffer).unwrap());
+        drop(bench.transfer.upload(bytes.clone(), &mut buffer).unwrap());
         captured(&mut || std::thread::sleep(std::time::Duration::from_millis(5)));
         assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes);
         // Memory of a stream that works.
@@ -187,8 +187,9 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
     let on = bench.transfer.on(&bench.stream).unwrap();
     let mut buffer = bench.alloc(1 << 20);
     for round in 0..60 {
-        bench.transfer.fill(&mut buffer, 1u8).unwrap().wait().unwrap();
-        let upload = on.upload_from(vec![7u8; 1 << 20], &mut buffer).unwrap();
+        bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
+        bench.stream.synchronize().unwrap();
+        let upload = on.upload(vec![7u8; 1 << 20], &mut buffer).unwrap();
         std::thread::sleep(std::time::Duration::from_micros(20 * round));
         let capture = bench.stream.begin_capture().unwrap();
         std::thread::sleep(std::time::Duration::from_micros(300));
@@ -198,7 +199,8 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
             Ok(()) => assert!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap().iter().all(|&byte| byte == 7)),
             Err(error) => assert!(error.to_string().contains("captur"), "{error}"),
         }
-        bench.transfer.fill(&mut buffer, 1u8).unwrap().wait().unwrap();
+        bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
+        bench.stream.synchronize().unwrap();
         {
             let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
             graph.launch(&bench.stream).unwrap();
@@ -229,7 +231,8 @@ fn no_copy_of_another_thread_gets_into_a_graph() {
         }
         captures.join().unwrap()
     });
-    bench.transfer.fill(&mut buffer, 1u8).unwrap().wait().unwrap();
+    bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
+    bench.stream.synchronize().unwrap();
     for graph in &graphs {
         let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         graph.launch(&bench.stream).unwrap();
@@ -249,7 +252,7 @@ fn a_lost_device_wakes_everybody_with_the_error() {
     let mut waiting = Vec::new();
     bench.driver.inject(Fault::Nth { operation: Some(Operation::SynchronizeEvent), nth: 1, code: Code(719) });
     for _ in 0..4 {
-        match bench.transfer.to_host(&buffer) {
+        match bench.transfer.to_pinned(&buffer) {
             Ok(pending) => waiting.push(std::thread::spawn(move || pollster::block_on(pending))),
             // Those that came before were quick to lose it.
             Err(error) => assert!(error.is_device_lost(), "{error}"),
@@ -273,13 +276,13 @@ fn copies_between_devices_are_ordered_on_both() {
         kernels[0].spin(&one.stream, std::time::Duration::from_micros(100)).unwrap();
         kernels[0].fill(&one.stream, &mut source, round).unwrap();
         kernels[1].fill(&two.stream, &mut target, 0xEEu8).unwrap();
-        drop(two.transfer.copy_from_peer(&source, &one.transfer, &mut target).unwrap());
+        drop(two.transfer.copy(&source, &mut target).unwrap());
         kernels[0].fill(&one.stream, &mut source, 0xAAu8).unwrap();
         let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
         assert!(back.iter().all(|&byte| byte == round), "round {round}");
     }
     // The source goes back to its allocator while it may still be read.
-    drop(two.transfer.copy_from_peer(&source, &one.transfer, &mut target).unwrap());
+    drop(two.transfer.copy(&source, &mut target).unwrap());
     drop(source);
     let mut again = one.alloc(1 << 20);
     kernels[0].fill(&one.stream, &mut again, 0x55u8).unwrap();
@@ -301,7 +304,7 @@ fn the_first_batch_waits_for_nobodys_work() {
     let last = bench.stream.tick();
     last.cover().unwrap();
     let mut batch = on.batch();
-    buffers.iter_mut().for_each(|buffer| batch.upload(&[7u8; 1000], &mut buffer.slice(..).unwrap()).unwrap());
+    buffers.iter_mut().for_each(|buffer| batch.upload(&[7u8; 1000], buffer).unwrap());
     let pending = batch.run().unwrap();
     assert!(!last.is_done().unwrap(), "the stream was waited for");
     pending.wait().unwrap();
@@ -318,10 +321,10 @@ fn a_region_that_overlaps_its_source_is_refused() {
     let bench = Bench::new();
     let bytes = pattern(5, 24);
     let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
-    let copy = |from: std::ops::Range<u64>, to: std::ops::Range<u64>, strides: [[u64; 2]; 2]| {
+    let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[u64; 2]; 2]| {
         let region = Region { extents: &[4, 2], from_strides: &strides[0], to_strides: &strides[1] };
-        let (from, mut to) = (buffer.slice(from).unwrap(), buffer.slice(to).unwrap());
-        bench.transfer.copy_region(&from, &mut to, &region).map(|pending| pending.wait().unwrap())
+        let (from, mut to) = (buffer.slice(from), buffer.slice(to).share());
+        bench.transfer.copy(region.of(&from), &mut to).map(|pending| pending.wait().unwrap())
     };
     let refused = copy(0..8, 1..17, [[2, 1], [2, 9]]);
     assert!(matches!(refused, Err(TransferError::Region { .. })), "{refused:?}");
@@ -350,7 +353,7 @@ fn a_device_that_is_held_up_holds_up_no_other_118550() {
         0
     });
     std::thread::scope(|scope| {
-        let refused = scope.spawn(|| allocator.alloc_buffer::<u8>(1 << 40, &held_up.stream).is_err());
+        let refused = scope.spawn(|| allocator.alloc::<u8>(1 << 40, &held_up.stream).is_err());
         begins.recv().unwrap();
         for round in 0..10 {
             let sent = pattern(round, 10_000);

@@ -129,7 +129,7 @@ fn copies_on_other_streams_do_not_keep_memory_147168_deepep_455() {
     let mut most = 0;
     for round in 0..50 {
         let buffer = bench.transfer.to_device(content.clone(), &bench.stream).unwrap().wait().unwrap();
-        let host = bench.transfer.to_host(&buffer).unwrap();
+        let host = bench.transfer.to_pinned(&buffer).unwrap();
         drop(buffer);
         assert_eq!(host.wait().unwrap().read().unwrap(), content);
         let reserved = bench.transfer.allocator().reserved_bytes();

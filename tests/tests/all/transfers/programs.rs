@@ -73,8 +73,8 @@ fn all_that_was_begun_can_be_waited_for() {
     let page_locked = transfer.pinned().alloc_from(&pattern(3, 4096)).unwrap();
     bench.driver.stall(&bench.stream, std::time::Duration::from_millis(30)).unwrap();
     // Threads go on with these, one of them after the stall; one is left out.
-    drop(transfer.upload_from(pattern(1, 8 << 20), &mut one).unwrap());
-    drop(own.upload_from(pattern(2, 8 << 20), &mut two).unwrap());
+    drop(transfer.upload(pattern(1, 8 << 20), &mut one).unwrap());
+    drop(own.upload(pattern(2, 8 << 20), &mut two).unwrap());
     transfer.to_vec(&two).unwrap().cancel();
     drop(own.upload(&page_locked, &mut three).unwrap());
     let tick = bench.stream.tick();
@@ -92,7 +92,7 @@ fn all_that_was_begun_can_be_waited_for() {
     );
     // One that fails is not what is waited for.
     bench.driver.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code(999) });
-    let failing = transfer.upload_from(pattern(4, 8 << 20), &mut one).unwrap();
+    let failing = transfer.upload(pattern(4, 8 << 20), &mut one).unwrap();
     transfer.synchronize().unwrap();
     assert!(failing.is_done().unwrap());
     failing.wait().unwrap_err();

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use aquifer_allocator::{AllocError, Contents, DeviceBuffer};
+use aquifer_allocator::{AllocError, Buffer, Contents};
 use aquifer_transfer::{Batch, Pending, Prefetcher, Spiller, Tensor, To, Transfer, TransferError};
 
 use super::Bench;
@@ -14,9 +14,9 @@ fn what_was_begun_is_enqueued_before_the_memory_goes() {
     let bench = Bench::new();
     let data: Vec<u32> = (0..LEN).collect();
     let allocator = bench.transfer.allocator().clone();
-    let mut other: DeviceBuffer<u32> = allocator.alloc_buffer(LEN.into(), &bench.stream).unwrap();
+    let mut other: Buffer<u32> = allocator.alloc(data.len(), &bench.stream).unwrap();
     let begun = bench.transfer.to_device(data.clone(), &bench.stream).unwrap();
-    let filled = bench.transfer.upload_from(data.clone(), &mut other).unwrap();
+    let filled = bench.transfer.upload(data.clone(), &mut other).unwrap();
     assert!(allocator.sleep(Contents::SaveToHost).unwrap() > 0);
     allocator.wake().unwrap();
     let buffer = begun.wait().unwrap();
@@ -36,7 +36,7 @@ fn refusing_to_spill_while_it_falls_asleep_is_no_failure_to_spill() {
     let bench = Bench::new();
     let allocator = bench.transfer.allocator().clone();
     let spiller = Spiller::new(&bench.transfer, 0);
-    let spillable = spiller.add(allocator.alloc_buffer::<u8>(32 << 20, &bench.stream).unwrap(), 0).unwrap();
+    let spillable = spiller.add(allocator.alloc::<u8>(32 << 20, &bench.stream).unwrap(), 0).unwrap();
     let awake = allocator.keep_awake().unwrap();
     thread::scope(|scope| {
         let falling = scope.spawn(|| allocator.sleep(Contents::SaveToHost).unwrap());

@@ -41,7 +41,7 @@ impl World {
         let begun = match (spillable.access(&self.streams[stream]), seed) {
             (Ok(mut access), Some(seed)) => {
                 let bytes = pattern(seed, usize::try_from(access.len()).unwrap());
-                let begun = transfer.upload_from(bytes.clone(), access.buffer_mut());
+                let begun = transfer.upload(bytes.clone(), access.buffer_mut());
                 *content = (begun.is_ok() && !self.faults).then_some(bytes);
                 begun.map(Begun::Nothing)
             }

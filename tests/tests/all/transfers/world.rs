@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use aquifer_allocator::DeviceBuffer;
+use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 use aquifer_device::sim::Fault;
 use aquifer_transfer::{Direction, Pending, PinnedBuffer, Spillable, Spiller, TransferError};
@@ -28,10 +28,10 @@ const BACKGROUND: i32 = i32::MAX;
 pub(super) struct World {
     pub(super) bench: Bench,
     pub(super) streams: [Stream; 2],
-    pub(super) devices: Vec<(DeviceBuffer<u8>, Content)>,
+    pub(super) devices: Vec<(Buffer<u8>, Content)>,
     /// Another device, and buffers there.
     pub(super) peer: Bench,
-    pub(super) on_peer: Vec<(DeviceBuffer<u8>, Content)>,
+    pub(super) on_peer: Vec<(Buffer<u8>, Content)>,
     pub(super) spiller: Spiller,
     pub(super) spillable: Vec<(Spillable<u8>, Content)>,
     pub(super) pinned: Vec<(PinnedBuffer<u8>, Content)>,
@@ -90,7 +90,7 @@ impl World {
     /// A device buffer and a page-locked one of the same length.
     pub(super) fn pair(&self, device: usize, pinned: usize) -> Option<(usize, usize)> {
         let device = pick(&self.devices, device)?;
-        let len = host(self.devices[device].0.len());
+        let len = host(self.devices[device].0.len() as u64);
         let fitting: Vec<usize> = (0..self.pinned.len()).filter(|&index| self.pinned[index].0.len() == len).collect();
         Some((device, *fitting.get(pinned % fitting.len().max(1))?))
     }
@@ -124,7 +124,7 @@ impl World {
             Op::RowsFromVec { device, seed, width } => self.rows_from_vec(device, seed, width),
             Op::RowsToVec { device, width } => self.rows_to_vec(device, width),
             Op::Batch { devices, seed } => self.batch(&devices, seed),
-            Op::Scope { device, seed, panics } => self.scope(device, seed, panics),
+            Op::Borrowed { device, seed } => self.borrowed(device, seed),
             Op::Panics(device) => self.upload_panicking(device),
             Op::Finish { pending, how } => {
                 let Some(index) = (!self.begun.is_empty()).then(|| pending % self.begun.len()) else { return };
@@ -260,12 +260,12 @@ impl World {
             let Some(device) = pick(&self.devices, device) else { return };
             let (buffer, content) = &mut self.devices[device];
             let len = buffer.len().min(3000);
-            let mut head = buffer.slice(..len).unwrap();
-            let bytes = pattern(seed.wrapping_add(number as u64), host(len));
+            let mut head = buffer.slice_mut(..len);
+            let bytes = pattern(seed.wrapping_add(number as u64), len);
             match batch.upload(&bytes, &mut head) {
                 Ok(()) => {
                     if let Some(content) = content {
-                        content[..host(len)].copy_from_slice(&bytes);
+                        content[..len].copy_from_slice(&bytes);
                     }
                 }
                 Err(error) => {
@@ -276,18 +276,19 @@ impl World {
             touched.push(device);
         }
         for pair in touched.windows(2) {
-            let (from, to) = (self.devices[pair[0]].clone(), &mut self.devices[pair[1]]);
+            let (from, to) =
+                ((self.devices[pair[0]].0.share(), self.devices[pair[0]].1.clone()), &mut self.devices[pair[1]]);
             let len = from.0.len().min(to.0.len()).min(1500);
             // Of the same buffer, what lies behind is written.
             let start = if pair[0] == pair[1] { len } else { 0 };
             if start + len > to.0.len() {
                 continue;
             }
-            let mut target = to.0.slice(start..start + len).unwrap();
-            batch.copy(&from.0.slice(..len).unwrap(), &mut target).unwrap();
+            let mut target = to.0.slice_mut(start..start + len);
+            batch.copy(&from.0.slice(..len), &mut target).unwrap();
             to.1 = match (to.1.take(), from.1) {
                 (Some(mut content), Some(bytes)) => {
-                    content[host(start)..host(start + len)].copy_from_slice(&bytes[..host(len)]);
+                    content[start..start + len].copy_from_slice(&bytes[..len]);
                     Some(content)
                 }
                 _ => None,
@@ -295,7 +296,7 @@ impl World {
         }
         for &device in &touched {
             let len = self.devices[device].0.len().min(3000);
-            let head = self.devices[device].0.slice(..len).unwrap();
+            let head = self.devices[device].0.slice(..len);
             expected.push((batch.download(&head).unwrap(), device));
         }
         let results = batch.run().and_then(Pending::wait);

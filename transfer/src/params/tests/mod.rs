@@ -181,7 +181,7 @@ fn tied_parameters_stay_tied() {
 fn parts_of_one_buffer_are_tied_only_where_they_are_the_same_part() {
     let transfer = transfer();
     let all = transfer.to_device(floats(3000, 1), transfer.device().default_stream()).unwrap().wait().unwrap();
-    let part = |start: u64| Tensor::from_buffer(&all.slice(start..start + 1000).unwrap(), &[1000], &transfer).unwrap();
+    let part = |start: usize| Tensor::from_buffer(&all.slice(start..start + 1000), &[1000], &transfer).unwrap();
     let whole = Tensor::from_buffer(&all, &[3000], &transfer).unwrap();
     let mut set = ParamSet::new();
     for (name, tensor) in [("query", part(0)), ("key", part(1000)), ("value", part(2000))] {

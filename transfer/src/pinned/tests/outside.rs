@@ -140,7 +140,7 @@ fn pageable_buffers_are_staged_and_waited_for() {
     let values: Vec<u32> = (0..1 << 20).collect();
     let mut host = pool.alloc_or_pageable::<u32>(1 << 20).unwrap();
     host.write().unwrap().copy_from_slice(&values);
-    let mut device = allocator.alloc_buffer(1 << 19, &bench.stream).unwrap();
+    let mut device = allocator.alloc(1 << 19, &bench.stream).unwrap();
     let pending = transfer.upload(host.slice(7..7 + (1 << 19)).unwrap(), &mut device).unwrap();
     host.write().unwrap().fill(0);
     pending.wait().unwrap();

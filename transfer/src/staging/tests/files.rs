@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::time::Duration;
 
 use super::*;
+use crate::FilePart;
 
 /// A file that is gone when this is.
 struct TempFile(std::path::PathBuf);
@@ -30,8 +31,9 @@ fn files_arrive_intact_from_any_offset_through_the_cache_and_past_it() {
         let (sim, transfer) = runtime(SMALL.direct_io(direct));
         let stream = transfer.device().stream().unwrap();
         for (offset, len) in [(0, 700_000), (4096, 65_536), (4095, 300_001), (699_999, 1), (10, 4096), (700_000, 0)] {
-            let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(len as u64, &stream).unwrap();
-            let pending = transfer.read_file_to_device(&file.0, offset as u64, &mut buffer).unwrap();
+            let mut buffer: Buffer<u8> =
+                transfer.allocator().alloc(usize::try_from(len as u64).unwrap(), &stream).unwrap();
+            let pending = transfer.upload(FilePart::new(&file.0).offset(offset as u64), &mut buffer).unwrap();
             let report = pending.wait().unwrap();
             assert_eq!(report.bytes, len as u64);
             assert!((0.0..=1.0).contains(&report.waited_share()) && report.direct_bytes <= report.bytes, "{report:?}");
@@ -49,7 +51,7 @@ fn what_is_wrong_with_a_file_is_said_at_the_call() {
     let file = TempFile::new("wrong", &[7; 100]);
     let (_, transfer) = runtime(SMALL);
     let stream = transfer.device().stream().unwrap();
-    let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(50, &stream).unwrap();
+    let mut buffer: Buffer<u8> = transfer.allocator().alloc(50, &stream).unwrap();
     let kind = |result: Result<_, TransferError>| match result.map(drop) {
         Err(TransferError::File { cause, path }) => {
             assert!(!path.is_empty());
@@ -58,24 +60,20 @@ fn what_is_wrong_with_a_file_is_said_at_the_call() {
         other => panic!("{other:?}"),
     };
     let missing = file.0.with_extension("missing");
-    assert_eq!(kind(transfer.read_file_to_device(&missing, 0, &mut buffer)), ErrorKind::NotFound);
+    assert_eq!(kind(transfer.upload(FilePart::new(&missing), &mut buffer)), ErrorKind::NotFound);
     let directory = std::env::temp_dir();
-    assert_eq!(kind(transfer.read_file_to_device(directory, 0, &mut buffer)), ErrorKind::IsADirectory);
+    assert_eq!(kind(transfer.upload(FilePart::new(directory), &mut buffer)), ErrorKind::IsADirectory);
     for offset in [51, 100, 101, u64::MAX] {
-        let error = transfer.read_file_to_device(&file.0, offset, &mut buffer).map(drop).unwrap_err();
+        let error = transfer.upload(FilePart::new(&file.0).offset(offset), &mut buffer).map(drop).unwrap_err();
         assert!(matches!(error, TransferError::FileTooShort { len: 100, bytes: 50, .. }), "{error}");
     }
-    transfer.read_file_to_device(&file.0, 50, &mut buffer).unwrap().wait().unwrap();
-    // The file is looked at before memory is taken that may not be there.
-    for bytes in [101, 1 << 50, u64::MAX] {
-        let error = transfer.file_to_device(&file.0, 0, bytes, &stream).map(drop).unwrap_err();
-        assert!(
-            matches!(error, TransferError::FileTooShort { len: 100, offset: 0, bytes: b, .. } if b == bytes),
-            "{error}"
-        );
-    }
-    let none = transfer.file_to_device(&missing, 0, u64::MAX, &stream).map(|pending| pending.map(|(_, report)| report));
-    assert_eq!(kind(none), ErrorKind::NotFound);
+    transfer.upload(FilePart::new(&file.0).offset(50), &mut buffer).unwrap().wait().unwrap();
+    let rest = transfer.to_device::<u8, _>(FilePart::new(&file.0).offset(40), &stream).unwrap().wait().unwrap();
+    assert_eq!(rest.len(), 60, "all that the file has from there");
+    assert!(matches!(
+        transfer.to_device::<u8, _>(FilePart::new(&missing), &stream).map(drop),
+        Err(TransferError::File { .. })
+    ));
 }
 
 #[test]
@@ -83,7 +81,7 @@ fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
     let file = TempFile::new("shrinks", &[7; 200_000]);
     let (_, transfer) = runtime(SMALL);
     let stream = transfer.device().stream().unwrap();
-    let mut buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(200_000, &stream).unwrap();
+    let mut buffer: Buffer<u8> = transfer.allocator().alloc(200_000, &stream).unwrap();
     let source = FileSource::open(&file.0, 0, 200_000, DirectIo::Always).unwrap();
     std::fs::write(&file.0, [7; 1000]).unwrap();
     let (_, pending) = transfer.stage_upload(Arc::new(source), &mut buffer).unwrap();
@@ -91,5 +89,5 @@ fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
         Err(TransferError::FileTooShort { len: 1000, offset: 0, bytes: 200_000, .. }) => {}
         other => panic!("{other:?}"),
     }
-    transfer.upload_blocking(&[1; 200_000], &mut buffer).unwrap();
+    transfer.upload(&[1; 200_000], &mut buffer).unwrap().wait().unwrap();
 }

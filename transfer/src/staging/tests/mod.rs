@@ -7,7 +7,7 @@ mod regions;
 
 use std::sync::mpsc;
 
-use aquifer_allocator::{Allocator, Config, DeviceBuffer};
+use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Tick};
 use parking_lot::Mutex;
@@ -53,32 +53,22 @@ impl World {
         self.staging.as_ref().unwrap()
     }
 
-    fn buffer(&self, bytes: usize, stream: &Stream) -> DeviceBuffer<u8> {
-        self.allocator.alloc_buffer(bytes as u64, stream).unwrap()
+    fn buffer(&self, bytes: usize, stream: &Stream) -> Buffer<u8> {
+        self.allocator.alloc(usize::try_from(bytes as u64).unwrap(), stream).unwrap()
     }
 
-    fn upload(
-        &self,
-        source: Arc<dyn HostSource>,
-        to: &DeviceBuffer<u8>,
-        stream: &Stream,
-    ) -> Result<Arc<Job>, TransferError> {
+    fn upload(&self, source: Arc<dyn HostSource>, to: &Buffer<u8>, stream: &Stream) -> Result<Arc<Job>, TransferError> {
         self.staging().upload(source, DeviceEnd::claim(to, AccessKind::Write)?, stream, 0)
     }
 
-    fn download(
-        &self,
-        from: &DeviceBuffer<u8>,
-        to: Arc<dyn HostTarget>,
-        stream: &Stream,
-    ) -> Result<Arc<Job>, TransferError> {
+    fn download(&self, from: &Buffer<u8>, to: Arc<dyn HostTarget>, stream: &Stream) -> Result<Arc<Job>, TransferError> {
         self.staging().download(DeviceEnd::claim(from, AccessKind::Read)?, to, stream, 0)
     }
 
     /// Uploads and downloads again; the bytes must be the same unless there is an error.
     fn round_trip(&self, content: &[u8]) -> Result<(), TransferError> {
         let (up, down) = (self.device.stream()?, self.device.stream()?);
-        let buffer = self.allocator.alloc_buffer::<u8>(content.len() as u64, &up)?;
+        let buffer = self.allocator.alloc::<u8>(usize::try_from(content.len() as u64).unwrap(), &up)?;
         let upload = self.upload(Memory::new(content.to_vec()), &buffer, &up)?;
         let target = Memory::new(vec![0; content.len()]);
         let download = self.download(&buffer, target.clone(), &down)?;
@@ -426,7 +416,7 @@ fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
 fn a_stream_of_one_thread_is_left_to_it() {
     let (sim, transfer) = runtime(SMALL);
     let own = transfer.device().per_thread_stream();
-    let buffer: DeviceBuffer<u8> = transfer.allocator().alloc_buffer(300_000, &own).unwrap();
+    let buffer: Buffer<u8> = transfer.allocator().alloc(300_000, &own).unwrap();
     let end = DeviceEnd::claim(&buffer, AccessKind::Write).unwrap();
     let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), end, &own, 0);
     assert!(matches!(refused, Err(TransferError::Unsupported { .. })));

@@ -106,21 +106,21 @@ fn round_trips<T: Pod + Send + Sync + PartialEq + fmt::Debug>(shape: &Shape, see
         pageable.write().unwrap()[..from_len].copy_from_slice(&from);
         match way {
             0 => {
-                drop(transfer.upload_region_from(from.clone(), &mut target, &region).unwrap());
-                back = transfer.download_region_to(&source, back, &region).unwrap().wait().unwrap();
+                drop(transfer.upload(region.of(from.clone()), &mut target).unwrap());
+                back = transfer.download(&source, region.of(back)).unwrap().wait().unwrap();
             }
-            1 => transfer
-                .scope(|scope| {
-                    scope.upload_region(&from, &mut target, &region)?;
-                    scope.download_region(&source, &mut back, &region)
-                })
-                .unwrap(),
+            1 => {
+                drop(transfer.upload(region.of(&from), &mut target).unwrap());
+                let mut pinned = transfer.pinned().alloc_from(&before).unwrap();
+                drop(transfer.download(&source, region.of(&mut pinned)).unwrap());
+                back.copy_from_slice(pinned.read().unwrap());
+            }
             _ => {
                 assert!(from_len.max(to_len) == 0 || !pageable.is_pinned());
-                drop(transfer.upload_region(&pageable, &mut target, &region).unwrap());
+                drop(transfer.upload(region.of(&pageable), &mut target).unwrap());
                 pageable.write().unwrap()[..to_len].copy_from_slice(&before);
                 let view = pageable.slice_mut(..to_len).unwrap();
-                drop(transfer.download_region(&source, view, &region).unwrap());
+                drop(transfer.download(&source, region.of(view)).unwrap());
                 back.copy_from_slice(&pageable.read().unwrap()[..to_len]);
             }
         }
@@ -156,21 +156,21 @@ fn nothing_of_it_is_a_copy_that_is_done() {
         let mut target = transfer.to_device(vec![3u8; 4], &stream).unwrap().wait().unwrap();
         let mut pageable = pool.alloc_or_pageable::<u8>(1).unwrap();
         let region = shape.region();
-        assert!(transfer.upload_region_from(vec![1u8], &mut target, &region).unwrap().is_done().unwrap());
-        assert!(transfer.upload_region(&pageable, &mut target, &region).unwrap().is_done().unwrap());
-        assert!(transfer.download_region(&target, &mut pageable, &region).unwrap().is_done().unwrap());
-        transfer.upload_region_blocking(&[1u8], &mut target, &region).unwrap();
-        assert_eq!(transfer.download_region_to(&target, vec![7], &region).unwrap().wait().unwrap(), [7]);
+        assert!(transfer.upload(region.of(vec![1u8]), &mut target).unwrap().is_done().unwrap());
+        assert!(transfer.upload(region.of(&pageable), &mut target).unwrap().is_done().unwrap());
+        assert!(transfer.download(&target, region.of(&mut pageable)).unwrap().is_done().unwrap());
+        transfer.upload(region.of(&[1u8]), &mut target).unwrap().wait().unwrap();
+        assert_eq!(transfer.download(&target, region.of(vec![7])).unwrap().wait().unwrap(), [7]);
         assert_eq!(transfer.to_vec(&target).unwrap().wait().unwrap(), [3; 4]);
     }
     // Elements without bytes, however many.
     let shape = Shape { extents: vec![1000, 1000], from: vec![1000, 1], to: vec![1000, 1] };
     let mut target = transfer.to_device(vec![(); 1_000_000], &stream).unwrap().wait().unwrap();
     let mut pageable = pool.alloc_or_pageable::<()>(1_000_000).unwrap();
-    transfer.upload_region(&pageable, &mut target, &shape.region()).unwrap().wait().unwrap();
-    transfer.download_region(&target, &mut pageable, &shape.region()).unwrap().wait().unwrap();
-    transfer.upload_region_from(vec![(); 1_000_000], &mut target, &shape.region()).unwrap().wait().unwrap();
-    let back = transfer.download_region_to(&target, vec![(); 1_000_000], &shape.region()).unwrap().wait().unwrap();
+    transfer.upload(shape.region().of(&pageable), &mut target).unwrap().wait().unwrap();
+    transfer.download(&target, shape.region().of(&mut pageable)).unwrap().wait().unwrap();
+    transfer.upload(shape.region().of(vec![(); 1_000_000]), &mut target).unwrap().wait().unwrap();
+    let back = transfer.download(&target, shape.region().of(vec![(); 1_000_000])).unwrap().wait().unwrap();
     assert_eq!(back.len(), 1_000_000);
     assert_eq!(sim.take_violations(), []);
 }
@@ -181,20 +181,19 @@ fn what_does_not_fit_is_refused_before_anything_is_copied() {
     let (_, other, _) = world(2);
     let stream = transfer.device().stream().unwrap();
     let mut target = transfer.to_device(vec![3u32; 1000], &stream).unwrap().wait().unwrap();
-    let mut elsewhere = other.allocator().alloc_buffer::<u32>(1000, other.device().default_stream()).unwrap();
+    let mut elsewhere = other.allocator().alloc::<u32>(1000, other.device().default_stream()).unwrap();
     let pageable = pool.alloc_or_pageable::<u32>(1000).unwrap();
-    let (mut from, uploaded) = (vec![1u32; 1000], transfer.counters().uploads.copies);
+    let (from, uploaded) = (vec![1u32; 1000], transfer.counters().uploads.copies);
     let long = Shape { extents: vec![1001], from: vec![1], to: vec![1] };
     let twice = Shape { extents: vec![10, 10], from: vec![10, 1], to: vec![9, 1] };
     let fits = Shape { extents: vec![1000], from: vec![1], to: vec![1] };
     for shape in [&long, &twice] {
         let region = shape.region();
         for refused in [
-            transfer.upload_region_from(from.clone(), &mut target, &region).err(),
-            transfer.upload_region(&pageable, &mut target, &region).err(),
-            transfer.upload_region_blocking(&from, &mut target, &region).err(),
-            transfer.download_region_blocking(&target, &mut from, &region).err(),
-            transfer.download_region_to(&target, from.clone(), &region).err(),
+            transfer.upload(region.of(from.clone()), &mut target).err(),
+            transfer.upload(region.of(&pageable), &mut target).err(),
+            transfer.upload(region.of(&from), &mut target).err(),
+            transfer.download(&target, region.of(from.clone())).err(),
         ] {
             let expected = |error: &TransferError| {
                 matches!(error, TransferError::OutOfBounds { end: 1001, len: 1000, .. } | TransferError::Region { .. })
@@ -204,11 +203,10 @@ fn what_does_not_fit_is_refused_before_anything_is_copied() {
     }
     let region = fits.region();
     for refused in [
-        transfer.upload_region_from(from.clone(), &mut elsewhere, &region).err(),
-        transfer.upload_region(&pageable, &mut elsewhere, &region).err(),
-        transfer.upload_region_blocking(&from, &mut elsewhere, &region).err(),
-        transfer.download_region_blocking(&elsewhere, &mut from, &region).err(),
-        transfer.download_region_to(&elsewhere, from.clone(), &region).err(),
+        transfer.upload(region.of(from.clone()), &mut elsewhere).err(),
+        transfer.upload(region.of(&pageable), &mut elsewhere).err(),
+        transfer.upload(region.of(&from), &mut elsewhere).err(),
+        transfer.download(&elsewhere, region.of(from.clone())).err(),
     ] {
         assert!(matches!(refused, Some(TransferError::WrongDevice { .. })), "{refused:?}");
     }
@@ -229,12 +227,12 @@ fn every_driver_call_of_a_region_may_fail() {
     let expected = shape.model(&from, &vec![0; to_len]);
     let trip = |transfer: &Transfer, pool: &PinnedPool| -> Result<(), TransferError> {
         let stream = transfer.device().stream()?;
-        let mut buffer = transfer.allocator().alloc_buffer::<u8>(to_len as u64, &stream)?;
+        let mut buffer = transfer.allocator().alloc::<u8>(usize::try_from(to_len as u64).unwrap(), &stream)?;
         let mut back = pool.alloc_or_pageable::<u8>(to_len)?;
         back.write()?.fill(0);
-        let uploaded = transfer.upload_region_from(from.clone(), &mut buffer, &shape.region())?;
+        let uploaded = transfer.upload(shape.region().of(from.clone()), &mut buffer)?;
         let there = Shape { from: shape.to.clone(), ..shape.clone() };
-        transfer.download_region(&buffer, &mut back, &there.region())?.wait()?;
+        transfer.download(&buffer, there.region().of(&mut back))?.wait()?;
         uploaded.wait()?;
         assert!(back.read()? == expected);
         Ok(())
@@ -270,8 +268,8 @@ fn a_region_can_be_cancelled_dropped_and_forgotten() {
             1 => drop(pending),
             _ => std::mem::forget(pending),
         };
-        end(transfer.upload_region_from(content(from_len, 1), &mut buffer, &shape.region()).unwrap());
-        end(transfer.download_region(&buffer, &mut back, &there.region()).unwrap());
+        end(transfer.upload(shape.region().of(content(from_len, 1)), &mut buffer).unwrap());
+        end(transfer.download(&buffer, there.region().of(&mut back)).unwrap());
         // Whatever came of them, the host and the device may use the memory at once, and what lies between is as it was.
         let gaps = |bytes: &[u8], gap| bytes.chunks(1001).all(|row| row.get(1000).is_none_or(|&byte| byte == gap));
         assert!(gaps(back.read().unwrap(), 9));

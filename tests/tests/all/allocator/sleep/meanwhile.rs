@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::{Claim, DeviceBuffer, Registration, Turn};
+use aquifer_allocator::{Buffer, Claim, Registration, Turn};
 use aquifer_device::AccessKind;
 
 use super::*;
@@ -47,7 +47,7 @@ fn threads_meanwhile_are_served_or_told() {
 #[test]
 fn nobody_gets_a_turn_with_memory_that_is_away() {
     let setup = setup();
-    let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(1000, &setup.stream).unwrap();
+    let buffer: Buffer<u8> = setup.allocator.alloc(1000, &setup.stream).unwrap();
     setup.stream.fill(buffer.ptr(), 5, 1000).unwrap();
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
     let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
@@ -81,8 +81,8 @@ fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
 #[test]
 fn turns_and_claims_end_before_their_memory_goes() {
     let setup = setup();
-    let one: DeviceBuffer<u8> = setup.allocator.alloc_buffer(3 * MIB, &setup.stream).unwrap();
-    let other: DeviceBuffer<u8> = setup.cache.buffer();
+    let one: Buffer<u8> = setup.allocator.alloc(usize::try_from(3 * MIB).unwrap(), &setup.stream).unwrap();
+    let other: Buffer<u8> = setup.cache.buffer();
     let side = setup.device.stream().unwrap();
     let claim = Claim::take(other.storage(), AccessKind::Write).unwrap();
     sleep_beside(&setup, claim, |claim| {
@@ -95,7 +95,7 @@ fn turns_and_claims_end_before_their_memory_goes() {
     sleep_beside(&setup, turn, |_turn| {
         side.fill(one.ptr(), 8, one.bytes()).unwrap();
         // Who keeps it awake gets further turns, and memory, or could not end.
-        let more: DeviceBuffer<u8> = setup.allocator.alloc_buffer(5 * MIB, &side).unwrap();
+        let more: Buffer<u8> = setup.allocator.alloc(usize::try_from(5 * MIB).unwrap(), &side).unwrap();
         let _turn = Turn::take(&side, &[(more.storage(), AccessKind::Write)]).unwrap();
         side.fill(more.ptr(), 9, more.bytes()).unwrap();
     });
@@ -108,7 +108,7 @@ fn turns_and_claims_end_before_their_memory_goes() {
 #[test]
 fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
     let setup = setup();
-    let buffer: DeviceBuffer<u8> = setup.allocator.alloc_buffer(1000, &setup.stream).unwrap();
+    let buffer: Buffer<u8> = setup.allocator.alloc(1000, &setup.stream).unwrap();
     let (turn, awake) =
         (Turn::take(&setup.stream, &[(buffer.storage(), AccessKind::Read)]), setup.allocator.keep_awake());
     for _ in 0..2 {

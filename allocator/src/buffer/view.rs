@@ -1,0 +1,81 @@
+//! Views: borrowed parts of buffers.
+//!
+//! A view holds a handle of the memory, so that whatever takes a buffer takes a view. Its lifetime is the borrow's: while
+//! a view for writing lives, its buffer cannot be named.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+
+use super::Buffer;
+
+/// A borrowed part of a [`Buffer`], made by [`Buffer::slice`]. It has the methods of a buffer.
+pub struct View<'a, T> {
+    buffer: Buffer<T>,
+    borrow: PhantomData<&'a Buffer<T>>,
+}
+
+/// A part of a [`Buffer`], borrowed for writing by [`Buffer::slice_mut`]. It has the methods of a buffer.
+///
+/// ```compile_fail,E0502
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # use aquifer_allocator::{Allocator, Config};
+/// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// # let device = Device::new(SimDriver::new(SimConfig::default()));
+/// # let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
+/// let mut buffer = allocator.alloc::<f32>(1000, &stream)?;
+/// let mut head = buffer.slice_mut(..500);
+/// let len = buffer.len(); // error: `buffer` is borrowed
+/// head.zero(&stream)?;
+/// # Ok(()) }
+/// ```
+pub struct ViewMut<'a, T> {
+    buffer: Buffer<T>,
+    borrow: PhantomData<&'a mut Buffer<T>>,
+}
+
+impl<T> View<'_, T> {
+    pub(super) fn new(buffer: Buffer<T>) -> Self {
+        View { buffer, borrow: PhantomData }
+    }
+}
+
+impl<T> ViewMut<'_, T> {
+    pub(super) fn new(buffer: Buffer<T>) -> Self {
+        ViewMut { buffer, borrow: PhantomData }
+    }
+}
+
+impl<T> Deref for View<'_, T> {
+    type Target = Buffer<T>;
+
+    fn deref(&self) -> &Buffer<T> {
+        &self.buffer
+    }
+}
+
+impl<T> Deref for ViewMut<'_, T> {
+    type Target = Buffer<T>;
+
+    fn deref(&self) -> &Buffer<T> {
+        &self.buffer
+    }
+}
+
+impl<T> DerefMut for ViewMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut Buffer<T> {
+        &mut self.buffer
+    }
+}
+
+impl<T> fmt::Debug for View<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("View").field(&self.buffer).finish()
+    }
+}
+
+impl<T> fmt::Debug for ViewMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ViewMut").field(&self.buffer).finish()
+    }
+}

@@ -1,0 +1,126 @@
+//! The allocator of a device that all parts of a process share.
+
+use std::sync::{Arc, Weak};
+
+use aquifer_device::Device;
+use aquifer_device::fork::Mutex;
+
+use crate::allocator::{Allocator, Inner};
+use crate::config::Config;
+use crate::error::AllocError;
+
+/// The shared allocators, by the identity of their device. The lock is held while one is made, so that there is one.
+static SHARED: Mutex<Vec<(u32, Weak<Inner>)>> = Mutex::new(Vec::new());
+
+/// The process's allocator of a device, as a method of [`Device`].
+pub trait DeviceAllocator {
+    /// The allocator of this device that all parts of the process share, so that memory which one of them no longer needs
+    /// serves the others. The first call makes it, as the environment says ([`Config::from_env`]).
+    ///
+    /// It is open while a handle or a buffer of it exists; the next call makes a new one. [`Allocator::new`] makes one that is
+    /// not shared.
+    ///
+    /// ```
+    /// use aquifer_allocator::DeviceAllocator as _;
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let (memory, stream) = (device.allocator()?, device.stream()?);
+    /// let buffer = memory.alloc::<f32>(1000, &stream)?;
+    /// assert_eq!(device.allocator()?.allocated_bytes(), memory.allocated_bytes());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// At the first call: a wrong configuration in the environment, and errors of the driver.
+    fn allocator(&self) -> Result<Allocator, AllocError>;
+
+    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment. Call it before any other part
+    /// of the process asks for the allocator.
+    ///
+    /// # Errors
+    /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that contradicts itself, and errors of the
+    /// driver.
+    fn allocator_with(&self, config: Config) -> Result<Allocator, AllocError>;
+}
+
+impl DeviceAllocator for Device {
+    fn allocator(&self) -> Result<Allocator, AllocError> {
+        shared(self, |open| match open {
+            Some(open) => Ok(open),
+            None => Allocator::new(self, Config::from_env()?),
+        })
+    }
+
+    fn allocator_with(&self, config: Config) -> Result<Allocator, AllocError> {
+        shared(self, |open| match open {
+            Some(_) => Err(AllocError::AlreadyOpen { device: self.label() }),
+            None => Allocator::new(self, config),
+        })
+    }
+}
+
+fn shared(
+    device: &Device,
+    choose: impl FnOnce(Option<Allocator>) -> Result<Allocator, AllocError>,
+) -> Result<Allocator, AllocError> {
+    let (chosen, closed);
+    {
+        let mut shared = SHARED.lock();
+        let open = shared.iter().find(|(id, _)| *id == device.id()).and_then(|(_, inner)| inner.upgrade());
+        // Dropped without the lock, as the last handle of an allocator may call the driver.
+        closed = open.clone();
+        chosen = choose(open.map(|inner| Allocator::of_inner(inner)));
+        if let (Ok(allocator), None) = (&chosen, &closed) {
+            shared.retain(|(_, inner)| inner.strong_count() > 0);
+            shared.push((device.id(), Arc::downgrade(allocator.inner())));
+        }
+    }
+    drop(closed);
+    chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    fn device() -> Device {
+        Device::new(SimDriver::new(SimConfig::default()))
+    }
+
+    #[test]
+    fn all_parts_of_a_process_get_one_allocator_of_a_device() {
+        let (device, other) = (device(), device());
+        let allocators: Vec<Allocator> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| device.allocator().unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(allocators.iter().all(|allocator| Arc::ptr_eq(allocator.inner(), allocators[0].inner())));
+        assert!(!Arc::ptr_eq(other.allocator().unwrap().inner(), allocators[0].inner()));
+    }
+
+    #[test]
+    fn the_shared_allocator_can_be_configured_before_its_first_use_alone() {
+        let device = device();
+        let config = || Config::parse("limit_mb:100").unwrap();
+        let memory = device.allocator_with(config()).unwrap();
+        assert_eq!(device.allocator().unwrap().limit(), Some(100 << 20));
+        let error = device.allocator_with(config()).unwrap_err();
+        assert!(matches!(error, AllocError::AlreadyOpen { .. }), "{error}");
+        drop(memory);
+        drop(device.allocator_with(config()).unwrap());
+    }
+
+    #[test]
+    fn a_buffer_keeps_the_shared_allocator_open() {
+        let device = device();
+        let stream = device.stream().unwrap();
+        let buffer = device.allocator().unwrap().alloc::<u8>(1000, &stream).unwrap();
+        assert_eq!(device.allocator().unwrap().allocated_bytes(), 1024);
+        let allocator = Arc::downgrade(buffer.allocator().inner());
+        drop(buffer);
+        assert!(allocator.upgrade().is_none());
+        assert_eq!(device.allocator().unwrap().reserved_bytes(), 0);
+    }
+}

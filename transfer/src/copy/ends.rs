@@ -1,0 +1,350 @@
+//! The ends of copies: what is read, [`Source`] and [`DeviceSource`], and what is written, [`Target`].
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use aquifer_allocator::{Buffer, View, ViewMut};
+use bytemuck::Pod;
+
+use crate::copy::Region;
+use crate::copy::memory::Owned;
+use crate::error::TransferError;
+use crate::host_vec;
+use crate::pending::Pending;
+use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
+use crate::runtime::Transfer;
+use crate::staging::FileReport;
+
+pub(crate) trait Sealed {}
+
+/// What can be uploaded.
+///
+/// | source | while the copy is in flight |
+/// | --- | --- |
+/// | [`PinnedBuffer`] by reference, [`PinnedSlice`] | the device reads it; the host may read it, and waits before it writes it |
+/// | `Vec<T>`, `Box<[T]>`, `Arc<[T]>`, and any other [`Owner`] | belongs to the copy, and is dropped once it was read |
+/// | `&[T]`, `&Vec<T>`, `&[T; N]` | was read when the call returns, which waits for that where it is above 256 KiB |
+/// | [`FilePart`] | is read by threads, at several places at a time |
+///
+/// [`Region::of`] makes a source of a region of any of them but the last.
+#[allow(private_bounds, reason = "the bound seals the trait")]
+pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
+    /// What the complete copy gives.
+    type Report: Send + 'static;
+
+    #[doc(hidden)]
+    fn elements(&self) -> Result<usize, TransferError>;
+
+    #[doc(hidden)]
+    fn upload_to(
+        self,
+        transfer: &Transfer,
+        to: &mut Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<Self::Report>, TransferError>;
+}
+
+/// A source that [`Transfer::copy_on_host`] takes: page-locked memory, or memory that is handed over.
+#[allow(private_bounds, reason = "the bound seals the trait")]
+pub trait HostEnd<T: Pod + Send + Sync>: Sized + Sealed {
+    #[doc(hidden)]
+    fn copy_to(
+        self,
+        transfer: &Transfer,
+        to: PinnedSliceMut<'_, T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<()>, TransferError>;
+}
+
+/// What can be downloaded into.
+///
+/// | target | the complete copy gives |
+/// | --- | --- |
+/// | [`PinnedBuffer`] by mutable reference, [`PinnedSliceMut`] | nothing: reading the memory waits for the copy |
+/// | [`PinnedBuffer`], `Vec<T>` | the memory |
+///
+/// [`Region::of`] makes a target of a region of any of them; what lies between its elements stays.
+#[allow(private_bounds, reason = "the bound seals the trait")]
+pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
+    /// What the complete copy gives.
+    type Output: Send + 'static;
+
+    #[doc(hidden)]
+    fn download_from(
+        self,
+        transfer: &Transfer,
+        from: &Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<Self::Output>, TransferError>;
+}
+
+/// Device memory that can be copied from: a reference to a [`Buffer`] or to a view, of any device, or [`Region::of`] one.
+#[allow(private_bounds, reason = "the bound seals the trait")]
+pub trait DeviceSource<T>: Sealed {
+    #[doc(hidden)]
+    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>);
+}
+
+/// Host memory that its owner lends, such as a memory map, as a [`Source`].
+///
+/// The owner is dropped on a thread of its own, perhaps after the copy's [`Pending`] is complete: its `Drop` may wait for
+/// other transfers, and a panic in it is logged.
+#[derive(Clone)]
+pub struct Owner<T>(Owned, PhantomData<fn() -> T>);
+
+impl<T: Pod> Owner<T> {
+    /// The memory that `owner` lends, which is asked for it once.
+    pub fn new(owner: impl AsRef<[T]> + Send + Sync + 'static) -> Owner<T> {
+        Owner(Owned::new(owner), PhantomData)
+    }
+}
+
+impl<T> Owner<T> {
+    fn len(&self) -> usize {
+        self.0.elements()
+    }
+}
+
+impl<T> fmt::Debug for Owner<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Owner").field("bytes", &self.0.len()).finish()
+    }
+}
+
+/// A part of a file, as a [`Source`]: from `offset` on, as many bytes as the target has.
+#[derive(Clone, Debug)]
+pub struct FilePart {
+    pub(super) path: PathBuf,
+    pub(super) offset: u64,
+}
+
+impl FilePart {
+    /// The file from its start.
+    pub fn new(path: impl AsRef<Path>) -> FilePart {
+        FilePart { path: path.as_ref().to_owned(), offset: 0 }
+    }
+
+    /// The file from a byte on.
+    #[must_use]
+    pub fn offset(self, offset: u64) -> FilePart {
+        FilePart { offset, ..self }
+    }
+}
+
+/// A region of an end of a copy, made by [`Region::of`].
+#[derive(Clone, Copy, Debug)]
+pub struct InRegion<'r, E> {
+    pub(super) region: Region<'r>,
+    pub(super) end: E,
+}
+
+impl<'r> Region<'r> {
+    /// The region of a source, which is packed where its `from_strides` say, or of a target.
+    pub fn of<E>(&self, end: E) -> InRegion<'r, E> {
+        InRegion { region: *self, end }
+    }
+}
+
+/// Sources of elements in host memory.
+macro_rules! sources {
+    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr) $(, $copy:ident)?;)*) => { $(
+        impl<T $(, const $len: usize)?> Sealed for $type {}
+
+        impl<T: Pod + Send + Sync $(, const $len: usize)?> Source<T> for $type {
+            type Report = ();
+
+            fn elements(&self) -> Result<usize, TransferError> {
+                Ok(self.len())
+            }
+
+            fn upload_to(
+                self,
+                transfer: &Transfer,
+                to: &mut Buffer<T>,
+                region: Option<&Region<'_>>,
+            ) -> Result<Pending<()>, TransferError> {
+                let $from = self;
+                transfer.$upload($end, to, region)
+            }
+        }
+
+        $(impl<T: Pod + Send + Sync> HostEnd<T> for $type {
+            fn copy_to(
+                self,
+                transfer: &Transfer,
+                to: PinnedSliceMut<'_, T>,
+                region: Option<&Region<'_>>,
+            ) -> Result<Pending<()>, TransferError> {
+                let $from = self;
+                transfer.$copy($end, to, region)
+            }
+        })?
+    )* };
+}
+
+sources! {
+    PinnedSlice<'_, T>: from => upload_pinned(from), copy_pinned;
+    &PinnedBuffer<T>: from => upload_pinned(from.into()), copy_pinned;
+    &[T]: from => upload_borrowed(from);
+    &Vec<T>: from => upload_borrowed(from);
+    &[T; N] [N]: from => upload_borrowed(from);
+    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), copy_owned;
+    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), copy_owned;
+    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), copy_owned;
+    Owner<T>: from => upload_owned(from.0), copy_owned;
+}
+
+impl Sealed for FilePart {}
+
+impl<T: Pod + Send + Sync> Source<T> for FilePart {
+    type Report = FileReport;
+
+    fn elements(&self) -> Result<usize, TransferError> {
+        let bytes = self.len()?;
+        host_vec::len_of(bytes / (size_of::<T>() as u64).max(1), size_of::<T>() as u64)
+    }
+
+    fn upload_to(
+        self,
+        transfer: &Transfer,
+        to: &mut Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<FileReport>, TransferError> {
+        match region {
+            None => transfer.upload_file(&self, to),
+            Some(_) => Err(TransferError::Region { reason: "files are read without gaps" }),
+        }
+    }
+}
+
+impl<E> Sealed for InRegion<'_, E> {}
+
+impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
+    type Report = S::Report;
+
+    /// What the region writes in a dense target.
+    fn elements(&self) -> Result<usize, TransferError> {
+        host_vec::len_of(self.region.extents.iter().product(), size_of::<T>() as u64)
+    }
+
+    fn upload_to(
+        self,
+        transfer: &Transfer,
+        to: &mut Buffer<T>,
+        _: Option<&Region<'_>>,
+    ) -> Result<Pending<S::Report>, TransferError> {
+        self.end.upload_to(transfer, to, Some(&self.region))
+    }
+}
+
+impl<T: Pod + Send + Sync, S: HostEnd<T>> HostEnd<T> for InRegion<'_, S> {
+    fn copy_to(
+        self,
+        transfer: &Transfer,
+        to: PinnedSliceMut<'_, T>,
+        _: Option<&Region<'_>>,
+    ) -> Result<Pending<()>, TransferError> {
+        self.end.copy_to(transfer, to, Some(&self.region))
+    }
+}
+
+impl<T> Sealed for PinnedSliceMut<'_, T> {}
+
+impl<T: Pod + Send + Sync> Target<T> for PinnedSliceMut<'_, T> {
+    type Output = ();
+
+    fn download_from(
+        self,
+        transfer: &Transfer,
+        from: &Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<()>, TransferError> {
+        transfer.download_pinned(from, self, region)
+    }
+}
+
+impl<T> Sealed for &mut PinnedBuffer<T> {}
+
+impl<T: Pod + Send + Sync> Target<T> for &mut PinnedBuffer<T> {
+    type Output = ();
+
+    fn download_from(
+        self,
+        transfer: &Transfer,
+        from: &Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<()>, TransferError> {
+        transfer.download_pinned(from, self.into(), region)
+    }
+}
+
+impl<T> Sealed for PinnedBuffer<T> {}
+
+impl<T: Pod + Send + Sync> Target<T> for PinnedBuffer<T> {
+    type Output = PinnedBuffer<T>;
+
+    fn download_from(
+        mut self,
+        transfer: &Transfer,
+        from: &Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<PinnedBuffer<T>>, TransferError> {
+        Ok(transfer.download_pinned(from, (&mut self).into(), region)?.map(|()| self))
+    }
+}
+
+impl<T: Pod + Send + Sync> Target<T> for Vec<T> {
+    type Output = Vec<T>;
+
+    fn download_from(
+        self,
+        transfer: &Transfer,
+        from: &Buffer<T>,
+        region: Option<&Region<'_>>,
+    ) -> Result<Pending<Vec<T>>, TransferError> {
+        transfer.download_vec(from, self, region)
+    }
+}
+
+impl<T: Pod + Send + Sync, D: Target<T>> Target<T> for InRegion<'_, D> {
+    type Output = D::Output;
+
+    fn download_from(
+        self,
+        transfer: &Transfer,
+        from: &Buffer<T>,
+        _: Option<&Region<'_>>,
+    ) -> Result<Pending<D::Output>, TransferError> {
+        self.end.download_from(transfer, from, Some(&self.region))
+    }
+}
+
+impl<T> Sealed for &Buffer<T> {}
+impl<T> Sealed for &View<'_, T> {}
+impl<T> Sealed for &ViewMut<'_, T> {}
+
+impl<T> DeviceSource<T> for &Buffer<T> {
+    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
+        (self, None)
+    }
+}
+
+impl<T> DeviceSource<T> for &View<'_, T> {
+    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
+        (self, None)
+    }
+}
+
+impl<T> DeviceSource<T> for &ViewMut<'_, T> {
+    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
+        (self, None)
+    }
+}
+
+impl<T, S: DeviceSource<T>> DeviceSource<T> for InRegion<'_, S> {
+    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
+        (self.end.parts().0, Some(&self.region))
+    }
+}
