@@ -41,14 +41,14 @@ impl Streams {
         identity: Option<u64>,
         kept: Option<ExternalStream>,
     ) -> Option<ExternalStream> {
-        let new = Known { stream: stream.downgrade(), identity, kept };
+        let (raw, new) = (stream.raw().0, Known { stream: stream.downgrade(), identity, kept });
         let mut table = self.0.lock();
         let Table { known, left } = &mut *table;
         if known.len() > 2 * *left {
             known.retain(|_, known| known.stream.is_alive());
             *left = known.len();
         }
-        known.insert(stream.raw().0, new).and_then(|before| before.kept)
+        known.insert(raw, new).and_then(|before| before.kept)
     }
 
     /// The stream with this handle, and the driver's number of it.
