@@ -4,24 +4,26 @@
 //! * An event in `idle` is complete and referenced by nobody (invariant T3: events are recycled only when complete).
 //! * Dropping an event makes no driver call: events that cannot be recycled become orphans (`orphans.rs`).
 //!
-//! The context's one lock, of the list of timelines, is a leaf, and its queues are lock-free. So a context can be used under any lock.
+//! The lock of the list of timelines is a leaf, and the queues are lock-free, so a context can be used under any lock. Only the lock of
+//! adoptions comes before those of timelines; no code of callers runs under it.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::fork::Mutex;
+use crate::fork::Mutex as Leaf;
 use crossbeam::queue::SegQueue;
 
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
 use crate::deferred::{self, Deferred};
 use crate::driver::{DevicePtr, Driver, DriverKind, RawEvent, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
 use crate::orphans::Orphans;
 use crate::sim::thread::Caller;
 use crate::sim::{CalledFrom, Checks};
+use crate::sync::Mutex;
 use crate::timeline::Timeline;
 use crate::waits::Waits;
 
@@ -43,8 +45,10 @@ pub(crate) struct Context {
     /// The capturing streams of all drivers that share the driver's context.
     pub(crate) capturing: Arc<CapturingStreams>,
     /// The timelines of all its streams.
-    timelines: Mutex<Timelines>,
+    timelines: Leaf<Timelines>,
     pub(crate) waits: Arc<Waits>,
+    /// Held while a stream is adopted or released, across the driver calls for it, so that nobody adopts a stream that is half released.
+    pub(crate) adopting: Mutex<()>,
 }
 
 /// Timelines, and some that are gone.
@@ -77,8 +81,9 @@ impl Context {
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
             capturing,
-            timelines: Mutex::default(),
+            timelines: Leaf::default(),
             waits: Arc::default(),
+            adopting: Mutex::default(),
         })
     }
 
@@ -97,6 +102,15 @@ impl Context {
     pub(crate) fn stream_identity(&self, raw: RawStream) -> Option<u64> {
         let identity = self.driver.stream_id(raw);
         identity.inspect_err(|error| tracing::debug!(%error, "the driver does not identify an adopted stream")).ok()?
+    }
+
+    /// False if the handle of an adopted stream now names another stream. True where the driver does not tell, as while the stream captures.
+    pub(crate) fn is_same_stream(&self, raw: RawStream, identity: u64) -> bool {
+        match self.driver.stream_id(raw) {
+            Ok(now) => now.is_none_or(|now| now == identity),
+            // A driver may notice by itself that the handle is not that of the stream that it knows.
+            Err(error) => error.kind != ErrorKind::InvalidUse,
+        }
     }
 
     /// Records an event on `stream`. Reuses an idle event if there is one.

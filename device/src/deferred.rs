@@ -19,7 +19,7 @@ use crate::timeline::Retired;
 /// A clean-up that is still to be done.
 pub(crate) enum Deferred {
     /// A device whose last handle was dropped where no driver call can be made.
-    Device(device::Inner),
+    Device(Box<device::Inner>),
     /// A capture that nobody holds.
     Capture(Arc<Scope>),
     /// Streams of a device that is gone.

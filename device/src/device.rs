@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 
 use crate::fork::Mutex;
@@ -26,18 +26,19 @@ use crate::left::{Left, LeftMemory};
 use crate::orphans::{Orphan, Reservation};
 use crate::sim::{CalledFrom, Checks};
 use crate::stream::Stream;
+use crate::streams::Streams;
 use crate::timeline::{Owner, Retired, StreamKind, Tick, Timeline};
 use crate::waits::WaitMark;
 
 /// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same
 /// device.
 ///
-/// [`crate::DeviceSpec`] opens a device by name, [`Device::new`] wraps a driver. Memory for programs comes from `aquifer-allocator`, which
-/// caches it; [`Device::alloc`] is a plain driver allocation.
+/// [`Device::open`] opens a device by name, [`Device::best`] the best one, [`Device::new`] wraps a driver. Memory for programs comes from
+/// `aquifer-allocator`, which caches it; [`Device::alloc`] is a plain driver allocation.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-/// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
+/// use aquifer_device::Device;
+/// let device = Device::open("sim:24GiB")?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
 /// let ptr = device.alloc(1 << 30)?;
 /// assert_eq!(device.memory_info()?.free, 23 << 30);
@@ -56,6 +57,10 @@ pub(crate) struct Inner {
     retired: Arc<Retired>,
     /// Page-locked memory to be given back later.
     left: LeftMemory,
+    /// Its streams by the driver's handle, and those that it adopted.
+    streams: Streams,
+    /// Why [`Device::best`] chose the device.
+    choice: OnceLock<String>,
 }
 
 impl Drop for Inner {
@@ -79,9 +84,14 @@ pub struct TimelineCounts {
 }
 
 impl Device {
-    /// Makes a device driven by `driver`.
+    /// Makes a new device driven by `driver`. A GPU that [`Device::open`] opened is another device, with streams of its own.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         deferred::settle();
+        Device::of_driver(driver)
+    }
+
+    /// As [`Device::new`], under a lock: runs no code of callers.
+    pub(crate) fn of_driver(driver: Arc<dyn Driver>) -> Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None);
@@ -91,7 +101,19 @@ impl Device {
             per_thread: Mutex::default(),
             retired: Arc::default(),
             left: LeftMemory::default(),
+            streams: Streams::default(),
+            choice: OnceLock::new(),
         }))
+    }
+
+    /// Notes why [`Device::best`] chose the device. The first reason stays.
+    pub(crate) fn note_choice(&self, reason: String) {
+        self.0.choice.get_or_init(|| reason);
+    }
+
+    /// Why [`Device::best`] chose this device; `None` if it never did.
+    pub fn chosen_because(&self) -> Option<&str> {
+        self.0.choice.get().map(String::as_str)
     }
 
     /// The state that the device shares with its streams.
@@ -167,8 +189,8 @@ impl Device {
     /// part is checked when it runs.
     ///
     /// ```should_panic
-    /// use aquifer_device::DeviceSpec;
-    /// let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+    /// use aquifer_device::Device;
+    /// let device = Device::open("sim:24GiB")?;
     /// let (one, two) = (device.stream()?, device.stream()?);
     /// let memory = device.alloc(1 << 20)?;
     /// one.fill(memory, 1, 1 << 20)?;
@@ -239,25 +261,126 @@ impl Device {
         let kind = if flags.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };
         let new = || Timeline::new(context.clone(), raw, kind, None);
         let timeline = self.0.retired.reopen(raw, kind, None).unwrap_or_else(new);
-        Ok(Stream::new(context.clone(), timeline, Some(&self.0.retired)))
+        let stream = Stream::new(context.clone(), timeline, Some(&self.0.retired));
+        self.know(&stream, None, None);
+        Ok(stream)
     }
 
-    /// Adopts a stream that somebody else owns, so that ticks can be taken on it and waited for. A stream that was adopted before and
-    /// released is the same stream again, with the same number, where the driver can tell ([`Driver::stream_id`]). The default streams are
-    /// the device's own ([`Device::default_stream`], [`Device::per_thread_stream`]): they need no adopting, and are not released.
+    /// The device's [`Stream`] for a stream that another library owns, so that two libraries in one program share it: a stream created
+    /// here, one adopted before, a default stream, or else the stream is adopted now. The device keeps it until
+    /// [`Device::forget_stream`], or until the last handle of the device is dropped. Threads that ask for one handle at the same time get
+    /// one stream. `cuda::stream` does the same for a stream of cudarc's.
+    ///
+    /// The driver is asked whether an adopted handle still names the same stream ([`Driver::stream_id`]). If it names a new one, because
+    /// the owner destroyed the stream without forgetting it, the new one is adopted.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, Driver, StreamFlags};
+    /// let device = Device::open("sim:24GiB")?;
+    /// let theirs = device.driver().create_stream(StreamFlags::default())?; // what another library does
+    /// // SAFETY: the stream lives until it is forgotten below.
+    /// let stream = unsafe { device.stream_from_raw(theirs) }?;
+    /// // SAFETY: as above.
+    /// let same = unsafe { device.stream_from_raw(theirs) }?;
+    /// assert_eq!(same.id(), stream.id());
+    /// device.forget_stream(theirs)?;
+    /// device.driver().destroy_stream(theirs)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// In a forked child.
     ///
     /// # Safety
-    /// `raw` must be a live stream of this device until the result is released or dropped, and must not be adopted twice at the same time.
-    pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
-        // A stream of its own for each adoption would give each a number, which allocators keep something for.
-        match raw {
-            RawStream(0) | RawStream::LEGACY => return ExternalStream::of_default(self.default_stream().clone()),
-            RawStream::PER_THREAD => return ExternalStream::of_default(self.per_thread_stream()),
-            _ => {}
+    /// `raw` must be a live stream of this device. If it was not created here, it must stay live until it is forgotten or the device is
+    /// closed.
+    pub unsafe fn stream_from_raw(&self, raw: RawStream) -> Result<Stream> {
+        fork::check(Operation::StreamId)?;
+        // SAFETY: passed on to the caller.
+        Ok(unsafe { self.find_or_adopt(raw, true) }.0)
+    }
+
+    /// Lets a stream go that [`Device::stream_from_raw`] adopted, before its owner destroys it. Its ticks stay answerable; calls on handles of
+    /// it fail from now on, unless it is adopted again. Does nothing for other streams.
+    ///
+    /// # Errors
+    /// As those of [`ExternalStream::release`]: the stream stays adopted while it captures.
+    pub fn forget_stream(&self, raw: RawStream) -> Result<()> {
+        fork::check(Operation::StreamId)?;
+        let Some(stream) = self.0.streams.kept(raw) else { return Ok(()) };
+        ExternalStream::refuse_captures(&stream)?;
+        match self.0.streams.take_kept(raw, |kept| kept.is(&stream)) {
+            Some(mut external) => external.let_go(),
+            None => {
+                // Another thread released it. It may be adopted again.
+                stream.timeline().let_captures_begin(true);
+                Ok(())
+            }
         }
+    }
+
+    /// Adopts a stream that another library owns until the result is released or dropped, so that ticks can be taken on it and waited for.
+    /// A stream that was adopted before and released is the same stream again, with the same number, where the driver can tell
+    /// ([`Driver::stream_id`]).
+    ///
+    /// If the device has the stream already, because it was created here, is a default stream, or is adopted, this returns that stream, and
+    /// releasing the result does nothing. Where several libraries use one stream, use [`Device::stream_from_raw`].
+    ///
+    /// # Safety
+    /// `raw` must be a live stream of this device until it is released.
+    pub unsafe fn adopt_stream(&self, raw: RawStream) -> ExternalStream {
+        // SAFETY: passed on to the caller.
+        let (stream, external) = unsafe { self.find_or_adopt(raw, false) };
+        external.unwrap_or_else(|| ExternalStream::of_device(stream))
+    }
+
+    /// The stream with a handle that the device knows, or else one that is adopted now: until it is forgotten if the device `keeps` it, or
+    /// until the caller releases it.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream of this device until it is released.
+    unsafe fn find_or_adopt(&self, raw: RawStream, keeps: bool) -> (Stream, Option<ExternalStream>) {
+        if let Some(stream) = self.default_stream_of(raw).or_else(|| self.known(raw)) {
+            return (stream, None);
+        }
+        let adopting = self.0.context.adopting.lock();
+        // Another thread may have adopted it meanwhile.
+        if let Some(stream) = self.known(raw) {
+            return (stream, None);
+        }
+        let destroyed = self.0.streams.take_kept(raw, |_| true);
+        // SAFETY: passed on to the caller.
+        let external = unsafe { self.adopt(raw) };
+        let (stream, identity) = (external.stream().clone(), external.identity());
+        let (kept, given) = if keeps { (Some(external), None) } else { (None, Some(external)) };
+        self.know(&stream, identity, kept);
+        drop(adopting);
+        // After the lock, because giving up a capture runs code of callers.
+        destroyed.into_iter().for_each(ExternalStream::note_destroyed);
+        (stream, given)
+    }
+
+    /// The stream with this handle that the device has already.
+    fn known(&self, raw: RawStream) -> Option<Stream> {
+        let (stream, identity) = self.0.streams.find(raw)?;
+        identity.is_none_or(|identity| self.0.context.is_same_stream(raw, identity)).then_some(stream)
+    }
+
+    /// Lets a stream be found by its handle.
+    fn know(&self, stream: &Stream, identity: Option<u64>, kept: Option<ExternalStream>) {
+        let destroyed = self.0.streams.insert(stream, identity, kept);
+        destroyed.into_iter().for_each(ExternalStream::note_destroyed);
+    }
+
+    /// Adopts a stream that the device does not have.
+    ///
+    /// # Safety
+    /// `raw` must be a live stream of this device until the result is released or dropped.
+    unsafe fn adopt(&self, raw: RawStream) -> ExternalStream {
         let context = &self.0.context;
         // SAFETY: passed on to the caller.
         unsafe { context.driver.adopt_stream(raw) };
+        // A stream of its own for each adoption would give each a number, which allocators keep something for.
         let (retired, kind) = (&self.0.retired, StreamKind::of_unknown(raw));
         let identity = context.stream_identity(raw);
         let timeline = identity
@@ -266,6 +389,15 @@ impl Device {
             .unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, None));
         let stream = Stream::new(context.clone(), timeline, None);
         ExternalStream::new(stream, identity.map(|identity| (identity, Arc::downgrade(retired))))
+    }
+
+    /// The default stream that a handle stands for.
+    fn default_stream_of(&self, raw: RawStream) -> Option<Stream> {
+        match raw {
+            RawStream(0) | RawStream::LEGACY => Some(self.default_stream().clone()),
+            RawStream::PER_THREAD => Some(self.per_thread_stream()),
+            _ => None,
+        }
     }
 
     /// Creates an event. [`Event::elapsed_ms`] needs events created with `timing`.
@@ -432,6 +564,19 @@ impl Device {
     }
 }
 
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+impl Device {
+    /// The device, unless its last handle is gone.
+    pub(crate) fn upgrade(device: &Weak<Inner>) -> Option<Device> {
+        device.upgrade().map(Device)
+    }
+
+    /// A reference that does not keep the device open.
+    pub(crate) fn downgrade(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.0)
+    }
+}
+
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("id", &self.id()).field("name", &self.info().name).finish_non_exhaustive()
@@ -450,7 +595,7 @@ impl Drop for AtExit {
             let stream = device.per_thread.lock().remove(&std::thread::current().id());
             drop(stream);
             // For the case that the device's other handles were dropped meanwhile. A thread that ends makes no driver call.
-            Arc::into_inner(device).into_iter().for_each(|device| deferred::keep(Deferred::Device(device)));
+            Arc::into_inner(device).into_iter().for_each(|device| deferred::keep(Deferred::Device(Box::new(device))));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Finding and opening devices: by name, by ordinal, or the best one available.
 //!
-//! Nothing falls back silently: [`best_available`] says what it chose and why, and a device that is not available is an error
+//! Nothing falls back silently: [`Device::best`] says what it chose and why, and a device that is not available is an error
 //! that lists those that are.
 
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::fork;
 use crate::sim::{SimConfig, SimConfigError, SimDriver};
 use crate::unavailable::Unavailable;
 
-/// The name of a device to open, as on a command line.
+/// The name of a device to open, as on a command line. [`Device::open`] parses one and opens it.
 ///
 /// | text | device |
 /// | --- | --- |
@@ -25,7 +25,8 @@ use crate::unavailable::Unavailable;
 ///
 /// ```
 /// use aquifer_device::DeviceSpec;
-/// let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+/// let spec: DeviceSpec = "sim:24GiB".parse()?;
+/// let device = spec.open()?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
 /// assert!("gpu".parse::<DeviceSpec>().is_err());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -122,7 +123,7 @@ mod cuda {
         Err(Unavailable::NotBuilt)
     }
 
-    pub(super) fn open(_ordinal: u32) -> Result<Device> {
+    pub(super) fn shared(_ordinal: u32) -> Result<Device> {
         Err(Unavailable::NotBuilt.into())
     }
 
@@ -159,7 +160,7 @@ impl FromStr for DeviceSpec {
 }
 
 impl DeviceSpec {
-    /// Opens the device.
+    /// Opens the device, as [`Device::open`] does.
     ///
     /// # Errors
     /// When there is no such device, or its driver fails.
@@ -168,7 +169,7 @@ impl DeviceSpec {
             return Err(OpenError::Unavailable(Unavailable::Forked));
         }
         match self {
-            DeviceSpec::Cuda(ordinal) => get(*ordinal),
+            DeviceSpec::Cuda(ordinal) => open_gpu(*ordinal),
             DeviceSpec::Sim(config) => Ok(Device::new(SimDriver::new((**config).clone()))),
             DeviceSpec::Cpu => Err(OpenError::Host),
         }
@@ -194,49 +195,90 @@ pub fn count() -> u32 {
 }
 
 /// Opens a real GPU by ordinal.
-///
-/// # Errors
-/// When no GPU can be used, and why; when there is none with this ordinal, and which exist; and when it cannot be opened.
-pub fn get(ordinal: u32) -> Result<Device, OpenError> {
+fn open_gpu(ordinal: u32) -> Result<Device, OpenError> {
     let gpus = gpus().map_err(OpenError::Unavailable)?;
     if gpus.iter().any(|info| info.ordinal == ordinal) {
-        return Ok(cuda::open(ordinal)?);
+        return Ok(cuda::shared(ordinal)?);
     }
     let existing = Existing(gpus.into_iter().map(|info| info.name).collect());
     Err(OpenError::NoSuchDevice { ordinal, existing, visible: cuda::visible_devices() })
 }
 
-/// What [`best_available`] chose.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Choice {
-    /// The device.
-    pub device: Device,
-    /// Why it was chosen.
-    pub reason: String,
-}
-
-/// Opens the best device available: of the real GPUs that can be used, the one with the most memory, else a simulated one of 80 GiB.
-///
-/// # Errors
-/// When the device chosen cannot be opened.
-pub fn best_available() -> Result<Choice, OpenError> {
-    if fork::is_child() {
-        return Err(OpenError::Unavailable(Unavailable::Forked));
+/// The devices that a text names, and the best one.
+impl Device {
+    /// Opens the device that a text names, such as `cuda:0` or `sim:24GiB`: see [`DeviceSpec`] for all names.
+    ///
+    /// A GPU has one device in a process. If it is open already, this returns another handle of that device, with the same
+    /// [`Device::id`]; the last handle closes it. Streams do not keep it open. A simulated device is a new one each time.
+    ///
+    /// ```
+    /// use aquifer_device::Device;
+    /// let device = Device::open("sim:24GiB")?;
+    /// assert_eq!(device.info().total_bytes, 24 << 30);
+    /// assert_ne!(Device::open("sim:24GiB")?.id(), device.id());
+    /// println!("{}", Device::open("sim:lots").unwrap_err());
+    /// # Ok::<(), aquifer_device::OpenError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the text names no device, there is no such device, or its driver fails.
+    pub fn open(spec: &str) -> Result<Device, OpenError> {
+        spec.parse::<DeviceSpec>()?.open()
     }
-    let gpus = match gpus() {
-        Ok(gpus) => gpus,
-        Err(unavailable) => {
-            let device = Device::new(SimDriver::new(SimConfig::default()));
-            return Ok(Choice { device, reason: format!("no real GPU can be used: {unavailable}") });
+
+    /// Opens a new simulated device of this size, with settings after it if need be: `Device::simulated("24GiB")` is short for
+    /// `Device::open("sim:24GiB")`.
+    ///
+    /// ```
+    /// use aquifer_device::Device;
+    /// let device = Device::simulated("24GiB,violations=panic")?;
+    /// assert_eq!(device.info().total_bytes, 24 << 30);
+    /// # Ok::<(), aquifer_device::OpenError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When [`SimConfig::parse`] does not understand the text.
+    pub fn simulated(size: &str) -> Result<Device, OpenError> {
+        Device::open(&format!("sim:{size}"))
+    }
+
+    /// Opens the best device available: of the real GPUs that can be used, the one with the most memory, else a simulated one of 80 GiB.
+    /// [`Device::chosen_because`] says why, and so does the log.
+    ///
+    /// ```
+    /// use aquifer_device::Device;
+    /// let device = Device::best()?;
+    /// println!("{}: {}", device.label(), device.chosen_because().unwrap_or_default());
+    /// # Ok::<(), aquifer_device::OpenError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the device chosen cannot be opened.
+    pub fn best() -> Result<Device, OpenError> {
+        if fork::is_child() {
+            return Err(OpenError::Unavailable(Unavailable::Forked));
         }
-    };
-    // The first of the largest ones.
-    let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
-    let Some(best) = best else { return Err(OpenError::Unavailable(Unavailable::NoDevice)) };
-    let others = if gpus.len() > 1 { format!(", which has the most memory of {}", gpus.len()) } else { String::new() };
-    let reason = format!("a real GPU was found: {}{others}", best.name);
-    Ok(Choice { device: get(best.ordinal)?, reason })
+        let (device, reason) = match gpus() {
+            Err(unavailable) => {
+                let device = Device::new(SimDriver::new(SimConfig::default()));
+                (device, format!("no real GPU can be used: {unavailable}"))
+            }
+            Ok(gpus) => {
+                // The first of the largest ones.
+                let best =
+                    gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
+                let best = best.ok_or(OpenError::Unavailable(Unavailable::NoDevice))?;
+                let others = match gpus.len() {
+                    1 => String::new(),
+                    several => format!(", which has the most memory of {several}"),
+                };
+                (open_gpu(best.ordinal)?, format!("a real GPU was found: {}{others}", best.name))
+            }
+        };
+        device.note_choice(reason);
+        tracing::info!(device = %device.label(), reason = device.chosen_because(), "a device was chosen");
+        Ok(device)
+    }
 }
 
 #[cfg(test)]
@@ -287,13 +329,34 @@ mod tests {
 
     #[test]
     fn the_best_device_comes_with_a_reason() {
-        let choice = best_available().unwrap();
+        let device = Device::best().unwrap();
+        let reason = device.chosen_because().unwrap();
         match gpus() {
-            Ok(_) => assert!(choice.reason.contains(&choice.device.info().name), "{}", choice.reason),
+            Ok(_) => assert!(reason.contains(&device.info().name), "{reason}"),
             Err(unavailable) => {
-                assert!(choice.reason.contains(&unavailable.to_string()), "{}", choice.reason);
-                assert_eq!(choice.device.info().total_bytes, 80 << 30);
+                assert!(reason.contains(&unavailable.to_string()), "{reason}");
+                assert_eq!(device.info().total_bytes, 80 << 30);
             }
+        }
+        assert_eq!(device.clone().chosen_because(), Some(reason));
+    }
+
+    #[test]
+    fn devices_open_by_name() {
+        let device = Device::open("sim:24GiB").unwrap();
+        assert_eq!((device.info().total_bytes, device.chosen_because()), (24 << 30, None));
+        assert_ne!(Device::open("sim:24GiB").unwrap().id(), device.id(), "each simulated device is a new one");
+        assert!(matches!(Device::open("gpu"), Err(OpenError::UnknownDevice { .. })));
+        assert!(matches!(Device::open("cpu"), Err(OpenError::Host)));
+    }
+
+    #[test]
+    fn simulated_devices_take_all_settings() {
+        let device = Device::simulated("24GiB,violations=panic").unwrap();
+        assert_eq!(device.info().total_bytes, 24 << 30);
+        assert_eq!(Device::simulated("h100").unwrap().info().name, Device::open("sim:h100").unwrap().info().name);
+        for wrong in ["", "lots", "24GiB,foo=1"] {
+            assert!(Device::simulated(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -27,9 +27,14 @@ impl ExternalStream {
         ExternalStream { stream, identity, released: false }
     }
 
-    /// A default stream of the device's own, which is not released.
-    pub(crate) fn of_default(stream: Stream) -> ExternalStream {
+    /// A stream that the device has already, which is not released.
+    pub(crate) fn of_device(stream: Stream) -> ExternalStream {
         ExternalStream { stream, identity: None, released: true }
+    }
+
+    /// The driver's number of the stream, if the driver tells.
+    pub(crate) fn identity(&self) -> Option<u64> {
+        self.identity.as_ref().map(|&(identity, _)| identity)
     }
 
     /// The adopted stream.
@@ -49,22 +54,24 @@ impl ExternalStream {
             return Ok(());
         }
         fork::check(Operation::StreamId)?;
-        // First, so that no capture begins after the check.
-        self.stream.timeline().let_captures_begin(false);
-        if let Err(error) = self.refuse_capture() {
-            self.stream.timeline().let_captures_begin(true);
-            return Err(error);
-        }
+        Self::refuse_captures(&self.stream)?;
         self.let_go()
+    }
+
+    /// Refuses to release a stream that captures. Otherwise no capture begins on it any more.
+    pub(crate) fn refuse_captures(stream: &Stream) -> Result<()> {
+        // First, so that no capture begins after the check.
+        stream.timeline().let_captures_begin(false);
+        Self::refuse_capture(stream).inspect_err(|_| stream.timeline().let_captures_begin(true))
     }
 
     /// Refuses to release a stream that captures, because nobody here could end the capture any more. A capture that its owner ended is
     /// over.
-    fn refuse_capture(&self) -> Result<()> {
-        let Some(scope) = self.stream.timeline().capture() else { return Ok(()) };
+    fn refuse_capture(stream: &Stream) -> Result<()> {
+        let Some(scope) = stream.timeline().capture() else { return Ok(()) };
         let operation = Operation::CaptureStatus;
-        let raw = self.stream.usable(operation)?;
-        if self.stream.driver().capture_status(raw)? == CaptureStatus::None {
+        let raw = stream.usable(operation)?;
+        if stream.driver().capture_status(raw)? == CaptureStatus::None {
             scope.give_up();
             return Ok(());
         }
@@ -73,19 +80,35 @@ impl ExternalStream {
             .with_detail("an adopted stream cannot be released while it captures: end the capture first"))
     }
 
-    fn let_go(&mut self) -> Result<()> {
+    /// Releases the stream. Ends a capture that began on it.
+    pub(crate) fn let_go(&mut self) -> Result<()> {
         self.released = true;
         self.stream.timeline().let_captures_begin(false);
         let goes_on = Capture::end_on(&self.stream);
+        let adopting = self.stream.context().adopting.lock();
         let closed = self.stream.timeline().close_released();
-        goes_on.inspect(|capture| capture.give_up());
         self.stream.driver().release_stream(self.stream.raw());
         if let Some((identity, retired)) = self.identity.take()
             && let Some(retired) = retired.upgrade()
         {
             retired.keep_released(identity, self.stream.timeline().clone());
         }
+        drop(adopting);
+        // After the lock, because this runs code of callers.
+        goes_on.inspect(|capture| capture.give_up());
         closed
+    }
+
+    /// Closes the stream, which its owner destroyed without releasing it. No driver call names its handle any more.
+    pub(crate) fn note_destroyed(mut self) {
+        self.released = true;
+        let timeline = self.stream.timeline();
+        timeline.close_without_event();
+        timeline.capture().filter(|scope| scope.began_on(timeline)).into_iter().for_each(|scope| scope.give_up());
+        let retired = self.identity.as_ref().and_then(|(_, retired)| retired.upgrade());
+        if let Some(retired) = retired.filter(|_| !timeline.is_capturing()) {
+            retired.keep(timeline.clone());
+        }
     }
 }
 

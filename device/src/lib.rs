@@ -1,6 +1,6 @@
 //! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic simulated GPU.
 //!
-//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's ([`sim`]). [`DeviceSpec`] opens one by
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's ([`sim`]). [`Device::open`] opens one by
 //!   name.
 //! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different streams are independent.
 //! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one stream after a tick of another one,
@@ -8,8 +8,8 @@
 //! * A [`Capture`] records a stream's work into a [`Graph`] instead of running it.
 //!
 //! ```
-//! use aquifer_device::DeviceSpec;
-//! let device = "sim:24GiB".parse::<DeviceSpec>()?.open()?;
+//! use aquifer_device::Device;
+//! let device = Device::open("sim:24GiB")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -29,8 +29,8 @@
 //! wait, or when the last handle of the device is dropped. The text names both places in the program, and the remedy.
 //!
 //! ```should_panic
-//! # use aquifer_device::DeviceSpec;
-//! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?;
+//! # use aquifer_device::Device;
+//! let device = Device::simulated("24GiB,violations=panic")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -69,6 +69,7 @@ mod physical;
 pub mod sim;
 mod stream;
 mod stream_map;
+mod streams;
 mod sync;
 mod timeline;
 mod unavailable;
@@ -79,7 +80,7 @@ pub use capturing_streams::CapturingStreams;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
-pub use discovery::{Choice, DeviceSpec, Existing, OpenError, available, best_available, count, get, gpus};
+pub use discovery::{DeviceSpec, Existing, OpenError, available, count, gpus};
 pub use driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage, RawEvent,
     RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,

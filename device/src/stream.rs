@@ -41,6 +41,22 @@ use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<Inner>);
 
+/// A reference to a stream that does not keep it alive.
+#[derive(Debug)]
+pub(crate) struct WeakStream(Weak<Inner>);
+
+impl WeakStream {
+    /// The stream, unless its last handle is gone.
+    pub(crate) fn upgrade(&self) -> Option<Stream> {
+        self.0.upgrade().map(Stream)
+    }
+
+    /// True unless its last handle is gone.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+}
+
 #[derive(Debug)]
 struct Inner {
     timeline: Arc<Timeline>,
@@ -53,6 +69,16 @@ impl Stream {
     pub(crate) fn new(context: Arc<Context>, timeline: Arc<Timeline>, owned: Option<&Arc<Retired>>) -> Stream {
         let owned = owned.map(Arc::downgrade);
         Stream(Arc::new(Inner { timeline, context, owned }))
+    }
+
+    /// A reference that does not keep the stream alive.
+    pub(crate) fn downgrade(&self) -> WeakStream {
+        WeakStream(Arc::downgrade(&self.0))
+    }
+
+    /// True if both are handles of one stream, which was not released and adopted again between them.
+    pub(crate) fn is(&self, other: &Stream) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// The stream's timeline, which outlives it.

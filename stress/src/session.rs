@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::Allocator;
 use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging, SimConfig, SimDriver};
-use aquifer_device::{Device, DeviceSpec, DriverKind, available, best_available};
+use aquifer_device::{Device, DeviceSpec, DriverKind, available};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -58,11 +58,10 @@ impl Session {
         let (device, reason) = match &global.device {
             Some(device) => (device.clone(), None),
             None => {
-                let choice = best_available()?;
-                let simulated = choice.device.info().kind == DriverKind::Simulated;
-                let text =
-                    if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", choice.device.info().ordinal) };
-                (text.parse()?, Some(choice.reason))
+                let best = Device::best()?;
+                let simulated = best.info().kind == DriverKind::Simulated;
+                let text = if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
+                (text.parse()?, best.chosen_because().map(str::to_owned))
             }
         };
         Session::on(global, device, reason.as_deref())

@@ -60,7 +60,7 @@ fn devices() -> Vec<Named> {
     if cfg!(target_os = "linux") {
         let standin = aquifer_standin::load().unwrap_or_else(|error| panic!("{error}"));
         let standin = standin.add_device("512MiB").unwrap_or_else(|error| panic!("{error}"));
-        let device = cuda::open(standin.ordinal()).unwrap();
+        let device = cuda::shared(standin.ordinal()).unwrap();
         devices.push(("standin", device, Some(Box::new(standin))));
     }
     devices
@@ -165,7 +165,7 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
                 refused("launch", graph.launch(one));
                 refused_memory("record_stream", block.record_stream(two));
                 if cfg!(target_os = "linux") {
-                    refused("open", cuda::open(0));
+                    refused("open", cuda::shared(0));
                 }
                 let error = "sim:1GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap_err();
                 assert!(error.to_string().contains("forked"), "{error}");

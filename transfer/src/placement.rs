@@ -6,7 +6,7 @@
 use std::fmt;
 
 use aquifer_allocator::{Allocator, Bytes};
-use aquifer_device::{Device, DeviceInfo, DeviceLabel, get, gpus};
+use aquifer_device::{Device, DeviceInfo, DeviceLabel, DeviceSpec, gpus};
 use aquifer_kernels::DType;
 
 use crate::error::TransferError;
@@ -224,7 +224,7 @@ impl Placement {
             }
             Err(unavailable) => return Err(TransferError::NoGpu(unavailable)),
         };
-        let opened: Vec<_> = infos.iter().map(|info| get(info.ordinal)).collect();
+        let opened: Vec<_> = infos.iter().map(|info| DeviceSpec::Cuda(info.ordinal).open()).collect();
         let judge = |(info, opened): (&DeviceInfo, &Result<Device, _>)| match opened {
             Ok(device) => self.judge(&device.into()),
             Err(error) => {

@@ -10,7 +10,6 @@
 //! Locks: a table's are leaves, never held across a driver call.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
@@ -63,17 +62,6 @@ impl<T> Handles<T> {
         if before.is_some() {
             tracing::warn!("an object of this device, {handle:#x}, was destroyed by somebody else");
             std::mem::forget(before);
-        }
-    }
-
-    /// Adds an object, unless there is one with the handle.
-    pub(super) fn insert_new(&self, handle: u64, object: T) -> Result<(), T> {
-        match self.shard(handle).write().entry(handle) {
-            Entry::Occupied(_) => Err(object),
-            Entry::Vacant(place) => {
-                place.insert(Arc::new(object));
-                Ok(())
-            }
         }
     }
 
@@ -226,8 +214,7 @@ mod tests {
         assert_eq!(handles.take(80).as_deref(), Some(&10));
         assert_eq!((*held, handles.get(80)), (10, None));
         drop(held);
-        assert_eq!(handles.insert_new(80, 10), Ok(()));
-        assert_eq!(handles.insert_new(80, 11), Err(11));
+        handles.insert(80, 10);
         assert_eq!(handles.take_if(80, |&object| object == 9), None);
         assert!((0..1000).all(|handle| handles.get(handle * 8).as_deref() == Some(&handle)));
     }

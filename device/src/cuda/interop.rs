@@ -1,35 +1,61 @@
 //! Devices and streams to and from cudarc: so that a program which uses cudarc gives its memory to this crate without giving
 //! up its context, its streams, or its kernels.
 
-use std::fmt;
-use std::ops::Deref;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
+use super::context::Core;
 use super::driver::CudaDriver;
+use super::installation::Installation;
 use super::raw::{handle, pointer};
+use super::registry;
 use super::streams::{Entry, is_default};
 use crate::device::Device;
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::external::ExternalStream;
+use crate::fork;
 use crate::stream::Stream;
 
-/// A GPU as a device, in its primary context.
+/// The device of a GPU, in its primary context. If the GPU is open already, this is another handle of that device: two libraries in one
+/// program share it, its streams, and what is known about their order. The last handle closes it. [`Device::open`] uses this.
+///
+/// ```no_run
+/// use aquifer_device::cuda;
+/// let device = cuda::shared(0)?;
+/// assert_eq!(cuda::shared(0)?.id(), device.id());
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
 ///
 /// # Errors
 /// When no driver or no such GPU can be used.
-pub fn open(ordinal: u32) -> Result<Device> {
-    CudaDriver::open(ordinal).map(|driver| Device::new(driver))
+pub fn shared(ordinal: u32) -> Result<Device> {
+    fork::check(Operation::Init)?;
+    let core = Core::primary(Installation::find()?, ordinal)?;
+    // Another reference to `core` outlives the call, so that the context is not given up under the registry's lock.
+    registry::device_in(handle(core.handle()), || CudaDriver::new(core.clone(), ordinal))
 }
 
-/// The device of a context that the caller made with cudarc. The context is kept as long as the device.
+/// The device of a context that the caller made with cudarc: the one that the context has already, as the primary context does once
+/// [`shared`] opened it, or else a new one. The device keeps the context alive. Another context of the same GPU is another device.
+///
+/// ```no_run
+/// use aquifer_device::cuda;
+/// use cudarc::driver::CudaContext;
+/// let context = CudaContext::new(0)?;
+/// let device = cuda::device_of(context.clone())?;
+/// assert_eq!(cuda::device_of(context)?.id(), device.id());
+/// assert_eq!(cuda::shared(0)?.id(), device.id());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// # Errors
 /// When the context's GPU cannot be asked about.
 pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
-    CudaDriver::from_context(context).map(|driver| Device::new(driver))
+    fork::check(Operation::Init)?;
+    let device = registry::device_in(handle(context.cu_ctx()), || CudaDriver::from_context(context.clone()))?;
+    driver_of(device.driver(), Operation::Init)?.keep_context(context);
+    Ok(device)
 }
 
 /// cudarc's object of a device's context, to make streams, modules and memory of cudarc's own in it.
@@ -56,63 +82,65 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     stream.context().driver.heard(stream_of)
 }
 
-/// Takes part in the ordering of a stream of cudarc's, which is kept alive until this is released or dropped.
+/// The device's stream for a stream of cudarc's, so that two libraries in one program share it: one that was created here and lent with
+/// [`stream_of`], one that was adopted before, a default stream, or else the stream is adopted now. Its ticks also cover what cudarc
+/// enqueues.
 ///
-/// The default streams need no adopting: their streams here are handed out as they are.
+/// An adopted stream is kept alive until [`forget_stream`], or until the last handle of the device is dropped. Threads that ask for one stream
+/// at the same time get one stream. [`Device::stream_from_raw`] does the same for a bare handle.
+///
+/// ```no_run
+/// use aquifer_device::cuda;
+/// let device = cuda::shared(0)?;
+/// let theirs = cuda::context_of(&device)?.new_stream()?;
+/// let stream = cuda::stream(&device, &theirs)?;
+/// assert_eq!(cuda::stream(&device, &theirs)?.id(), stream.id());
+/// device.stream()?.wait_for(&stream.tick())?; // after the work of cudarc's
+/// cuda::forget_stream(&device, &theirs)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// # Errors
-/// When the device is simulated, the stream belongs to another context, or it is a stream of the device already.
-pub fn adopt(device: &Device, stream: Arc<CudaStream>) -> Result<Adopted> {
+/// When the device is simulated, the stream belongs to another context, or it is a stream of the device whose last handle was dropped and
+/// that is being destroyed.
+pub fn stream(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
+    let (driver, raw) = of_device(device, stream, "the stream was not adopted")?;
+    // SAFETY: the stream lives now, and what keeps it alive is kept while it is adopted: see below.
+    let ours = unsafe { device.stream_from_raw(raw) }?;
+    if !is_default(raw) && !driver.keep(raw, stream) {
+        return Err(DeviceError::refused(Operation::StreamId, Code::INVALID_HANDLE)
+            .of_request("the stream was not adopted")
+            .with_detail(
+                "it is a stream of the device that is being destroyed; keep a `Stream` of it while cudarc uses it",
+            ));
+    }
+    Ok(ours)
+}
+
+/// Lets a stream go that [`stream()`] adopted, so that the device does not keep it alive any more. Its ticks stay answerable; calls on handles
+/// of it fail from now on, unless it is adopted again. Does nothing for other streams.
+///
+/// # Errors
+/// When the device is simulated, or the stream belongs to another context; as those of [`Device::forget_stream`].
+pub fn forget_stream(device: &Device, stream: &CudaStream) -> Result<()> {
+    let (_, raw) = of_device(device, stream, "the stream was not released")?;
+    device.forget_stream(raw)
+}
+
+/// The driver of a device, and the handle of a stream of cudarc's in its context.
+fn of_device<'a>(
+    device: &'a Device,
+    stream: &CudaStream,
+    request: &'static str,
+) -> Result<(&'a CudaDriver, RawStream)> {
     let operation = Operation::StreamId;
-    let not_adopted = |error: DeviceError| error.of_request("the stream was not adopted");
-    let driver = driver_of(device.driver(), operation).map_err(not_adopted)?;
-    let wrong = |code, detail: &str| Err(not_adopted(DeviceError::refused(operation, code).with_detail(detail)));
-    if !driver.core.is(stream.context()) {
-        return wrong(Code::INVALID_HANDLE, "the stream belongs to another context than the device");
+    let driver = driver_of(device.driver(), operation).map_err(|error| error.of_request(request))?;
+    if driver.core.is(stream.context()) {
+        return Ok((driver, RawStream(handle(stream.cu_stream()))));
     }
-    let raw = RawStream(handle(stream.cu_stream()));
-    if is_default(raw) {
-        let ours =
-            if raw == RawStream::PER_THREAD { device.per_thread_stream() } else { device.default_stream().clone() };
-        return Ok(Adopted { stream: ours, external: None });
-    }
-    if !driver.adopt_kept(raw, stream) {
-        return wrong(
-            Code::INVALID_VALUE,
-            "it is a stream of this device already, created here or adopted before; use that stream, or release it first",
-        );
-    }
-    // SAFETY: the driver just took the reference that keeps the stream alive until it is released. It was not adopted, and nobody else
-    // adopts it meanwhile, as that is found out and done in one step.
-    let external = unsafe { device.adopt_stream(raw) };
-    Ok(Adopted { stream: external.stream().clone(), external: Some(external) })
-}
-
-/// A stream of cudarc's, adopted by a device: a [`Stream`] until it is released or dropped, after which it takes no calls.
-#[derive(Debug)]
-#[must_use = "the stream is released when this is dropped"]
-pub struct Adopted {
-    stream: Stream,
-    /// `None` for a default stream, which is not released.
-    external: Option<ExternalStream>,
-}
-
-impl Adopted {
-    /// Records a last event, so that the stream's ticks stay answerable, and lets the stream go.
-    ///
-    /// # Errors
-    /// As those of [`ExternalStream::release`]: it stays adopted while it captures.
-    pub fn release(&mut self) -> Result<()> {
-        self.external.as_mut().map_or(Ok(()), ExternalStream::release)
-    }
-}
-
-impl Deref for Adopted {
-    type Target = Stream;
-
-    fn deref(&self) -> &Stream {
-        &self.stream
-    }
+    Err(DeviceError::refused(operation, Code::INVALID_HANDLE).of_request(request).with_detail(
+        "the stream belongs to another context than the device; `cuda::device_of` gives the device of its context",
+    ))
 }
 
 fn not_lent(error: DeviceError) -> DeviceError {
@@ -135,6 +163,13 @@ fn of_cudarc(operation: Operation, error: DriverError) -> DeviceError {
 }
 
 impl CudaDriver {
+    /// Keeps cudarc's object of the context, unless there is one already.
+    fn keep_context(&self, context: Arc<CudaContext>) {
+        // cudarc makes the context current when it drops an object, and leaves it so; this restores the thread's own.
+        let _current = self.core.enter_relaxed(Operation::Init).ok();
+        let _ = self.core.cudarc().set(context);
+    }
+
     fn cudarc_context(&self) -> Result<Arc<CudaContext>> {
         if let Some(context) = self.core.cudarc().get() {
             return Ok(context.clone());
@@ -167,16 +202,10 @@ impl CudaDriver {
                 let lend = || unsafe { context.wrap_borrowed_stream(pointer(object.raw())) };
                 Ok(object.extra.0.get_or_init(lend).clone())
             }
-            Entry::Adopted(adopted) => adopted.keep.clone().ok_or_else(|| {
+            Entry::Adopted(adopted) => adopted.keep.get().cloned().ok_or_else(|| {
                 not_lent(DeviceError::refused(operation, Code::NOT_PERMITTED))
                     .with_detail("the stream was adopted by its handle, so its owner may destroy it at any time")
             }),
         }
-    }
-}
-
-impl fmt::Display for Adopted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "stream {}", self.stream.id())
     }
 }

@@ -1,13 +1,13 @@
 //! Real GPUs through NVIDIA's CUDA driver, which is loaded when it is first asked for.
 //!
 //! Building needs no toolkit and running no more than the display driver; without it, everything here answers with an error that
-//! says what is missing. [`CudaDriver`] implements [`Driver`](crate::Driver); [`open`], [`device_of`], [`context_of`], [`adopt`]
-//! and [`stream_of`] hand devices and streams to and from cudarc.
+//! says what is missing. [`CudaDriver`] implements [`Driver`](crate::Driver); [`shared`] opens the device of a GPU, and
+//! [`device_of`], [`context_of`], [`stream()`] and [`stream_of`] hand devices and streams to and from cudarc.
 //!
 //! * **Loading**: `library` finds the driver, `functions` its functions by name, `installation` starts it and asks it for GPUs.
 //!   A function that is missing turns its capability off, or is an error before anything is called.
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
-//!   the driver does not check what it is given; `rows` knows which ranges copies of rows touch. `raw` has handles and sizes, `shapes` structures as the driver takes them.
+//!   the driver does not check what it is given; `rows` knows which ranges copies of rows touch. `registry` knows the devices of the process. `raw` has handles and sizes, `shapes` structures as the driver takes them.
 //! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
 //!   `captures`. `ongoing` knows which captures of the context they must not break.
 //!
@@ -35,12 +35,13 @@ mod ongoing;
 mod peers;
 mod ranges;
 mod raw;
+mod registry;
 mod rows;
 mod shapes;
 mod streams;
 
 pub use driver::CudaDriver;
-pub use interop::{Adopted, adopt, context_of, device_of, open, stream_of};
+pub use interop::{context_of, device_of, forget_stream, shared, stream, stream_of};
 
 use crate::driver::DeviceInfo;
 use crate::unavailable::Unavailable;

@@ -91,7 +91,7 @@ pub(super) struct Adopted {
     /// What the driver called it when it was adopted: unlike the handle, never used again. Only in debug builds.
     id: Option<u64>,
     /// What keeps it alive, where its owner is cudarc.
-    pub(super) keep: Option<Arc<CudaStream>>,
+    pub(super) keep: OnceLock<Arc<CudaStream>>,
 }
 
 /// A stream that is alive as long as this, for use in one call.
@@ -212,30 +212,26 @@ impl CudaDriver {
         drop(back);
     }
 
-    /// Lets calls name a stream of cudarc's, and keeps it alive. False if it is one of ours, or adopted already.
-    pub(super) fn adopt_kept(&self, stream: RawStream, keep: Arc<CudaStream>) -> bool {
-        let adopted = Entry::Adopted(self.adopted(stream, Some(keep)));
-        // One step: of two threads that adopt it, one does. The other's reference is dropped outside of the table's lock.
-        self.streams.insert_new(stream.0, adopted).is_ok()
+    /// Keeps a stream of cudarc's alive as long as it is adopted. False if it is neither adopted nor one of ours.
+    pub(super) fn keep(&self, stream: RawStream, object: &Arc<CudaStream>) -> bool {
+        let entry = self.streams.get(stream.0);
+        if let Some(Entry::Adopted(adopted)) = entry.as_deref() {
+            adopted.keep.get_or_init(|| object.clone());
+        }
+        entry.is_some()
     }
 
-    /// Lets calls name a stream that somebody else owns. One that is ours, or kept alive already, needs no other entry.
+    /// Lets calls name a stream that somebody else owns. One that is ours needs no other entry.
     pub(super) fn adopt(&self, stream: RawStream) {
-        if is_default(stream) {
-            return;
-        }
-        let known = self.streams.get(stream.0);
-        if known.is_some_and(|entry| !matches!(*entry, Entry::Adopted(Adopted { keep: None, .. }))) {
+        let is_ours = || self.streams.get(stream.0).is_some_and(|entry| matches!(*entry, Entry::Owned(_)));
+        if is_default(stream) || is_ours() {
             return;
         }
         // What an owner destroyed without releasing it.
         self.release(stream);
-        self.streams.insert(stream.0, Entry::Adopted(self.adopted(stream, None)));
-    }
-
-    fn adopted(&self, stream: RawStream, keep: Option<Arc<CudaStream>>) -> Adopted {
         let id = if cfg!(debug_assertions) { self.identity(Operation::StreamId, pointer(stream.0)) } else { Ok(None) };
-        Adopted { id: id.unwrap_or(None), keep }
+        let adopted = Adopted { id: id.unwrap_or(None), keep: OnceLock::new() };
+        self.streams.insert(stream.0, Entry::Adopted(adopted));
     }
 
     /// Ends what [`CudaDriver::adopt`] began.

@@ -97,8 +97,8 @@ impl Retired {
         !self.undestroyed.lock().is_empty()
     }
 
-    /// Keeps the timeline of a stream whose last event was recorded, and which is gone.
-    fn keep(&self, timeline: Arc<Timeline>) {
+    /// Keeps the timeline of a stream that is gone.
+    pub(crate) fn keep(&self, timeline: Arc<Timeline>) {
         self.closed.lock().entry(timeline.kind).or_default().push_back(timeline);
     }
 

@@ -385,6 +385,28 @@ fn t5_no_capture_begins_on_a_stream_that_was_let_go_meanwhile() {
 }
 
 #[test]
+fn t4_a_handle_that_threads_ask_for_and_forget_has_one_stream() {
+    explore(|| {
+        let world = World::new();
+        let raw = world.device.driver().create_stream(StreamFlags::default()).unwrap();
+        #[allow(unsafe_code, reason = "adopting a stream is a promise")]
+        // SAFETY: it is not destroyed.
+        let find = move |device: &Device| unsafe { device.stream_from_raw(raw) }.unwrap();
+        join([
+            spawn(&world, move |world| drop(find(&world.device).tick().cover())),
+            spawn(&world, move |world| drop(find(&world.device).tick().cover())),
+            spawn(&world, move |world| world.device.forget_stream(raw).unwrap()),
+        ]);
+        let stream = find(&world.device);
+        assert_eq!((stream.id(), find(&world.device).id()), (stream.id(), stream.id()));
+        stream.is_idle().expect("it takes calls");
+        drop(stream.begin_capture().expect("captures may begin").end().unwrap());
+        world.device.forget_stream(raw).unwrap();
+        world.assert_no_race();
+    });
+}
+
+#[test]
 fn t4_ticks_of_a_destroyed_stream_are_answered_whoever_else_asks() {
     explore(|| {
         let world = World::new();

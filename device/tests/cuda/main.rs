@@ -14,5 +14,6 @@ mod faults;
 mod missing;
 mod peers;
 mod refused;
+mod shared;
 mod streams;
 mod threads;

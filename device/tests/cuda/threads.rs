@@ -44,14 +44,14 @@ fn a_thread_keeps_its_context_when_what_cudarc_made_goes() {
         assert_eq!(current(), theirs.cu_ctx() as u64, "{what}");
     };
     let device = Device::new(bench.driver.clone());
-    let mut adopted = cuda::adopt(&device, context(&bench).new_stream().unwrap()).unwrap();
-    keeps("the last reference to an adopted stream", &mut || adopted.release().unwrap());
+    let adopted = cuda::stream(&device, &context(&bench).new_stream().unwrap()).unwrap();
+    keeps("the last reference to an adopted stream", &mut || device.forget_stream(adopted.raw()).unwrap());
     let mut driver = Some(CudaDriver::from_context(context(&bench)).unwrap());
     keeps("a driver of the primary context", &mut || driver = None);
     let another = CudaContext::new_non_primary(bench.device.ordinal() as usize, 0).unwrap();
     let mut driver = Some(CudaDriver::from_context(another).unwrap());
     keeps("a driver with whose context nobody else is left", &mut || driver = None);
-    let mut opened = Some(cuda::open(bench.device.ordinal()).unwrap());
+    let mut opened = Some(cuda::shared(bench.device.ordinal()).unwrap());
     cuda::context_of(opened.as_ref().unwrap()).unwrap();
     keeps("a device of which cudarc made an object", &mut || opened = None);
     let driver = CudaDriver::from_context(context(&bench)).unwrap();

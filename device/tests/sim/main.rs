@@ -7,6 +7,7 @@ mod capture;
 mod common;
 mod copies;
 mod faults;
+mod found;
 mod happens_before;
 mod inspect;
 mod interleavings;

@@ -1,6 +1,6 @@
 //! Devices and streams to and from cudarc.
 
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::thread;
 
 use aquifer_allocator::{Allocator, Config};
@@ -36,10 +36,12 @@ fn a_context_that_is_not_the_primary_one_is_a_device_of_its_own() {
         return;
     };
     let device = cuda::device_of(context.clone()).unwrap();
-    let primary = cuda::open(standin.ordinal()).unwrap();
+    let primary = cuda::shared(standin.ordinal()).unwrap();
     let theirs = cuda::context_of(&primary).unwrap().new_stream().unwrap();
-    assert_eq!(kind(cuda::adopt(&device, theirs)), ErrorKind::InvalidUse, "of another context");
-    let adopted = cuda::adopt(&device, context.new_stream().unwrap()).unwrap();
+    assert_ne!(device.id(), primary.id());
+    assert_eq!(kind(cuda::stream(&device, &theirs)), ErrorKind::InvalidUse, "of another context");
+    assert_eq!(kind(cuda::forget_stream(&device, &theirs)), ErrorKind::InvalidUse);
+    let adopted = cuda::stream(&device, &context.new_stream().unwrap()).unwrap();
     assert!(adopted.is_idle().unwrap());
 }
 
@@ -59,7 +61,7 @@ fn a_simulated_device_has_nothing_of_cudarcs() {
     assert_eq!(kind(cuda::context_of(&simulated)), ErrorKind::Unsupported);
     assert_eq!(kind(cuda::stream_of(simulated.default_stream())), ErrorKind::Unsupported);
     let stream = gpu.context().default_stream();
-    assert_eq!(kind(cuda::adopt(&simulated, stream)), ErrorKind::Unsupported);
+    assert_eq!(kind(cuda::stream(&simulated, &stream)), ErrorKind::Unsupported);
 }
 
 #[test]
@@ -75,9 +77,10 @@ fn a_context_that_cudarc_cannot_make_is_an_error_without_a_word_of_the_driver() 
 fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     let gpu = Gpu::new();
     let theirs = gpu.context().new_stream().unwrap();
-    let mut adopted = cuda::adopt(&gpu.device, theirs.clone()).unwrap();
-    assert!(adopted.to_string().contains(&adopted.id().to_string()));
-    assert_eq!(kind(cuda::adopt(&gpu.device, theirs.clone())), ErrorKind::InvalidUse, "once is enough");
+    let held = Arc::strong_count(&theirs);
+    let adopted = cuda::stream(&gpu.device, &theirs).unwrap();
+    assert_eq!(cuda::stream(&gpu.device, &theirs).unwrap().id(), adopted.id(), "adopted once");
+    assert_eq!(Arc::strong_count(&theirs), held + 1);
     // cudarc's work is covered by ticks of the adopted stream.
     let ours = gpu.device.stream().unwrap();
     let memory = theirs.clone_htod(&[7_u32; 1024]).unwrap();
@@ -88,55 +91,48 @@ fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     let mut bytes = [0; 4];
     ours.download_blocking(&mut bytes, copy).unwrap();
     assert_eq!(u32::from_ne_bytes(bytes), 7);
-    let (tick, clone) = (adopted.tick(), aquifer_device::Stream::clone(&adopted));
-    let held = Arc::strong_count(&theirs);
-    adopted.release().unwrap();
+    let (tick, held) = (adopted.tick(), Arc::strong_count(&theirs));
+    cuda::forget_stream(&gpu.device, &theirs).unwrap();
     assert_eq!(Arc::strong_count(&theirs), held - 1, "the reference that kept it alive is gone");
-    assert_eq!(kind(clone.fill(copy, 0, 16)), ErrorKind::InvalidUse, "and so is the right to use it");
+    assert_eq!(kind(adopted.fill(copy, 0, 16)), ErrorKind::InvalidUse, "and so is the right to use it");
     tick.synchronize().unwrap();
-    // It can be adopted again, and dropping does what releasing does.
-    drop(cuda::adopt(&gpu.device, theirs.clone()).unwrap());
-    assert_eq!(Arc::strong_count(&theirs), held - 1);
+    cuda::forget_stream(&gpu.device, &theirs).expect("once is enough");
+    // The same stream again.
+    assert_eq!(cuda::stream(&gpu.device, &theirs).unwrap().id(), adopted.id());
+    assert!(adopted.is_idle().unwrap());
     drop(_guard);
     gpu.assert_no_violation();
-}
-
-/// Whoever released it would take it from the other.
-#[test]
-fn of_two_threads_that_adopt_a_stream_at_a_time_one_does() {
-    let gpu = Gpu::new();
-    let (theirs, barrier) = (gpu.context().new_stream().unwrap(), Barrier::new(2));
-    let adopt = || {
-        barrier.wait();
-        let adopted = cuda::adopt(&gpu.device, theirs.clone());
-        barrier.wait();
-        adopted.map(drop).map_err(|error| error.kind)
-    };
-    for round in 0..3000 {
-        let both = thread::scope(|scope| [scope.spawn(adopt), scope.spawn(adopt)].map(|thread| thread.join().unwrap()));
-        let refused: Vec<_> = both.into_iter().filter_map(Result::err).collect();
-        assert_eq!(refused, [ErrorKind::InvalidUse], "round {round}");
-    }
 }
 
 #[test]
 fn an_adopted_stream_outlives_its_owners_interest() {
     let gpu = Gpu::new();
-    let mut adopted = cuda::adopt(&gpu.device, gpu.context().new_stream().unwrap()).unwrap();
-    let before = gpu.calls("cuStreamDestroy_v2");
+    let destroyed = || gpu.calls("cuStreamDestroy_v2");
+    let theirs = gpu.context().new_stream().unwrap();
+    let adopted = cuda::stream(&gpu.device, &theirs).unwrap();
+    let before = destroyed();
+    drop(theirs);
     assert!(adopted.is_idle().unwrap());
-    adopted.release().unwrap();
-    assert_eq!(gpu.calls("cuStreamDestroy_v2"), before + 1);
+    gpu.device.forget_stream(adopted.raw()).unwrap();
+    assert_eq!(destroyed(), before + 1);
+    // Until its device is closed.
+    let adopted = cuda::stream(&gpu.device, &gpu.context().new_stream().unwrap()).unwrap();
+    assert_eq!(destroyed(), before + 1);
+    let Gpu { device, standin } = gpu;
+    drop(device);
+    assert_eq!(standin.calls("cuStreamDestroy_v2").unwrap(), before + 2);
+    assert_eq!(kind(adopted.is_idle()), ErrorKind::InvalidUse);
 }
 
 #[test]
 fn default_streams_of_cudarcs_are_those_of_the_device() {
     let gpu = Gpu::new();
     let context = gpu.context();
-    let mut legacy = cuda::adopt(&gpu.device, context.default_stream()).unwrap();
+    let legacy = cuda::stream(&gpu.device, &context.default_stream()).unwrap();
     assert_eq!(legacy.id(), gpu.device.default_stream().id());
-    legacy.release().unwrap();
-    let per_thread = cuda::adopt(&gpu.device, context.per_thread_stream()).unwrap();
+    cuda::forget_stream(&gpu.device, &context.default_stream()).unwrap();
+    assert!(legacy.is_idle().unwrap());
+    let per_thread = cuda::stream(&gpu.device, &context.per_thread_stream()).unwrap();
     assert_eq!(per_thread.id(), gpu.device.per_thread_stream().id());
     assert_eq!(cuda::stream_of(&per_thread).unwrap().cu_stream() as usize, 2);
     assert!(cuda::stream_of(gpu.device.default_stream()).unwrap().cu_stream().is_null());
@@ -154,9 +150,9 @@ fn our_streams_are_lent_to_cudarc_and_destroyed_when_they_are_back() {
     let stream = gpu.device.stream().unwrap();
     let lent = cuda::stream_of(&stream).unwrap();
     assert!(Arc::ptr_eq(&lent, &cuda::stream_of(&stream).unwrap()));
-    let adopted = cuda::adopt(&gpu.device, lent.clone()).unwrap_err();
-    assert_eq!(adopted.kind, ErrorKind::InvalidUse, "it is ours already");
-    assert!(adopted.to_string().starts_with("the stream was not adopted: it is a stream of this device"), "{adopted}");
+    assert_eq!(cuda::stream(&gpu.device, &lent).unwrap().id(), stream.id(), "it is ours already");
+    cuda::forget_stream(&gpu.device, &lent).expect("it is not adopted");
+    assert!(stream.is_idle().unwrap());
     let mut memory = lent.alloc_zeros::<u8>(4096).unwrap();
     let destroyed = || gpu.calls("cuStreamDestroy_v2");
     let before = destroyed();

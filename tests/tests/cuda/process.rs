@@ -6,9 +6,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
-use aquifer_device::{
-    Code, DeviceSpec, DriverKind, ErrorKind, OpenError, Unavailable, available, best_available, count, cuda, get, gpus,
-};
+use aquifer_device::{Code, Device, DriverKind, ErrorKind, OpenError, Unavailable, available, count, cuda, gpus};
 use aquifer_kernels::{KernelError, Kernels};
 
 use crate::support::standin;
@@ -31,13 +29,13 @@ fn in_process(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
 fn unavailable() -> Unavailable {
     let why = gpus().unwrap_err();
     assert_eq!((available(), count()), (Vec::new(), 0));
-    let error = cuda::open(0).unwrap_err();
+    let error = cuda::shared(0).unwrap_err();
     assert!(error.kind == ErrorKind::Unavailable, "{error}");
     assert_eq!(error.to_string(), format!("no GPU was opened: {why}"), "cuInit may not even have been found");
-    assert!(matches!(get(0), Err(OpenError::Unavailable(same)) if same == why));
-    let choice = best_available().unwrap();
-    assert_eq!(choice.device.info().kind, DriverKind::Simulated);
-    assert!(choice.reason.contains(&why.to_string()), "{}", choice.reason);
+    assert!(matches!(Device::open("cuda:0"), Err(OpenError::Unavailable(same)) if same == why));
+    let best = Device::best().unwrap();
+    assert_eq!(best.info().kind, DriverKind::Simulated);
+    assert!(best.chosen_because().is_some_and(|reason| reason.contains(&why.to_string())), "{best:?}");
     assert!(why.to_string().contains("sim"), "{why}");
     why
 }
@@ -79,7 +77,7 @@ fn a_driver_from_before_required_functions_is_too_old_and_not_broken() {
 fn the_oldest_driver_that_will_do_opens() {
     in_process("the_oldest_driver_that_will_do_opens", &[("AQUIFER_STANDIN_VERSION", "11040")], || {
         standin();
-        let device = get(0).unwrap();
+        let device = Device::open("cuda:0").unwrap();
         assert_eq!(device.info().driver_version, Some((11, 4)));
         assert_eq!(device.driver().attribute(aquifer_device::Attribute::BatchedCopies).unwrap(), 0);
         assert_eq!(device.driver().stream_id(device.stream().unwrap().raw()).unwrap(), None);
@@ -92,7 +90,7 @@ fn a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need() {
     let name = "a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need";
     in_process(name, &[("AQUIFER_STANDIN_VERSION", "12010")], || {
         standin();
-        let device = get(0).unwrap();
+        let device = Device::open("cuda:0").unwrap();
         let refused = Kernels::load(&device).unwrap_err();
         assert!(matches!(refused, KernelError::DriverTooOld { supported: (12, 1), needs: (12, 2), .. }), "{refused}");
         let said = refused.to_string();
@@ -105,7 +103,7 @@ fn the_oldest_driver_that_will_do_for_the_kernels_loads_them() {
     let name = "the_oldest_driver_that_will_do_for_the_kernels_loads_them";
     in_process(name, &[("AQUIFER_STANDIN_VERSION", "12020")], || {
         standin();
-        Kernels::load(&get(0).unwrap()).unwrap();
+        Kernels::load(&Device::open("cuda:0").unwrap()).unwrap();
     });
 }
 
@@ -176,9 +174,9 @@ fn a_stub_is_told_from_a_driver() {
 fn a_context_that_cannot_be_made_is_an_error_of_the_device() {
     in_process("a_context_that_cannot_be_made_is_an_error_of_the_device", &[], || {
         standin().fail("cuDevicePrimaryCtxRetain", 1, Code::OUT_OF_MEMORY).unwrap();
-        let Err(OpenError::Device(error)) = get(0) else { panic!("it was made") };
+        let Err(OpenError::Device(error)) = Device::open("cuda:0") else { panic!("it was made") };
         assert!(error.is_out_of_memory() && error.to_string().contains("GPU 0"), "{error}");
-        get(0).unwrap();
+        Device::open("cuda:0").unwrap();
     });
 }
 
@@ -191,12 +189,14 @@ fn gpus_are_found_by_ordinal_and_the_largest_is_the_best() {
         let found = available();
         assert!(found.iter().all(|info| info.kind == DriverKind::Cuda && info.compute_capability.0 >= 7));
         assert!(found.iter().map(|info| info.ordinal).eq(0..3));
-        let device = "cuda:2".parse::<DeviceSpec>().unwrap().open().unwrap();
+        let device = Device::open("cuda:2").unwrap();
         assert_eq!((device.info().total_bytes, device.info().ordinal), (16 << 30, 2));
-        let choice = best_available().unwrap();
-        assert_eq!(choice.device.info().ordinal, 1);
-        assert!(choice.reason.contains("4090") && choice.reason.contains("most memory of 3"), "{}", choice.reason);
-        let said = "cuda:7".parse::<DeviceSpec>().unwrap().open().unwrap_err().to_string();
+        assert_eq!((device.chosen_because(), Device::open("cuda:2").unwrap().id()), (None, device.id()));
+        let best = Device::best().unwrap();
+        let reason = best.chosen_because().unwrap();
+        assert!(reason.contains("4090") && reason.contains("most memory of 3"), "{reason}");
+        assert_eq!((best.info().ordinal, Device::open("cuda:1").unwrap().id()), (1, best.id()));
+        let said = Device::open("cuda:7").unwrap_err().to_string();
         assert!(said.contains("no GPU 7") && said.contains("2 (") && said.contains("CUDA_VISIBLE_DEVICES"), "{said}");
     });
 }

@@ -22,7 +22,7 @@ pub(crate) struct Gpu {
 impl Gpu {
     pub(crate) fn new() -> Gpu {
         let standin = standin().add_device("1GiB").unwrap();
-        Gpu { device: cuda::open(standin.ordinal()).unwrap(), standin }
+        Gpu { device: cuda::shared(standin.ordinal()).unwrap(), standin }
     }
 
     /// A context of cudarc's on the same device.

@@ -1,0 +1,114 @@
+//! The streams of a device by the driver's handle, so that a stream which comes from another library is found again.
+//!
+//! The driver gives the handle of a destroyed stream to a new one. So a stream counts as known only while it is open and serves the handle,
+//! and an adopted one only while the driver identifies it by the same number ([`Driver::stream_id`](crate::Driver::stream_id)).
+//!
+//! The table's lock is a leaf.
+
+use std::collections::HashMap;
+
+use crate::driver::RawStream;
+use crate::external::ExternalStream;
+use crate::fork::Mutex;
+use crate::stream::{Stream, WeakStream};
+
+/// The streams of a device by handle.
+#[derive(Debug, Default)]
+pub(crate) struct Streams(Mutex<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    known: HashMap<u64, Known>,
+    /// How many were left when those that are gone were last forgotten. That is done once there are twice as many.
+    left: usize,
+}
+
+/// A stream.
+#[derive(Debug)]
+struct Known {
+    stream: WeakStream,
+    /// The driver's number of an adopted stream, if the driver tells.
+    identity: Option<u64>,
+    /// For a stream that the device adopted until it is forgotten.
+    kept: Option<ExternalStream>,
+}
+
+impl Streams {
+    /// Adds a stream. Returns the adopted stream that had the handle before and was destroyed by its owner.
+    pub(crate) fn insert(
+        &self,
+        stream: &Stream,
+        identity: Option<u64>,
+        kept: Option<ExternalStream>,
+    ) -> Option<ExternalStream> {
+        let (raw, new) = (stream.raw().0, Known { stream: stream.downgrade(), identity, kept });
+        let mut table = self.0.lock();
+        let Table { known, left } = &mut *table;
+        if known.len() > 2 * *left {
+            known.retain(|_, known| known.stream.is_alive());
+            *left = known.len();
+        }
+        known.insert(raw, new).and_then(|before| before.kept)
+    }
+
+    /// The stream with this handle, and the driver's number of it.
+    pub(crate) fn find(&self, raw: RawStream) -> Option<(Stream, Option<u64>)> {
+        let found = self.0.lock().known.get(&raw.0).and_then(Known::alive);
+        // A handle of a released stream may live on, and its timeline may serve another stream.
+        found.filter(|(stream, _)| stream.raw() == raw && stream.timeline().is_open())
+    }
+
+    /// The stream with this handle that the device adopted until it is forgotten.
+    pub(crate) fn kept(&self, raw: RawStream) -> Option<Stream> {
+        let table = self.0.lock();
+        table.known.get(&raw.0)?.kept.as_ref().map(|kept| kept.stream().clone())
+    }
+
+    /// Takes that stream out, if it `matches`.
+    pub(crate) fn take_kept(&self, raw: RawStream, matches: impl FnOnce(&Stream) -> bool) -> Option<ExternalStream> {
+        let mut table = self.0.lock();
+        let kept = &mut table.known.get_mut(&raw.0)?.kept;
+        kept.take_if(|kept| matches(kept.stream()))
+    }
+}
+
+impl Known {
+    fn alive(&self) -> Option<(Stream, Option<u64>)> {
+        Some((self.stream.upgrade()?, self.identity))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+
+    #[test]
+    fn streams_that_are_gone_leave_the_table() {
+        let (device, streams) = (Device::simulated("1GiB").unwrap(), Streams::default());
+        let held = device.stream().unwrap();
+        assert!(streams.insert(&held, None, None).is_none());
+        for _ in 0..100 {
+            // A new handle each time.
+            let (other, stream) = (device.stream().unwrap(), device.stream().unwrap());
+            streams.insert(&stream, None, None);
+            streams.insert(&other, None, None);
+            drop((other, stream));
+        }
+        assert!(streams.0.lock().known.len() < 8);
+        assert_eq!(streams.find(held.raw()).unwrap().0.id(), held.id());
+    }
+
+    #[test]
+    fn a_stream_is_found_while_it_lives() {
+        let (device, streams) = (Device::simulated("1GiB").unwrap(), Streams::default());
+        let stream = device.stream().unwrap();
+        let raw = stream.raw();
+        streams.insert(&stream, Some(7), None);
+        let (found, identity) = streams.find(raw).unwrap();
+        assert!(found.is(&stream) && identity == Some(7));
+        assert!(streams.kept(raw).is_none() && streams.take_kept(raw, |_| true).is_none());
+        drop((stream, found));
+        assert!(streams.find(raw).is_none());
+    }
+}
