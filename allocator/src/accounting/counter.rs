@@ -73,7 +73,8 @@ impl Counter {
         let decreases = increases.wrapping_sub(current);
         Stat {
             current,
-            peak: get(&self.peak).wrapping_add(published).max(current),
+            // What arenas publish is a bound, and may be more than there ever was.
+            peak: get(&self.peak).wrapping_add(published).min(increases).max(current),
             allocated: increases.wrapping_sub(get(&self.increases_base)),
             freed: decreases.wrapping_sub(get(&self.decreases_base)),
         }
@@ -189,9 +190,10 @@ impl PooledCounter {
         let published = self.published.each_ref().map(get);
         let [small_pool, large_pool] = [0, 1].map(|pool| self.pools[pool].read_with(others[pool], published[pool]));
         let current = small_pool.current.wrapping_add(large_pool.current);
+        let peak = get(&self.peak_of_all).wrapping_add(published[0]).wrapping_add(published[1]);
         let all = Stat {
             current,
-            peak: get(&self.peak_of_all).wrapping_add(published[0]).wrapping_add(published[1]).max(current),
+            peak: peak.min(small_pool.peak.saturating_add(large_pool.peak)).max(current),
             allocated: small_pool.allocated.wrapping_add(large_pool.allocated),
             freed: small_pool.freed.wrapping_add(large_pool.freed),
         };
