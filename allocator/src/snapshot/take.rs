@@ -30,8 +30,7 @@ impl Allocator {
     /// let snapshot = allocator.snapshot();
     /// assert!(snapshot.segments[0].is_expandable);
     /// assert_eq!(snapshot.trace().len(), 2); // segment_map and alloc
-    /// let json = serde_json::to_string(&snapshot)?; // opens in PyTorch's memory viewer
-    /// # drop((buffer, json));
+    /// # drop(buffer);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn snapshot(&self) -> Snapshot {
@@ -60,6 +59,8 @@ impl Allocator {
             device_traces,
             allocator_settings: Settings::new(self.config()),
             external_annotations: Nothing,
+            host_segments: Nothing,
+            host_traces: Nothing,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use aquifer_allocator::snapshot::{BlockState, Snapshot};
+use aquifer_allocator::snapshot::{BlockState, FileFormat, Snapshot};
 use aquifer_allocator::{Allocator, Config, PoolOptions, TagScope};
 use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};
@@ -103,9 +103,11 @@ fn snapshots_have_pytorchs_keys() {
 
 fn snapshots_have_keys(is_paged: bool) {
     let json = serde_json::to_value(rich_snapshot(is_paged)).unwrap();
-    let top = ["segments", "device_traces", "allocator_settings", "external_annotations"];
-    assert_eq!(keys(&json), sorted(top));
-    assert_eq!(json["external_annotations"], json!([]));
+    let top = "segments device_traces allocator_settings external_annotations host_segments host_traces";
+    assert_eq!(keys(&json), sorted(top.split(' ').chain(["entries_overwritten"])));
+    for key in ["external_annotations", "host_segments", "host_traces"] {
+        assert_eq!(json[key], json!([]));
+    }
 
     let segment_keys = "device address total_size allocated_size active_size requested_size stream segment_type \
                         segment_pool_id is_expandable frames blocks";
@@ -128,6 +130,19 @@ fn snapshots_have_keys(is_paged: bool) {
     }
     assert_eq!(types.into_iter().collect::<Vec<_>>(), ["large", "small"]);
     assert_eq!(states.into_iter().collect::<Vec<_>>(), ["active_allocated", "active_pending_free", "inactive"]);
+}
+
+#[test]
+fn files_hold_what_the_snapshot_has() {
+    for is_paged in [false, true] {
+        let snapshot = rich_snapshot(is_paged);
+        let (mut pickle, mut json) = (Vec::new(), Vec::new());
+        snapshot.write(FileFormat::Pickle, &mut pickle).unwrap();
+        snapshot.write(FileFormat::Json, &mut json).unwrap();
+        let value = serde_json::to_value(&snapshot).unwrap();
+        assert_eq!(serde_json::from_slice::<Value>(&json).unwrap(), value);
+        assert_eq!(serde_pickle::from_slice::<Value>(&pickle, serde_pickle::DeOptions::new()).unwrap(), value);
+    }
 }
 
 #[test]
