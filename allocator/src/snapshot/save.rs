@@ -13,7 +13,7 @@ use super::{Snapshot, pickle};
 pub enum FileFormat {
     /// A pickle of protocol 2: for `torch.cuda._memory_viz`, PyTorch's memory viewer, and Python's `pickle.load`.
     Pickle,
-    /// JSON: for PyTorch's memory viewer, and any other program. Three to four times as long as a pickle.
+    /// JSON: for PyTorch's memory viewer, and any other program. Three times as long as a pickle.
     Json,
 }
 
@@ -121,7 +121,9 @@ const BUFFER_BYTES: usize = 64 << 10;
 /// Replaces the file at `path` by one with the data that `write` gives it, or leaves it as it is.
 fn replace(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SaveError> {
     let (temporary, file) = create_beside(path).map_err(|cause| SaveError::Create { path: path.to_owned(), cause })?;
-    let written = write(&file).map_err(|cause| SaveError::Write { path: path.to_owned(), cause });
+    // Network file systems report only then that the disk is full.
+    let synced = write(&file).and_then(|()| file.sync_all());
+    let written = synced.map_err(|cause| SaveError::Write { path: path.to_owned(), cause });
     // Before the rename, which some systems do not allow for an open file.
     drop(file);
     let rename = || fs::rename(&temporary, path).map_err(|cause| SaveError::Rename { path: path.to_owned(), cause });
