@@ -42,7 +42,7 @@ mod op {
 /// Number of strings that can be referred to. A snapshot has some 60, and one for each name that the program gave.
 const MEMO_MAX: u32 = 1 << 16;
 
-/// Number of items that a reader's stack has to hold at once, as in Python.
+/// Number of items that a reader has to take at once, as in Python. PyTorch's memory viewer cannot take some 100,000.
 const BATCH: usize = 1000;
 
 /// Writes `value` as one pickle.
