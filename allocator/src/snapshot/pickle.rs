@@ -4,9 +4,9 @@
 //! strings, up to [`MEMO_MAX`]. Strings that occur again are references to the first one, so that they are one object
 //! for the reader.
 //!
-//! The crate `serde-pickle` 1.2 (read for this, and measured) has no such references and writes large integers in nine
-//! bytes. A million trace entries are then 178 MB rather than 57 MB, and PyTorch's memory viewer, for which integers of
-//! more than eight bytes are of another type, cannot calculate with addresses. Tests read with that crate.
+//! The crate `serde-pickle` 1.2 writes neither such references nor integers of fewer than nine bytes above 2^31. A file
+//! with a million trace entries would have 178 MB rather than 56 MB, and PyTorch's memory viewer, which reads integers of more than
+//! eight bytes as `BigInt`, could not calculate with the addresses in it. Tests use that crate to read.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -42,7 +42,7 @@ mod op {
 /// Number of strings that can be referred to. A snapshot has some 60, and one for each name that the program gave.
 const MEMO_MAX: u32 = 1 << 16;
 
-/// Number of items that a reader has to take at once, as in Python. PyTorch's memory viewer cannot take some 100,000.
+/// Most items of a list that a reader takes at once, as in Python. PyTorch's memory viewer fails at some 100,000.
 const BATCH: usize = 1000;
 
 /// Writes `value` as one pickle.
@@ -101,11 +101,8 @@ impl<W: Write> Pickler<W> {
         Ok(self.out.write_all(&value.to_le_bytes()[..usize::from(length)])?)
     }
 
-    fn begin(&mut self, opcode: Option<u8>, end: u8) -> Result<Items<'_, W>, Error> {
-        match opcode {
-            Some(empty) => self.put(empty, &[])?,
-            None => self.put(op::MARK, &[])?,
-        }
+    fn begin(&mut self, opcode: u8, end: u8) -> Result<Items<'_, W>, Error> {
+        self.put(opcode, &[])?;
         Ok(Items { pickler: self, end, count: 0 })
     }
 }
@@ -232,7 +229,9 @@ impl<'a, W: Write> ser::Serializer for &'a mut Pickler<W> {
     }
 
     unsupported! {
+        serialize_f32(f32) -> ();
         serialize_char(char) -> ();
+        serialize_unit_struct(&'static str) -> ();
         serialize_bytes(&[u8]) -> ();
         serialize_tuple_struct(&'static str, usize) -> Self::SerializeTupleStruct;
         serialize_tuple_variant(&'static str, u32, &'static str, usize) -> Self::SerializeTupleVariant;
@@ -241,10 +240,6 @@ impl<'a, W: Write> ser::Serializer for &'a mut Pickler<W> {
 
     fn serialize_bool(self, value: bool) -> Result<(), Error> {
         self.put(if value { op::NEWTRUE } else { op::NEWFALSE }, &[])
-    }
-
-    fn serialize_f32(self, value: f32) -> Result<(), Error> {
-        self.serialize_f64(value.into())
     }
 
     fn serialize_f64(self, value: f64) -> Result<(), Error> {
@@ -276,10 +271,6 @@ impl<'a, W: Write> ser::Serializer for &'a mut Pickler<W> {
         self.serialize_none()
     }
 
-    fn serialize_unit_struct(self, _: &'static str) -> Result<(), Error> {
-        self.serialize_none()
-    }
-
     fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result<(), Error> {
         value.serialize(self)
     }
@@ -303,19 +294,19 @@ impl<'a, W: Write> ser::Serializer for &'a mut Pickler<W> {
     }
 
     fn serialize_seq(self, _: Option<usize>) -> Result<Items<'a, W>, Error> {
-        self.begin(Some(op::EMPTY_LIST), op::APPENDS)
+        self.begin(op::EMPTY_LIST, op::APPENDS)
     }
 
     fn serialize_tuple(self, _: usize) -> Result<Items<'a, W>, Error> {
-        self.begin(None, op::TUPLE)
+        self.begin(op::MARK, op::TUPLE)
     }
 
     fn serialize_map(self, _: Option<usize>) -> Result<Items<'a, W>, Error> {
-        self.begin(Some(op::EMPTY_DICT), op::SETITEMS)
+        self.begin(op::EMPTY_DICT, op::SETITEMS)
     }
 
     fn serialize_struct(self, _: &'static str, _: usize) -> Result<Items<'a, W>, Error> {
-        self.begin(Some(op::EMPTY_DICT), op::SETITEMS)
+        self.begin(op::EMPTY_DICT, op::SETITEMS)
     }
 }
 

@@ -17,7 +17,7 @@ pub enum FileFormat {
     Json,
 }
 
-/// Why a snapshot was not saved. A file that was at the path before is still there, and no other file is.
+/// Why a snapshot was not saved. A file that was at the path before is unchanged, and no new file remains.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
@@ -75,9 +75,9 @@ impl Snapshot {
     /// Saves the snapshot as a file, in the format that the path's ending names: `.pickle` or `.pkl`, or `.json`. A file
     /// of that name is replaced.
     ///
-    /// The data goes to another file in the same directory, which gets its name when it is complete. So the file at
-    /// the path is always a whole one, even if the disk is full or the program ends meanwhile. Memory for it does not
-    /// grow with the length of the history.
+    /// The data goes to a temporary file in the same directory, which is renamed when it is complete. So the file at
+    /// the path is complete at any time, even if the disk is full or the program ends early. Saving takes a fixed
+    /// amount of memory, however long the history is.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -133,14 +133,14 @@ fn replace(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(
     })
 }
 
-/// Creates a file that nobody else has, in the directory of `path`.
+/// Creates a new file in the directory of `path`.
 fn create_beside(path: &Path) -> io::Result<(PathBuf, File)> {
     static CREATED: AtomicU64 = AtomicU64::new(0);
     loop {
         let (process, number) = (std::process::id(), CREATED.fetch_add(1, Ordering::Relaxed));
         let temporary = path.with_file_name(format!(".aquifer-snapshot-{process}-{number}.tmp"));
         match OpenOptions::new().write(true).create_new(true).open(&temporary) {
-            // Left by a process that had the same number, or made by one on another machine.
+            // From an earlier process with the same number, or from one on another machine.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             created => return created.map(|file| (temporary, file)),
         }
