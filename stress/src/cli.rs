@@ -10,7 +10,9 @@ use std::str::FromStr;
 
 use aquifer_allocator::Config;
 use aquifer_allocator::config::ConfigError;
+use aquifer_allocator::snapshot::FileFormat;
 use aquifer_device::{DeviceSpec, OpenError};
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
 pub use compare::CompareArgs;
@@ -224,6 +226,14 @@ pub struct ReplayArgs {
     /// Also replay the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device, after the allocator.
     #[arg(long)]
     pub driver_pool: bool,
+
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end of a pass of its own, before what the program
+    /// leaves allocated is freed, with the history of that pass.
+    ///
+    /// This command, `fit`, `compare` and PyTorch's memory viewer read it. For one program and one --config, in which history:N keeps only
+    /// the latest N entries.
+    #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
+    pub snapshot: Option<PathBuf>,
 }
 
 /// How programs are run.
@@ -330,6 +340,11 @@ JSON keys, per series, operation and n:
                             1 is as fast as n; null for the first n
   hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile, maximum;
                             null if it did not get to any. The table shows the greatest of all n";
+
+/// Paths whose ending names a format of snapshots, so that others are refused before anything runs.
+fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| FileFormat::of(&path).map(|_| path))
+}
 
 /// A device, with the text that named it.
 #[derive(Debug, Clone)]

@@ -5,6 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use aquifer_allocator::AllocError;
+use aquifer_allocator::snapshot::SaveError;
 use aquifer_device::{DeviceError, OpenError};
 use aquifer_kernels::KernelError;
 use aquifer_transfer::TransferError;
@@ -104,6 +105,9 @@ pub enum Failure {
         /// What the system said.
         cause: io::Error,
     },
+    /// A snapshot could not be saved.
+    #[error(transparent)]
+    Save(#[from] SaveError),
     /// Standard output cannot be written.
     #[error("standard output: {0}")]
     Output(io::Error),
@@ -154,6 +158,7 @@ impl Failure {
             | Failure::Kernel(_)
             | Failure::Transfer(_)
             | Failure::Temporary { .. }
+            | Failure::Save(_)
             | Failure::Output(_) => Outcome::Failed,
             Failure::OutputClosed => Outcome::Done,
         }

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_allocator::{Allocation, MemoryStats};
+use aquifer_allocator::{Allocation, Allocator, MemoryStats};
 use aquifer_device::sim::Lagging;
 use aquifer_device::{CallCounts, Device, Operation, TimelineCounts};
 
@@ -216,6 +216,11 @@ impl Paced {
             None => (session.open()?, None),
         };
         Ok(Paced { subject: Aquifer::new(session, &device, config, streams)?, lag })
+    }
+
+    /// The allocator.
+    pub fn allocator(&self) -> &Allocator {
+        self.subject.allocator()
     }
 
     /// Gives what nobody uses back to the device, for others to have.

@@ -239,6 +239,11 @@ impl History {
         entries.skip(self.held().saturating_sub(self.capacity))
     }
 
+    /// Number of entries that are kept; 0 if recording is off.
+    pub(crate) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Number of entries overwritten since recording began.
     pub(crate) fn overwritten(&self) -> u64 {
         (self.noted - self.held().min(self.capacity)) as u64

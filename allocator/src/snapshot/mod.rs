@@ -1,7 +1,7 @@
 //! Snapshots: every segment, every block and the history, consistent with each other, in PyTorch's format.
 //!
-//! [`Snapshot`] serializes to the keys and strings of `torch.cuda.memory._snapshot()`. Written as JSON it opens in PyTorch's
-//! memory viewer.
+//! [`Snapshot`] serializes to the keys and strings of `torch.cuda.memory._snapshot()`. [`Snapshot::save`] writes it as a
+//! pickle or as JSON. PyTorch's memory viewer opens both; PyTorch's Python tools, which read pickles, show it, too.
 //!
 //! * Streams are identified by [`Stream::id`](aquifer_device::Stream::id); 0 is the legacy default stream, as in PyTorch.
 //! * Call stacks are not recorded. As in PyTorch when it records none, `frames` of segments and blocks are empty, and those of trace
@@ -9,7 +9,12 @@
 //! * Names given with [`TagScope`](crate::TagScope) become the `user_metadata` of trace entries. Segments and blocks with a name have that
 //!   key, too, which they do not have in PyTorch.
 //! * `requested_size` of an inactive block is 0. In PyTorch it is the size of an earlier request.
+//! * `external_annotations`, which PyTorch's profiler makes, are empty. So are `host_segments` and `host_traces`, as in PyTorch
+//!   unless it records the history of page-locked memory: a snapshot is of an allocator, which has none.
+//! * `entries_overwritten` is no key of PyTorch.
 
+mod pickle;
+mod save;
 mod settings;
 mod take;
 mod totals;
@@ -18,6 +23,7 @@ use std::sync::Arc;
 
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 
+pub use save::{FileFormat, SaveError};
 pub use settings::Settings;
 pub use totals::{PoolTotals, Totals};
 
@@ -35,8 +41,9 @@ pub struct Snapshot {
     /// The configuration.
     pub allocator_settings: Settings,
     external_annotations: Nothing,
+    host_segments: Nothing,
+    host_traces: Nothing,
     /// Number of history entries that were overwritten by later ones.
-    #[serde(skip)]
     pub entries_overwritten: u64,
 }
 

@@ -27,10 +27,14 @@ pub struct Settings {
     /// [`Config::roundup_power2_divisions`], by the size in MiB that an interval starts at.
     #[serde(serialize_with = "serialize_divisions")]
     pub roundup_power2_divisions: [u64; 16],
+    /// True if entries of the history were overwritten by later ones: [`Snapshot::entries_overwritten`](super::Snapshot::entries_overwritten).
+    pub trace_alloc_overflowed: bool,
+    /// Number of history entries that are kept; 0 if none is recorded.
+    pub trace_alloc_max_entries: i64,
 }
 
 impl Settings {
-    pub(super) fn new(config: &Config) -> Settings {
+    pub(super) fn new(config: &Config, history_capacity: usize, overwritten: u64) -> Settings {
         // Those that concern snapshots are without effect on any memory.
         let ignored = config.ignored(config.backing);
         let asked = |key: &str| ignored.iter().find(|option| option.key == key).map(|option| option.value.as_str());
@@ -48,6 +52,8 @@ impl Settings {
             max_round_threshold: mib("pinned_max_round_threshold_mb"),
             max_cached_size: mib("pinned_max_cached_size_mb"),
             roundup_power2_divisions: config.roundup_power2_divisions,
+            trace_alloc_overflowed: overwritten > 0,
+            trace_alloc_max_entries: i64::try_from(history_capacity).unwrap_or(i64::MAX),
         }
     }
 }

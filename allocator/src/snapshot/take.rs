@@ -30,8 +30,7 @@ impl Allocator {
     /// let snapshot = allocator.snapshot();
     /// assert!(snapshot.segments[0].is_expandable);
     /// assert_eq!(snapshot.trace().len(), 2); // segment_map and alloc
-    /// let json = serde_json::to_string(&snapshot)?; // opens in PyTorch's memory viewer
-    /// # drop((buffer, json));
+    /// # drop(buffer);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn snapshot(&self) -> Snapshot {
@@ -50,6 +49,7 @@ impl Allocator {
             copied.add_shared(&shell.core());
             copied.add_history(&shell.history.lock());
         }
+        let settings = Settings::new(self.config(), copied.capacity, copied.overwritten);
         let device = self.device().info().ordinal;
         let mut names = Names::default();
         let mut device_traces = vec![Vec::new(); device as usize];
@@ -58,8 +58,10 @@ impl Allocator {
             entries_overwritten: copied.overwritten,
             segments: copied.into_segments(device, &mut names),
             device_traces,
-            allocator_settings: Settings::new(self.config()),
+            allocator_settings: settings,
             external_annotations: Nothing,
+            host_segments: Nothing,
+            host_traces: Nothing,
         }
     }
 }
@@ -82,6 +84,8 @@ struct Copied {
     blocks: Vec<heap::Block>,
     entries: Vec<Entry>,
     overwritten: u64,
+    /// Number of history entries that are kept.
+    capacity: usize,
     /// Tags of segments, by address.
     tags: BTreeMap<u64, Tag>,
 }
@@ -131,6 +135,7 @@ impl Copied {
     fn add_history(&mut self, history: &History) {
         self.entries = history.entries().collect();
         self.overwritten = history.overwritten();
+        self.capacity = history.capacity();
     }
 
     /// The segments by address, with their blocks by address.

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use aquifer_allocator::snapshot::{BlockState, Snapshot};
-use aquifer_allocator::{Allocator, Config, PoolOptions, TagScope};
+use aquifer_allocator::snapshot::{BlockState, FileFormat, Snapshot};
+use aquifer_allocator::{Allocator, Config, HistoryOptions, PoolOptions, TagScope};
 use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};
 use serde_json::{Value, json};
@@ -100,9 +100,11 @@ fn snapshots_have_pytorchs_keys() {
 
 fn snapshots_have_keys(is_paged: bool) {
     let json = serde_json::to_value(rich_snapshot(is_paged)).unwrap();
-    let top = ["segments", "device_traces", "allocator_settings", "external_annotations"];
-    assert_eq!(keys(&json), sorted(top));
-    assert_eq!(json["external_annotations"], json!([]));
+    let top = "segments device_traces allocator_settings external_annotations host_segments host_traces";
+    assert_eq!(keys(&json), sorted(top.split(' ').chain(["entries_overwritten"])));
+    for key in ["external_annotations", "host_segments", "host_traces"] {
+        assert_eq!(json[key], json!([]));
+    }
 
     let segment_keys = "device address total_size allocated_size active_size requested_size stream segment_type \
                         segment_pool_id is_expandable frames blocks";
@@ -125,6 +127,19 @@ fn snapshots_have_keys(is_paged: bool) {
     }
     assert_eq!(types.into_iter().collect::<Vec<_>>(), ["large", "small"]);
     assert_eq!(states.into_iter().collect::<Vec<_>>(), ["active_allocated", "active_pending_free", "inactive"]);
+}
+
+#[test]
+fn files_hold_what_the_snapshot_has() {
+    for is_paged in [false, true] {
+        let snapshot = rich_snapshot(is_paged);
+        let (mut pickle, mut json) = (Vec::new(), Vec::new());
+        snapshot.write(FileFormat::Pickle, &mut pickle).unwrap();
+        snapshot.write(FileFormat::Json, &mut json).unwrap();
+        let value = serde_json::to_value(&snapshot).unwrap();
+        assert_eq!(serde_json::from_slice::<Value>(&json).unwrap(), value);
+        assert_eq!(serde_pickle::from_slice::<Value>(&pickle, serde_pickle::DeOptions::new()).unwrap(), value);
+    }
 }
 
 #[test]
@@ -181,7 +196,8 @@ fn settings_have_pytorchs_keys() {
     let settings = &json["allocator_settings"];
     let expected = "PYTORCH_CUDA_ALLOC_CONF max_split_size garbage_collection_threshold expandable_segments \
                     pinned_num_register_threads release_lock_on_cudamalloc pinned_use_cuda_host_register \
-                    graph_capture_record_stream_reuse max_round_threshold max_cached_size roundup_power2_divisions";
+                    graph_capture_record_stream_reuse max_round_threshold max_cached_size roundup_power2_divisions \
+                    trace_alloc_overflowed trace_alloc_max_entries";
     assert_eq!(keys(settings), sorted(expected.split_whitespace()));
     assert_eq!(settings["PYTORCH_CUDA_ALLOC_CONF"], allocator.config().to_string());
     assert_eq!(settings["max_split_size"], json!(40 << 20));
@@ -190,4 +206,20 @@ fn settings_have_pytorchs_keys() {
     let divisions = settings["roundup_power2_divisions"].as_object().unwrap();
     assert_eq!(divisions.len(), 16);
     assert_eq!((&divisions["1"], &divisions["64"], &divisions["32768"]), (&json!(8), &json!(8), &json!(2)));
+}
+
+#[test]
+fn settings_say_whether_the_history_is_all_there() {
+    let (device, allocator) = allocator("", 0);
+    let said = |entries| {
+        allocator.record_history(HistoryOptions { entries, clear: true, ..HistoryOptions::default() });
+        drop(allocator.alloc_bytes(512, device.default_stream()).unwrap());
+        let snapshot = allocator.snapshot();
+        let settings = snapshot.allocator_settings;
+        (settings.trace_alloc_max_entries, settings.trace_alloc_overflowed, snapshot.entries_overwritten > 0)
+    };
+    assert_eq!(said(0), (0, false, false));
+    assert_eq!(said(100), (100, false, false));
+    assert_eq!(said(2), (2, true, true));
+    assert_eq!(said(usize::MAX), (i64::MAX, false, false));
 }

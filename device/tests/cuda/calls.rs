@@ -18,8 +18,8 @@ fn facts_of_the_device_are_those_that_the_driver_tells() {
     assert_eq!((info.priorities, info.driver_version), ((0, -5), Some((13, 0))));
     let attribute = |attribute| bench.driver.attribute(attribute).unwrap();
     let (major, minor) = info.compute_capability;
-    assert_eq!(attribute(Attribute::ComputeCapabilityMajor), major.into());
-    assert_eq!(attribute(Attribute::ComputeCapabilityMinor), minor.into());
+    assert_eq!(attribute(Attribute::ComputeCapabilityMajor), u64::from(major));
+    assert_eq!(attribute(Attribute::ComputeCapabilityMinor), u64::from(minor));
     assert!(major >= 7 && attribute(Attribute::MultiprocessorCount) > 1 && attribute(Attribute::AsyncEngineCount) > 0);
     let capabilities = [
         Attribute::VirtualMemoryManagement,

@@ -1,6 +1,10 @@
 //! Arguments of the commands that put a device to the test: `calls` and `soak`.
 
+use std::path::PathBuf;
+
 use clap::Args;
+
+use super::snapshot_path;
 
 /// Arguments of `calls`.
 #[derive(Debug, Args)]
@@ -58,6 +62,13 @@ pub struct SoakArgs {
     /// simulated device, because there everything is written to host memory.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=u64::MAX >> 20))]
     pub limit_mb: Option<u64>,
+
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end, or where the run failed, with the latest 1000000
+    /// entries of history. At the end all blocks are free, so what is of interest is the history.
+    ///
+    /// `replay` and PyTorch's memory viewer read it. For one seed. history:N in --config keeps the latest N entries.
+    #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
+    pub snapshot: Option<PathBuf>,
 }
 
 fn minutes(text: &str) -> Result<f64, String> {

@@ -1,6 +1,10 @@
 //! Arguments of the commands that show things: `fragmentation`, `oom` and `demo`.
 
+use std::path::PathBuf;
+
 use clap::Args;
+
+use super::snapshot_path;
 
 /// Arguments of `fragmentation`.
 #[derive(Debug, Args)]
@@ -66,6 +70,13 @@ pub struct OomArgs {
     /// Only list the ways.
     #[arg(long)]
     pub list: bool,
+
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory when the request has just been refused, with the history up
+    /// to there.
+    ///
+    /// `replay` and PyTorch's memory viewer read it. For one --way.
+    #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
+    pub snapshot: Option<PathBuf>,
 }
 
 const OOM_KEYS: &str = "\

@@ -14,6 +14,8 @@ pub mod transfer;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use aquifer_allocator::{Allocator, HistoryOptions, Snapshot};
+
 use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::session::Session;
@@ -89,6 +91,22 @@ fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> 
         }
     }
     all
+}
+
+/// Records the latest `entries` of the history for a snapshot, unless the options say how many.
+pub(crate) fn record_history(allocator: &Allocator, entries: usize) {
+    if allocator.config().history == 0 {
+        allocator.record_history(HistoryOptions { entries, ..HistoryOptions::default() });
+    }
+}
+
+/// Saves a snapshot and says so.
+fn save(session: &Session, snapshot: &Snapshot, path: &Path) -> Result<(), Failure> {
+    snapshot.save(path)?;
+    let (entries, lost) = (snapshot.trace().len(), snapshot.entries_overwritten);
+    let lost = if lost > 0 { format!(", without {lost} earlier ones") } else { String::new() };
+    session.message(format_args!("snapshot: {}: {entries} entries of history{lost}", path.display()));
+    Ok(())
 }
 
 /// `part / whole`, unless that is no number.

@@ -1,9 +1,12 @@
 //! `oom`: runs out of memory in several ways, shows the reports, and recovers.
 
+use std::path::Path;
+
 use serde::Serialize;
 
 use crate::cli::OomArgs;
 use crate::commands::replay::hazards;
+use crate::commands::save;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::table;
@@ -51,7 +54,7 @@ struct Broken {
 /// Runs the command.
 ///
 /// # Errors
-/// When there is no such way, several configs are given, the device cannot be opened or is too small, or standard output cannot
+/// When there is no such way, several configs are given, a snapshot is to be saved of several ways, the device cannot be opened or is too small, or standard output cannot
 /// be written.
 pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     if args.list {
@@ -59,9 +62,13 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     }
     // Before anything is shown.
     session.config()?;
+    let ways = chosen(&args.ways)?;
+    if args.snapshot.is_some() && ways.len() > 1 {
+        return Err(Failure::Usage(format!("--snapshot takes one --way, not {}", ways.len())));
+    }
     let mut outcome = Outcome::Done;
     let mut table = table(&COLUMNS, COLUMNS.len());
-    for way in chosen(&args.ways)? {
+    for way in ways {
         session.show(format_args!("{}: {}", way.name, way.summary))?;
         let simulated = session.sim().is_some();
         if let Some(skipped) = way.needs_simulator.filter(|_| !simulated) {
@@ -69,7 +76,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
             session.show(format_args!("  skipped: {skipped}\n"))?;
             continue;
         }
-        let row = match go(session, &way) {
+        let row = match go(session, &way, args.snapshot.as_deref()) {
             Ok(row) => row,
             Err(failure) if concerns_all(&failure) => return Err(failure),
             Err(failure) => {
@@ -128,12 +135,18 @@ fn chosen(names: &[String]) -> Result<Vec<Way>, Failure> {
     }
 }
 
-fn go(session: &Session, way: &Way) -> Result<Row, Failure> {
+fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> {
     let mut stand = Stand::new(session, way.options)?;
+    if out.is_some() {
+        stand.take_snapshots();
+    }
     if !stand.options.is_empty() {
         session.show(format_args!("  with {}", stand.options))?;
     }
     let story = way.go(&mut stand)?;
+    if let (Some(snapshot), Some(path)) = (&story.refusal.snapshot, out) {
+        save(session, snapshot, path)?;
+    }
     let (intact, blocks) = (stand.is_intact()?, stand.blocks());
     let report = &story.refusal.report;
     let requested = Bytes(story.refusal.requested);

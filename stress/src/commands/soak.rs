@@ -8,8 +8,8 @@ use aquifer_device::Device;
 use serde::Serialize;
 
 use crate::cli::SoakArgs;
-use crate::commands::hundredths;
 use crate::commands::replay::hazards;
+use crate::commands::{hundredths, record_history, save};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::soak::{self, Plan, Tally};
@@ -19,6 +19,8 @@ use crate::text::Bytes;
 const SIMULATED_LIMIT: u64 = 24 << 20;
 /// The same in granules, if that is more: it takes several of them.
 const SIMULATED_GRANULES: u64 = 12;
+/// Entries of the history that a snapshot has, of up to 40 bytes each.
+const HISTORY_ENTRIES: usize = 1_000_000;
 /// Operations if neither they nor a time were asked for.
 const OPERATIONS: u64 = 20_000;
 
@@ -47,10 +49,13 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When several configs are given, the device cannot be opened, something fails for another reason than lack of memory, or standard
+/// When several configs are given, a snapshot is to be saved of several seeds, the device cannot be opened, something fails for another reason than lack of memory, or standard
 /// output cannot be written.
 pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     session.config()?;
+    if args.snapshot.is_some() && args.seeds > 1 {
+        return Err(Failure::Usage(format!("--snapshot takes one seed, not --seeds {}", args.seeds)));
+    }
     let start = Instant::now();
     let operations = args.ops.or(args.minutes.is_none().then_some(OPERATIONS));
     let mut sum = Sum::default();
@@ -106,8 +111,14 @@ fn one(
     let allocator = session.allocator(&device, config)?;
     let limit = limit(session, args, &device, &allocator)?;
     let plan = Plan { seed, threads: args.threads, streams: args.streams, limit, operations, until };
-    let tally = soak::run(&allocator, &plan).inspect_err(|_| session.message(format_args!("seed {seed}:")))?;
-    sum.tally.add(tally);
+    if args.snapshot.is_some() {
+        record_history(&allocator, HISTORY_ENTRIES);
+    }
+    let soaked = soak::run(&allocator, &plan).inspect_err(|_| session.message(format_args!("seed {seed}:")));
+    // Above all if it failed.
+    let saved = args.snapshot.as_ref().map_or(Ok(()), |path| save(session, &allocator.snapshot(), path));
+    sum.tally.add(soaked?);
+    saved?;
     allocator.empty_cache()?;
     sum.kept += allocator.reserved_bytes();
     drop(allocator);

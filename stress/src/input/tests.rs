@@ -6,7 +6,12 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use proptest::prelude::*;
 
+use aquifer_allocator::snapshot::FileFormat;
+
 use super::*;
+use crate::cli::Global;
+use crate::commands::replay;
+use crate::session::Session;
 
 const GPT2: &[u8] = include_bytes!("../../testdata/gpt2_fp32.trace.gz");
 const GNN: &[u8] = include_bytes!("../../testdata/gnn_random_graphs.trace.gz");
@@ -74,7 +79,11 @@ fn to_rmm(program: &Program) -> String {
 
 /// Programs of every kind of event.
 fn programs() -> impl Strategy<Value = Program> {
-    let step = (0u8..8, any::<prop::sample::Index>(), 0u64..1 << 40, prop::sample::select(vec![0, 1, 7, u64::MAX]));
+    programs_with_blocks_below(1 << 40)
+}
+
+fn programs_with_blocks_below(bytes: u64) -> impl Strategy<Value = Program> {
+    let step = (0u8..8, any::<prop::sample::Index>(), 0..bytes, prop::sample::select(vec![0, 1, 7, u64::MAX]));
     prop::collection::vec(step, 0..200)
         .prop_map(|steps| {
             let mut builder = program::Builder::new("random".into(), 0);
@@ -122,6 +131,36 @@ proptest! {
         };
         prop_assert_eq!(streams(&log), streams(&expected));
         prop_assert_eq!(log.peak_requested_bytes, program.peak_requested_bytes);
+    }
+
+    #[test]
+    fn saved_snapshots_of_a_program_have_its_requests(
+        program in programs_with_blocks_below(64 << 20),
+        options in prop::sample::select(vec!["", "backing:segments", "cross_stream:off"]),
+        lag in prop::sample::select(vec![0, 5]),
+    ) {
+        let session = Session::without_device(&Global::default()).unwrap().unchecked();
+        let saved = replay::snapshot(&session, &program, &options.parse().unwrap(), lag).unwrap();
+        let file = |format| {
+            let mut bytes = Vec::new();
+            saved.write(format, &mut bytes).unwrap();
+            read("random".as_ref(), &bytes[..])
+        };
+        let (pickle, json) = (file(FileFormat::Pickle), file(FileFormat::Json));
+        if program.allocs() == 0 {
+            prop_assert!(matches!(pickle.unwrap_err().reason, Reason::NoHistory));
+            prop_assert!(matches!(json.unwrap_err().reason, Reason::NoHistory));
+            return Ok(());
+        }
+        let (pickle, json) = (pickle.unwrap(), json.unwrap());
+        prop_assert_eq!(&pickle, &json);
+        prop_assert_eq!(pickle.len(), 1);
+        prop_assert_eq!(pickle[0].peak_requested_bytes, program.peak_requested_bytes);
+        let requests = |program: &Program| -> Vec<u64> {
+            let sizes = program.events.iter().map(|event| if let Event::Alloc { bytes, .. } = event { *bytes } else { 0 });
+            sizes.filter(|&bytes| bytes > 0).collect()
+        };
+        prop_assert_eq!(requests(&pickle[0]), requests(&program));
     }
 
     #[test]

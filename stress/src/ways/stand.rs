@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::size_class::SizeClasses;
-use aquifer_allocator::{AllocError, Allocation, Allocator, OomReport, TagScope};
+use aquifer_allocator::{AllocError, Allocation, Allocator, OomReport, Snapshot, TagScope};
 use aquifer_device::sim::SimDriver;
 use aquifer_device::{Device, Stream};
 
 use crate::cli::ConfigArg;
+use crate::commands::record_history;
 use crate::content::Filled;
 use crate::exit::Failure;
 use crate::session::Session;
@@ -50,6 +51,7 @@ pub struct Stand {
     /// Bytes that are left alone: on a real device not all can be had that the driver says is free.
     pub spare: u64,
     written: u8,
+    takes_snapshots: bool,
 }
 
 /// What a way's options depend on: bytes of the device.
@@ -83,6 +85,8 @@ pub struct Refusal {
     pub before: (u64, u64),
     /// The same when it was answered.
     pub after: (u64, u64),
+    /// The memory when it was answered, if the stand takes snapshots.
+    pub snapshot: Option<Box<Snapshot>>,
 }
 
 impl Stand {
@@ -102,7 +106,14 @@ impl Stand {
         let allocator = session.allocator(&device, &config)?;
         let stream = device.stream()?;
         let free = memory.free;
-        Ok(Stand { allocator, stream, simulator, options, free, room, spare, marked: Vec::new(), written: 0 })
+        let (marked, written, takes_snapshots) = (Vec::new(), 0, false);
+        Ok(Stand { allocator, stream, simulator, options, free, room, spare, marked, written, takes_snapshots })
+    }
+
+    /// Takes a snapshot, with the history from here on, after each request that should be refused.
+    pub fn take_snapshots(&mut self) {
+        self.takes_snapshots = true;
+        record_history(&self.allocator, usize::MAX);
     }
 
     /// `percent` of the room.
@@ -172,6 +183,7 @@ impl Stand {
         let figures = || (self.allocator.allocated_bytes(), self.allocator.reserved_bytes());
         let before = figures();
         let answer = self.allocator.alloc_bytes(bytes, &self.stream);
+        let snapshot = self.takes_snapshots.then(|| Box::new(self.allocator.snapshot()));
         let report = match answer {
             Ok(block) => {
                 self.stream.fill(block.ptr(), u8::MAX, bytes)?;
@@ -180,7 +192,7 @@ impl Stand {
             Err(AllocError::OutOfMemory(report)) => Some(report),
             Err(other) => return Err(other.into()),
         };
-        Ok(Refusal { requested: bytes, report, before, after: figures() })
+        Ok(Refusal { requested: bytes, report, before, after: figures(), snapshot })
     }
 
     /// Whether a request is served. The block is written to and freed.

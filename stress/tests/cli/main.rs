@@ -8,6 +8,7 @@ mod gpu;
 mod no_fake_driver;
 mod replay;
 mod shows;
+mod snapshots;
 mod terms;
 mod transfer;
 

@@ -4,18 +4,18 @@ mod timing;
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::MemoryStats;
+use aquifer_allocator::{MemoryStats, Snapshot};
 use aquifer_device::Device;
 use aquifer_device::sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{Names, hundredths, options, programs, ratio};
+use crate::commands::{Names, hundredths, options, programs, ratio, record_history, save};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
-use crate::observe::{Costs, Modelled, Observed};
+use crate::observe::{Costs, Modelled, Observed, Paced};
 use crate::session::Session;
 use crate::subject::Aquifer;
 use crate::table::{NOTHING, Table, table};
@@ -80,8 +80,13 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When standard output cannot be written.
+/// When standard output cannot be written, and when a snapshot is to be saved of several programs or under several options.
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
+    let (files, configs) = (args.files.len(), session.configs().len());
+    if args.snapshot.is_some() && (files, configs) != (1, 1) {
+        let given = if files > 1 { format!("{files} files") } else { format!("{configs} of --config") };
+        return Err(Failure::Usage(format!("--snapshot takes one program and one --config, not {given}")));
+    }
     let beside = Beside { yardstick: args.yardstick, driver_pool: args.driver_pool };
     let mut outcome = Outcome::Done;
     let (mut rows, mut names) = (Vec::new(), Names::default());
@@ -94,6 +99,10 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
                 continue;
             }
         };
+        if args.snapshot.is_some() && programs.len() > 1 {
+            let (file, number) = (file.display(), programs.len());
+            return Err(Failure::Usage(format!("--snapshot takes one program, and {file} has {number}")));
+        }
         for (name, program) in &programs {
             for config in session.configs() {
                 let row = match replay(session, name, program, config, &args.passes, beside) {
@@ -115,6 +124,13 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
                 }
                 session.row(&row)?;
                 rows.push(row);
+                if let Some(path) = &args.snapshot {
+                    let snapshot = snapshot(session, program, config, args.passes.lag);
+                    if let Err(failure) = snapshot.and_then(|snapshot| save(session, &snapshot, path)) {
+                        outcome = outcome.max(failure.outcome());
+                        session.message(format_args!("error: {name}: {failure}"));
+                    }
+                }
             }
         }
     }
@@ -217,6 +233,20 @@ pub(super) fn replay(
         pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.reserved),
         pool_ooms: times.driver_pool.map(|pool| pool.ooms),
     })
+}
+
+/// Replays a program once more and takes a snapshot, with all of the history, before its blocks are freed.
+pub(crate) fn snapshot(
+    session: &Session,
+    program: &Program,
+    config: &ConfigArg,
+    lag: u64,
+) -> Result<Snapshot, Failure> {
+    let mut subject = Paced::new(session, config, program.streams.len(), lag)?;
+    record_history(subject.allocator(), usize::MAX);
+    let mut player = Player::new(program);
+    player.play(&mut subject, OnOom::Skip)?;
+    Ok(subject.allocator().snapshot())
 }
 
 /// What was seen of some passes: their costs; statistics and refusals of the first, refusals of the later ones.

@@ -1,0 +1,111 @@
+//! `--snapshot`: what the files hold, and when there are none.
+
+use super::*;
+
+/// A directory that is removed in the end.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Directory {
+        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        Directory(path)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn value(path: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn actions<'a>(snapshot: &'a Value, action: &str) -> Vec<&'a Value> {
+    let traces = snapshot["device_traces"].as_array().unwrap();
+    traces.iter().flat_map(|trace| trace.as_array().unwrap()).filter(|entry| entry["action"] == action).collect()
+}
+
+#[test]
+fn a_replay_s_snapshot_replays_like_the_program() {
+    let directory = Directory::new("replays");
+    let trace = data("fsdp_start.trace");
+    let replayed = |file: &str, more: &[&str]| {
+        let rows = rows(0, &[&["--device", "sim:80GiB", "replay", "--repeat", "1", file], more].concat());
+        ["events", "allocs", "peak_requested_bytes", "peak_allocated_bytes"].map(|key| bytes(&rows[0], key))
+    };
+    for name in ["s.pickle", "s.pkl", "s.json"] {
+        let out = directory.path(name);
+        assert_eq!(replayed(&trace, &["--snapshot", &out]), replayed(&out, &[]), "{name}");
+    }
+    let names = std::fs::read_dir(&directory.0).unwrap().count();
+    assert_eq!(names, 3, "no other files are left");
+}
+
+#[test]
+fn a_snapshot_of_oom_shows_the_memory_at_the_refusal() {
+    let directory = Directory::new("refusal");
+    let out = directory.path("oom.json");
+    let row = &rows(0, &["--device", "sim:8GiB", "oom", "--way", "too_big", "--snapshot", &out])[0];
+    let snapshot = value(&out);
+    let refused = actions(&snapshot, "oom");
+    assert_eq!((refused.len(), refused[0]["size"].as_u64() >= row["requested_bytes"].as_u64()), (1, true));
+    let allocated = snapshot["segments"].as_array().unwrap().iter().map(|segment| bytes(segment, "allocated_size"));
+    assert_eq!(allocated.sum::<u64>(), bytes(row, "allocated_bytes_after"));
+}
+
+#[test]
+fn a_snapshot_of_a_soak_has_its_history() {
+    let directory = Directory::new("soak");
+    let out = directory.path("soak.json");
+    let soak = ["--device", "sim:1GiB", "soak", "--ops", "200", "--threads", "1", "--snapshot", &out];
+    let row = &rows(0, &soak)[0];
+    let snapshot = value(&out);
+    assert!(actions(&snapshot, "alloc").len() as u64 >= bytes(row, "allocs"));
+    assert_eq!(snapshot["entries_overwritten"], 0);
+    rows(0, &[&soak[..], &["--config", "history:10"]].concat());
+    let snapshot = value(&out);
+    assert_eq!(snapshot["device_traces"][0].as_array().unwrap().len(), 10);
+    assert!(bytes(&snapshot, "entries_overwritten") > 100);
+}
+
+#[test]
+fn one_file_is_not_for_several_runs() {
+    let trace = data("fsdp_start.trace");
+    let out = std::env::temp_dir().join("never-written.json");
+    let both = ["--config", "", "--config", "backing:segments"];
+    for (args, expected) in [
+        (&["replay", &trace, &trace][..], "--snapshot takes one program and one --config, not 2 files"),
+        (
+            &[&["replay", &trace][..], &both].concat(),
+            "--snapshot takes one program and one --config, not 2 of --config",
+        ),
+        (&["oom"], "--snapshot takes one --way, not 9"),
+        (&["soak", "--seeds", "2"], "--snapshot takes one seed, not --seeds 2"),
+    ] {
+        let output = stress(&[args, &["--device", "sim:8GiB", "--snapshot", out.to_str().unwrap()]].concat());
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(errors(&output).contains(&format!("error: {expected}")), "{}", errors(&output));
+        assert!(output.stdout.is_empty() && !out.exists());
+    }
+}
+
+#[test]
+fn paths_that_cannot_be_saved_to_are_errors() {
+    let trace = data("fsdp_start.trace");
+    let output = stress(&["replay", &trace, "--snapshot", "s.txt"]);
+    assert_eq!(output.status.code(), Some(2), "before anything runs");
+    assert!(errors(&output).contains("the name must end in .pickle, .pkl or .json"), "{}", errors(&output));
+    for command in [&["replay", "--repeat", "1", &trace][..], &["oom", "--way", "too_big"], &["soak", "--ops", "10"]] {
+        let options = ["--device", "sim:8GiB", "--snapshot", "/nonexistent/s.pickle"];
+        let output = stress(&[command, &options].concat());
+        assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
+        assert!(errors(&output).contains("cannot save a snapshot as /nonexistent/s.pickle: "), "{}", errors(&output));
+    }
+}
