@@ -8,7 +8,7 @@ use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 use crate::shell::Shell;
 
-/// Everything that an allocator counts. Names and meanings are those of PyTorch's `stats()`. Fields that PyTorch lacks say so.
+/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`. Fields that PyTorch lacks say so.
 ///
 /// Current values are exact whenever no call is in flight. While other threads make calls, each stream's share of a value is exact as of
 /// some moment, but not all shares are as of the same moment.

@@ -188,7 +188,7 @@ def alloc(size, stream):
 _C = types.SimpleNamespace(
     _cuda_cudaCachingAllocator_raw_alloc=alloc, _cuda_cudaCachingAllocator_raw_delete=lambda address: live.pop(address))
 memory = types.SimpleNamespace(
-    reset_peak_stats=lambda: None, max_memory_reserved=lambda: peak, get_allocator_backend=lambda: "native")
+    reset_peak_memory_stats=lambda: None, max_memory_reserved=lambda: peak, get_allocator_backend=lambda: "native")
 cuda = types.SimpleNamespace(
     memory=memory, Stream=Stream, default_stream=Stream, empty_cache=lambda: None, get_device_name=lambda: "none",
     memory_stats=dict)

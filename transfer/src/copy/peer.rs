@@ -238,7 +238,7 @@ mod tests {
                 let ([one, two], mut from, result) = copied(2);
                 assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
                 if writes {
-                    one.transfer.kernels().unwrap().fill(&one.stream, &mut from, 9).unwrap();
+                    one.transfer.kernels().unwrap().fill(&one.stream, &mut from, 9u32).unwrap();
                     assert_eq!(one.transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
                 }
                 drop(from);
