@@ -76,7 +76,6 @@ mod unavailable;
 mod waits;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
-pub use capturing_streams::CapturingStreams;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
@@ -90,10 +89,17 @@ pub use event::Event;
 pub use external::ExternalStream;
 pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
-pub use launches::{LaunchOrder, Launches};
-pub use orphans::Reservation;
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::Stream;
-pub use timeline::{CapturesHeldOff, Clock, Tick, Timeline};
+pub use timeline::Tick;
 pub use unavailable::Unavailable;
-pub use waits::WaitMark;
+
+/// For the other crates of Aquifer. It may change in any release.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::capturing_streams::CapturingStreams;
+    pub use crate::launches::{LaunchOrder, Launches};
+    pub use crate::orphans::Reservation;
+    pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};
+    pub use crate::waits::WaitMark;
+}

@@ -1,7 +1,8 @@
 //! Refusing streams that capture a graph, and keeping others from it while work is enqueued: a graph's work is done later, and perhaps many
 //! times, when the memory may belong to somebody else.
 
-use aquifer_device::{CapturesHeldOff, Code, DeviceError, Operation, Stream};
+use aquifer_device::internal::CapturesHeldOff;
+use aquifer_device::{Code, DeviceError, Operation, Stream};
 
 /// Refuses a stream that captures; `advice` says what to do instead.
 pub(crate) fn refuse(stream: &Stream, advice: &'static str) -> Result<(), DeviceError> {

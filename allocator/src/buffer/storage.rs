@@ -16,7 +16,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, DevicePtr, Stream, Tick, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 use parking_lot::Condvar;
 
 use crate::allocation::Allocation;

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{Clock, Timeline};
+use aquifer_device::internal::{Clock, Timeline};
 
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::{Pending, cannot_be_asked};

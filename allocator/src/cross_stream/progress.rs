@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, ErrorKind, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{DeviceError, ErrorKind};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;

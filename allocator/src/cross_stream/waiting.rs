@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use aquifer_device::Clock;
+use aquifer_device::internal::Clock;
 
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use aquifer_device::{LaunchOrder, Launches, Timeline, WaitMark};
+use aquifer_device::internal::{LaunchOrder, Launches, Timeline, WaitMark};
 
 /// The work that must be done before memory that graphs used may go.
 #[derive(Debug, Default)]

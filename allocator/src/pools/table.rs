@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, ThreadId};
 
-use aquifer_device::Launches;
+use aquifer_device::internal::Launches;
 
 use crate::error::AllocError;
 use crate::heap::{Heap, HeapPoolOptions, kind_of};

@@ -5,7 +5,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use aquifer_device::{Device, Stream, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{Device, Stream};
 
 use crate::accounting::tally::Writer;
 use crate::backing::headroom::Growing;

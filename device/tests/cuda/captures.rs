@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use aquifer_device::cuda::CudaDriver;
-use aquifer_device::{
-    CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Reservation, Result, StreamFlags,
-};
+use aquifer_device::internal::Reservation;
+use aquifer_device::{CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Result, StreamFlags};
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};

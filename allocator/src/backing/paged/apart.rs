@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation, Timeline};
+use aquifer_device::internal::{Reservation, Timeline};
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical};
 
 use crate::accounting::tally::Tally;
 use crate::allocator::Allocator;

@@ -9,9 +9,8 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::{
-    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Reservation, Stream,
-};
+use aquifer_device::internal::Reservation;
+use aquifer_device::{Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Stream};
 
 use crate::allocation::{Allocation, CHECKED};
 use crate::allocator::Allocator;

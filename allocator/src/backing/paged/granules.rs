@@ -4,7 +4,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation};
+use aquifer_device::internal::Reservation;
+use aquifer_device::{Device, DevicePtr, PhysicalOptions};
 
 use crate::backing::paged::apart::Owned;
 use crate::backing::paged::capacity::Capacity;

@@ -11,7 +11,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, ErrorKind, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{DeviceError, ErrorKind};
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;

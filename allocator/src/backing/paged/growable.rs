@@ -12,7 +12,8 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::{DevicePtr, ErrorKind, Stream, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;

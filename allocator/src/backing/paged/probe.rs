@@ -1,6 +1,7 @@
 //! Whether the device can map memory at all.
 
-use aquifer_device::{Attribute, Device, DeviceError, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
+use aquifer_device::internal::Reservation;
+use aquifer_device::{Attribute, Device, DeviceError, ErrorKind, PhysicalOptions, RawPhysical};
 
 use crate::backing::paged::trim::unless_capturing;
 

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DevicePtr, ErrorKind, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{DeviceError, DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
@@ -170,7 +171,7 @@ impl Allocator {
         let mut failed = Ok(());
         for (addr, bytes) in empty {
             if let Err(error) = self.device().driver().unreserve(DevicePtr(addr), bytes) {
-                let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+                let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
                 self.device().unreserve_later(reservation);
                 failed = Err(error.into());
             }

@@ -24,7 +24,8 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::sim::NewBlock;
-use aquifer_device::{DevicePtr, Timeline};
+use aquifer_device::internal::Timeline;
+use aquifer_device::DevicePtr;
 use crossbeam::utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
