@@ -1,17 +1,227 @@
-//! GPU memory for Rust programs.
+//! GPU memory for Rust programs: a caching allocator, transfers, tensors and a small kernel set, on NVIDIA GPUs or on a
+//! simulated one.
+//!
+//! | I want to | start at |
+//! | --- | --- |
+//! | open a GPU, or a simulated one | [`Device::open`], [`Device::best`], [`Device::simulated`] |
+//! | allocate | [allocate](#allocate): [`Allocator`], [`Buffer`] |
+//! | copy | [copy](#copy): [`BufferTransfers`](transfer::BufferTransfers) |
+//! | use several streams, or call my own kernels | [streams](#streams): [`StreamAccess::with`](memory::StreamAccess::with) |
+//! | keep a GPU busy with batches | [`Device::prefetch`](transfer::DeviceTransfers::prefetch), `examples/loader.rs` |
+//! | load a model | [load a model](#load-a-model): [`Tensor`], [`tensor::ParamSet`] |
+//! | recover when memory runs out | [out of memory](#out-of-memory): [`Error::is_out_of_memory`] |
+//! | know where memory went | [statistics](#statistics): [`Allocator::stats`], [`Allocator::snapshot`] |
+//! | test without a GPU | [test without a GPU](#test-without-a-gpu): [`device::sim`] |
+//! | share a context or a stream with cudarc | `device::cuda` |
+//!
+//! [`prelude`] has what programs import. The modules hold what libraries and adapters need beside it.
+//!
+//! # Allocate
+//!
+//! A device has one allocator in a process ([`Device::allocator`](memory::DeviceAllocator::allocator)), which all parts of
+//! the program share. A [`Buffer`] can be dropped at any time: its memory is reused once the device is done with it.
+//!
+//! ```
+//! use aquifer::prelude::*;
+//! let device = Device::open("sim:24GiB")?; // "cuda:0" on a GPU
+//! let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let mut x = memory.alloc_zeros::<f32>(1024, &stream)?;
+//! x.slice_mut(..512).fill(1.0, &stream)?;
+//! let y = memory.from_slice(&[1.0_f32, 2.0, 3.0], &stream)?;
+//! assert_eq!((x.len(), y.bytes()), (1024, 12));
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! # Copy
+//!
+//! The verbs `upload`, `download`, `copy_from`, `to_vec` and `item` take any source or target: slices and vectors,
+//! page-locked memory, files, buffers and their views, of any device, and strided regions of these. Those with an end on the
+//! host return a [`Pending`], which can be waited for, awaited or dropped.
+//!
+//! ```
+//! use aquifer::prelude::*;
+//! # let device = Device::simulated("24GiB")?;
+//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let pinned = device.pinned_from_slice(&[1.0_f32; 1000])?;
+//! let mut x = memory.alloc::<f32>(1000, &stream)?;
+//! let upload = x.upload(&pinned, &stream)?; // returns at once
+//! let mut y = x.like(&stream)?;
+//! y.copy_from(&x, &stream)?; // on the device, after the upload
+//! upload.wait()?;
+//! assert_eq!(y.slice(999..).to_vec(&stream)?, [1.0]);
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! # Streams
+//!
+//! Each call takes the stream that it runs on, and comes after everything that was enqueued on its buffers before, on any
+//! stream. Work of one's own is ordered by `with`:
+//!
+//! ```
+//! use aquifer::prelude::*;
+//! # let device = Device::simulated("24GiB,violations=panic")?;
+//! # let memory = device.allocator()?;
+//! let (compute, copies) = (device.stream()?, device.stream()?);
+//! let x = memory.alloc_zeros::<f32>(1000, &compute)?;
+//! let mut y = memory.alloc::<f32>(1000, &compute)?;
+//! // `raw` may be given to anything that enqueues on a stream: a kernel launch, a library.
+//! copies.with([read(&x), write(&mut y)], |raw, [x, y]| raw.copy(y.ptr(), x.ptr(), x.bytes()))?;
+//! drop(x); // its memory is not reused before the copy is done
+//! assert_eq!(y.to_vec(&compute)?, vec![0.0; 1000]);
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! | what uses the memory on another stream | what to do |
+//! | --- | --- |
+//! | methods of buffers and tensors | nothing |
+//! | work that you enqueue: a kernel, a library's call | [`stream.with([read(&x), write(&mut y)], …)`](memory::StreamAccess::with) |
+//! | code that keeps the address and enqueues later | [`Buffer::ready_on`] for each such stream |
+//! | work on an [`Allocation`](memory::Allocation), which has no order of its own | [`Stream::wait_for`], and [`Allocation::record_stream`](memory::Allocation::record_stream) |
+//!
+//! # Load a model
+//!
+//! ```
+//! use aquifer::prelude::*;
+//! # use aquifer::tensor::ParamSet;
+//! # let device = Device::simulated("24GiB")?;
+//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! # let path = std::env::temp_dir().join(format!("aquifer-doc-{}.safetensors", std::process::id()));
+//! # let mut model = ParamSet::new();
+//! # model.insert("linear.weight", Tensor::from_vec(vec![0.5_f32; 6], &[2, 3])?)?;
+//! # model.save_blocking(&path)?;
+//! let model = memory.load_safetensors(&path)?; // through page-locked memory, to the device
+//! let weight = model.get("linear.weight").expect("the file has one");
+//! let input = Tensor::from_vec(vec![1.0_f32; 3], &[3, 1])?.to(&memory.transfer()?)?.wait()?;
+//! let output = weight.matmul(&input, &stream)?;
+//! assert_eq!(output.to_vec_blocking::<f32>()?, [1.5, 1.5]);
+//! # std::fs::remove_file(&path).ok();
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! # Out of memory
+//!
+//! An allocation that finds no memory has tried everything first: it gives cached memory back, waits for streams, and moves
+//! free memory to where it is needed. The error carries a report, and everything still works.
+//!
+//! ```
+//! use aquifer::prelude::*;
+//! # let device = Device::simulated("1GiB")?;
+//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let mut cache = vec![memory.alloc::<u8>(600 << 20, &stream)?];
+//! let block = match memory.alloc::<u8>(600 << 20, &stream) {
+//!     Err(error) if error.is_out_of_memory() => {
+//!         eprintln!("{error}"); // what is held, what refused, and what would have made the request fit
+//!         cache.clear();
+//!         memory.alloc(600 << 20, &stream)?
+//!     }
+//!     served => served?,
+//! };
+//! # drop(block);
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! # Statistics
+//!
+//! Names and meanings are PyTorch's. [`Allocator::snapshot`] has every block; saved to a file, PyTorch's memory viewer opens
+//! it.
+//!
+//! ```
+//! use aquifer::prelude::*;
+//! # let device = Device::simulated("24GiB")?;
+//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let x = memory.alloc::<f32>(1 << 20, &stream)?;
+//! assert_eq!(memory.stats().allocated_bytes.all.current, 4 << 20);
+//! assert_eq!(memory.max_memory_allocated(), 4 << 20);
+//! println!("{}", memory.summary());
+//! let path = std::env::temp_dir().join(format!("aquifer-doc-{}.pickle", std::process::id()));
+//! memory.snapshot().save(&path).expect("the directory can be written");
+//! # std::fs::remove_file(&path).ok();
+//! # drop(x);
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! # Test without a GPU
+//!
+//! A simulated device runs the same program on real data, in virtual time. It finds races between streams, work beyond the
+//! bounds of a block or after its end, and reads of memory that was never written. With `violations=panic` a test fails at
+//! the place of the mistake:
+//!
+//! ```should_panic
+//! use aquifer::prelude::*;
+//! let device = Device::simulated("24GiB,violations=panic")?;
+//! let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let mut x = memory.alloc::<u8>(1000, &stream)?;
+//! stream.with([write(&mut x)], |raw, [x]| raw.fill(x.ptr(), 0, 2000))?; // panics: beyond the end of `x`
+//! # Ok::<(), aquifer::Error>(())
+//! ```
+//!
+//! # Features
+//!
+//! | feature | default | what it does |
+//! | --- | --- | --- |
+//! | `cuda` | yes | NVIDIA GPUs through the CUDA driver, which is loaded at run time. Building needs no toolkit |
 
 mod error;
 
-pub use aquifer_allocator::{Allocator, Buffer};
+pub use aquifer_allocator::{Allocator, Buffer, View, ViewMut};
 pub use aquifer_device::{Device, Stream};
-pub use aquifer_transfer::{PinnedBuffer, Tensor};
+pub use aquifer_transfer::{Pending, PinnedBuffer, Tensor};
 pub use error::Error;
 
 /// What programs import.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// ```
 pub mod prelude {
     pub use aquifer_allocator::{DeviceAllocator as _, StreamAccess as _, read, write};
     pub use aquifer_kernels::BufferKernels as _;
     pub use aquifer_transfer::{AllocatorTransfers as _, BufferTransfers as _, DeviceTransfers as _};
 
     pub use crate::{Allocator, Buffer, Device, PinnedBuffer, Stream, Tensor};
+}
+
+/// Devices and what runs on them: events, graphs, launches of kernels, the simulator, cudarc.
+pub mod device {
+    #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+    pub use aquifer_device::cuda;
+    pub use aquifer_device::{
+        Access, AccessKind, Capture, Code, DeviceError, DeviceInfo, DeviceLabel, DevicePtr, DeviceSpec, DriverKind,
+        ErrorKind, Event, Graph, HostKernel, KernelArg, KernelMemory, Launch, MemoryInfo, OpenError, RawStream,
+        StreamFlags, Tick, gpus,
+    };
+
+    /// The simulated GPU.
+    pub mod sim {
+        pub use aquifer_device::sim::{Fault, SimConfig, SimDriver, Violation};
+    }
+}
+
+/// Memory of a device: configuration, statistics, private pools for graphs, and what adapters build on.
+pub mod memory {
+    pub use aquifer_allocator::config::ConfigError;
+    pub use aquifer_allocator::{
+        AllocError, Allocation, Bound, Claim, Config, Contents, DeviceAllocator, Exportable, Fragmentation, Growable,
+        HistoryOptions, MemoryStats, OomReport, PoolOptions, PoolStats, PrivatePool, ReclaimRequest, Registration,
+        Snapshot, Stat, Storage, StreamAccess, TagScope, Turn, WithError, read, write,
+    };
+}
+
+/// Kernels on buffers.
+pub mod kernels {
+    pub use aquifer_kernels::{BufferKernels, DType, Element, KernelError, Kernels, Operand, Strided, Target};
+}
+
+/// Copies: page-locked memory, sources and targets, prefetching, spilling.
+pub mod transfer {
+    pub use aquifer_transfer::{
+        AllocatorTransfers, Batch, BufferTransfers, Counters, DeviceSource, DeviceTransfers, FilePart, FileReport,
+        OnStreams, Owner, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Route,
+        Source, Spillable, Spiller, Target, Transfer, TransferBatch, TransferConfig, TransferError,
+    };
+}
+
+/// Tensors and sets of named tensors.
+pub mod tensor {
+    pub use aquifer_transfer::{Checkpoint, Layout, Load, ParamSet, Place, Scalar, TensorEntry};
 }

@@ -173,6 +173,7 @@ impl Device {
 
     /// The checks of how memory is used, where the device is simulated and they are on. An allocator tells them of its
     /// blocks.
+    #[doc(hidden)]
     pub fn checks(&self) -> Option<&Arc<Checks>> {
         self.0.context.checks.as_ref()
     }
@@ -420,6 +421,7 @@ impl Device {
     /// assert!(mark.is_passed());
     /// # Ok::<(), aquifer_device::DeviceError>(())
     /// ```
+    #[doc(hidden)]
     pub fn wait_mark(&self) -> WaitMark {
         self.0.context.waits.mark()
     }
@@ -531,6 +533,7 @@ impl Device {
 
     /// Asks the driver how far streams got, and gives back page-locked memory of [`Device::host_free_later`] whose uses are done, and
     /// registered memory if there is much of it. Does nothing while a stream captures. Returns how many bytes went back.
+    #[doc(hidden)]
     pub fn settle_host(&self) -> u64 {
         self.0.left.free_done(&self.0.context)
     }
@@ -558,6 +561,7 @@ impl Device {
     }
 
     /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits for nothing.
+    #[doc(hidden)]
     pub fn settle_unused(&self) {
         self.0.left.free_allocated(&self.0.context);
         self.0.context.orphans.free_unused();

@@ -83,6 +83,7 @@ impl Stream {
 
     /// The stream's timeline, which outlives it.
     #[inline]
+    #[doc(hidden)]
     pub fn timeline(&self) -> &Arc<Timeline> {
         &self.0.timeline
     }

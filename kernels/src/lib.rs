@@ -52,7 +52,7 @@
 //! let allocator = Allocator::new(&device, Config::default())?;
 //! let (kernels, one, two) = (Kernels::load(&device)?, device.stream()?, device.stream()?);
 //! let len = 1000u32;
-//! let mut x: Buffer<f32> = allocator.alloc(len.into(), &one)?;
+//! let mut x: Buffer<f32> = allocator.alloc(len as usize, &one)?;
 //! kernels.fill(&one, &mut x, 1.5f32)?;
 //!
 //! let module = device.driver().load_module(TWICE)?;

@@ -214,7 +214,7 @@ impl Kernels {
     /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
     /// assert_eq!(kernels.mismatches(&stream, &findings)?, None);
     ///
-    /// kernels.fill(&stream, &mut memory.slice(700..701)?, 0u8)?; // a write that should not be
+    /// kernels.fill(&stream, &mut memory.slice_mut(700..701), 0u8)?; // a write that should not be
     /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
     /// let found = kernels.mismatches(&stream, &findings)?.unwrap();
     /// assert_eq!((found.words, found.first), (1, memory.ptr().offset(700)));

@@ -1,11 +1,14 @@
 //! Copies as methods of buffers, allocators and devices.
 
+use std::path::Path;
+
 use aquifer_allocator::{Allocator, Buffer, DeviceAllocator};
 use aquifer_device::{Device, Stream};
 use bytemuck::Pod;
 
 use crate::copy::{DeviceSource, Source, Target};
 use crate::error::TransferError;
+use crate::params::{Checkpoint, Load, ParamSet};
 use crate::pending::Pending;
 use crate::pinned::PinnedBuffer;
 use crate::prefetch::{Batch, Prefetcher};
@@ -129,6 +132,20 @@ pub trait AllocatorTransfers {
     /// driver.
     fn from_slice<T: Pod + Send + Sync>(&self, values: &[T], stream: &Stream) -> Result<Buffer<T>, TransferError>;
 
+    /// The runtime that copies to and from this allocator's memory, with its settings, counters and page-locked memory; see
+    /// [`Transfer::of`].
+    ///
+    /// # Errors
+    /// Errors of the driver, at the first call.
+    fn transfer(&self) -> Result<Transfer, TransferError>;
+
+    /// The tensors of a safetensors file, in this allocator's memory. Waits until they are there. [`Checkpoint`] loads a part,
+    /// converts, and reports progress.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`] and [`Checkpoint::load_blocking`].
+    fn load_safetensors(&self, path: impl AsRef<Path>) -> Result<ParamSet, TransferError>;
+
     /// As [`AllocatorTransfers::from_slice`], of a `Vec`.
     ///
     /// # Errors
@@ -137,6 +154,14 @@ pub trait AllocatorTransfers {
 }
 
 impl AllocatorTransfers for Allocator {
+    fn transfer(&self) -> Result<Transfer, TransferError> {
+        Transfer::of(self)
+    }
+
+    fn load_safetensors(&self, path: impl AsRef<Path>) -> Result<ParamSet, TransferError> {
+        Checkpoint::open(path)?.load_blocking(&Transfer::of(self)?, Load::new())
+    }
+
     #[track_caller]
     fn from_slice<T: Pod + Send + Sync>(&self, values: &[T], stream: &Stream) -> Result<Buffer<T>, TransferError> {
         let mut buffer = self.alloc(values.len(), stream)?;

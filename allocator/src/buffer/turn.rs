@@ -133,6 +133,7 @@ impl<'a> Turn<'a> {
     /// Notes that work of another device's stream reads `storage`, which the turn must be with, until `tick`: later turns that write come
     /// after it. This is for work that the turn's own stream could not be ordered after. The memory is not kept for it: the caller must
     /// hold a handle until the tick is done.
+    #[doc(hidden)]
     pub fn note_reader(&mut self, storage: &Storage, tick: &Tick) {
         let held = self.held.iter_mut().filter(|(held, ..)| held.is_of(storage));
         held.for_each(|(held, ..)| held.note_reader(tick.clone()));

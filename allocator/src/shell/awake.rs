@@ -201,6 +201,7 @@ impl Allocator {
     /// # control.join().unwrap()?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
+    #[doc(hidden)]
     pub fn wait_awake(&self, timeout: Duration) -> bool {
         let shell = self.shell();
         // `None` is later than any clock tells.

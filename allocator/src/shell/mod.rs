@@ -347,7 +347,7 @@ impl Shell {
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone());
 /// let stream = device.stream()?;
-/// let last = Allocator::new(&device, Config::default())?.alloc(1 << 20, &stream)?;
+/// let last = Allocator::new(&device, Config::default())?.alloc_bytes(1 << 20, &stream)?;
 /// drop((stream, device));
 /// drop(last); // by whoever comes last
 /// aquifer_allocator::internal::close_abandoned();

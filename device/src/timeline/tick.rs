@@ -17,6 +17,7 @@ pub struct Tick {
 
 impl Tick {
     /// The timeline it lies on.
+    #[doc(hidden)]
     pub fn timeline(&self) -> &Arc<Timeline> {
         &self.timeline
     }

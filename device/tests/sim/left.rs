@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::internal::Reservation;
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, DevicePtr, Operation, PhysicalOptions, Stream, Tick};
 
 use crate::common::MIB;

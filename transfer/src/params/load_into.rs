@@ -39,12 +39,12 @@ impl Checkpoint {
     /// saved.save_blocking(&path)?;
     ///
     /// let mut model = ParamSet::new();
-    /// let weight = Tensor::zeros(&transfer, DType::BF16, &[2])?;
+    /// let weight = Tensor::zeros_in(&transfer, DType::BF16, &[2])?;
     /// model.insert("head.weight", weight.clone())?;
     /// Checkpoint::open(&path)?.load_into_blocking(&mut model, Load::new())?;
     /// assert_eq!(weight.to_dtype(DType::F32)?.wait()?.to_vec_blocking::<f32>()?, [1.0, 2.0]);
     ///
-    /// model.insert("head.bias", Tensor::zeros(&transfer, DType::BF16, &[2])?)?;
+    /// model.insert("head.bias", Tensor::zeros_in(&transfer, DType::BF16, &[2])?)?;
     /// let error = Checkpoint::open(&path)?.load_into_blocking(&mut model, Load::new()).unwrap_err().to_string();
     /// assert!(error.contains("missing from the files: head.bias"), "{error}");
     /// # std::fs::remove_file(&path)?;

@@ -1,7 +1,7 @@
 //! Making tensors.
 
-use aquifer_allocator::{Buffer, Turn};
-use aquifer_device::AccessKind;
+use aquifer_allocator::{Allocator, Buffer, Turn};
+use aquifer_device::{AccessKind, Stream};
 use aquifer_kernels::{DType, Target};
 
 use super::layout::Layout;
@@ -97,12 +97,35 @@ impl Tensor {
         Tensor::new(memory, dtype, layout)
     }
 
+    /// A tensor of zeros in an allocator's memory, written on `stream`.
+    ///
+    /// ```
+    /// use aquifer_allocator::DeviceAllocator as _;
+    /// use aquifer_device::Device;
+    /// use aquifer_transfer::Tensor;
+    /// let device = Device::simulated("24GiB")?;
+    /// let (memory, stream) = (device.allocator()?, device.stream()?);
+    /// let zeros = Tensor::zeros::<f32>(&[2, 3], &memory, &stream)?;
+    /// assert_eq!((zeros.shape(), zeros.to_vec_blocking::<f32>()?), (&[2, 3][..], vec![0.0; 6]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::empty`], and a stream of another device.
+    #[track_caller]
+    pub fn zeros<T: Scalar>(shape: &[u64], memory: &Allocator, stream: &Stream) -> Result<Tensor, TransferError> {
+        let transfer = Transfer::of(memory)?;
+        let layout = Layout::row_major(shape)?;
+        let len = host_vec::len_of(layout.len(), size_of::<T>() as u64)?;
+        Tensor::from_buffer(&memory.alloc_zeros::<T>(len, stream)?, shape, &transfer)
+    }
+
     /// A tensor of zeros. On a device they are enqueued to be written.
     ///
     /// # Errors
     /// As [`Tensor::empty`].
     #[track_caller]
-    pub fn zeros(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
+    pub fn zeros_in(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
         let place = place.into();
         let _place = place.called_here();
         match place {
@@ -167,13 +190,13 @@ impl Tensor {
         Tensor::empty(self.place(), self.dtype, self.shape())
     }
 
-    /// [`Tensor::zeros`] in the place, with the dtype and shape of this one.
+    /// [`Tensor::zeros_in`] in the place, with the dtype and shape of this one.
     ///
     /// # Errors
-    /// As [`Tensor::zeros`].
+    /// As [`Tensor::zeros_in`].
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor, TransferError> {
-        Tensor::zeros(self.place(), self.dtype, self.shape())
+        Tensor::zeros_in(self.place(), self.dtype, self.shape())
     }
 
     /// A tensor of ones in the place, with the dtype and shape of this one.

@@ -353,7 +353,7 @@ fn memory_and_shape_must_fit() {
     assert!(Tensor::empty(Place::Host, DType::F64, &[u64::MAX / 4]).is_err());
     assert!(Tensor::empty(&stand.transfer, DType::F64, &[u64::MAX / 4]).is_err());
     for place in [Place::Host, Place::from(&stand.transfer), Place::from(stand.transfer.pinned())] {
-        let empty = Tensor::zeros(&place, DType::F32, &[3, 0]).unwrap();
+        let empty = Tensor::zeros_in(&place, DType::F32, &[3, 0]).unwrap();
         for to in [Place::Host, Place::from(&stand.transfer), Place::from(stand.transfer.pinned())] {
             let moved = empty.to_with(&to, To::new().dtype(DType::F16)).unwrap().wait().unwrap();
             assert_eq!(moved.to_vec_blocking::<f16>().unwrap(), []);

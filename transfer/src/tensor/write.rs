@@ -56,7 +56,7 @@ impl Tensor {
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
     /// let stream = device.stream()?;
     ///
-    /// let matrix = Tensor::zeros(&transfer, DType::F32, &[2, 3])?;
+    /// let matrix = Tensor::zeros_in(&transfer, DType::F32, &[2, 3])?;
     /// let column = Tensor::from_vec(vec![1.0f32, 2.0], &[2])?; // on the host
     /// matrix.select(1, 1)?.assign_shared(&column, &stream)?.wait()?;
     /// assert_eq!(matrix.to_vec_blocking::<f32>()?, [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]);

@@ -171,7 +171,8 @@ impl Allocator {
         let mut failed = Ok(());
         for (addr, bytes) in empty {
             if let Err(error) = self.device().driver().unreserve(DevicePtr(addr), bytes) {
-                let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+                let reservation =
+                    aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
                 self.device().unreserve_later(reservation);
                 failed = Err(error.into());
             }

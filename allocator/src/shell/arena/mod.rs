@@ -23,9 +23,9 @@ use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::sim::NewBlock;
-use aquifer_device::internal::Timeline;
 use aquifer_device::DevicePtr;
+use aquifer_device::internal::Timeline;
+use aquifer_device::sim::NewBlock;
 use crossbeam::utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};

@@ -13,7 +13,7 @@ fn floats(count: usize, first: f32) -> Vec<f32> {
 fn views_are_written_in_place_and_what_lies_between_stays() {
     let bench = Bench::new();
     let streams = [&bench.stream, &bench.device.stream().unwrap()];
-    let block = Tensor::zeros(&bench.transfer, DType::F32, &[300, 400]).unwrap();
+    let block = Tensor::zeros_in(&bench.transfer, DType::F32, &[300, 400]).unwrap();
     let mut middle = block.narrow(0, 100..200).unwrap().narrow(1, 50..250).unwrap();
     let new = Tensor::from_vec(floats(100 * 200, 1.0), &[100, 200]).unwrap();
     // From the host, then half of it within the device, transposed, on another stream.
@@ -43,7 +43,7 @@ fn a_file_is_loaded_into_a_set_where_its_tensors_are() {
     for (number, shape) in shapes.iter().enumerate() {
         let place = if number == 1 { Place::Host } else { Place::from(&bench.transfer) };
         saved.insert(format!("{number}"), Tensor::from_vec(elements(shape, 1.0), shape).unwrap()).unwrap();
-        set.insert(format!("{number}"), Tensor::zeros(place, DType::F32, shape).unwrap()).unwrap();
+        set.insert(format!("{number}"), Tensor::zeros_in(place, DType::F32, shape).unwrap()).unwrap();
     }
     saved.save_blocking(&path).unwrap();
     let seen = set.get("0").unwrap().clone();

@@ -269,7 +269,7 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     let path = directory.0.join("m.safetensors");
     let mut set = model();
     for number in 0..20 {
-        set.insert(format!("large{number}"), Tensor::zeros(Place::Host, DType::F32, &[100_000]).unwrap()).unwrap();
+        set.insert(format!("large{number}"), Tensor::zeros_in(Place::Host, DType::F32, &[100_000]).unwrap()).unwrap();
     }
     for place in [Place::Host, Place::from(transfer.pinned()), Place::from(&transfer)] {
         set.save_blocking(&path).unwrap();

@@ -15,7 +15,7 @@ fn saved(set: &ParamSet, directory: &Directory) -> PathBuf {
 fn zeros_of(set: &ParamSet, place: impl Fn(usize) -> Place) -> ParamSet {
     let mut zeros = ParamSet::new();
     for (number, param) in set.iter().enumerate() {
-        let tensor = Tensor::zeros(place(number), param.tensor.dtype(), param.tensor.shape()).unwrap();
+        let tensor = Tensor::zeros_in(place(number), param.tensor.dtype(), param.tensor.shape()).unwrap();
         zeros.insert(param.name.clone(), tensor).unwrap();
     }
     zeros
@@ -55,9 +55,9 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
     let path = saved(&model(), &directory);
     let mut set = zeros_of(&model(), |_| Place::from(&transfer));
     set.remove("head.scale").unwrap();
-    set.insert("tail.weight", Tensor::zeros(&transfer, DType::F32, &[2]).unwrap()).unwrap();
-    set.replace("steps", Tensor::zeros(&transfer, DType::F32, &[1]).unwrap()).unwrap();
-    set.replace("layers.3.bias", Tensor::zeros(&transfer, DType::F32, &[8, 8]).unwrap()).unwrap();
+    set.insert("tail.weight", Tensor::zeros_in(&transfer, DType::F32, &[2]).unwrap()).unwrap();
+    set.replace("steps", Tensor::zeros_in(&transfer, DType::F32, &[1]).unwrap()).unwrap();
+    set.replace("layers.3.bias", Tensor::zeros_in(&transfer, DType::F32, &[8, 8]).unwrap()).unwrap();
     let error = load(&path, &mut set).unwrap_err();
     let TransferError::Mismatch(mismatch) = &error else { panic!("{error}") };
     assert_eq!(
@@ -95,8 +95,8 @@ fn views_and_ties_stay_what_they_are() {
     file.insert("column", Tensor::from_vec(floats(4, 2), &[4]).unwrap()).unwrap();
     let path = saved(&file, &directory);
     for place in [Place::Host, Place::from(&transfer)] {
-        let shared = Tensor::zeros(&place, DType::BF16, &[2, 3]).unwrap();
-        let block = Tensor::zeros(&place, DType::F32, &[4, 5]).unwrap();
+        let shared = Tensor::zeros_in(&place, DType::BF16, &[2, 3]).unwrap();
+        let block = Tensor::zeros_in(&place, DType::F32, &[4, 5]).unwrap();
         let mut set = ParamSet::new();
         set.insert("embed", shared.clone()).unwrap();
         set.insert("column", block.select(1, 2).unwrap()).unwrap();
@@ -111,9 +111,9 @@ fn views_and_ties_stay_what_they_are() {
         assert!(rest.iter().all(|part| elements(part).iter().all(|&n| n == 0.0)));
     }
     // Two elements of the file for one of the set.
-    let one = Tensor::zeros(&transfer, DType::F32, &[1]).unwrap();
+    let one = Tensor::zeros_in(&transfer, DType::F32, &[1]).unwrap();
     let mut set = ParamSet::new();
-    set.insert("embed", Tensor::zeros(&transfer, DType::F32, &[2, 3]).unwrap()).unwrap();
+    set.insert("embed", Tensor::zeros_in(&transfer, DType::F32, &[2, 3]).unwrap()).unwrap();
     set.insert("column", one.broadcast(&[4]).unwrap()).unwrap();
     assert!(matches!(load(&path, &mut set), Err(TransferError::Operands(_))));
     assert_eq!(elements(set.get("embed").unwrap()), [0.0; 6]);
@@ -184,11 +184,11 @@ fn memory_that_runs_out_leaves_the_set_as_it_was_however_its_tensors_lie() {
     let mut outcomes = [0; 2];
     for limit in (20..34).map(|mib| mib << 20) {
         let transfer = transfer();
-        let gaps = Tensor::zeros(&transfer, DType::F32, &[n, n + 1]).unwrap();
+        let gaps = Tensor::zeros_in(&transfer, DType::F32, &[n, n + 1]).unwrap();
         let mut set = ParamSet::new();
-        set.insert("a", Tensor::zeros(&transfer, DType::F32, &[n, n]).unwrap()).unwrap();
+        set.insert("a", Tensor::zeros_in(&transfer, DType::F32, &[n, n]).unwrap()).unwrap();
         set.insert("b", gaps.narrow(1, 0..n).unwrap().transpose(0, 1).unwrap()).unwrap();
-        set.insert("c", Tensor::zeros(&transfer, DType::F32, &[n, n]).unwrap().transpose(0, 1).unwrap()).unwrap();
+        set.insert("c", Tensor::zeros_in(&transfer, DType::F32, &[n, n]).unwrap().transpose(0, 1).unwrap()).unwrap();
         transfer.device().synchronize().unwrap();
         allocator_of(&transfer).empty_cache().unwrap();
         allocator_of(&transfer).set_limit(Some(limit));

@@ -44,7 +44,7 @@ fn model() -> ParamSet {
     }
     set.insert("head.weight", Tensor::from_vec(floats(300_000, 7), &[300, 1000]).unwrap()).unwrap();
     set.insert("head.scale", Tensor::scalar(2.5f64).unwrap()).unwrap();
-    set.insert("none", Tensor::zeros(Place::Host, DType::F32, &[0, 4]).unwrap()).unwrap();
+    set.insert("none", Tensor::zeros_in(Place::Host, DType::F32, &[0, 4]).unwrap()).unwrap();
     set.insert_buffer("steps", Tensor::from_vec(vec![123_456_789_012i64], &[1]).unwrap()).unwrap();
     set
 }

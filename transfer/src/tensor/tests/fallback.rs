@@ -8,11 +8,11 @@ use crate::placement::Fallback;
 #[test]
 fn the_host_takes_over_only_where_the_caller_wrote_it() {
     let stand = stand_with(SimConfig::parse("64MiB").unwrap());
-    let host = Tensor::zeros(Place::Host, DType::F32, &[32 << 20]).unwrap();
+    let host = Tensor::zeros_in(Place::Host, DType::F32, &[32 << 20]).unwrap();
     let error = host.to(&stand.transfer).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
-    let here = Tensor::zeros(Place::Host, DType::F32, &[64 << 20])
+    let here = Tensor::zeros_in(Place::Host, DType::F32, &[64 << 20])
         .unwrap()
         .to_with(&stand.transfer, to)
         .unwrap()

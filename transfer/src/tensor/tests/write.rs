@@ -44,7 +44,7 @@ fn what_is_dense_at_both_ends_crosses_without_further_memory() {
         for turned in [false, true] {
             let way = |tensor: Tensor| if turned { tensor.transpose(0, 1).unwrap() } else { tensor };
             let from = way(host.to(&place).unwrap().wait().unwrap());
-            let mut to = way(Tensor::zeros(transfer, DType::F32, &[512, 1024]).unwrap());
+            let mut to = way(Tensor::zeros_in(transfer, DType::F32, &[512, 1024]).unwrap());
             let peak = transfer.allocator().allocated_bytes();
             let launches = stands[0].device.driver_calls().of(Operation::Launch);
             to.assign_shared(&from, stream).unwrap().wait().unwrap();
@@ -84,7 +84,7 @@ fn what_is_read_and_written_is_read_first() {
 #[test]
 fn views_are_filled_and_the_rest_stays() {
     let stand = stand();
-    let base = Tensor::zeros(&stand.transfer, DType::BF16, &[4, 5]).unwrap();
+    let base = Tensor::zeros_in(&stand.transfer, DType::BF16, &[4, 5]).unwrap();
     let mut inner = base.narrow(0, 1..3).unwrap().narrow(1, 1..4).unwrap().transpose(0, 1).unwrap();
     inner.fill_shared(bf16::ONE, &stand.stream).unwrap();
     let ones: Vec<u64> = (0..20).filter(|n| (1..3).contains(&(n / 5)) && (1..4).contains(&(n % 5))).collect();
@@ -168,7 +168,7 @@ fn a_failed_write_leaves_everything_usable() {
         let transfer = Transfer::new(&allocator).unwrap();
         let stream = device.stream().unwrap();
         transfer.kernels().unwrap();
-        let base = Tensor::zeros(&transfer, DType::F32, &[64, 64]).unwrap();
+        let base = Tensor::zeros_in(&transfer, DType::F32, &[64, 64]).unwrap();
         let from = counting(&[64, 32]);
         driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
         let written = base.narrow(1, 0..32).unwrap().assign_shared(&from, &stream).and_then(|pending| pending.wait());
