@@ -15,3 +15,8 @@ pub mod prelude {
 
     pub use crate::{Allocator, Buffer, Device, PinnedBuffer, Stream, Tensor};
 }
+
+/// The code of the guide, as documentation tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/guide.md")]
+struct Guide;
