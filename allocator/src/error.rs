@@ -92,8 +92,8 @@ pub enum AllocError {
     /// it: it would wait for itself. Drop the first turn before, or take one turn with all the memory that is used. Parts of
     /// one buffer count as the same memory.
     #[error(
-        "this thread has a turn with the memory already and would wait for itself: drop that turn before, or take one \
-         turn with all that is used"
+        "this thread is within `Stream::with` or has a turn with the memory already, and would wait for itself: drop that turn before, or \
+         name all that is used in one call"
     )]
     TurnHeld,
     /// The calling thread asked an allocator to sleep while keeping it awake, by a turn or by [`crate::Allocator::keep_awake`]: it would

@@ -1,6 +1,7 @@
 //! The error of programs.
 
 use aquifer_allocator::config::ConfigError;
+use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport, WithError};
 use aquifer_device::{DeviceError, OpenError};
 use aquifer_kernels::KernelError;
@@ -19,6 +20,9 @@ pub enum Error {
     /// An allocation, or another request to an allocator, failed.
     #[error(transparent)]
     Alloc(#[from] AllocError),
+    /// A snapshot could not be saved.
+    #[error(transparent)]
+    Save(#[from] SaveError),
     /// A kernel was not launched.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -32,7 +36,7 @@ impl Error {
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Error::Open(OpenError::Device(error)) | Error::Device(error) => error.is_out_of_memory(),
-            Error::Open(_) => false,
+            Error::Open(_) | Error::Save(_) => false,
             Error::Alloc(error) => error.is_out_of_memory(),
             Error::Kernel(error) => error.is_out_of_memory(),
             Error::Transfer(error) => error.is_out_of_memory(),

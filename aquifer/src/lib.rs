@@ -13,6 +13,7 @@
 //! | know where memory went | [statistics](#statistics): [`Allocator::stats`], [`Allocator::snapshot`] |
 //! | test without a GPU | [test without a GPU](#test-without-a-gpu): [`device::sim`] |
 //! | share a context or a stream with cudarc | `device::cuda` |
+//! | find what I know from PyTorch or cudarc | the guide, `docs/guide.md` |
 //!
 //! [`prelude`] has what programs import. The modules hold what libraries and adapters need beside it.
 //!
@@ -134,7 +135,7 @@
 //! assert_eq!(memory.max_memory_allocated(), 4 << 20);
 //! println!("{}", memory.summary());
 //! let path = std::env::temp_dir().join(format!("aquifer-doc-{}.pickle", std::process::id()));
-//! memory.snapshot().save(&path).expect("the directory can be written");
+//! memory.snapshot().save(&path)?;
 //! # std::fs::remove_file(&path).ok();
 //! # drop(x);
 //! # Ok::<(), aquifer::Error>(())
@@ -225,3 +226,8 @@ pub mod transfer {
 pub mod tensor {
     pub use aquifer_transfer::{Checkpoint, Layout, Load, ParamSet, Place, Scalar, TensorEntry};
 }
+
+/// The code of the guide, as documentation tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/guide.md")]
+struct Guide;

@@ -26,7 +26,7 @@ pub enum KernelError {
         reason: String,
     },
     /// The caller passed a stream of another device than the kernels were loaded on.
-    #[error("kernel {kernel}: the stream belongs to {devices}, where the kernels were loaded")]
+    #[error("kernel {kernel}: the kernels were not loaded on the stream's device: the stream belongs to {devices}")]
     WrongStream {
         /// The kernel.
         kernel: &'static str,

@@ -211,8 +211,8 @@ pub enum TransferError {
         /// Its strides.
         strides: Vec<u64>,
     },
-    /// The caller asked for the only element of a tensor that does not have exactly one.
-    #[error("a tensor of {shape:?} does not have exactly one element")]
+    /// The caller asked for the only element of a buffer or tensor that does not have exactly one.
+    #[error("a buffer or tensor of {shape:?} does not have exactly one element")]
     NotOneElement {
         /// Its extents.
         shape: Vec<u64>,

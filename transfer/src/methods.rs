@@ -63,7 +63,7 @@ pub trait BufferTransfers<T: Pod + Send + Sync> {
     /// As [`Transfer::to_vec`].
     fn to_vec(&self, stream: &Stream) -> Result<Vec<T>, TransferError>;
 
-    /// The one element of the buffer. Waits until it is there.
+    /// The element of a buffer of one; of a longer one, `x.slice(..1).item(&stream)` is the first. Waits until it is there.
     ///
     /// # Errors
     /// As [`Transfer::item`].
@@ -177,7 +177,7 @@ impl AllocatorTransfers for Allocator {
 }
 
 /// Page-locked memory and prefetching, as methods of [`Device`]. They use the process's allocator of the device
-/// ([`DeviceAllocator::allocator`]).
+/// ([`DeviceAllocator::allocator`]); with another allocator, [`Transfer::pinned`] and [`Prefetcher::new`] do the same.
 pub trait DeviceTransfers {
     /// Page-locked memory for `len` values of `T`, which copies of this device read and write without staging. Its content
     /// is whatever was there, or zeros.

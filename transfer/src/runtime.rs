@@ -181,7 +181,7 @@ impl Transfer {
         Transfer::of_inner(inner, allocator)
     }
 
-    /// The runtime that the methods of the allocator's buffers use ([`crate::BufferCopies`]), of the default configuration. It
+    /// The runtime that the methods of the allocator's buffers use ([`crate::BufferTransfers`]), of the default configuration. It
     /// lives as long as the allocator is open.
     ///
     /// # Errors

@@ -70,6 +70,14 @@ pub trait StreamAccess {
     /// let mut y = memory.alloc::<f32>(1000, &one)?;
     /// two.with([read(&x), write(&mut y)], |stream, [x, y]| stream.copy(y.ptr(), x.ptr(), x.bytes()))?;
     /// drop(x); // its memory is not reused before the copy is done
+    ///
+    /// // Work of several steps says its error once.
+    /// let z = memory.alloc_zeros::<f32>(1000, &one)?;
+    /// two.with([read(&z), write(&mut y)], |stream, [z, y]| {
+    ///     stream.fill(y.ptr(), 0, y.bytes())?;
+    ///     stream.copy(y.ptr(), z.ptr(), z.bytes())?;
+    ///     Ok::<_, aquifer_device::DeviceError>(())
+    /// })?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///

@@ -3,6 +3,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Snapshot, pickle};
@@ -18,7 +19,7 @@ pub enum FileFormat {
 }
 
 /// Why a snapshot was not saved. A file that was at the path before is unchanged, and no new file remains.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
     /// The caller gave a path whose ending names no format. Nothing was written.
@@ -34,7 +35,7 @@ pub enum SaveError {
         /// The path.
         path: PathBuf,
         /// The system's error.
-        cause: io::Error,
+        cause: Arc<io::Error>,
     },
     /// The system did not take all of the data: mostly because the disk is full.
     #[error("cannot save a snapshot as {}: its data cannot be written: {cause}", path.display())]
@@ -42,7 +43,7 @@ pub enum SaveError {
         /// The path.
         path: PathBuf,
         /// The system's error.
-        cause: io::Error,
+        cause: Arc<io::Error>,
     },
     /// The system did not give the complete file its name: mostly because a directory has that name.
     #[error("cannot save a snapshot as {}: the file cannot get this name: {cause}", path.display())]
@@ -50,7 +51,7 @@ pub enum SaveError {
         /// The path.
         path: PathBuf,
         /// The system's error.
-        cause: io::Error,
+        cause: Arc<io::Error>,
     },
 }
 
@@ -120,13 +121,16 @@ const BUFFER_BYTES: usize = 64 << 10;
 
 /// Replaces the file at `path` by one with the data that `write` gives it, or leaves it as it is.
 fn replace(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SaveError> {
-    let (temporary, file) = create_beside(path).map_err(|cause| SaveError::Create { path: path.to_owned(), cause })?;
+    let (temporary, file) =
+        create_beside(path).map_err(|cause| SaveError::Create { path: path.to_owned(), cause: cause.into() })?;
     // Network file systems report only then that the disk is full.
     let synced = write(&file).and_then(|()| file.sync_all());
-    let written = synced.map_err(|cause| SaveError::Write { path: path.to_owned(), cause });
+    let written = synced.map_err(|cause| SaveError::Write { path: path.to_owned(), cause: cause.into() });
     // Before the rename, which some systems do not allow for an open file.
     drop(file);
-    let rename = || fs::rename(&temporary, path).map_err(|cause| SaveError::Rename { path: path.to_owned(), cause });
+    let rename = || {
+        fs::rename(&temporary, path).map_err(|cause| SaveError::Rename { path: path.to_owned(), cause: cause.into() })
+    };
     written.and_then(|()| rename()).inspect_err(|_| {
         // The first error is the one to report.
         let _ = fs::remove_file(&temporary);

@@ -110,10 +110,13 @@ impl Transfer {
     /// Counted as a synchronisation, also where the device was quick.
     ///
     /// # Errors
-    /// [`TransferError::LengthMismatch`] for another number of elements than one, and as [`Transfer::download`].
+    /// [`TransferError::NotOneElement`] for another number of elements than one, and as [`Transfer::download`].
     #[track_caller]
     pub fn item<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<T, TransferError> {
         let _place = self.called_here();
+        if from.len() != 1 {
+            return Err(TransferError::NotOneElement { shape: vec![from.len() as u64] });
+        }
         let staged = self.download(from, self.pinned().alloc::<T>(1)?)?.wait_counted()?;
         Ok(staged.read()?[0])
     }

@@ -63,7 +63,9 @@ pub trait HostEnd<T: Pod + Send + Sync>: Sized + Sealed {
 /// | target | the complete copy gives |
 /// | --- | --- |
 /// | [`PinnedBuffer`] by mutable reference, [`PinnedSliceMut`] | nothing: reading the memory waits for the copy |
-/// | [`PinnedBuffer`], `Vec<T>` | the memory |
+/// | [`PinnedBuffer`], `Vec<T>` of the buffer's length | the memory |
+///
+/// [`BufferTransfers::download_blocking`](crate::BufferTransfers::download_blocking) takes `&mut [T]`.
 ///
 /// [`Region::of`] makes a target of a region of any of them; what lies between its elements stays.
 #[allow(private_bounds, reason = "the bound seals the trait")]
