@@ -40,6 +40,7 @@ Examples:
 const SIMULATED: &str = "\
 Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   size=SIZE             memory that it has, from 1 MiB to 64 TiB
+  ordinal=N             its number among devices
   other=SIZE            memory that other programs hold
   seed=N                of the order in which its work runs, and of how long that takes
   jitter=off            how long work takes does not vary
@@ -80,7 +81,7 @@ pub struct Cli {
 pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///
-    /// Examples: sim:80GiB, sim:81408MiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is
+    /// Presets: h100, h200, a100, rtx4090. Examples: sim:80GiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is
     /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB; on a
     /// GPU, fit and compare use limits of several sizes. The choice is reported.
     ///

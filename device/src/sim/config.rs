@@ -53,7 +53,7 @@ pub struct SimConfig {
     pub faults: Vec<Fault>,
 }
 
-/// As [`SimConfig::parse`] reads it, without [`SimConfig::ordinal`], which has no text.
+/// As [`SimConfig::parse`] reads it.
 impl fmt::Display for SimConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let switch = |on: bool| if on { "on" } else { "off" };
@@ -62,6 +62,9 @@ impl fmt::Display for SimConfig {
         let violations = if self.panic_on_violation { "panic" } else { "report" };
         write!(f, ",checks={},violations={violations}", switch(self.checks))?;
         write!(f, ",other={}", self.other_process_bytes)?;
+        if self.ordinal > 0 {
+            write!(f, ",ordinal={}", self.ordinal)?;
+        }
         if let Some(gb_s) = self.link_gb_s {
             write!(f, ",link={gb_s}")?;
         }

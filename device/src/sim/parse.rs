@@ -33,7 +33,9 @@ impl std::fmt::Display for In<'_> {
 
 type Result<T> = std::result::Result<T, SimConfigError>;
 
-const KEYS: &str = "one of the keys size, seed, jitter, vmm, export, checks, violations, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
+const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, violations, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
+/// Snapshots have a list for each lower ordinal, too.
+const ORDINALS: u32 = 1024;
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 
@@ -101,6 +103,13 @@ impl<'a> Part<'a> {
         match self.text.parse() {
             Ok(number) if number >= least => Ok(number),
             _ => self.refuse(format!("a whole number of at least {least}")),
+        }
+    }
+
+    fn ordinal(self) -> Result<u32> {
+        match self.text.parse() {
+            Ok(ordinal) if ordinal < ORDINALS => Ok(ordinal),
+            _ => self.refuse(format!("a whole number below {ORDINALS}")),
         }
     }
 
@@ -194,6 +203,7 @@ fn head(config: &mut SimConfig, part: Part<'_>) -> Result<()> {
 fn setting(config: &mut SimConfig, key: Part<'_>, value: Part<'_>) -> Result<()> {
     match key.text {
         "size" => config.capacity_bytes = value.capacity()?,
+        "ordinal" => config.ordinal = value.ordinal()?,
         "seed" => config.seed = value.number(0)?,
         "jitter" => config.jitter = value.switch()?,
         "vmm" => config.vmm = value.switch()?,
@@ -363,6 +373,7 @@ mod tests {
         assert_eq!(refused("h100,seed"), ("seed".into(), 5));
         assert_eq!(refused("h100,fault=cuMemMagic#1:2"), ("cuMemMagic".into(), 11));
         assert_eq!(refused("h100,link=0"), ("0".into(), 10));
+        assert_eq!(refused("h100,ordinal=1024"), ("1024".into(), 13));
         assert_eq!(refused("h100,checks=no"), ("no".into(), 12));
         assert_eq!(refused("h100,violations=on"), ("on".into(), 16));
         assert_eq!(refused("h100,fault=any#0:2"), ("0".into(), 15));

@@ -1,0 +1,27 @@
+//! Two devices: each has its own allocator and streams, and buffers are copied from one to the other.
+use aquifer::prelude::*;
+
+fn main() -> Result<(), aquifer::Error> {
+    let devices = [Device::open("sim:24GiB")?, Device::open("sim:24GiB,ordinal=1")?]; // "cuda:0" and "cuda:1" on GPUs
+    let memory = [devices[0].allocator()?, devices[1].allocator()?];
+    let streams = [devices[0].stream()?, devices[1].stream()?];
+
+    // Half of the work on each device.
+    let halves = [vec![1.0_f32; 1024], vec![2.0_f32; 1024]];
+    let mut parts = Vec::new();
+    for ((memory, stream), half) in memory.iter().zip(&streams).zip(&halves) {
+        let x = memory.from_slice(half, stream)?;
+        let mut y = memory.alloc_zeros::<f32>(1024, stream)?;
+        y.axpy(10.0, &x, stream)?;
+        parts.push(y);
+    }
+
+    // The second part goes to the first device, over the link between them or by way of the host, and is added there.
+    let arrived = parts[1].to(&memory[0], &streams[0])?;
+    parts[0].add_assign(&arrived, &streams[0])?;
+    assert_eq!(parts[0].sum(&streams[0])?.item(&streams[0])?, 30.0 * 1024.0);
+
+    // A buffer used on a stream of another device is an error that names both.
+    println!("{}", parts[1].to_vec(&streams[0]).unwrap_err());
+    Ok(())
+}
