@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use aquifer_device::sim::NewBlock;
 use aquifer_device::{DevicePtr, Timeline};
-use crossbeam::utils::CachePadded;
+use crossbeam_utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
 use crate::backing::paged::Milestones;
