@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::fork::Mutex as Leaf;
-use crossbeam::queue::SegQueue;
+use crossbeam_queue::SegQueue;
 
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;

@@ -9,7 +9,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crossbeam::queue::SegQueue;
+use crossbeam_queue::SegQueue;
 
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;

@@ -109,3 +109,13 @@ pub fn write_on(stream: &Stream, ptr: DevicePtr, bytes: u64) {
 #[doc = include_str!("../../README.md")]
 #[derive(Debug)]
 pub struct Readme;
+
+/// The examples in the READMEs of the packages.
+#[cfg(doctest)]
+#[doc = include_str!("../../aquifer/README.md")]
+#[doc = include_str!("../../device/README.md")]
+#[doc = include_str!("../../allocator/README.md")]
+#[doc = include_str!("../../transfer/README.md")]
+#[doc = include_str!("../../kernels/README.md")]
+#[derive(Debug)]
+pub struct PackageReadmes;

@@ -15,7 +15,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Stream, Tick};
 use bytemuck::Pod;
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 use parking_lot::Condvar;
 
 use crate::counters::Direction;

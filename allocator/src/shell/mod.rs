@@ -28,8 +28,8 @@ use std::sync::Arc;
 
 use aquifer_device::sim::Checks;
 use aquifer_device::{Device, DevicePtr, Stream, fork};
-use crossbeam::queue::SegQueue;
-use crossbeam::utils::CachePadded;
+use crossbeam_queue::SegQueue;
+use crossbeam_utils::CachePadded;
 
 use crate::accounting::PoolStats;
 use crate::accounting::counter::{Counter, Sum};

@@ -20,7 +20,10 @@ use shuttle::thread::yield_now;
 #[cfg(not(aquifer_shuttle))]
 use std::thread::yield_now;
 
-use lock_api::GuardNoSend;
+use std::cell::UnsafeCell;
+use std::fmt::{Debug, Formatter};
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
 
 use crate::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
@@ -29,12 +32,82 @@ use crate::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 const SPINS: u32 = if cfg!(aquifer_shuttle) { 1 } else { 64 };
 const TICKET_SPINS: u32 = if cfg!(aquifer_shuttle) { 0 } else { 1000 };
 
-/// A mutex over a [`ShortLock`].
-pub(crate) type Mutex<T> = lock_api::Mutex<ShortLock, T>;
-/// The guard of a [`Mutex`].
-pub(crate) type MutexGuard<'a, T> = lock_api::MutexGuard<'a, ShortLock, T>;
+/// A mutex over a [`ShortLock`]. A thread that panics while it holds the lock does not poison it.
+#[derive(Default)]
+pub(crate) struct Mutex<T> {
+    lock: ShortLock,
+    value: UnsafeCell<T>,
+}
 
-#[derive(Debug)]
+#[allow(unsafe_code, reason = "a promise that the compiler cannot check")]
+// SAFETY: the value is reached only through a guard, and there is one guard at a time: a shared mutex passes the value
+// from thread to thread, which `T: Send` allows.
+unsafe impl<T: Send> Sync for Mutex<T> {}
+
+impl<T> Mutex<T> {
+    #[inline]
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.lock.lock();
+        MutexGuard { mutex: self, not_send: PhantomData }
+    }
+
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        self.lock.try_lock().then(|| MutexGuard { mutex: self, not_send: PhantomData })
+    }
+}
+
+impl<T> Debug for Mutex<T> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mutex").field("lock", &self.lock).finish_non_exhaustive()
+    }
+}
+
+/// The guard of a [`Mutex`], which stays on the thread that took the lock.
+#[must_use]
+pub(crate) struct MutexGuard<'a, T> {
+    mutex: &'a Mutex<T>,
+    not_send: PhantomData<*const ()>,
+}
+
+impl<T> Deref for MutexGuard<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        #[allow(unsafe_code, reason = "the lock is held")]
+        // SAFETY: a guard exists only while its thread holds the lock, so there is no other guard.
+        unsafe {
+            &*self.mutex.value.get()
+        }
+    }
+}
+
+impl<T> DerefMut for MutexGuard<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        #[allow(unsafe_code, reason = "the lock is held")]
+        // SAFETY: as in `deref`, and this guard is borrowed mutably.
+        unsafe {
+            &mut *self.mutex.value.get()
+        }
+    }
+}
+
+impl<T> Drop for MutexGuard<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        self.mutex.lock.unlock();
+    }
+}
+
+impl<T: Debug> Debug for MutexGuard<'_, T> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        (**self).fmt(f)
+    }
+}
+
+#[derive(Debug, Default)]
 pub(crate) struct ShortLock {
     held: AtomicBool,
     /// Threads that have a ticket, or are about to draw one.
@@ -44,44 +117,27 @@ pub(crate) struct ShortLock {
     serving: AtomicU16,
 }
 
-#[allow(unsafe_code, reason = "a promise that the compiler cannot check")]
-// SAFETY: `lock` and `try_lock` succeed only when their swap turned `held` from false to true, and only `unlock`,
-// called by the holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the
-// releasing store.
-unsafe impl lock_api::RawMutex for ShortLock {
-    const INIT: ShortLock = ShortLock {
-        held: AtomicBool::new(false),
-        waiting: AtomicU16::new(0),
-        next: AtomicU16::new(0),
-        serving: AtomicU16::new(0),
-    };
-
-    type Guard = GuardNoSend;
-
+/// `lock` and `try_lock` succeed only when their swap turned `held` from false to true, and only `unlock`, called by the
+/// holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the releasing store.
+impl ShortLock {
     #[inline]
-    fn lock(&self) -> GuardNoSend {
+    fn lock(&self) {
         if self.has_waiters() || self.held.swap(true, Ordering::Acquire) {
             self.lock_contended();
         }
-        GuardNoSend::new()
     }
 
     #[inline]
-    fn try_lock(&self) -> Option<GuardNoSend> {
-        (!self.has_waiters() && self.try_take()).then(GuardNoSend::new)
+    fn try_lock(&self) -> bool {
+        !self.has_waiters() && self.try_take()
     }
 
+    /// Only the thread that holds the lock calls this.
     #[inline]
-    unsafe fn unlock(&self, _: GuardNoSend) {
+    fn unlock(&self) {
         self.held.store(false, Ordering::Release);
     }
 
-    fn is_locked(&self) -> bool {
-        self.held.load(Ordering::Relaxed)
-    }
-}
-
-impl ShortLock {
     /// True if a ticket was drawn and is not served yet.
     #[inline]
     fn has_waiters(&self) -> bool {
@@ -127,7 +183,7 @@ mod tests {
 
     #[test]
     fn one_thread_at_a_time() {
-        let counter = Arc::new(Mutex::new(0_u64));
+        let counter = Arc::new(Mutex::<u64>::default());
         let count = |counter: Arc<Mutex<u64>>| {
             for _ in 0..20_000 {
                 *counter.lock() += 1;
@@ -148,7 +204,6 @@ mod tests {
 mod schedules {
     use std::sync::Arc;
 
-    use lock_api::RawMutex;
     use shuttle::thread;
 
     use super::*;
@@ -157,7 +212,7 @@ mod schedules {
     fn hold_again_and_again(lock: &ShortLock, inside: &AtomicBool) {
         let mut drawn = None;
         for _ in 0..3 {
-            let guard = lock.lock();
+            lock.lock();
             assert!(!inside.swap(true, Ordering::Relaxed), "two threads hold the lock");
             if let Some(drawn) = drawn {
                 let behind = lock.serving.load(Ordering::Relaxed).wrapping_sub(drawn);
@@ -166,18 +221,14 @@ mod schedules {
             yield_now();
             drawn = Some(lock.next.load(Ordering::Relaxed));
             inside.store(false, Ordering::Relaxed);
-            #[allow(unsafe_code, reason = "the lock alone is modelled")]
-            // SAFETY: this thread holds the lock.
-            unsafe {
-                lock.unlock(guard);
-            }
+            lock.unlock();
         }
     }
 
     #[test]
     fn one_thread_at_a_time_holds_the_lock_and_none_passes_another() {
         let model = || {
-            let shared = Arc::new((ShortLock::INIT, AtomicBool::new(false)));
+            let shared = Arc::new((ShortLock::default(), AtomicBool::new(false)));
             let threads: Vec<_> = (0..3)
                 .map(|_| {
                     let shared = shared.clone();
@@ -185,9 +236,9 @@ mod schedules {
                 })
                 .collect();
             threads.into_iter().for_each(|thread| thread.join().unwrap());
-            assert!(!shared.0.is_locked());
+            assert!(!shared.0.held.load(Ordering::Relaxed));
             assert_eq!(shared.0.next.load(Ordering::Relaxed), shared.0.serving.load(Ordering::Relaxed));
-            assert!(shared.0.try_lock().is_some(), "no ticket is left");
+            assert!(shared.0.try_lock(), "no ticket is left");
         };
         shuttle::check_random(model, 3000);
         shuttle::check_pct(model, 1500, 3);

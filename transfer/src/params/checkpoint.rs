@@ -267,7 +267,8 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
             element_bytes: if bits.is_multiple_of(8) { bits / 8 } else { 0 },
         });
     }
-    let texts = metadata.metadata().clone().unwrap_or_default();
+    // Collected anew: safetensors returns the map of `std` or that of hashbrown, depending on its features.
+    let texts = metadata.metadata().iter().flatten().map(|(key, text)| (key.clone(), text.clone())).collect();
     Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries, texts))
 }
 

@@ -114,7 +114,8 @@ fn beside(place: &Path) -> PathBuf {
     static SAVES: AtomicU64 = AtomicU64::new(0);
     let number = SAVES.fetch_add(1, Ordering::Relaxed);
     let name = place.file_name().unwrap_or_default().to_string_lossy();
-    let begins = &name[..name.floor_char_boundary(NAME_BYTES)];
+    let end = (0..=NAME_BYTES.min(name.len())).rev().find(|&end| name.is_char_boundary(end)).unwrap_or(0);
+    let begins = &name[..end];
     place.with_file_name(format!("{begins}.part-{}-{number}", std::process::id()))
 }
 

@@ -26,7 +26,7 @@ use std::sync::Arc;
 use aquifer_device::DevicePtr;
 use aquifer_device::internal::Timeline;
 use aquifer_device::sim::NewBlock;
-use crossbeam::utils::CachePadded;
+use crossbeam_utils::CachePadded;
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
 use crate::backing::paged::Milestones;

@@ -17,7 +17,7 @@
 //! One word per arena says which threads free directly. Blocks that become due clear it, and an allocation by a thread that it does not
 //! name empties the queue before it enters itself. So the fast path compares once.
 
-use crossbeam::queue::ArrayQueue;
+use crossbeam_queue::ArrayQueue;
 
 use crate::heap::BlockId;
 use crate::sync::atomic::{AtomicU64, Ordering, fence};
