@@ -187,14 +187,13 @@ pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     pub use aquifer_device::cuda;
     pub use aquifer_device::{
-        Access, AccessKind, Capture, Code, DeviceError, DeviceInfo, DeviceLabel, DevicePtr, DeviceSpec, DriverKind,
-        ErrorKind, Event, Graph, HostKernel, KernelArg, KernelMemory, Launch, MemoryInfo, OpenError, RawStream,
-        StreamFlags, Tick, gpus,
+        Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, DriverKind, ErrorKind, Event,
+        Graph, HostKernel, KernelArg, KernelMemory, Launch, OpenError, RawStream, StreamFlags, Tick, gpus,
     };
 
     /// The simulated GPU.
     pub mod sim {
-        pub use aquifer_device::sim::{Fault, SimConfig, SimDriver, Violation};
+        pub use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     }
 }
 
@@ -202,29 +201,29 @@ pub mod device {
 pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
-        AllocError, Allocation, Bound, Claim, Config, Contents, DeviceAllocator, Exportable, Fragmentation, Growable,
-        HistoryOptions, MemoryStats, OomReport, PoolOptions, PoolStats, PrivatePool, ReclaimRequest, Registration,
-        Snapshot, Stat, Storage, StreamAccess, TagScope, Turn, WithError, read, write,
+        AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable, HistoryOptions, MemoryStats,
+        OomReport, PoolOptions, PoolStats, PrivatePool, Registration, Snapshot, Stat, Storage, StreamAccess, TagScope,
+        Turn, WithError, read, write,
     };
 }
 
 /// Kernels on buffers.
 pub mod kernels {
-    pub use aquifer_kernels::{BufferKernels, DType, Element, KernelError, Kernels, Operand, Strided, Target};
+    pub use aquifer_kernels::{BufferKernels, DType, Element, KernelError, Kernels};
 }
 
 /// Copies: page-locked memory, sources and targets, prefetching, spilling.
 pub mod transfer {
     pub use aquifer_transfer::{
-        AllocatorTransfers, Batch, BufferTransfers, Counters, DeviceSource, DeviceTransfers, FilePart, FileReport,
-        OnStreams, Owner, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Route,
-        Source, Spillable, Spiller, Target, Transfer, TransferBatch, TransferConfig, TransferError,
+        AllocatorTransfers, Batch, BufferTransfers, Counters, DeviceSource, DeviceTransfers, FilePart, OnStreams,
+        Owner, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Route, Source,
+        Spillable, Spiller, Target, Transfer, TransferConfig, TransferError,
     };
 }
 
 /// Tensors and sets of named tensors.
 pub mod tensor {
-    pub use aquifer_transfer::{Checkpoint, Layout, Load, ParamSet, Place, Scalar, TensorEntry};
+    pub use aquifer_transfer::{Checkpoint, Load, ParamSet, Place, Scalar};
 }
 
 /// The code of the guide, as documentation tests.
