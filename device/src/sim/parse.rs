@@ -35,7 +35,7 @@ type Result<T> = std::result::Result<T, SimConfigError>;
 
 const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, violations, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
 /// Snapshots have a list for each lower ordinal, too.
-const ORDINALS: u32 = 1024;
+const ORDINALS: u32 = 4096;
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 
@@ -373,7 +373,7 @@ mod tests {
         assert_eq!(refused("h100,seed"), ("seed".into(), 5));
         assert_eq!(refused("h100,fault=cuMemMagic#1:2"), ("cuMemMagic".into(), 11));
         assert_eq!(refused("h100,link=0"), ("0".into(), 10));
-        assert_eq!(refused("h100,ordinal=1024"), ("1024".into(), 13));
+        assert_eq!(refused("h100,ordinal=4096"), ("4096".into(), 13));
         assert_eq!(refused("h100,checks=no"), ("no".into(), 12));
         assert_eq!(refused("h100,violations=on"), ("on".into(), 16));
         assert_eq!(refused("h100,fault=any#0:2"), ("0".into(), 15));
