@@ -69,7 +69,7 @@ fn shared(
         let open = shared.iter().find(|(id, _)| *id == device.id()).and_then(|(_, inner)| inner.upgrade());
         // Dropped without the lock, as the last handle of an allocator may call the driver.
         closed = open.clone();
-        chosen = choose(open.map(|inner| Allocator::of_inner(inner)));
+        chosen = choose(open.map(Allocator::of_inner));
         if let (Ok(allocator), None) = (&chosen, &closed) {
             shared.retain(|(_, inner)| inner.strong_count() > 0);
             shared.push((device.id(), Arc::downgrade(allocator.inner())));

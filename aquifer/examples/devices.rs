@@ -22,6 +22,8 @@ fn main() -> Result<(), aquifer::Error> {
     assert_eq!(parts[0].sum(&streams[0])?.item(&streams[0])?, 30.0 * 1024.0);
 
     // A buffer used on a stream of another device is an error that names both.
-    println!("{}", parts[1].to_vec(&streams[0]).unwrap_err());
+    if let Err(error) = parts[1].to_vec(&streams[0]) {
+        println!("{error}");
+    }
     Ok(())
 }

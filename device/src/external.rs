@@ -48,7 +48,7 @@ impl ExternalStream {
     /// # Errors
     /// When the stream is known to capture, and the driver does not report that the capture is over. The stream then stays adopted, and can
     /// be released after the capture's end. Errors of the driver: the stream then counts as released all the same
-    /// ([`crate::Timeline::is_open`]), and waiting for a tick that no event covers waits for the whole device.
+    /// and waiting for a tick that no event covers waits for the whole device.
     pub fn release(&mut self) -> Result<()> {
         if self.released {
             return Ok(());

@@ -63,7 +63,7 @@ const fn finish_of<A: Arithmetic, D: Element>(name: &'static str) -> Kernel {
 }
 
 /// Blocks of the first pass at most.
-const BLOCKS_MAX: u64 = 1024;
+const BLOCKS_MAX: u64 = Kernels::SUM_SCRATCH_LEN as u64;
 const ELEMENTS_PER_BLOCK: u64 = 4096;
 const BLOCK: usize = THREADS as usize;
 const ACCUMULATORS: usize = 4;
@@ -191,7 +191,7 @@ impl DType {
 
 impl Kernels {
     /// Elements of the scratch memory that [`Kernels::reduce_sum`] needs.
-    pub const SUM_SCRATCH_LEN: usize = BLOCKS_MAX as usize;
+    pub const SUM_SCRATCH_LEN: usize = 1024;
 
     /// Enqueues summing all elements of `from` into `to`, one element: of `f32` for `f16`, `bf16` and `f32`, of `f64` for `f64`, of
     /// `i64` for signed and of `u64` for unsigned integers.

@@ -124,11 +124,12 @@ impl Subject for Stage {
 
     fn alloc(&mut self, bytes: u64, number: u16) -> Result<Self::Handle, Refused> {
         let stream = &self.streams[usize::from(number)];
-        let block = self.allocator.alloc(usize::try_from(bytes).unwrap(), stream).inspect_err(|error| {
-            if let (None, Some(report)) = (&self.first_oom, error.report()) {
-                self.first_oom = Some(Box::new(report.clone()));
-            }
-        })?;
+        let block =
+            self.allocator.alloc(usize::try_from(bytes).unwrap_or(usize::MAX), stream).inspect_err(|error| {
+                if let (None, Some(report)) = (&self.first_oom, error.report()) {
+                    self.first_oom = Some(Box::new(report.clone()));
+                }
+            })?;
         match self.work_on(&block, number) {
             Ok(()) => Ok((block, number)),
             Err(failure) => Err(Refused::Failed(Box::new(failure))),

@@ -219,6 +219,6 @@ impl DeviceTransfers for Device {
         S::IntoIter: Send + 'static,
         S::Item: Batch,
     {
-        Prefetcher::new(source.into_iter(), &Transfer::of(&self.allocator()?)?, stream, AHEAD)
+        Prefetcher::new(source, &Transfer::of(&self.allocator()?)?, stream, AHEAD)
     }
 }

@@ -9,7 +9,7 @@ use aquifer_device::{AccessKind, DevicePtr, Stream};
 use super::{Buffer, Storage, Turn};
 use crate::error::AllocError;
 
-/// A buffer that work will read or write, made by [`read`] or [`write`].
+/// A buffer that work will read or write, made by [`read()`] or [`write()`].
 #[derive(Clone, Copy, Debug)]
 pub struct Access<'a> {
     storage: &'a Storage,

@@ -58,7 +58,7 @@ fn capture(pool: &PrivatePool, stream: &Stream) -> Option<(Graph, Range<u64>)> {
 }
 
 fn fill_scratch(allocator: &Allocator, stream: &Stream) -> Result<Range<u64>, AllocError> {
-    let scratch = allocator.alloc(LARGE, stream)?;
+    let scratch = allocator.alloc_bytes(LARGE, stream)?;
     stream.fill(scratch.ptr(), 7, 512)?;
     Ok(scratch.ptr().range(LARGE))
 }
@@ -67,7 +67,7 @@ fn fill_scratch(allocator: &Allocator, stream: &Stream) -> Result<Range<u64>, Al
 fn a_pool_that_is_emptied_keeps_what_a_graph_uses() {
     for options in ["", "backing:segments"] {
         explore(options, |Setup { pool, streams: [one, two], .. }| {
-            drop(pool.alloc(LARGE, one).unwrap());
+            drop(pool.alloc_bytes(LARGE, one).unwrap());
             let (capturing, emptying, stream) = (pool.clone(), pool.clone(), two.clone());
             let capture = thread::spawn(move || capture(&capturing, &stream));
             let empty = thread::spawn(move || drop(emptying.empty_cache()));
@@ -87,7 +87,7 @@ fn a_request_beside_a_capture_gets_nothing_that_the_graph_uses() {
         let (capturing, asking) = (pool.clone(), pool.clone());
         let (stream, other) = (two.clone(), one.clone());
         let capture = thread::spawn(move || capture(&capturing, &stream));
-        let ask = thread::spawn(move || match asking.alloc(LARGE, &other) {
+        let ask = thread::spawn(move || match asking.alloc_bytes(LARGE, &other) {
             Ok(block) => Some(block),
             Err(AllocError::OutOfMemory(_)) => None,
             Err(error) => panic!("{error}"),
@@ -107,7 +107,7 @@ fn a_new_pool_has_none_of_the_memory_of_one_that_goes() {
         explore(options, |setup| {
             let allocator = setup.pool.allocator.clone();
             let going = allocator.create_pool(PoolOptions::default()).unwrap();
-            drop(going.alloc(LARGE, &setup.streams[0]).unwrap());
+            drop(going.alloc_bytes(LARGE, &setup.streams[0]).unwrap());
             setup.sim.inject(Fault::Nth { operation: Some(Operation::Free), nth: 1, code: Code::INVALID_VALUE });
             let goes = thread::spawn(move || drop(going));
             let made = thread::spawn(move || allocator.create_pool(PoolOptions::default()).unwrap());

@@ -56,12 +56,12 @@ fn frees_that_race_with_an_allocation_and_readers_are_all_counted() {
         let (_, device) = device();
         let allocator = open(&device);
         let stream = device.stream().unwrap();
-        let [one, two, kept] = [0; 3].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+        let [one, two, kept] = [0; 3].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
         let (allocating, reading) = (allocator.clone(), allocator.clone());
         let threads = [
             drop_in_thread(one),
             drop_in_thread(two),
-            thread::spawn(move || drop(allocating.alloc(SIZE, &stream).unwrap())),
+            thread::spawn(move || drop(allocating.alloc_bytes(SIZE, &stream).unwrap())),
             thread::spawn(move || {
                 let bytes = reading.allocated_bytes();
                 assert!((SIZE..=4 * SIZE).contains(&bytes), "{bytes}");
@@ -84,7 +84,7 @@ fn frees_that_race_with_each_other_and_with_the_last_handle() {
         let (_, device) = device();
         let allocator = open(&device);
         let stream = device.stream().unwrap();
-        let [one, two] = [0; 2].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+        let [one, two] = [0; 2].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
         let shell = allocator.shell();
         join([drop_in_thread(one), drop_in_thread(two), thread::spawn(move || drop(allocator))]);
         assert_idle_once(shell);
@@ -98,12 +98,12 @@ fn a_thread_that_frees_more_than_a_queue_holds_while_others_allocate_and_close()
         let (_, device) = device();
         let allocator = open(&device);
         let stream = device.stream().unwrap();
-        let blocks = [0; 5].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+        let blocks = [0; 5].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
         let shell = allocator.shell();
         join([
             thread::spawn(move || drop(blocks)),
             thread::spawn(move || {
-                let [one, two] = [0; 2].map(|_| allocator.alloc(SIZE, &stream).unwrap());
+                let [one, two] = [0; 2].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
                 drop((allocator, one, two));
             }),
         ]);
@@ -117,7 +117,7 @@ fn the_last_handles_race_with_each_other_and_with_a_reader() {
         let (_, device) = device();
         let allocator = open(&device);
         let stream = device.stream().unwrap();
-        let last = allocator.alloc(SIZE, &stream).unwrap();
+        let last = allocator.alloc_bytes(SIZE, &stream).unwrap();
         let shell = allocator.shell();
         let (clone, reading) = (allocator.clone(), allocator.clone());
         join([
@@ -136,15 +136,15 @@ fn a_shell_is_not_shared_by_allocators_that_open_while_others_close() {
         let (_, device) = device();
         let allocator = open(&device);
         let stream = device.stream().unwrap();
-        let last = allocator.alloc(SIZE, &stream).unwrap();
+        let last = allocator.alloc_bytes(SIZE, &stream).unwrap();
         let live = |device: &Device| {
             let device = device.clone();
             thread::spawn(move || {
                 let allocator = open(&device);
                 let stream = device.stream().unwrap();
-                let kept = allocator.alloc(SIZE, &stream).unwrap();
+                let kept = allocator.alloc_bytes(SIZE, &stream).unwrap();
                 assert_eq!(allocator.allocated_bytes(), SIZE);
-                drop(allocator.alloc(SIZE, &stream).unwrap());
+                drop(allocator.alloc_bytes(SIZE, &stream).unwrap());
                 assert_eq!(allocator.allocated_bytes(), SIZE, "nobody else allocates from it");
                 drop(kept);
                 assert_eq!(allocator.allocated_bytes(), 0);
@@ -171,7 +171,7 @@ fn memory_shared_by_two_streams_is_reused_without_a_race() {
             thread::spawn(move || {
                 let (own, other) = (&streams[own], &streams[1 - own]);
                 for _ in 0..2 {
-                    let block = allocator.alloc(SIZE, own).unwrap();
+                    let block = allocator.alloc_bytes(SIZE, own).unwrap();
                     own.fill(block.ptr(), 1, SIZE).unwrap();
                     other.wait_for(&own.tick()).unwrap();
                     block.record_stream(other).unwrap();
@@ -184,7 +184,7 @@ fn memory_shared_by_two_streams_is_reused_without_a_race() {
         let found = sim.violations();
         assert!(found.is_empty(), "{}", found[0]);
         assert_eq!(allocator.allocated_bytes(), 0);
-        let blocks = streams.each_ref().map(|stream| allocator.alloc(SIZE, stream).unwrap());
+        let blocks = streams.each_ref().map(|stream| allocator.alloc_bytes(SIZE, stream).unwrap());
         for (block, stream) in blocks.iter().zip(&streams) {
             stream.fill(block.ptr(), 3, SIZE).unwrap();
         }
@@ -198,7 +198,7 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
         let (sim, device) = device();
         let allocator = open(&device);
         let [one, two] = [0; 2].map(|_| device.stream().unwrap());
-        let block = allocator.alloc(SIZE, &one).unwrap();
+        let block = allocator.alloc_bytes(SIZE, &one).unwrap();
         block.record_stream(&two).unwrap();
         // The stream gets on in two steps, and the block waits for the second: a sweep between them frees nothing.
         two.tick().cover().unwrap();
@@ -213,7 +213,7 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
                 sim.advance(LONG * 2);
                 tick.is_done().unwrap();
             }),
-            thread::spawn(move || drop(asking.alloc(SIZE, &one).unwrap())),
+            thread::spawn(move || drop(asking.alloc_bytes(SIZE, &one).unwrap())),
         ]);
         allocator.empty_cache().unwrap();
         assert!(allocator.shell().core().waiting.is_empty(), "the stream is known to be done");
@@ -227,14 +227,14 @@ fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
         let (_, device) = device();
         let allocator = open(&device);
         let streams = [0; 3].map(|_| device.stream().unwrap());
-        let mut kept = streams.each_ref().map(|stream| Some(allocator.alloc(SIZE, stream).unwrap()));
+        let mut kept = streams.each_ref().map(|stream| Some(allocator.alloc_bytes(SIZE, stream).unwrap()));
         let shell = allocator.shell();
         drop(shell.part(None));
         let (hitting, visiting) = (allocator.clone(), allocator.clone());
         let [first, second, _] = streams;
         join([
             drop_in_thread(kept[0].take().unwrap()),
-            thread::spawn(move || drop(hitting.alloc(SIZE, &second).unwrap())),
+            thread::spawn(move || drop(hitting.alloc_bytes(SIZE, &second).unwrap())),
             thread::spawn(move || {
                 drop(visiting.shell().part(Some(first.id())));
                 assert!(visiting.fragmentation(SIZE).allocated_bytes <= 4 * SIZE);
@@ -260,7 +260,7 @@ fn memory_handed_to_another_stream_is_freed_in_its_order() {
         let (sim, device) = device();
         let allocator = open(&device);
         let [one, two] = [0; 2].map(|_| device.stream().unwrap());
-        let block = allocator.alloc(SIZE, &one).unwrap();
+        let block = allocator.alloc_bytes(SIZE, &one).unwrap();
         one.fill(block.ptr(), 1, SIZE).unwrap();
         two.wait_for(&one.tick()).unwrap();
         let (giving, taking) = (two.clone(), allocator.clone());
@@ -270,7 +270,7 @@ fn memory_handed_to_another_stream_is_freed_in_its_order() {
                 block.drop_on(&giving).unwrap();
             }),
             thread::spawn(move || {
-                let mine = taking.alloc(SIZE, &one).unwrap();
+                let mine = taking.alloc_bytes(SIZE, &one).unwrap();
                 one.fill(mine.ptr(), 3, SIZE).unwrap();
             }),
             thread::spawn(move || drop(two.tick().cover())),
@@ -291,8 +291,8 @@ fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
         let threads = [one.clone(), one, two].map(|stream| {
             let allocator = allocator.clone();
             thread::spawn(move || {
-                let kept = allocator.alloc(SIZE, &stream).unwrap();
-                drop(allocator.alloc(SIZE, &stream).unwrap());
+                let kept = allocator.alloc_bytes(SIZE, &stream).unwrap();
+                drop(allocator.alloc_bytes(SIZE, &stream).unwrap());
                 drop(kept);
             })
         });
@@ -318,10 +318,10 @@ fn blocks_that_other_streams_use_and_the_last_handle() {
         let (_, device) = device();
         let allocator = open(&device);
         let [one, two] = [0; 2].map(|_| device.stream().unwrap());
-        let blocks = [0; 2].map(|_| allocator.alloc(SIZE, &one).unwrap());
+        let blocks = [0; 2].map(|_| allocator.alloc_bytes(SIZE, &one).unwrap());
         blocks.iter().for_each(|block| block.record_stream(&two).unwrap());
         let shell = allocator.shell();
-        let other = allocator.alloc(SIZE, &two).unwrap();
+        let other = allocator.alloc_bytes(SIZE, &two).unwrap();
         let [first, second] = blocks.map(drop_in_thread);
         join([first, second, drop_in_thread(other), thread::spawn(move || drop(allocator))]);
         assert_idle_once(shell);
@@ -335,13 +335,13 @@ fn counters_hold_while_arenas_begin_to_count_for_themselves() {
         let allocator = open(&device);
         let streams = [0; 2].map(|_| device.stream().unwrap());
         // As after many changes of thread: the next one makes arenas count for themselves.
-        let kept = streams.each_ref().map(|stream| allocator.alloc(SIZE, stream).unwrap());
+        let kept = streams.each_ref().map(|stream| allocator.alloc_bytes(SIZE, stream).unwrap());
         allocator.shell().core().handovers = u32::MAX - 8;
         let work = |stream: usize| {
             let (allocator, stream) = (allocator.clone(), streams[stream].clone());
             thread::spawn(move || {
-                let block = allocator.alloc(SIZE, &stream).unwrap();
-                drop(allocator.alloc(SIZE, &stream).unwrap());
+                let block = allocator.alloc_bytes(SIZE, &stream).unwrap();
+                drop(allocator.alloc_bytes(SIZE, &stream).unwrap());
                 drop(block);
             })
         };

@@ -96,7 +96,7 @@ proptest! {
             }
         }
         bench.put(&memory.part, &content);
-        let mut findings = bench.upload(&[0u64; Kernels::FINDINGS_LEN as usize]);
+        let mut findings = bench.upload(&[0u64; Kernels::FINDINGS_LEN]);
         bench.kernels.pattern_verify(&bench.stream, &memory.part, 7, &mut findings).unwrap();
         let found = bench.kernels.mismatches(&bench.stream, &findings).unwrap();
         let words: std::collections::BTreeSet<_> = damaged.iter().map(|at| (start + at) / 8).collect();

@@ -8,7 +8,7 @@ use crate::bench::{Bench, Plain, elements, lens};
 
 fn sum<T: Plain, D: Plain>(bench: &Bench, from: &[T], shift: u64) -> D {
     let memory = bench.guarded(from, shift);
-    let mut scratch = bench.guarded(&vec![u64::MAX; Kernels::SUM_SCRATCH_LEN as usize], 0);
+    let mut scratch = bench.guarded(&vec![u64::MAX; Kernels::SUM_SCRATCH_LEN], 0);
     let mut to = bench.guarded(&[D::of(&vec![0xFF; size_of::<D>()])], 1);
     bench.kernels.reduce_sum(&bench.stream, &memory.part, &mut scratch.part, &mut to.part).unwrap();
     bench.between(&scratch);

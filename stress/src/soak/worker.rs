@@ -123,7 +123,7 @@ impl<'a> Worker<'a> {
 
     /// A buffer, unless memory is lacking; then some of what is held is compared and freed.
     fn buffer(&mut self, bytes: u64, stream: usize, operation: u64) -> Result<Option<Buffer<u8>>, Failure> {
-        match self.shared.allocator.alloc(usize::try_from(bytes).unwrap(), &self.shared.streams[stream]) {
+        match self.shared.allocator.alloc(usize::try_from(bytes).unwrap_or(usize::MAX), &self.shared.streams[stream]) {
             Ok(buffer) => {
                 self.tally.allocs += 1;
                 Ok(Some(buffer))

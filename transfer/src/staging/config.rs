@@ -28,7 +28,7 @@ pub struct StagingConfig {
     pub direct_io: DirectIo,
 }
 
-/// Whether [`crate::Transfer::read_file_to_device`] bypasses the page cache (`O_DIRECT`), where the system and the file
+/// Whether an upload of a [`crate::FilePart`] bypasses the page cache (`O_DIRECT`), where the system and the file
 /// system support that. Where they do not, and at the unaligned ends of what is read, files are read through the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]

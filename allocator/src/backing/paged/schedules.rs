@@ -50,7 +50,7 @@ fn no_mapping_is_missed_by_a_peer() {
     explore(|setup| {
         let threads = setup.streams.clone().map(|stream| {
             let allocator = setup.allocator.clone();
-            thread::spawn(move || allocator.alloc(3 * MIB, &stream).unwrap())
+            thread::spawn(move || allocator.alloc_bytes(3 * MIB, &stream).unwrap())
         });
         let (allocator, _peer) = (setup.allocator.clone(), SimDriver::new(SimConfig::default().ordinal(1)));
         let peer = thread::spawn(move || allocator.enable_peer_access(1).unwrap());
@@ -66,9 +66,9 @@ fn no_mapping_is_missed_by_a_peer() {
 fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
     explore(|setup| {
         let stream = setup.streams[0].clone();
-        let held = setup.allocator.alloc(3 * MIB, &stream).unwrap();
+        let held = setup.allocator.alloc_bytes(3 * MIB, &stream).unwrap();
         let (allocating, sleeping) = (setup.allocator.clone(), setup.allocator.clone());
-        let alloc = thread::spawn(move || match allocating.alloc(5 * MIB, &stream) {
+        let alloc = thread::spawn(move || match allocating.alloc_bytes(5 * MIB, &stream) {
             Ok(block) => Some(block),
             Err(AllocError::Asleep) => None,
             Err(error) => panic!("{error}"),
@@ -90,7 +90,7 @@ fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
 fn work_comes_before_sleep_or_is_refused() {
     explore(|setup| {
         let stream = setup.streams[0].clone();
-        let buffer: Buffer<u8> = setup.allocator.alloc(3 * MIB, &stream).unwrap();
+        let buffer: Buffer<u8> = setup.allocator.alloc(3 << 20, &stream).unwrap();
         let storage = buffer.storage().clone();
         let work = thread::spawn(move || match Turn::take(&stream, &[(&*storage, AccessKind::Write)]) {
             Ok(_turn) => {
@@ -121,13 +121,13 @@ fn memory_given_up_is_recycled_once() {
         let threads = [
             thread::spawn(move || drop(cache)),
             // It needs some of what was given up, and waits for that where it is in the hands of the thread that trims.
-            thread::spawn(move || drop(growing.alloc(30 * MIB, &one).unwrap())),
+            thread::spawn(move || drop(growing.alloc_bytes(30 * MIB, &one).unwrap())),
         ];
         let trimming = setup.allocator.clone();
         let trim = thread::spawn(move || trimming.trim_to(10 * MIB).unwrap());
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         trim.join().unwrap();
-        drop(setup.allocator.alloc(50 * MIB, &two).unwrap());
+        drop(setup.allocator.alloc_bytes(50 * MIB, &two).unwrap());
     });
 }
 
@@ -138,7 +138,7 @@ fn threads_that_grow_together_keep_the_limit() {
         setup.allocator.set_limit(Some(limit));
         let threads = setup.streams.clone().map(|stream| {
             let allocator = setup.allocator.clone();
-            thread::spawn(move || match allocator.alloc(20 * MIB, &stream) {
+            thread::spawn(move || match allocator.alloc_bytes(20 * MIB, &stream) {
                 Ok(block) => Some(block),
                 Err(error) if error.is_out_of_memory() => None,
                 Err(error) => panic!("{error}"),
@@ -156,7 +156,7 @@ fn threads_that_grow_together_keep_the_headroom() {
         explore_with(options, |setup| {
             let threads = setup.streams.clone().map(|stream| {
                 let allocator = setup.allocator.clone();
-                thread::spawn(move || match allocator.alloc(20 * MIB, &stream) {
+                thread::spawn(move || match allocator.alloc_bytes(20 * MIB, &stream) {
                     Ok(block) => Some(block),
                     Err(error) if error.is_out_of_memory() => None,
                     Err(error) => panic!("{error}"),
@@ -173,11 +173,11 @@ fn threads_that_grow_together_keep_the_headroom() {
 fn memory_in_the_hands_of_another_thread_is_waited_for() {
     explore(|setup| {
         let [one, _] = setup.streams.clone();
-        drop(setup.allocator.alloc(40 * MIB, &one).unwrap());
+        drop(setup.allocator.alloc_bytes(40 * MIB, &one).unwrap());
         let (trimming, growing) = (setup.allocator.clone(), setup.allocator.clone());
         let threads = [
             thread::spawn(move || assert!(trimming.trim_to(0).unwrap() <= CAPACITY)),
-            thread::spawn(move || drop(growing.alloc(50 * MIB, &one).unwrap())),
+            thread::spawn(move || drop(growing.alloc_bytes(50 * MIB, &one).unwrap())),
         ];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     });
@@ -194,7 +194,7 @@ fn memory_that_could_not_be_recycled_is_not_grown_into() {
         setup.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
         let other = setup.allocator.clone();
         // It recycles what was given up, which fails once.
-        let recycling = thread::spawn(move || drop(other.alloc(10 * MIB, &two)));
+        let recycling = thread::spawn(move || drop(other.alloc_bytes(10 * MIB, &two)));
         let grown = cache.grow_to(8 * MIB, &one);
         recycling.join().unwrap();
         setup.sim.clear_faults();

@@ -97,7 +97,7 @@ impl Meter {
     }
 
     pub(super) fn buffer(&self, bytes: u64) -> Result<Buffer<u8>, Failure> {
-        Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap(), &self.stream)?)
+        Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap_or(usize::MAX), &self.stream)?)
     }
 
     /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The device is idle before each.
@@ -158,7 +158,7 @@ impl Peer {
     }
 
     pub(super) fn buffer(&self, bytes: u64) -> Result<Buffer<u8>, Failure> {
-        Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap(), &self.stream)?)
+        Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap_or(usize::MAX), &self.stream)?)
     }
 }
 

@@ -40,7 +40,7 @@ impl World {
         let (spillable, content) = &mut self.spillable[index];
         let begun = match (spillable.access(&self.streams[stream]), seed) {
             (Ok(mut access), Some(seed)) => {
-                let bytes = pattern(seed, usize::try_from(access.len()).unwrap());
+                let bytes = pattern(seed, access.len());
                 let begun = transfer.upload(bytes.clone(), access.buffer_mut());
                 *content = (begun.is_ok() && !self.faults).then_some(bytes);
                 begun.map(Begun::Nothing)
