@@ -161,7 +161,7 @@ impl OwnCounters {
             counter.increases.store(increases, Relaxed);
         }
         if counter.published.load(Relaxed).wrapping_sub(current) > 2 * quantity.credit() {
-            counter.publish(shell, quantity, kind, current.wrapping_add(quantity.credit()));
+            counter.publish_bound(shell, quantity, kind, current);
         }
     }
 
@@ -192,6 +192,16 @@ impl OwnCounters {
 }
 
 impl OwnCounter {
+    /// Publishes a bound of `current`: on its way up one that is a sixteenth more, so that peaks are that exact, and on its way
+    /// down one credit more, so that what goes up and down is published once.
+    #[cold]
+    fn publish_bound(&self, shell: &Shell, quantity: Hot, kind: PoolKind, current: u64) {
+        let rises = self.published.load(Relaxed).wrapping_sub(current).cast_signed() < 0;
+        let share = (current.cast_signed() / 16).max(quantity.credit().cast_signed() / 4096 + 1);
+        let more = if rises { quantity.credit().min(share.unsigned_abs()) } else { quantity.credit() };
+        self.publish(shell, quantity, kind, current.wrapping_add(more));
+    }
+
     #[cold]
     fn publish(&self, shell: &Shell, quantity: Hot, kind: PoolKind, value: u64) {
         let change = value.wrapping_sub(self.published.load(Relaxed));
