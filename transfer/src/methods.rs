@@ -85,32 +85,32 @@ pub trait BufferTransfers<T: Pod + Send + Sync> {
 impl<T: Pod + Send + Sync> BufferTransfers<T> for Buffer<T> {
     #[track_caller]
     fn upload<S: Source<T>>(&mut self, from: S, stream: &Stream) -> Result<Pending<S::Report>, TransferError> {
-        Transfer::of(self.allocator())?.on(stream)?.upload(from, self)
+        Transfer::of_stream(self.allocator(), stream)?.upload(from, self)
     }
 
     #[track_caller]
     fn download<D: Target<T>>(&self, to: D, stream: &Stream) -> Result<Pending<D::Output>, TransferError> {
-        Transfer::of(self.allocator())?.on(stream)?.download(self, to)
+        Transfer::of_stream(self.allocator(), stream)?.download(self, to)
     }
 
     #[track_caller]
     fn download_blocking(&self, to: &mut [T], stream: &Stream) -> Result<(), TransferError> {
-        Transfer::of(self.allocator())?.on(stream)?.download_blocking(self, to)
+        Transfer::of_stream(self.allocator(), stream)?.download_blocking(self, to)
     }
 
     #[track_caller]
     fn to_vec(&self, stream: &Stream) -> Result<Vec<T>, TransferError> {
-        Transfer::of(self.allocator())?.on(stream)?.to_vec(self)?.wait()
+        Transfer::of_stream(self.allocator(), stream)?.to_vec(self)?.wait()
     }
 
     #[track_caller]
     fn item(&self, stream: &Stream) -> Result<T, TransferError> {
-        Transfer::of(self.allocator())?.on(stream)?.item(self)
+        Transfer::of_stream(self.allocator(), stream)?.item(self)
     }
 
     #[track_caller]
     fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), TransferError> {
-        Transfer::of(self.allocator())?.on(stream)?.fill_from(from, self)
+        Transfer::of_stream(self.allocator(), stream)?.fill_from(from, self)
     }
 
     #[track_caller]

@@ -191,6 +191,13 @@ impl Transfer {
         Transfer::of_inner(aquifer_allocator::internal::service(allocator, make)?, allocator)
     }
 
+    /// The same, with copies on `stream`.
+    pub(crate) fn of_stream(allocator: &Allocator, stream: &Stream) -> Result<Transfer, TransferError> {
+        let transfer = Transfer::of(allocator)?;
+        transfer.check_stream(stream)?;
+        Ok(Transfer { stream: Some(stream.clone()), ..transfer })
+    }
+
     fn of_inner(inner: Arc<Inner>, allocator: &Allocator) -> Result<Transfer, TransferError> {
         let streams = inner.levels.at(inner.priority)?;
         Ok(Transfer { inner, allocator: allocator.clone(), streams, stream: None })
