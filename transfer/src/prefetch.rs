@@ -361,11 +361,13 @@ impl<B: Batch> Drop for Prefetcher<B> {
         if aquifer_device::fork::is_child() {
             return std::mem::forget((self.worker.take(), self.batches.take(), self.slots.take()));
         }
+        let Some((thread, at)) = self.worker.take() else { return };
+        at.left.store(true, Ordering::Relaxed);
+        // The channel would keep its batches until the thread ends, which may wait for its source as long as it likes.
+        self.batches.iter().for_each(|batches| batches.try_iter().for_each(drop));
         // Wakes the thread wherever it waits for this side.
         self.batches = None;
         self.slots = None;
-        let Some((thread, at)) = self.worker.take() else { return };
-        at.left.store(true, Ordering::Relaxed);
         let mut state = at.state.lock();
         while *state == State::Working {
             at.changed.wait(&mut state);
