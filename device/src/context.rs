@@ -47,7 +47,8 @@ pub(crate) struct Context {
     /// The timelines of all its streams.
     timelines: Leaf<Timelines>,
     pub(crate) waits: Arc<Waits>,
-    /// Held while a stream is adopted or released, across the driver calls for it, so that nobody adopts a stream that is half released.
+    /// Held while a stream is adopted or released, across the driver calls for it, so that no thread adopts a stream
+    /// that is half released.
     pub(crate) adopting: Mutex<()>,
 }
 

@@ -83,7 +83,7 @@ impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
 
 /// Device memory that a kernel writes. Any typed buffer is one.
 ///
-/// Several handles may share one buffer, so that it is borrowed as mutable says that it is written, not that nobody else does. The
+/// Several handles may share one buffer, so a mutable borrow says that it is written, not that no other handle is used. The
 /// ticks that buffers carry see to that ([`aquifer_allocator::Turn`]).
 #[derive(Debug)]
 pub struct Target<'a>(pub(crate) Operand<'a>);

@@ -148,6 +148,9 @@ impl<T: Copy> Buffer<T> {
     #[track_caller]
     pub fn zero(&mut self, stream: &Stream) -> Result<(), AllocError> {
         let _turn = Turn::take(stream, &[(&self.storage, AccessKind::Write)])?;
+        if self.bytes() == 0 {
+            return Ok(());
+        }
         Ok(stream.fill(self.ptr(), 0, self.bytes())?)
     }
 

@@ -221,7 +221,7 @@ impl CudaDriver {
         entry.is_some()
     }
 
-    /// Lets calls name a stream that somebody else owns. One that is ours needs no other entry.
+    /// Lets calls name a stream that another library owns. A stream of this driver has its entry already.
     pub(super) fn adopt(&self, stream: RawStream) {
         let is_ours = || self.streams.get(stream.0).is_some_and(|entry| matches!(*entry, Entry::Owned(_)));
         if is_default(stream) || is_ours() {

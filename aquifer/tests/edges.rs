@@ -1,0 +1,40 @@
+//! Ends of the range of arguments: nothing, and more than there can be.
+
+use aquifer::prelude::*;
+use aquifer::transfer::Region;
+
+#[test]
+fn empty_buffers_take_every_verb() -> Result<(), aquifer::Error> {
+    let device = Device::simulated("1GiB,violations=panic")?;
+    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let full = memory.from_slice(&[1.0_f32; 4], &stream)?;
+    for mut x in [memory.alloc_zeros::<f32>(0, &stream)?, full.slice(4..).share(), memory.from_slice(&[], &stream)?] {
+        x.fill(1.0, &stream)?;
+        x.zero(&stream)?;
+        x.upload(Vec::new(), &stream)?.wait()?;
+        x.upload(&device.pinned_from_slice::<f32>(&[])?, &stream)?.wait()?;
+        x.axpy(2.0, &full.slice(..0), &stream)?;
+        x.copy_from(&full.slice(2..2), &stream)?;
+        assert_eq!((x.sum(&stream)?.item(&stream)?, x.to_vec(&stream)?), (0.0, Vec::new()));
+        assert!(x.item(&stream).is_err() && x.cast::<u8>(&stream)?.is_empty());
+        stream.with([write(&mut x)], |_, [x]| {
+            assert_eq!(x.bytes(), 0);
+            Ok::<_, aquifer::Error>(())
+        })?;
+    }
+    assert_eq!(full.to_vec(&stream)?, [1.0; 4]);
+    Ok(())
+}
+
+#[test]
+fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
+    let device = Device::simulated("1GiB")?;
+    let (memory, stream) = (device.allocator()?, device.stream()?);
+    assert!(memory.alloc::<u64>(usize::MAX, &stream).is_err());
+    let extents = [u64::MAX, 3];
+    let region = Region { extents: &extents, from_strides: &[1, 1], to_strides: &[3, 1] };
+    assert!(memory.transfer()?.to_device(region.of(&[1_u8, 2]), &stream).is_err());
+    let x = memory.from_slice(&[1_u8, 2], &stream)?;
+    assert!(x.try_slice(1..3).is_err() && x.try_slice(..=usize::MAX).is_err());
+    Ok(())
+}
