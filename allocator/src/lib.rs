@@ -89,6 +89,7 @@ pub mod internal {
 
     use crate::Allocator;
 
+    pub use crate::buffer::ranges::resolve;
     pub use crate::shell::close_abandoned;
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the

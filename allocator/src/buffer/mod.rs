@@ -3,7 +3,7 @@
 mod access;
 mod claim;
 pub(crate) mod held;
-mod ranges;
+pub(crate) mod ranges;
 pub(crate) mod storage;
 mod turn;
 mod view;
@@ -16,14 +16,13 @@ pub use view::{View, ViewMut};
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::RangeBounds;
+use std::ops::{Range, RangeBounds};
 use std::sync::Arc;
 
 use aquifer_device::{AccessKind, DevicePtr, Stream};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::buffer::ranges::resolve;
 use crate::buffer::storage::Memory;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
@@ -177,7 +176,7 @@ impl<T: Copy> Buffer<T> {
     /// # Errors
     /// [`AllocError::OutOfBounds`] when the range reaches beyond the end or is reversed.
     pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>, AllocError> {
-        let range = resolve(range, self.len)?;
+        let range = self.elements(range)?;
         Ok(View::new(Buffer { start: self.start + range.start as u64, len: range.len(), ..self.share() }))
     }
 
@@ -186,7 +185,7 @@ impl<T: Copy> Buffer<T> {
     /// # Errors
     /// As [`Buffer::try_slice`].
     pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>, AllocError> {
-        let range = resolve(range, self.len)?;
+        let range = self.elements(range)?;
         Ok(ViewMut::new(Buffer { start: self.start + range.start as u64, len: range.len(), ..self.share() }))
     }
 
@@ -211,6 +210,14 @@ impl<T: Copy> Buffer<T> {
     /// As [`Buffer::reinterpret`], for writing.
     pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
         self.as_elements().map(ViewMut::new)
+    }
+
+    fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, AllocError> {
+        ranges::resolve(range, self.len).map_err(|wrong| AllocError::OutOfBounds {
+            start: wrong.start as u64,
+            end: wrong.end as u64,
+            len: self.len as u64,
+        })
     }
 
     fn as_elements<U: Copy>(&self) -> Option<Buffer<U>> {

@@ -2,10 +2,11 @@
 
 use std::ops::{Bound, Range, RangeBounds};
 
-use crate::error::AllocError;
-
 /// The elements of a range within `len`.
-pub(super) fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, AllocError> {
+///
+/// # Errors
+/// The range as it was asked for, when it reaches beyond the end or is reversed.
+pub fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, Range<usize>> {
     let start = match range.start_bound() {
         Bound::Included(&start) => start,
         Bound::Excluded(&before) => before.saturating_add(1),
@@ -16,8 +17,5 @@ pub(super) fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Rang
         Bound::Excluded(&end) => end,
         Bound::Unbounded => len,
     };
-    if start > end || end > len {
-        return Err(AllocError::OutOfBounds { start: start as u64, end: end as u64, len: len as u64 });
-    }
-    Ok(start..end)
+    if start <= end && end <= len { Ok(start..end) } else { Err(start..end) }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::{Bound, Range, RangeBounds};
+use std::ops::{Range, RangeBounds};
 use std::slice;
 use std::sync::Arc;
 
@@ -246,20 +246,11 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
 
 /// The range of elements that is meant, of `len`.
 fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, TransferError> {
-    let start = match range.start_bound() {
-        Bound::Included(&start) => start,
-        Bound::Excluded(&before) => before.saturating_add(1),
-        Bound::Unbounded => 0,
-    };
-    let end = match range.end_bound() {
-        Bound::Included(&last) => last.saturating_add(1),
-        Bound::Excluded(&end) => end,
-        Bound::Unbounded => len,
-    };
-    if start > end || end > len {
-        return Err(TransferError::OutOfBounds { start: start as u64, end: end as u64, len: len as u64 });
-    }
-    Ok(start..end)
+    aquifer_allocator::internal::resolve(range, len).map_err(|wrong| TransferError::OutOfBounds {
+        start: wrong.start as u64,
+        end: wrong.end as u64,
+        len: len as u64,
+    })
 }
 
 impl<T> Clone for PinnedSlice<'_, T> {
