@@ -10,7 +10,7 @@ use crate::recovery::oom::OomReport;
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
-    /// There is not enough memory, or not in one piece. The report says why and what would have made the request fit.
+    /// There is not enough memory, or not in one piece. The report says why, and what helps.
     #[error("{0}")]
     OutOfMemory(Box<OomReport>),
     /// The caller asked for more than any device has: 2^60 bytes (1 EB) or more.

@@ -7,7 +7,7 @@
 //! * An [`Allocator`] serves one device and is configured by a [`Config`]. It rounds a request ([`size_class`]) and takes a free block of the
 //!   request's stream.
 //! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device, release of unused memory, waits,
-//!   reclaimers. The ladder ends in an [`OomReport`], which says what would have made the request fit.
+//!   reclaimers. The ladder ends in an [`OomReport`], which says what is in the way and what helps.
 //! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`Turn`] orders a stream's work with a buffer after other streams'
 //!   work.
 //! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in place.

@@ -43,7 +43,7 @@ impl Error {
         }
     }
 
-    /// The report of an allocation that found no memory: what is held, and what would have made it fit.
+    /// The report of an allocation that found no memory: what is held, and what helps.
     pub fn report(&self) -> Option<&OomReport> {
         match self {
             Error::Alloc(error) | Error::Transfer(TransferError::Alloc(error)) => error.report(),

@@ -111,7 +111,7 @@
 //! let mut cache = vec![memory.alloc::<u8>(600 << 20, &stream)?];
 //! let block = match memory.alloc::<u8>(600 << 20, &stream) {
 //!     Err(error) if error.is_out_of_memory() => {
-//!         eprintln!("{error}"); // what is held, what refused, and what would have made the request fit
+//!         eprintln!("{error}"); // what is held, what refused, and what helps
 //!         cache.clear();
 //!         memory.alloc(600 << 20, &stream)?
 //!     }

@@ -166,7 +166,7 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     // What is left of a limit or a device beside whole granules is of no use.
     let useless = allocator.granule_bytes().map_or(0, |granule| granule - 1);
     assert!(
-        pinned.saturating_add(report.segment + useless) > most,
+        pinned.saturating_add(report.growth + useless) > most,
         "refused, but {pinned} bytes pinned of {most}: {report}"
     );
     let default = |segment: &&Segment| segment.segment_pool_id == (0, 0);

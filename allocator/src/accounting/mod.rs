@@ -14,6 +14,5 @@ mod summary;
 pub(crate) mod tally;
 
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
-pub(crate) use fragmentation::{Releasable, unusable_share};
 pub use memory_stats::MemoryStats;
 pub use stat::{PoolStats, Stat};

@@ -92,7 +92,7 @@ JSON keys, per way:
   requested_bytes           size of the request
   refused                   whether the request was refused
   error                     the first line of the error
-  advice                    what would have made the request fit, according to the error
+  advice                    what helps, according to the error
   recovered_by              what was done about it
   recovered                 whether the request, or another of its size, was served after that
   intact                    whether everything written before reads back as it was written

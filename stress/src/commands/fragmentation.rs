@@ -183,7 +183,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         Err(Refused::Failed(error)) => return Err(*error),
     };
     // What it would have taken from the device.
-    let growth = stage.first_oom.take().map_or(0, |report| report.segment);
+    let growth = stage.first_oom.take().map_or(0, |report| report.growth);
     let after = stage.allocator.stats();
     let (inputs, inputs_damaged) = stage.inputs()?;
     let largest = room.largest_served(setup.probe, probe_fits, |bytes| serves(&stage.allocator, bytes, &stream))?;

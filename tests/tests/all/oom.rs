@@ -160,7 +160,7 @@ fn refused(bench: &Bench, bytes: u64) -> OomReport {
     let text = error.to_string();
     let report = error.report().unwrap().clone();
     assert_eq!((report.requested, report.allocated), (bytes, before.0.allocated_bytes.all.current));
-    assert!(text.starts_with("out of memory. Tried to allocate") && text.contains("it would fit"), "{text}");
+    assert!(text.starts_with("out of memory. Tried to allocate") && text.contains("\n  try: "), "{text}");
     let after = (bench.allocator.stats(), bench.allocator.snapshot());
     assert_eq!(after.0.num_ooms, before.0.num_ooms + 1);
     assert_eq!(after.0.allocation, before.0.allocation);
@@ -184,13 +184,18 @@ fn says(report: &OomReport, text: &str) {
 fn report_too_big() {
     let bench = Bench::new(64 * MIB, "");
     let report = refused(&bench, 100 * MIB);
-    assert_eq!((report.refusal, report.segment), (Some(Refusal::Device), 100 * MIB));
+    assert_eq!((report.refusal, report.growth), (Some(Refusal::Device), 100 * MIB));
     assert_eq!(report.advice, [Advice::LargerDevice { bytes: 100 * MIB }]);
     says(&report, "total capacity of 64.00 MiB of which 64.00 MiB is free");
-    says(&report, "only on a device of at least 100.00 MiB");
+    says(&report, "try: use a device of at least 100.00 MiB");
     let _scope = aquifer_allocator::TagScope::new("weights");
     let held = bench.allocator.alloc_bytes(50 * MIB, &bench.stream).unwrap();
-    says(&refused(&bench, 30 * MIB), "after freeing at least 16.00 MiB more; most is held by \"weights\" (50.00 MiB)");
+    let report = refused(&bench, 30 * MIB);
+    says(
+        &report,
+        "\n  refused by: the device, for 30.00 MiB more of physical memory\n  lacking: 16.00 MiB on the device\n",
+    );
+    says(&report, "try: free at least 16.00 MiB; most is held by \"weights\" (50.00 MiB)");
     drop(held);
 }
 
@@ -201,10 +206,22 @@ fn report_fragmented() {
     drop(held.remove(3));
     drop(held.remove(1));
     let report = refused(&bench, 8 * MIB);
-    assert_eq!((report.largest_free, report.free_in_pool), (4 * MIB, 8 * MIB));
-    assert!((report.unusable_index - 1.0).abs() < f64::EPSILON);
-    assert!(report.advice.contains(&Advice::Fragmented { on_device: 0, cached: 8 * MIB, pieces: 2, largest: 4 * MIB }));
-    says(&report, "0 bytes may be taken from the device and 8.00 MiB is cached, in 2 pieces of at most 4.00 MiB");
+    assert_eq!((report.largest_free, report.free_in_pool, report.pieces), (4 * MIB, 8 * MIB, 2));
+    assert_eq!(report.advice, [Advice::FreeMore { least: 0, largest: None }], "{report}");
+    says(&report, "Tried to allocate 20.00 MiB for a request of 8.00 MiB. GPU ");
+    says(&report, "\n  unallocated in segments that other memory uses in part: 8.00 MiB");
+    says(&report, "\n  free in its pool: 8.00 MiB in 2 pieces, the largest of 4.00 MiB");
+    says(&report, "try: free memory between the free pieces");
+    drop(held);
+
+    // Mapped memory comes in frames.
+    let bench = Bench::new(16 * MIB, "backing:paged,frame_mb:8");
+    let mut held: Vec<_> = (0..16).map(|_| bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap()).collect();
+    drop((held.remove(12), held.remove(4)));
+    let report = refused(&bench, 2 * MIB);
+    says(&report, "Tried to allocate 2.00 MiB. GPU ");
+    says(&report, "\n  unallocated in frames that other memory uses in part: 2.00 MiB");
+    says(&report, "try: free memory between the free pieces");
 }
 
 #[test]
@@ -213,8 +230,9 @@ fn report_other_process() {
     bench.driver.set_other_process_bytes(40 * MIB);
     let report = refused(&bench, 50 * MIB);
     assert_eq!(report.held_by_others, Some(40 * MIB));
-    assert!(report.advice.contains(&Advice::OthersHold { held: 40 * MIB, missing: 26 * MIB }));
+    assert!(report.advice.contains(&Advice::OthersHold { held: 40 * MIB }));
     says(&report, "40.00 MiB is held by others than this allocator");
+    says(&report, "lacking: 26.00 MiB on the device");
 }
 
 #[test]
@@ -226,7 +244,10 @@ fn report_limit() {
     assert_eq!((report.refusal, report.limit), (Some(Refusal::Limit), Some(100 * MIB)));
     assert!(report.advice.contains(&Advice::RaiseLimit { to: 110 * MIB }));
     says(&report, "100.00 MiB allowed");
-    says(&report, "with a limit of at least 110.00 MiB");
+    says(
+        &report,
+        "lacking: 10.00 MiB below the limit\n  live: 90.00 MiB (without a tag)\n  try: raise the limit to 110.00 MiB",
+    );
     let blames_others = report.advice.iter().any(|advice| matches!(advice, Advice::OthersHold { .. }));
     assert!(!blames_others, "the device has enough, so it is not for others to free: {report}");
     bench.allocator.set_limit(Some(110 * MIB));
@@ -241,7 +262,7 @@ fn report_headroom() {
     assert_eq!((report.refusal, report.headroom), (Some(Refusal::Headroom), 30 * MIB));
     assert!(report.advice.contains(&Advice::LowerHeadroom { to: 20 * MIB }));
     says(&report, "refused by: the headroom of 30.00 MiB, for 80.00 MiB more");
-    says(&report, "with a headroom of at most 20.00 MiB");
+    says(&report, "try: lower the headroom to 20.00 MiB");
 }
 
 #[test]
@@ -250,7 +271,7 @@ fn report_split_limit() {
     drop(bench.allocator.alloc_bytes(90 * MIB, &bench.stream).unwrap());
     let report = refused(&bench, 30 * MIB);
     assert!(report.advice.contains(&Advice::RelaxSplitLimit { block: 90 * MIB }), "{report}");
-    says(&report, "with a larger max_split_size_mb");
+    says(&report, "try: raise max_split_size_mb");
 }
 
 #[test]
@@ -263,8 +284,8 @@ fn report_private_pool() {
     assert!(report.advice.contains(&Advice::PrivatePool { pool: pool.id(), block: 40 * MIB }));
     says(&report, "of both together, private pools hold 40.00 MiB");
     assert!(report.advice.contains(&Advice::ReleasePools { held: 40 * MIB }));
-    says(&report, "lent its memory (use_on_oom): it has 40.00 MiB free");
-    says(&report, "if private pools, which hold 40.00 MiB, were released");
+    says(&report, "lend its memory (use_on_oom): it has 40.00 MiB free");
+    says(&report, "try: release private pools, which hold 40.00 MiB");
 }
 
 #[test]
@@ -284,13 +305,13 @@ fn what_an_alignment_takes_is_told_and_no_bound_hides_it() {
     let report = bench.allocator.alloc_aligned(GIB, 2 * MIB, &bench.stream).unwrap_err().report().unwrap().clone();
     assert_eq!((report.requested, report.padding), (GIB, 2 * MIB - 512));
     assert_eq!(report.advice, [Advice::LargerDevice { bytes: GIB + 2 * MIB }], "{report}");
-    says(&report, "Tried to allocate 1.00 GiB for a request of 1.00 GiB, and 2.00 MiB more for its alignment. GPU ");
-    says(&report, "only on a device of at least 1.00 GiB (1075838976 bytes)");
+    says(&report, "Tried to allocate 1.00 GiB, and 2.00 MiB more for its alignment. GPU ");
+    says(&report, "use a device of at least 1.00 GiB (1075838976 bytes)");
 
     let bench = Bench::new(64 * MIB, "no_cache:True");
     let report = bench.allocator.alloc_aligned(64 * MIB, 4096, &bench.stream).unwrap_err().report().unwrap().clone();
-    says(&report, "Tried to allocate 64.00 MiB for a request of 64.00 MiB, and 3.50 KiB more for its alignment. GPU ");
-    says(&report, "only on a device of at least 64.00 MiB (67112448 bytes)");
+    says(&report, "Tried to allocate 64.00 MiB, and 3.50 KiB more for its alignment. GPU ");
+    says(&report, "use a device of at least 64.00 MiB (67112448 bytes)");
     let report = refused(&bench, 64 * MIB + 1);
     assert_eq!(report.padding, 0, "rounding is no padding");
 }

@@ -1,20 +1,30 @@
-//! Advice of out-of-memory reports is true: who follows it is served.
+//! The advice of out-of-memory reports is true, names all that is in the way, and nothing else.
 
-use aquifer_allocator::{Advice, Allocation, OomReport, PoolOptions, Refusal, TagScope};
+use aquifer_allocator::config::Backing;
+use aquifer_allocator::{Advice, AllocError, Allocation, OomReport, PoolOptions, Refusal, TagScope};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Operation};
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on};
 
-fn refused(bench: &Bench, bytes: u64) -> OomReport {
-    bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err().report().unwrap().clone()
+fn report<T>(refused: Result<T, AllocError>) -> OomReport {
+    let Err(error) = refused else { panic!("served") };
+    error.report().unwrap_or_else(|| panic!("{error}")).clone()
 }
 
-fn frees(report: &OomReport) -> bool {
-    report.to_string().contains("after freeing")
+fn refused(bench: &Bench, bytes: u64) -> OomReport {
+    report(bench.allocator.alloc_bytes(bytes, &bench.stream))
+}
+
+fn says(report: &OomReport, text: &str) {
+    assert!(report.to_string().contains(text), "not {text:?}: {report}");
+}
+
+fn free(least: u64) -> Advice {
+    Advice::FreeMore { least, largest: None }
 }
 
 #[test]
-fn nothing_is_to_be_freed_where_nothing_is_live() {
+fn options_and_others_are_named_where_nothing_is_live() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, "limit_mb:1"));
         let report = refused(&bench, 512);
@@ -27,41 +37,52 @@ fn nothing_is_to_be_freed_where_nothing_is_live() {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
         bench.driver.set_other_process_bytes(60 * MIB);
         let report = refused(&bench, 20 * MIB);
-        assert_eq!(report.advice, [Advice::OthersHold { held: 60 * MIB, missing: 16 * MIB }], "{report}");
+        assert_eq!(report.advice, [Advice::OthersHold { held: 60 * MIB }], "{report}");
+        assert_eq!(report.lacking_on_device, 16 * MIB);
     }
 }
 
 #[test]
-fn what_helps_only_together_is_said_together() {
+fn what_lacks_below_the_limit_and_on_the_device_is_told_for_each() {
     let bench = Bench::new(64 * MIB, "limit_mb:10");
     bench.driver.set_other_process_bytes(60 * MIB);
     let report = refused(&bench, 20 * MIB);
-    let [Advice::All(both)] = &report.advice[..] else { panic!("{report}") };
-    assert_eq!(*both, [Advice::RaiseLimit { to: 20 * MIB }, Advice::OthersHold { held: 60 * MIB, missing: 16 * MIB },]);
-    let text = "it would fit: with a limit of at least 20.00 MiB, and if others, who hold 60.00 MiB, freed 16.00 MiB";
-    assert!(report.to_string().contains(text), "{report}");
-
-    let bench = Bench::new(64 * MIB, "");
-    bench.driver.set_other_process_bytes(30 * MIB);
-    let held = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
-    let report = refused(&bench, 54 * MIB);
-    let text =
-        "it would fit: after freeing at least 10.00 MiB more, and if others, who hold 30.00 MiB, freed 30.00 MiB";
-    assert!(report.to_string().contains(text), "{report}");
-    drop(held);
+    assert_eq!(report.advice, [Advice::RaiseLimit { to: 20 * MIB }, Advice::OthersHold { held: 60 * MIB }]);
+    says(
+        &report,
+        "lacking: 10.00 MiB below the limit, and 16.00 MiB on the device\n  try: raise the limit to 20.00 MiB\n",
+    );
+    says(&report, "\n  try: free memory of the device that others than this allocator hold: 60.00 MiB");
 }
 
 #[test]
-fn freeing_is_not_said_to_help_where_private_pools_hold_too_much() {
+fn the_least_to_be_freed_is_no_more_than_suffices() {
+    for backing in BACKINGS {
+        let bench = Bench::new(64 * MIB, &on(backing, ""));
+        let mut held: Vec<_> = (0..6).map(|_| bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap()).collect();
+        for at in [5, 3, 1] {
+            held.remove(at);
+        }
+        let report = refused(&bench, 40 * MIB);
+        // With 27 MiB live, that is what is lacking, wherever the live blocks are.
+        assert!(report.advice.contains(&free(3 * MIB)), "{report}");
+        while bench.allocator.alloc_bytes(40 * MIB, &bench.stream).is_err() {
+            held.remove(0);
+        }
+        assert!(!held.is_empty(), "not all had to be freed");
+    }
+}
+
+#[test]
+fn private_pools_are_named_before_what_is_to_be_freed_beside_them() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
         let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
         drop(pool.alloc_bytes(22 * MIB, &bench.stream).unwrap());
         let held = bench.allocator.alloc_bytes(22 * MIB, &bench.stream).unwrap();
         let report = refused(&bench, 60 * MIB);
-        let Some(Advice::All(all)) = report.advice.last() else { panic!("{report}") };
-        let free = Advice::FreeMore { bytes: 18 * MIB, largest: None };
-        assert_eq!(*all, [Advice::ReleasePools { held: 22 * MIB }, free], "{report}");
+        assert_eq!(report.lacking_on_device, 40 * MIB);
+        assert_eq!(report.advice, [Advice::ReleasePools { held: 22 * MIB }, free(18 * MIB)], "{report}");
         drop((pool, held));
         drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
     }
@@ -76,23 +97,22 @@ fn a_tag_is_named_only_if_it_holds_most() {
     };
     let untagged = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
     let report = refused(&bench, 50 * MIB);
-    assert!(frees(&report) && !report.to_string().contains("most is held"), "{report}");
+    assert!(!report.to_string().contains("most is held"), "{report}");
     drop(untagged);
     let _scope = TagScope::new("weights");
     let tagged = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
-    let report = refused(&bench, 50 * MIB);
-    assert!(report.to_string().contains("; most is held by \"weights\" (30.00 MiB)"), "{report}");
+    says(&refused(&bench, 50 * MIB), "; most is held by \"weights\" (30.00 MiB)");
     drop((tiny, tagged));
 }
 
 #[test]
 fn names_cannot_write_lines_of_their_own() {
     let bench = Bench::new(64 * MIB, "");
-    let _scope = TagScope::new("red \u{1b}[31m\n  it would fit: never");
+    let _scope = TagScope::new("red \u{1b}[31m\n  try: nothing");
     let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
     let text = refused(&bench, 40 * MIB).to_string();
-    assert!(!text.contains('\u{1b}') && !text.contains("\n  it would fit: never"), "{text}");
-    assert!(text.contains(r#"live: 40.00 MiB "red \u{1b}[31m\n  it would fit: never""#), "{text}");
+    assert!(!text.contains('\u{1b}') && !text.contains("\n  try: nothing"), "{text}");
+    assert!(text.contains(r#"live: 40.00 MiB "red \u{1b}[31m\n  try: nothing""#), "{text}");
     drop(held);
 }
 
@@ -101,9 +121,192 @@ fn segments_may_be_larger_than_what_there_is() {
     let bench = Bench::new(16 * MIB, "backing:segments");
     let report = refused(&bench, 5 * MIB);
     assert!(report.advice.contains(&Advice::SmallerSegments { to: 16 * MIB }), "{report}");
-    assert!(report.to_string().contains("with a large_segment_size_mb of at most 16"), "{report}");
+    says(&report, "try: set large_segment_size_mb to at most 16");
     let bench = Bench::new(16 * MIB, "backing:segments,large_segment_size_mb:16");
     drop(bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap());
+}
+
+#[test]
+fn a_larger_device_has_room_beside_what_is_live_and_what_others_hold() {
+    for backing in BACKINGS {
+        let scene = |capacity, options: &str| {
+            let bench = Bench::new(capacity, &on(backing, options));
+            bench.driver.set_other_process_bytes(6 * MIB);
+            let live = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
+            (live, bench)
+        };
+        let (_live, bench) = scene(64 * MIB, "headroom_mb:16");
+        drop(bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap());
+        let report = refused(&bench, 100 * MIB);
+        assert_eq!(report.advice, [Advice::LargerDevice { bytes: 142 * MIB }], "{report}");
+        let (_live, bench) = scene(142 * MIB, "headroom_mb:16");
+        drop(bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap());
+
+        let (_live, bench) = scene(64 * MIB, "limit_mb:32");
+        let both = [Advice::LargerDevice { bytes: 126 * MIB }, Advice::RaiseLimit { to: 120 * MIB }];
+        assert_eq!(refused(&bench, 100 * MIB).advice, both);
+        let (_live, bench) = scene(126 * MIB, "limit_mb:120");
+        drop(bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap());
+    }
+}
+
+#[test]
+fn memory_that_grows_is_not_to_be_freed_for_its_own_growth() {
+    let bench = Bench::new(64 * MIB, "");
+    let mut cache = bench.allocator.growable(GIB, &bench.stream).unwrap();
+    cache.grow_to(20 * MIB, &bench.stream).unwrap();
+    let larger = report(cache.grow_to(200 * MIB, &bench.stream));
+    assert_eq!(larger.advice, [Advice::LargerDevice { bytes: 200 * MIB }], "{larger}");
+    let held = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
+    let refused = report(cache.grow_to(50 * MIB, &bench.stream));
+    assert_eq!(refused.advice, [free(16 * MIB)], "{refused}");
+    drop(held);
+    cache.grow_to(50 * MIB, &bench.stream).unwrap();
+}
+
+#[test]
+fn a_cache_that_an_option_keeps_is_named() {
+    let bench = Bench::new(256 * MIB, "throw_on_cudamalloc_oom:True,limit_mb:50,backing:segments");
+    let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap()).collect();
+    let first = held.remove(0);
+    drop(held);
+    let report = refused(&bench, 44 * MIB);
+    let cached = Advice::EmptyCache { cached: 40 * MIB };
+    assert_eq!(report.advice, [cached, Advice::RaiseLimit { to: 94 * MIB }, free(4 * MIB)], "{report}");
+    says(&report, "try: call empty_cache(), which gives back what is cached (40.00 MiB), or do without throw_on");
+    drop(first);
+    bench.allocator.empty_cache().unwrap();
+    drop(bench.allocator.alloc_bytes(44 * MIB, &bench.stream).unwrap());
+}
+
+#[test]
+fn pins_that_keep_free_memory_are_named() {
+    for backing in BACKINGS {
+        let bench = Bench::new(64 * MIB, &on(backing, ""));
+        let blocks: Vec<_> = (0..64).map(|_| bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap()).collect();
+        let pins: Vec<_> = blocks.iter().step_by(2).map(|block| bench.allocator.pin_mapping(block).unwrap()).collect();
+        drop(blocks);
+        let report = refused(&bench, 40 * MIB);
+        assert_eq!(report.advice, [Advice::EndPins { held: 64 * MIB }], "{report}");
+        says(&report, "try: drop pins, which keep 64.00 MiB in place");
+        let fragmentation = bench.allocator.fragmentation(1);
+        assert_eq!((fragmentation.releasable_segments, fragmentation.releasable_bytes), (0, 0));
+        assert_eq!(bench.allocator.empty_cache().unwrap(), 0);
+        drop(pins);
+        assert_eq!(bench.allocator.fragmentation(1).releasable_bytes, 64 * MIB);
+        drop(bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+    }
+}
+
+#[test]
+fn exportable_segments_are_no_pool_of_the_callers() {
+    let bench = Bench::new(64 * MIB, "backing:segments");
+    let share = |bytes| bench.allocator.alloc_exportable(bytes, HandleKind::PosixFd, &bench.stream);
+    let shared = share(3 * MIB).unwrap();
+    let taken = (bench.allocator.reserved_bytes(), bench.allocator.allocated_bytes());
+    assert_eq!(taken, (4 * MIB, 4 * MIB), "whole granules, as where memory is mapped");
+    let of_block = refused(&bench, 62 * MIB);
+    assert_eq!((&of_block.advice[..], of_block.reserved_by_private_pools), (&[free(2 * MIB)][..], 0), "{of_block}");
+    let apart = report(share(62 * MIB));
+    assert_eq!((apart.pool, apart.growth, apart.is_mapped), (None, 62 * MIB, true));
+    assert_eq!(apart.advice, [free(2 * MIB)], "{apart}");
+    drop(shared);
+    drop(bench.allocator.alloc_bytes(62 * MIB, &bench.stream).unwrap());
+    drop(share(62 * MIB).unwrap());
+    bench.assert_returned();
+}
+
+#[test]
+fn a_pool_is_to_be_emptied_for_its_own_requests() {
+    for backing in BACKINGS {
+        let bench = Bench::new(64 * MIB, &on(backing, ""));
+        let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
+        let held: Vec<_> = (0..5).map(|_| pool.alloc_bytes(10 * MIB, &bench.stream).unwrap()).collect();
+        drop(held);
+        let report = report(pool.alloc_bytes(40 * MIB, &bench.stream));
+        assert_eq!(report.advice, [Advice::EmptyPool { held: 50 * MIB }], "{report}");
+        pool.empty_cache().unwrap();
+        drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+    }
+}
+
+#[test]
+fn streams_that_use_freed_memory_are_named() {
+    for backing in BACKINGS {
+        let bench = Bench::new(256 * MIB, &on(backing, "limit_mb:100,throw_on_cudamalloc_oom:True"));
+        let used = bench.allocator.alloc_bytes(80 * MIB, &bench.stream).unwrap();
+        bench.side.wait_for(&bench.stream.tick()).unwrap();
+        bench.driver.stall(&bench.side, std::time::Duration::from_secs(1)).unwrap();
+        bench.side.fill(used.ptr(), 1, 80 * MIB).unwrap();
+        used.record_stream(&bench.side).unwrap();
+        drop(used);
+        // Where memory moves, the host waits rather than fail.
+        if backing == Backing::Segments {
+            let report = refused(&bench, 70 * MIB);
+            assert_eq!(report.advice[0], Advice::WaitFor { stream_id: bench.side.id(), bytes: 80 * MIB }, "{report}");
+            assert_eq!((report.allocated, report.requested_live), (0, 0), "what waits is not live");
+            says(&report, "which still uses 80.00 MiB of freed memory");
+            bench.side.synchronize().unwrap();
+        }
+        drop(bench.allocator.alloc_bytes(70 * MIB, &bench.stream).unwrap());
+    }
+}
+
+/// While a stream captures, some memory cannot go back to the device.
+#[test]
+fn captures_that_keep_memory_are_named() {
+    let settings = ["backing:segments", "no_cache:True"].map(|options| (options, [false, true]));
+    for (options, used_by_side) in settings.into_iter().chain([("", [false, false])]) {
+        for used_by_side in used_by_side {
+            let cached = || {
+                let bench = Bench::new(128 * MIB, options);
+                let stream = if used_by_side { &bench.side } else { &bench.stream };
+                drop(bench.allocator.alloc_bytes(100 * MIB, stream).unwrap());
+                (bench.allocator.create_pool(PoolOptions::default()).unwrap(), bench)
+            };
+            let (pool, bench) = cached();
+            let capture = bench.stream.begin_capture().unwrap();
+            let refused = report(pool.alloc_bytes(40 * MIB, &bench.stream));
+            let kept = 100 * MIB;
+            assert_eq!(refused.advice, [Advice::AfterCapture { cached: kept }], "{options} {used_by_side}: {refused}");
+            assert_eq!(refused.kept_by_captures, kept);
+            says(&refused, "try: wait until no stream captures, or call empty_cache() before a capture begins: ");
+            says(&refused, "meanwhile 100.00 MiB of unused memory cannot go back to the device");
+            drop(capture);
+            drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+            drop(pool);
+
+            let (pool, bench) = cached();
+            bench.allocator.empty_cache().unwrap();
+            let capture = bench.stream.begin_capture().unwrap();
+            drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+            drop((capture, pool));
+        }
+    }
+}
+
+#[test]
+fn memory_given_back_waits_for_the_capture_of_a_stream_that_used_it() {
+    let bench = Bench::new(128 * MIB, "");
+    let shared = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
+    shared.record_stream(&bench.side).unwrap();
+    drop(shared);
+    let capture = bench.side.begin_capture().unwrap();
+    let report = refused(&bench, 100 * MIB);
+    assert_eq!(report.advice, [Advice::AfterCapture { cached: 60 * MIB }], "{report}");
+    drop(capture);
+    drop(bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap());
+}
+
+#[test]
+fn a_free_block_that_is_large_enough_needs_no_other_split_limit() {
+    let bench = Bench::new(256 * MIB, "no_cache:True,limit_mb:40");
+    let used = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
+    let _pin = bench.allocator.pin_mapping(&used).unwrap();
+    drop(used);
+    let report = refused(&bench, 20 * MIB);
+    let relax = |advice: &Advice| matches!(advice, Advice::RelaxSplitLimit { .. });
+    assert!(!report.advice.iter().any(relax), "{report}");
 }
 
 /// Numbers from 0 up to `end`, the same in each run.
@@ -150,20 +353,6 @@ fn the_advised_limit_suffices_and_no_lower_one_does() {
 }
 
 #[test]
-fn who_frees_as_much_as_advised_is_served() {
-    for (backing, seed) in BACKINGS.into_iter().flat_map(|backing| (0..20).map(move |seed| (backing, seed))) {
-        let bench = Bench::new(96 * MIB, &on(backing, ""));
-        let mut draw = draws(seed);
-        let mut held = fill(&bench, &mut draw);
-        let report = refused(&bench, 97 * MIB - MIB / 2 * (2 + draw(60)));
-        assert!(frees(&report) || report.to_string().contains("in one piece"), "{report}");
-        // Everything, to be sure that it is in one piece.
-        held.clear();
-        drop(bench.allocator.alloc_bytes(report.requested, &bench.stream).unwrap());
-    }
-}
-
-#[test]
 fn a_driver_that_refuses_what_it_says_is_free_is_named() {
     for backing in BACKINGS {
         let bench = Bench::new(GIB, &on(backing, ""));
@@ -173,7 +362,7 @@ fn a_driver_that_refuses_what_it_says_is_free_is_named() {
         }
         let report = refused(&bench, 20 * MIB);
         assert_eq!(report.advice, [Advice::DriverRefuses { asked: 20 * MIB, free: 284 * MIB }], "{report}");
-        assert!(report.to_string().contains("it refused 20.00 MiB of 284.00 MiB"), "{report}");
+        says(&report, "the driver refused 20.00 MiB, and reports 284.00 MiB as free");
         bench.driver.clear_faults();
         drop(live);
         bench.assert_returned();

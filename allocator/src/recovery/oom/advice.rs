@@ -1,4 +1,4 @@
-//! Advice: the changes that would have made a request fit.
+//! What helps a request that was refused.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,28 +7,15 @@ use crate::allocator::Allocator;
 use crate::backing::headroom::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::heap::kind_of;
-use crate::recovery::oom::remedies::{Holds, Remedies, frees_alone};
-use crate::recovery::oom::waits::Waits;
-use crate::recovery::oom::{LISTED, OomReport};
+use crate::recovery::oom::OomReport;
 use crate::shell::core::Request;
 use crate::shell::whole::Whole;
-use crate::size_class::MIN_LARGE_ALLOC;
+use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
 
-/// A change that would have made a request fit.
+/// Something that helps a request that was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Advice {
-    /// The free bytes would suffice if they were contiguous.
-    Fragmented {
-        /// Free bytes that may still be taken from the device.
-        on_device: u64,
-        /// Free bytes that are cached in the request's pool.
-        cached: u64,
-        /// Number of pieces that the cached bytes are in.
-        pieces: usize,
-        /// Bytes of the largest piece.
-        largest: u64,
-    },
     /// Wait for a stream that still uses freed memory.
     WaitFor {
         /// The stream.
@@ -58,14 +45,14 @@ pub enum Advice {
         /// The largest [`crate::Config::large_segment_size`] that there is room for.
         to: u64,
     },
-    /// Raise the limit to at least this.
+    /// Raise the limit.
     RaiseLimit {
-        /// Bytes.
+        /// The least limit, in bytes, that does not refuse the request.
         to: u64,
     },
-    /// Lower the headroom to at most this.
+    /// Lower the headroom.
     LowerHeadroom {
-        /// Bytes.
+        /// The largest headroom, in bytes, with which the device has enough; 0 if it has too little without any, too.
         to: u64,
     },
     /// Give cached memory back (`empty_cache`), or let requests do that (`throw_on_cudamalloc_oom`).
@@ -76,7 +63,7 @@ pub enum Advice {
     /// Wait until no stream captures. Or, next time, give cached memory back (`empty_cache`) before a capture begins: while a stream
     /// captures, segments cannot go back to the device, nor can memory that the stream used last.
     AfterCapture {
-        /// Unused bytes that are cached now and cannot go back; none if that is so only for memory that is to be freed, too.
+        /// Unused bytes that are cached now and cannot go back.
         cached: u64,
     },
     /// Give back the memory that the request's own private pool caches ([`crate::PrivatePool::empty_cache`]).
@@ -92,25 +79,31 @@ pub enum Advice {
     },
     /// Drop pins ([`crate::PinnedMapping`]), which keep memory where it is.
     EndPins {
-        /// Free bytes that pins keep; also live ones, if live memory is to be freed, too.
+        /// Bytes that pins keep.
         held: u64,
-    },
-    /// Free memory on the device that others hold.
-    OthersHold {
-        /// Bytes that others hold.
-        held: u64,
-        /// Bytes missing.
-        missing: u64,
-    },
-    /// Use a larger device: the whole device has less memory than the request takes from it.
-    LargerDevice {
-        /// The capacity that would do beside what is live here and what others hold, headroom included.
-        bytes: u64,
     },
     /// Release private pools, and the live memory in them: their memory serves no other request.
     ReleasePools {
         /// Bytes that they hold.
         held: u64,
+    },
+    /// Free live memory of this allocator.
+    FreeMore {
+        /// No less than this many bytes will do, wherever they are. More is needed if what is freed lies between blocks that stay. 0 if
+        /// there is enough free memory already, in pieces.
+        least: u64,
+        /// The tag that holds most, with its bytes; `None` if memory without a tag holds most.
+        largest: Option<(String, u64)>,
+    },
+    /// Free memory of the device that others hold: contexts, libraries, other processes.
+    OthersHold {
+        /// Bytes that others hold.
+        held: u64,
+    },
+    /// Use a larger device: the whole device has less memory than the request takes from it.
+    LargerDevice {
+        /// The capacity that would do beside what is live here and what others hold, headroom included.
+        bytes: u64,
     },
     /// Drop memory that grows in place ([`crate::Growable`]) or is exported ([`crate::Exportable`]): addresses are lacking, not memory.
     FreeAddresses {
@@ -125,16 +118,33 @@ pub enum Advice {
         /// Bytes that it reports as free.
         free: u64,
     },
-    /// Free at least this much live memory of this allocator, beside which the request does not fit. More is needed if the freed memory
-    /// lies between blocks that stay.
-    FreeMore {
-        /// Bytes missing.
-        bytes: u64,
-        /// The tag that holds most, with its bytes; `None` if memory without a tag holds most.
-        largest: Option<(String, u64)>,
-    },
-    /// All of these together, because none of them suffices. Empty if nothing is known to be in the way, as when a driver call failed.
-    All(Vec<Advice>),
+    /// Ask again: nothing is known to be in the way any more.
+    Retry,
+}
+
+/// Memory that stands in the way of a request, in bytes.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Held {
+    /// Unused memory that could go back to the device, outside of private pools.
+    pub(super) cached: u64,
+    /// Pinned memory, in use or not.
+    pub(super) pinned: u64,
+    /// All memory of private pools that do not serve the request,
+    pub(super) pools: u64,
+    /// and the part of it in live blocks.
+    pub(super) live_in_pools: u64,
+    /// All memory of the request's own private pool.
+    pub(super) own_pool: u64,
+    /// True if that pool keeps memory for graphs.
+    pub(super) own_pool_has_graphs: bool,
+    /// Memory that the request's owner has and keeps as it grows.
+    pub(super) own: u64,
+    /// Addresses that are reserved outside of heaps.
+    pub(super) addresses_apart: u64,
+    /// True if a stream of the device captures.
+    pub(super) captures: bool,
+    /// The streams among those that still use freed memory that capture: nobody can learn that they are done before the capture has ended.
+    pub(super) capturing: Vec<u32>,
 }
 
 impl Allocator {
@@ -154,6 +164,14 @@ impl Allocator {
         });
         let relaxed = relaxed.map(|block| Advice::RelaxSplitLimit { block });
         relaxed.into_iter().chain(of_another.map(|block| Advice::CrossStream { block })).collect()
+    }
+
+    /// Advice to make segments smaller, if the request would get a part of one that others share.
+    pub(super) fn advice_on_segments(&self, request: &Request, report: &OomReport) -> Option<Advice> {
+        let is_medium = self.classes().pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
+        let to = report.room() >> 20 << 20;
+        let is_shared = is_medium && !report.is_mapped && !self.config().no_cache;
+        (is_shared && (MIN_LARGE_ALLOC + 1..report.growth).contains(&to)).then_some(Advice::SmallerSegments { to })
     }
 }
 
@@ -180,163 +198,179 @@ impl Whole {
 }
 
 impl OomReport {
-    /// Adds the advice that follows from the sums. Each piece of advice suffices by itself. `shares` is true if the request would share its
-    /// segment with others, so that the segment could be smaller.
-    pub(super) fn advise(&mut self, shares: bool, holds: &Holds, waits: &Waits) {
-        let device_free = self.memory.map_or(0, |memory| memory.free);
-        let room = self.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved));
-        let from_device = device_free.saturating_sub(self.headroom).min(room);
-        let usable = from_device.saturating_add(self.free_in_pool);
-        let suffices = usable >= self.segment.min(self.requested + self.padding) && self.free_in_pool > 0;
-        let mut fragmented = false;
-        self.advice.retain_mut(|advice| match advice {
-            Advice::Fragmented { on_device, .. } => {
-                (*on_device, fragmented) = (from_device, suffices);
-                suffices
-            }
-            _ => true,
-        });
-        let smaller = from_device >> 20 << 20;
-        if shares && smaller > MIN_LARGE_ALLOC && smaller < self.segment {
-            self.advice.push(Advice::SmallerSegments { to: smaller });
-        }
-        let alone = self.segment.saturating_add(holds.own);
-        if self.memory.is_some_and(|memory| alone > memory.total) {
-            self.advice.retain(|advice| matches!(advice, Advice::SmallerSegments { .. }));
-            self.advice.push(self.larger_device(holds));
+    /// Bytes that this allocator may hold at most, by its limit and by what the device has.
+    fn allowed(&self) -> u64 {
+        let on_device = self
+            .memory
+            .map_or(u64::MAX, |memory| memory.free.saturating_add(self.reserved).saturating_sub(self.headroom));
+        self.limit.map_or(on_device, |limit| limit.min(on_device))
+    }
+
+    /// Bytes that may still be taken from the device.
+    fn room(&self) -> u64 {
+        self.allowed().saturating_sub(self.reserved)
+    }
+
+    /// Notes how much is lacking, given what is held and what the request takes.
+    pub(super) fn note_lacking(&mut self) {
+        let takes = self.reserved.saturating_add(self.from_device);
+        self.lacking_below_limit = self.limit.map_or(0, |limit| takes.saturating_sub(limit));
+        self.lacking_on_device =
+            self.memory.map_or(0, |memory| self.from_device.saturating_add(self.headroom).saturating_sub(memory.free));
+    }
+
+    /// Adds what helps, most helpful first: what there is to be had without a loss, then options, then what others lose. `from_blocks` comes
+    /// from a look at free blocks that rules keep from the request. `fail_fast` tells whether the limit refuses at once
+    /// (`throw_on_cudamalloc_oom`), before anything goes back.
+    pub(super) fn advise(&mut self, from_blocks: Vec<Advice>, held: &Held, fail_fast: bool) {
+        let mut advice = Vec::new();
+        if self.memory.is_some_and(|memory| self.growth.saturating_add(held.own) > memory.total) {
+            self.advise_larger_device(&mut advice);
+            advice.extend(from_blocks.into_iter().filter(|advice| matches!(advice, Advice::SmallerSegments { .. })));
         } else {
-            self.advice.splice(0..0, waits.advice(usable));
-            self.advise_remedies(holds, fragmented);
+            advice = from_blocks;
+            self.advise_on_memory(&mut advice, held, fail_fast);
         }
-        if self.refusal == Some(Refusal::Addresses) && holds.addresses_apart >= self.segment {
-            self.advice.push(Advice::FreeAddresses { held: holds.addresses_apart });
+        if self.refusal == Some(Refusal::Addresses) && held.addresses_apart >= self.growth {
+            advice.push(Advice::FreeAddresses { held: held.addresses_apart });
         }
-        if self.advice.is_empty() {
-            self.advice.push(Advice::All(Vec::new()));
+        if advice.is_empty() {
+            advice.push(Advice::Retry);
         }
-        self.advice.truncate(LISTED);
+        self.advice = advice;
     }
 
-    /// Advice to use a device that has room for the request beside what is live here and what others hold, under the same options.
-    fn larger_device(&self, holds: &Holds) -> Advice {
-        let ours = Remedies { report: self, holds }.beside_live();
+    /// A device that has room for the request beside what is live here and what others hold, under the same options.
+    fn advise_larger_device(&self, advice: &mut Vec<Advice>) {
+        let ours = self.allocated.saturating_add(self.growth);
         let others = self.held_by_others.unwrap_or(0);
-        let device = Advice::LargerDevice { bytes: ours.saturating_add(others).saturating_add(self.headroom) };
-        match self.limit {
-            Some(limit) if limit < ours => Advice::All(vec![device, Advice::RaiseLimit { to: ours }]),
-            _ => device,
+        advice.push(Advice::LargerDevice { bytes: ours.saturating_add(others).saturating_add(self.headroom) });
+        if self.limit.is_some_and(|limit| limit < ours) {
+            advice.push(Advice::RaiseLimit { to: ours });
         }
     }
 
-    fn advise_remedies(&mut self, holds: &Holds, fragmented: bool) {
-        let remedies = Remedies { report: self, holds };
-        // Sets that only free live memory are left out if the free memory would suffice in one piece: that is told instead.
-        let sets = remedies.sufficient().into_iter().filter(|&set| !(fragmented && frees_alone(set)));
-        let mut found: Vec<Advice> = sets.map(|set| remedies.advice(set)).collect();
-        let (asked, free) = (self.from_device, self.memory.map_or(0, |memory| memory.free));
-        let has_room = self.memory.is_some() && remedies.lacking() == (0, 0);
-        if has_room && self.refusal == Some(Refusal::Device) && asked > 0 {
-            found.push(Advice::DriverRefuses { asked, free });
+    fn advise_on_memory(&self, advice: &mut Vec<Advice>, held: &Held, fail_fast: bool) {
+        let is_lacking = self.lacking_below_limit > 0 || self.lacking_on_device > 0;
+        if !is_lacking {
+            let free = self.memory.map_or(0, |memory| memory.free);
+            let is_refused = self.refusal == Some(Refusal::Device) && self.from_device > 0 && self.memory.is_some();
+            advice.extend(is_refused.then_some(Advice::DriverRefuses { asked: self.from_device, free }));
+            return;
         }
-        if found.iter().any(|advice| matches!(advice, Advice::EmptyCache { .. } | Advice::AfterCapture { .. })) {
-            // In pieces it is only as long as it is kept.
-            self.advice.retain(|advice| !matches!(advice, Advice::Fragmented { .. }));
-        }
-        self.advice.extend(found);
+        let waits = self.waiting.iter().filter(|(stream, _)| !held.capturing.contains(stream));
+        advice.extend(waits.map(|&(stream_id, bytes)| Advice::WaitFor { stream_id, bytes }));
+        let live = self.allocated.saturating_sub(held.live_in_pools).saturating_sub(held.own);
+        let stays_cached = fail_fast && self.lacking_below_limit > 0;
+        let own_pool = match held.own_pool_has_graphs {
+            true => Advice::DropGraphs { held: held.own_pool },
+            false => Advice::EmptyPool { held: held.own_pool },
+        };
+        let takes = self.reserved.saturating_add(self.from_device);
+        let needs_device = self.lacking_on_device > 0;
+        let others = self.held_by_others.unwrap_or(0);
+        let all = [
+            (stays_cached && held.cached + live > 0, Advice::EmptyCache { cached: held.cached }),
+            (held.captures, Advice::AfterCapture { cached: self.kept_by_captures }),
+            (held.own_pool > 0, own_pool),
+            (self.lacking_below_limit > 0, Advice::RaiseLimit { to: takes }),
+            (needs_device && self.headroom > 0, self.lower_headroom()),
+            (held.pinned > 0, Advice::EndPins { held: held.pinned }),
+            (held.pools > 0, Advice::ReleasePools { held: held.pools }),
+            (live > 0, self.free_more(live)),
+            (needs_device && others > 0, Advice::OthersHold { held: others }),
+        ];
+        advice.extend(all.into_iter().filter(|(helps, _)| *helps).map(|(_, advice)| advice));
+    }
+
+    fn lower_headroom(&self) -> Advice {
+        Advice::LowerHeadroom { to: self.headroom.saturating_sub(self.lacking_on_device) }
+    }
+
+    /// The least is what is lacking if all unused memory, wherever it is, came to the request in one piece.
+    fn free_more(&self, live: u64) -> Advice {
+        let takes = self.allocated.saturating_add(self.requested).saturating_add(self.padding);
+        let largest = self.largest_tags.first();
+        let largest = largest.and_then(|(tag, bytes)| Some((tag.clone()?, *bytes)));
+        Advice::FreeMore { least: takes.saturating_sub(self.allowed()).min(live), largest }
     }
 }
 
 impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Advice::Fragmented { on_device, cached, pieces, largest } => {
-                let (on_device, cached, largest) = (Bytes(*on_device), Bytes(*cached), Bytes(*largest));
-                let pieces = if *pieces == 1 { "1 piece of".into() } else { format!("{pieces} pieces of at most") };
-                write!(
-                    f,
-                    "if free memory were in one piece: {on_device} may be taken from the device and {cached} is cached, in {pieces} {largest}"
-                )
-            }
-            Advice::LargerDevice { bytes } => {
-                write!(f, "only on a device of at least {}", Exactly(*bytes))
-            }
             Advice::WaitFor { stream_id, bytes } => {
-                write!(
-                    f,
-                    "once stream {stream_id} is done with {} that were given back while it used them",
-                    Bytes(*bytes)
-                )
+                write!(f, "wait for stream {stream_id}, which still uses {} of freed memory", Bytes(*bytes))
             }
             Advice::RelaxSplitLimit { block } => {
+                let block = Bytes(*block);
                 write!(
                     f,
-                    "with a larger max_split_size_mb or max_non_split_rounding_mb: a block of {} is free",
-                    Bytes(*block)
+                    "raise max_split_size_mb or max_non_split_rounding_mb: they keep a free block of {block} for larger requests"
                 )
             }
             Advice::PrivatePool { pool: (a, b), block } => {
-                write!(f, "if private pool ({a}, {b}) lent its memory (use_on_oom): it has {} free", Bytes(*block))
+                write!(f, "let private pool ({a}, {b}) lend its memory (use_on_oom): it has {} free", Bytes(*block))
             }
             Advice::CrossStream { block } => {
                 write!(
                     f,
-                    "if streams could reuse each other's blocks (cross_stream): another one has {}",
+                    "let streams reuse each other's blocks (cross_stream): another one has {} free",
                     Bytes(*block)
                 )
             }
-            Advice::SmallerSegments { to } => write!(f, "with a large_segment_size_mb of at most {}", to >> 20),
-            Advice::All(all) if all.is_empty() => write!(f, "at another time: nothing is known to be in the way"),
-            Advice::All(all) => all
-                .iter()
-                .enumerate()
-                .try_for_each(|(at, advice)| write!(f, "{}{advice}", if at > 0 { ", and " } else { "" })),
+            Advice::SmallerSegments { to } => write!(f, "set large_segment_size_mb to at most {}", to >> 20),
             Advice::EmptyCache { cached } => {
-                write!(f, "without throw_on_cudamalloc_oom, or after empty_cache() ({} is cached)", Bytes(*cached))
-            }
-            Advice::AfterCapture { cached } => {
-                write!(f, "once no stream captures, or with empty_cache() called before the capture began")?;
-                match cached {
-                    0 => Ok(()),
-                    cached => write!(f, " ({} of cached memory cannot go back meanwhile)", Bytes(*cached)),
-                }
-            }
-            Advice::EmptyPool { held } => {
-                let held = Bytes(*held);
-                write!(f, "after PrivatePool::empty_cache() of its own pool, which holds {held}")
-            }
-            Advice::DropGraphs { held } => {
-                let held = Bytes(*held);
                 write!(
                     f,
-                    "once the graphs that use its own pool are dropped, after PrivatePool::empty_cache() of that, which holds {held}"
+                    "call empty_cache(), which gives back what is cached ({}), or do without throw_on_cudamalloc_oom",
+                    Bytes(*cached)
                 )
             }
-            Advice::EndPins { held } => {
-                write!(f, "once pins ended that keep {} of free memory in place", Bytes(*held))
+            Advice::AfterCapture { cached } => {
+                write!(
+                    f,
+                    "wait until no stream captures, or call empty_cache() before a capture begins: meanwhile {} of unused memory cannot go back to the device",
+                    Bytes(*cached)
+                )
             }
-            Advice::RaiseLimit { to } => write!(f, "with a limit of at least {}", Exactly(*to)),
-            Advice::LowerHeadroom { to } => write!(f, "with a headroom of at most {}", Exactly(*to)),
-            Advice::OthersHold { held, missing } => {
-                write!(f, "if others, who hold {}, freed {}", Bytes(*held), Exactly(*missing))
+            Advice::EmptyPool { held } => {
+                write!(f, "call PrivatePool::empty_cache() of the request's own pool, which holds {}", Bytes(*held))
             }
-            Advice::ReleasePools { held } => write!(f, "if private pools, which hold {}, were released", Bytes(*held)),
+            Advice::DropGraphs { held } => {
+                write!(
+                    f,
+                    "drop the graphs that use the request's own pool, which holds {}, and call its empty_cache()",
+                    Bytes(*held)
+                )
+            }
+            Advice::EndPins { held } => write!(f, "drop pins, which keep {} in place", Bytes(*held)),
+            Advice::RaiseLimit { to } => write!(f, "raise the limit to {}", Exactly(*to)),
+            Advice::LowerHeadroom { to } => write!(f, "lower the headroom to {}", Exactly(*to)),
+            Advice::OthersHold { held } => {
+                write!(f, "free memory of the device that others than this allocator hold: {}", Bytes(*held))
+            }
+            Advice::LargerDevice { bytes } => write!(f, "use a device of at least {}", Exactly(*bytes)),
+            Advice::ReleasePools { held } => write!(f, "release private pools, which hold {}", Bytes(*held)),
             Advice::FreeAddresses { held } => {
                 let held = Bytes(*held);
-                write!(f, "if growable and exported memory, for which {held} of addresses are reserved, were dropped")
+                write!(f, "drop growable and exported memory, for which {held} of addresses are reserved")
             }
-            Advice::DriverRefuses { asked, free } => write!(
-                f,
-                "if the driver gave what it says is free: it refused {} of {}; ask for less, or free about as much",
-                Bytes(*asked),
-                Bytes(*free)
-            ),
-            Advice::FreeMore { bytes, largest } => {
-                write!(f, "after freeing at least {} more", Exactly(*bytes))?;
+            Advice::DriverRefuses { asked, free } => {
+                let (asked, free) = (Bytes(*asked), Bytes(*free));
+                write!(f, "request less, or free about as much: the driver refused {asked}, and reports {free} as free")
+            }
+            Advice::FreeMore { least, largest } => {
+                match least {
+                    0 => write!(f, "free memory between the free pieces")?,
+                    least => write!(f, "free at least {}", Exactly(*least))?,
+                }
                 match largest {
                     Some((tag, held)) => write!(f, "; most is held by {tag:?} ({})", Bytes(*held)),
                     None => Ok(()),
                 }
             }
+            Advice::Retry => write!(f, "ask again: nothing is known to be in the way"),
         }
     }
 }

@@ -1,11 +1,7 @@
-//! The out-of-memory report: the request, the memory at that time, and the changes that would have made the request fit (`advice.rs`,
-//! `waits.rs`, `remedies.rs`).
+//! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps (`advice.rs`).
 
 mod advice;
-mod captures;
-mod remedies;
 mod seen;
-mod waits;
 
 use std::fmt;
 
@@ -19,13 +15,11 @@ use crate::format::{Bytes, Exactly};
 use crate::history::{Action, Subject};
 use crate::recovery::reclaim::Reclaimed;
 use crate::shell::core::{Core, Request};
-use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
 
 pub use advice::Advice;
 use seen::Seen;
-use waits::Waits;
 
-/// How many tags, reclaimers and pieces of advice a report lists.
+/// How many tags and reclaimers a report lists.
 const LISTED: usize = 5;
 
 /// The attempts of the ladder before it gave up.
@@ -59,10 +53,16 @@ pub struct OomReport {
     pub requested: u64,
     /// Bytes that the request takes in addition for its alignment ([`Allocator::alloc_aligned`]).
     pub padding: u64,
-    /// Bytes that would have been taken from the device for it, if no free memory of the allocator had helped.
-    pub segment: u64,
+    /// True if its memory is mapped in granules, to which free ones move from elsewhere; false if it comes in segments.
+    pub is_mapped: bool,
+    /// Bytes that it takes from the device if no free memory of the allocator helps: a segment, or whole granules.
+    pub growth: u64,
     /// The part of them that the device would have had to provide, because no free memory of the allocator could be moved there.
     pub from_device: u64,
+    /// Bytes by which the memory held would then have exceeded the limit.
+    pub lacking_below_limit: u64,
+    /// Bytes that the device then lacked, headroom included.
+    pub lacking_on_device: u64,
     /// The stream that the request was for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
     /// The private pool that the request was for.
@@ -79,16 +79,18 @@ pub struct OomReport {
     pub allocated: u64,
     /// Bytes requested for live blocks.
     pub requested_live: u64,
-    /// Bytes held from the device.
+    /// Bytes of physical memory held from the device.
     pub reserved: u64,
+    /// Bytes of it that no block uses but that cannot go elsewhere, because other memory uses the rest of their frame, or segment.
+    pub unused_in_part: u64,
     /// The part of them that private pools keep from others: those that are open, or that graphs use.
     pub reserved_by_private_pools: u64,
     /// Bytes of the largest free block of the request's pool, whichever stream owns it.
     pub largest_free: u64,
     /// Free bytes of the request's pool, less what only captures of a private pool may have because a graph uses it.
     pub free_in_pool: u64,
-    /// The share of free bytes that a request of this size cannot use, 0 to 1 (Gorman & Whitcroft).
-    pub unusable_index: f64,
+    /// Number of blocks that they are in.
+    pub pieces: usize,
     /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
     /// Bytes used on the device but not held by this allocator: contexts, libraries, other processes.
@@ -103,7 +105,7 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
-    /// Changes that would have made the request fit, most helpful first.
+    /// What helps, most helpful first. Where one alone gives too little, several together may give enough.
     pub advice: Vec<Advice>,
 }
 
@@ -122,8 +124,8 @@ impl Allocator {
         let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
         let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
         shell.history.lock().note(Action::Oom, subject);
-        let lent = if tried.apart { Vec::new() } else { whole.advice_to_lend(request) };
-        let segment = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
+        let mut from_blocks = if tried.apart { Vec::new() } else { whole.advice_to_lend(request) };
+        let growth = if tried.apart { request.size } else { self.growth_bytes(&whole, request) };
         let lacking = if tried.apart { None } else { whole.lacking_bytes(request) };
         drop(whole);
         // No cached hit waits for the core's lock, under which the time grows with waiting blocks and memory apart.
@@ -131,44 +133,30 @@ impl Allocator {
         let mut report = core.report(request, &tried);
         let mut seen = Seen::new(&core, request, tried.own);
         let waiting = core.waiting_requested();
-        let waits = core.waits(request, tried.apart);
+        report.is_mapped = tried.apart || core.paged_granule_for(request).is_some();
         drop(core);
-        report.segment = segment;
-        report.from_device = lacking.unwrap_or(segment);
+        report.growth = growth;
+        report.from_device = lacking.unwrap_or(growth);
         report.allocated = shell.read(Hot::Bytes).all.current;
         report.requested_live = shell.read(Hot::Requested).all.current.saturating_sub(waiting);
         shell.walk(|core, heap, passed| seen.add(core, heap, passed));
-        if !tried.apart {
-            report.advice = self.advice_from_blocks(request);
-            report.advice.extend(lent);
-            report.advice.push(seen.fragmented());
-        }
-        let mut holds = seen.tell(&mut report);
+        let held = seen.tell(&mut report);
         report.device = self.device().info().ordinal;
         report.device_name.clone_from(&self.device().info().name);
         report.limit = self.limit();
-        // Whatever refused: with that out of the way, the limit does, before anything is given back. Also where memory moves: blocks that
-        // streams lent each other are in pieces until they are home.
-        let first = report.reserved.saturating_add(tried.released).saturating_add(report.segment);
-        holds.stays_cached = self.config().fail_fast && report.limit.is_some_and(|limit| first > limit);
-        holds.kept_next_time = if holds.stays_cached { tried.released } else { 0 };
         report.headroom = self.config().headroom;
         report.memory = memory;
         report.held_by_others =
             memory.map(|memory| memory.total.saturating_sub(memory.free).saturating_sub(report.reserved));
-        // What the limit refuses apart from heaps is not served by what is cached.
-        let waits = if tried.apart && holds.stays_cached { Waits::default() } else { waits };
-        report.advise(!tried.apart && self.shares_segment(request), &holds, &waits);
+        report.note_lacking();
+        if !tried.apart {
+            from_blocks.extend(self.advice_from_blocks(request));
+            from_blocks.extend(self.advice_on_segments(request, &report));
+        }
+        report.advise(from_blocks, &held, self.config().fail_fast);
         tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
         self.hooks().notify(&report);
         AllocError::OutOfMemory(Box::new(report))
-    }
-
-    /// True if the request would get a part of a segment that others share.
-    fn shares_segment(&self, request: &Request) -> bool {
-        let classes = self.classes();
-        let is_medium = classes.pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
-        is_medium && self.paged_granule_for(request).is_none() && !self.config().no_cache
     }
 }
 
@@ -181,8 +169,11 @@ impl Core {
             device_name: String::new(),
             requested: request.requested,
             padding: if tried.apart { 0 } else { request.size.saturating_sub(self.classes.round(request.requested)) },
-            segment: 0,
+            is_mapped: false,
+            growth: 0,
             from_device: 0,
+            lacking_below_limit: 0,
+            lacking_on_device: 0,
             stream_id: request.slot,
             pool: private(request.pool).filter(|_| !tried.apart).map(|private| private.id),
             refusal: tried.refusal,
@@ -192,10 +183,11 @@ impl Core {
             allocated: 0,
             requested_live: 0,
             reserved: self.reserved,
+            unused_in_part: 0,
             reserved_by_private_pools: 0,
             largest_free: 0,
             free_in_pool: 0,
-            unusable_index: 0.0,
+            pieces: 0,
             waiting: self.waiting_bytes(),
             held_by_others: None,
             largest_tags: Vec::new(),
@@ -211,10 +203,11 @@ impl Core {
 impl fmt::Display for OomReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let OomReport { device, reserved, allocated, .. } = *self;
-        // As PyTorch, it names what would have been taken from the device; unlike PyTorch, also what for.
-        let [tried, requested] = [self.segment, self.requested].map(|bytes| Bytes(bytes).to_string());
+        // As PyTorch's, it names the segment that would have been taken from the device; unlike PyTorch's, also what for.
+        let tried = if self.is_mapped { self.requested } else { self.growth };
+        let [tried, requested] = [tried, self.requested].map(|bytes| Bytes(bytes).to_string());
         write!(f, "out of memory. Tried to allocate {tried}")?;
-        if tried != requested || self.padding > 0 {
+        if tried != requested {
             write!(f, " for a request of {requested}")?;
         }
         if self.padding > 0 {
@@ -245,28 +238,33 @@ impl fmt::Display for OomReport {
 
 impl OomReport {
     fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = self.unusable_index * 100.0;
-        write!(
-            f,
-            "\n  free in its pool: {}, the largest piece {}; {percent:.0} % of it is unusable for this request",
-            Bytes(self.free_in_pool),
-            Bytes(self.largest_free)
-        )?;
+        if self.unused_in_part > 0 {
+            let (unused, what) = (Bytes(self.unused_in_part), if self.is_mapped { "frames" } else { "segments" });
+            write!(f, "\n  unallocated in {what} that other memory uses in part: {unused}")?;
+        }
+        let (free, largest) = (Bytes(self.free_in_pool), Bytes(self.largest_free));
+        match self.pieces {
+            0 => {}
+            1 => write!(f, "\n  free in its pool: 1 piece of {free}")?,
+            pieces => write!(f, "\n  free in its pool: {free} in {pieces} pieces, the largest of {largest}")?,
+        }
+        let (more, physical) = (Exactly(self.from_device), if self.is_mapped { " of physical memory" } else { "" });
         match self.refusal {
-            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for {} more", Exactly(self.segment))?,
+            Some(Refusal::Limit) => write!(f, "\n  refused by: the limit, for {more} more{physical}")?,
             Some(Refusal::Headroom) => {
-                write!(
-                    f,
-                    "\n  refused by: the headroom of {}, for {} more",
-                    Bytes(self.headroom),
-                    Exactly(self.segment)
-                )?;
+                let headroom = Bytes(self.headroom);
+                write!(f, "\n  refused by: the headroom of {headroom}, for {more} more{physical}")?;
             }
             Some(Refusal::Addresses) => {
-                write!(f, "\n  refused by: the device's address space, for {}", Exactly(self.segment))?
+                write!(f, "\n  refused by: the device's address space, for {}", Exactly(self.growth))?
             }
-            Some(Refusal::Device) => write!(f, "\n  refused by: the device, for {} more", Exactly(self.segment))?,
+            Some(Refusal::Device) => write!(f, "\n  refused by: the device, for {more} more{physical}")?,
             None => {}
+        }
+        let lacking = [(self.lacking_below_limit, "below the limit"), (self.lacking_on_device, "on the device")];
+        for (at, (bytes, place)) in lacking.into_iter().filter(|&(bytes, _)| bytes > 0).enumerate() {
+            let start = if at == 0 { "\n  lacking: " } else { ", and " };
+            write!(f, "{start}{} {place}", Exactly(bytes))?;
         }
         if self.released > 0 || self.reclaimed > 0 {
             let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));
@@ -276,10 +274,6 @@ impl OomReport {
             write!(f, "\n  asked: {name:?}, which freed {}", Bytes(*bytes))?;
             why.iter().try_for_each(|why| write!(f, ": {why}"))?;
         }
-        if self.kept_by_captures > 0 {
-            let kept = Bytes(self.kept_by_captures);
-            write!(f, "\n  a stream captures: {kept} of unused memory cannot go back to the device meanwhile")?;
-        }
         for (tag, bytes) in &self.largest_tags {
             match tag {
                 // Names come from the caller and may contain anything.
@@ -288,7 +282,7 @@ impl OomReport {
             }
         }
         for advice in &self.advice {
-            write!(f, "\n  it would fit: {advice}")?;
+            write!(f, "\n  try: {advice}")?;
         }
         Ok(())
     }

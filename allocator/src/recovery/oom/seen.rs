@@ -4,11 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use crate::accounting::unusable_share;
 use crate::heap::{Heap, Passed, Region, State};
 use crate::pools::table::Private;
-use crate::recovery::oom::remedies::Holds;
-use crate::recovery::oom::{Advice, LISTED, OomReport};
+use crate::recovery::oom::advice::Held;
+use crate::recovery::oom::{LISTED, OomReport};
 use crate::shell::core::{Core, Request};
 use crate::tags::Tag;
 
@@ -17,19 +16,16 @@ pub(super) struct Seen {
     request: Request,
     /// True if a stream of the device captures, so that no memory goes back.
     captures: bool,
-    holds: Holds,
-    /// Free blocks of the request's pool: their number, their bytes, the bytes in those that are large enough, and the
-    /// largest one's.
+    held: Held,
+    /// Free blocks of the request's pool: their number, their bytes, and the largest one's.
     pieces: usize,
     free: u64,
-    usable: u64,
     largest: u64,
+    unused_in_part: u64,
+    kept_by_captures: u64,
     reserved_by_private_pools: u64,
     /// Live bytes by tag.
     tags: HashMap<u32, u64>,
-    /// The contiguous memory of the request's own private pool that is being passed, in bytes, and whether it is
-    /// mapped.
-    own_range: Option<(u64, bool)>,
 }
 
 /// The private pool that keeps the memory of a heap pool from others.
@@ -41,15 +37,15 @@ impl Seen {
     /// What there is outside of heaps. The request's owner has `own` bytes already, which it keeps.
     pub(super) fn new(core: &Core, request: &Request, own: u64) -> Seen {
         let captures = core.is_capturing();
-        let mut holds = Holds { own, ..Holds::default() };
-        if let Some(own) = promised(core, request.pool) {
-            holds.own_pool_has_graphs = own.numbers().any(|number| own.keeps_for_graphs(number));
-        }
+        let mut held = Held { own, captures, ..Held::default() };
+        held.own_pool_has_graphs = promised(core, request.pool)
+            .is_some_and(|private| private.numbers().any(|number| private.keeps_for_graphs(number)));
+        held.capturing
+            .extend(core.waiting_bytes().iter().map(|&(slot, _)| slot).filter(|&slot| core.captures_on(slot)));
         let mut tags = HashMap::new();
         if let Some(paged) = &core.paged {
-            holds.loose += paged.spares.granules() * paged.granule;
-            holds.addresses_apart = paged.apart_address_bytes();
-            holds.captured.rest += if captures { paged.owned_bytes } else { 0 };
+            held.cached += paged.spares.granules() * paged.granule;
+            held.addresses_apart = paged.apart_address_bytes();
             for owned in paged.owned.values().filter(|owned| owned.size > 0) {
                 *tags.entry(owned.tag.0).or_default() += owned.size;
             }
@@ -57,14 +53,14 @@ impl Seen {
         Seen {
             request: *request,
             captures,
-            holds,
+            held,
             pieces: 0,
             free: 0,
-            usable: 0,
             largest: 0,
+            unused_in_part: 0,
+            kept_by_captures: 0,
             reserved_by_private_pools: 0,
             tags,
-            own_range: None,
         }
     }
 
@@ -72,91 +68,58 @@ impl Seen {
     pub(super) fn add(&mut self, core: &Core, heap: &Heap, passed: &Passed) {
         let (block, request) = (&passed.block, self.request);
         let owner = promised(core, block.pool);
-        let is_own = |private: &Private| private.owns(request.pool);
-        let is_of_another = owner.is_some_and(|private| !is_own(private));
+        let is_of_another = owner.is_some_and(|private| !private.owns(request.pool));
         if passed.is_first {
-            let pinned = pinned_in(core, heap.region(block.region));
-            let sum = if is_of_another { &mut self.holds.pinned_in_pools } else { &mut self.holds.pinned };
-            *sum += pinned;
+            self.held.pinned += pinned_in(core, heap.region(block.region));
         }
-        if block.state.has_memory() {
-            let bytes = if owner.is_some() { block.size } else { 0 };
-            self.reserved_by_private_pools += bytes;
-            let sum = if is_of_another { &mut self.holds.pools } else { &mut self.holds.own_pool };
-            *sum += bytes;
+        if owner.is_some() && block.state.has_memory() {
+            self.reserved_by_private_pools += block.size;
+            let sum = if is_of_another { &mut self.held.pools } else { &mut self.held.own_pool };
+            *sum += block.size;
         }
-        self.note_range(core, heap, passed, owner.is_some_and(is_own));
-        match (block.state, owner) {
-            (State::Live, _) => {
-                *self.tags.entry(block.tag).or_default() += block.size;
-                self.holds.live_in_pools += if is_of_another { block.size } else { 0 };
+        if block.state == State::Live {
+            *self.tags.entry(block.tag).or_default() += block.size;
+            self.held.live_in_pools += if is_of_another { block.size } else { 0 };
+        }
+        if matches!(block.state, State::Free | State::Waiting) && owner.is_none() {
+            let part = core.releasable_part(heap, block);
+            self.kept_by_captures += if self.captures { part.bytes } else { 0 };
+            if block.state == State::Free {
+                self.held.cached += part.bytes;
+                self.unused_in_part += block.size.saturating_sub(part.bytes + part.pinned);
             }
-            (State::Free, None) => {
-                let part = core.releasable_part(heap, block);
-                self.holds.loose += part.bytes;
-                self.holds.pinned_free += part.pinned;
-            }
-            (State::Free, Some(private)) if is_own(private) => {
-                self.holds.own_pool_loose += core.releasable_part(heap, block).bytes;
-            }
-            _ => {}
         }
         if block.state == State::Free && block.pool == request.pool {
             self.pieces += 1;
             self.free += block.size;
-            self.usable += if block.size >= request.size { block.size } else { 0 };
             self.largest = self.largest.max(block.size);
         }
-        if self.captures && block.state.has_memory() {
-            let part = core.releasable_part(heap, block);
-            self.holds.captured.add(block.state, block.size, &part, owner.map(is_own));
-        }
-    }
-
-    /// Notes contiguous memory of the request's own private pool that would serve it, once nothing there is live.
-    fn note_range(&mut self, core: &Core, heap: &Heap, passed: &Passed, is_own: bool) {
-        let (block, request) = (&passed.block, self.request);
-        if passed.begins_range || passed.is_first || !block.state.has_memory() {
-            self.end_range(core);
-        }
-        let is_near = is_own && block.pool == request.pool && heap.home == request.slot;
-        if is_near && block.state.has_memory() {
-            let (bytes, _) = self.own_range.unwrap_or_default();
-            self.own_range = Some((bytes + block.size, heap.region(block.region).is_paged()));
-            // The last range of all is not ended by another block.
-            self.holds.own_pool_serves |= block.next.some().is_none() && self.range_fits(core);
-        }
-    }
-
-    fn end_range(&mut self, core: &Core) {
-        self.holds.own_pool_serves |= self.range_fits(core);
-        self.own_range = None;
-    }
-
-    fn range_fits(&self, core: &Core) -> bool {
-        self.own_range.is_some_and(|(bytes, is_paged)| match is_paged {
-            true => bytes >= self.request.size,
-            false => core.classes.fits(bytes, self.request.size),
-        })
-    }
-
-    /// Advice that holds if the free bytes would suffice in one piece.
-    pub(super) fn fragmented(&self) -> Advice {
-        Advice::Fragmented { on_device: 0, cached: self.free, pieces: self.pieces, largest: self.largest }
     }
 
     /// Completes the report. Returns the memory that stands in the way of its request.
-    pub(super) fn tell(self, report: &mut OomReport) -> Holds {
+    pub(super) fn tell(self, report: &mut OomReport) -> Held {
         report.reserved_by_private_pools = self.reserved_by_private_pools;
-        (report.largest_free, report.free_in_pool) = (self.largest, self.free);
-        report.unusable_index = unusable_share(self.free.into(), self.usable.into());
-        report.kept_by_captures = self.holds.captured.cached();
+        (report.largest_free, report.free_in_pool, report.pieces) = (self.largest, self.free, self.pieces);
+        (report.unused_in_part, report.kept_by_captures) = (self.unused_in_part, self.kept_by_captures);
         let mut tags: Vec<(u32, u64)> = self.tags.into_iter().collect();
         tags.sort_by_key(|&(tag, bytes)| (Reverse(bytes), tag));
         tags.truncate(LISTED);
         let named = tags.into_iter().map(|(tag, bytes)| (Tag(tag).name().map(|name| name.to_string()), bytes));
         report.largest_tags = named.collect();
-        self.holds
+        self.held
+    }
+}
+
+impl Core {
+    /// True if a stream of the device captures.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
+    }
+
+    /// True if the stream with this number captures.
+    fn captures_on(&self, slot: u32) -> bool {
+        let Some((device, timeline)) = self.device.as_ref().zip(self.timeline(slot)) else { return false };
+        timeline.device_id_unless_capturing() != device.id()
     }
 }
 
