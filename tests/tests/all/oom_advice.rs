@@ -61,13 +61,13 @@ fn the_least_to_be_freed_is_no_more_than_suffices() {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
         let mut held: Vec<_> = (0..6).map(|_| bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap()).collect();
         for at in [5, 3, 1] {
-            held.remove(at);
+            drop(held.remove(at));
         }
         let report = refused(&bench, 40 * MIB);
         // With 27 MiB live, that is what is lacking, wherever the live blocks are.
         assert!(report.advice.contains(&free(3 * MIB)), "{report}");
         while bench.allocator.alloc_bytes(40 * MIB, &bench.stream).is_err() {
-            held.remove(0);
+            drop(held.remove(0));
         }
         assert!(!held.is_empty(), "not all had to be freed");
     }
@@ -270,7 +270,10 @@ fn captures_that_keep_memory_are_named() {
             let kept = 100 * MIB;
             assert_eq!(refused.advice, [Advice::AfterCapture { cached: kept }], "{options} {used_by_side}: {refused}");
             assert_eq!(refused.kept_by_captures, kept);
-            says(&refused, "try: wait until no stream captures, or call empty_cache() before a capture begins: ");
+            says(
+                &refused,
+                "try: wait until no stream captures, or call empty_cache() before a capture begins: meanwhile ",
+            );
             says(&refused, "meanwhile 100.00 MiB of unused memory cannot go back to the device");
             drop(capture);
             drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());

@@ -268,6 +268,9 @@ impl OomReport {
         };
         let takes = self.reserved.saturating_add(self.from_device);
         let needs_device = self.lacking_on_device > 0;
+        // What is lacking if all unused memory, wherever it is, came to the request in one piece.
+        let beside = self.allocated.saturating_add(self.requested).saturating_add(self.padding);
+        let least = beside.saturating_sub(self.allowed()).min(live);
         let others = self.held_by_others.unwrap_or(0);
         let all = [
             (stays_cached && held.cached + live > 0, Advice::EmptyCache { cached: held.cached }),
@@ -277,7 +280,7 @@ impl OomReport {
             (needs_device && self.headroom > 0, self.lower_headroom()),
             (held.pinned > 0, Advice::EndPins { held: held.pinned }),
             (held.pools > 0, Advice::ReleasePools { held: held.pools }),
-            (live > 0, self.free_more(live)),
+            (live > 0, self.free_more(least)),
             (needs_device && others > 0, Advice::OthersHold { held: others }),
         ];
         advice.extend(all.into_iter().filter(|(helps, _)| *helps).map(|(_, advice)| advice));
@@ -287,12 +290,10 @@ impl OomReport {
         Advice::LowerHeadroom { to: self.headroom.saturating_sub(self.lacking_on_device) }
     }
 
-    /// The least is what is lacking if all unused memory, wherever it is, came to the request in one piece.
-    fn free_more(&self, live: u64) -> Advice {
-        let takes = self.allocated.saturating_add(self.requested).saturating_add(self.padding);
+    fn free_more(&self, least: u64) -> Advice {
         let largest = self.largest_tags.first();
         let largest = largest.and_then(|(tag, bytes)| Some((tag.clone()?, *bytes)));
-        Advice::FreeMore { least: takes.saturating_sub(self.allowed()).min(live), largest }
+        Advice::FreeMore { least, largest }
     }
 }
 
@@ -328,11 +329,11 @@ impl fmt::Display for Advice {
                 )
             }
             Advice::AfterCapture { cached } => {
-                write!(
-                    f,
-                    "wait until no stream captures, or call empty_cache() before a capture begins: meanwhile {} of unused memory cannot go back to the device",
-                    Bytes(*cached)
-                )
+                write!(f, "wait until no stream captures, or call empty_cache() before a capture begins")?;
+                match cached {
+                    0 => Ok(()),
+                    kept => write!(f, ": meanwhile {} of unused memory cannot go back to the device", Bytes(*kept)),
+                }
             }
             Advice::EmptyPool { held } => {
                 write!(f, "call PrivatePool::empty_cache() of the request's own pool, which holds {}", Bytes(*held))
@@ -362,7 +363,7 @@ impl fmt::Display for Advice {
             }
             Advice::FreeMore { least, largest } => {
                 match least {
-                    0 => write!(f, "free memory between the free pieces")?,
+                    0 => write!(f, "free live memory: enough is unused, but not in one piece")?,
                     least => write!(f, "free at least {}", Exactly(*least))?,
                 }
                 match largest {
