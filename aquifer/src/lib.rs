@@ -188,7 +188,8 @@ pub mod device {
     pub use aquifer_device::cuda;
     pub use aquifer_device::{
         Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, DriverKind, ErrorKind, Event,
-        Graph, HostKernel, KernelArg, KernelMemory, Launch, OpenError, RawStream, StreamFlags, Tick, gpus,
+        Graph, HostKernel, KernelArg, KernelMemory, Launch, OpenError, RawStream, RequestError, StreamFlags, Tick,
+        gpus,
     };
 
     /// The simulated GPU.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use aquifer_device::RequestError;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::TransferError;
@@ -9,7 +10,10 @@ use crate::error::TransferError;
 /// So many elements of `size` bytes, as a length on the host.
 pub(crate) fn len_of(len: u64, size: u64) -> Result<usize, TransferError> {
     let addressable = len.checked_mul(size).is_some_and(|bytes| isize::try_from(bytes).is_ok());
-    usize::try_from(len).ok().filter(|_| addressable).ok_or(TransferError::LengthOverflow { len, size })
+    usize::try_from(len)
+        .ok()
+        .filter(|_| addressable)
+        .ok_or(TransferError::Request(RequestError::LengthOverflow { len, size }))
 }
 
 /// `len` elements with all bits 0.

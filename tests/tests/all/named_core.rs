@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use aquifer_allocator::{AllocError, Config, OomReport};
 
-use aquifer_device::Code;
+use aquifer_device::{Code, RequestError};
 use aquifer_tests::{Bench, GIB, KIB, MIB, Subject, check, write_on};
 
 #[test]
@@ -92,7 +92,7 @@ fn item_05_devices_have_their_own_statistics() {
     drop(first);
     assert_eq!((one.allocator.allocated_bytes(), other.allocator.allocated_bytes()), (0, 30 * MIB));
     let wrong = one.allocator.alloc_bytes(MIB, &other.stream);
-    assert!(matches!(wrong, Err(AllocError::WrongDevice { .. })));
+    assert!(matches!(wrong, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
     drop(second);
     one.assert_returned();
     other.assert_returned();

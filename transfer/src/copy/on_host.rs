@@ -150,8 +150,8 @@ impl<T: Pod, F: Lends> HostCopy for Rows<T, F> {
 #[cfg(test)]
 mod tests {
     use aquifer_allocator::{Allocator, Buffer, Config};
-    use aquifer_device::Device;
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+    use aquifer_device::{Device, RequestError};
 
     use super::*;
     use crate::{PinnedConfig, PinnedPool, StagingConfig, TransferConfig};
@@ -191,7 +191,10 @@ mod tests {
         assert!(matches!(refused, TransferError::LengthMismatch { from: 1000, to: 20 }), "{refused}");
         let beyond = Region { extents: &[21], from_strides: &[1], to_strides: &[1] };
         let refused = transfer.copy_on_host(beyond.of(&from), &mut pageable).unwrap_err();
-        assert!(matches!(refused, TransferError::OutOfBounds { end: 21, len: 20, .. }), "{refused}");
+        assert!(
+            matches!(refused, TransferError::Request(RequestError::OutOfBounds { end: 21, len: 20, .. })),
+            "{refused}"
+        );
         let on_host = transfer.counters().on_host;
         assert_eq!((on_host.copies, on_host.bytes), (3, 4 * (1000 + 5 + 15)));
         assert_eq!(sim.take_violations(), []);

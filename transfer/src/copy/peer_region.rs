@@ -116,8 +116,8 @@ impl Transfer {
 #[cfg(test)]
 mod tests {
     use aquifer_allocator::{Allocator, Config};
-    use aquifer_device::Device;
     use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_device::{Device, RequestError};
 
     use super::*;
 
@@ -169,10 +169,13 @@ mod tests {
         }
         let mut to = from.share();
         let beyond = Region { extents: &[11], from_strides: &[100], to_strides: &[1] };
-        assert!(matches!(two.copy(beyond.of(&from), &mut to), Err(TransferError::WrongDevice { .. })));
+        assert!(matches!(
+            two.copy(beyond.of(&from), &mut to),
+            Err(TransferError::Request(RequestError::WrongDevice { .. }))
+        ));
         let mut to = two.allocator().alloc::<u32>(11, elsewhere).unwrap();
         let refused = two.copy(beyond.of(&from), &mut to);
-        assert!(matches!(refused, Err(TransferError::OutOfBounds { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(TransferError::Request(RequestError::OutOfBounds { .. }))), "{refused:?}");
         worlds.iter().for_each(|(sim, ..)| assert_eq!(sim.take_violations(), []));
     }
 }

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use aquifer_device::{Copy2d, CopyEnd, DeviceError, Stream};
+use aquifer_device::{Copy2d, CopyEnd, DeviceError, RequestError, Stream};
 use aquifer_kernels::Strided;
 
 use crate::error::TransferError;
@@ -320,7 +320,11 @@ impl Plan {
 
     pub(super) fn check_reach(&self, from_len: u64, to_len: u64) -> Result<(), TransferError> {
         let fits = |reach: u64, len: u64| {
-            if reach <= len { Ok(()) } else { Err(TransferError::OutOfBounds { start: 0, end: reach, len }) }
+            if reach <= len {
+                Ok(())
+            } else {
+                Err(TransferError::Request(RequestError::OutOfBounds { start: 0, end: reach, len }))
+            }
         };
         fits(self.from_reach, from_len)?;
         fits(self.to_reach, to_len)

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use aquifer_device::RequestError;
 use aquifer_kernels::DType;
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
@@ -209,8 +210,9 @@ impl Checkpoint {
         let memory = match (place, self.shared(wanted)) {
             (Place::Pinned(pool), _) => {
                 let source = self.source(entry, wanted.stored, dtype)?;
-                let len = usize::try_from(source.bytes())
-                    .map_err(|_| TransferError::LengthOverflow { len: source.bytes(), size: 1 })?;
+                let len = usize::try_from(source.bytes()).map_err(|_| {
+                    TransferError::Request(RequestError::LengthOverflow { len: source.bytes(), size: 1 })
+                })?;
                 let mut buffer = pool.alloc::<u8>(len)?;
                 source.read(0, buffer.write()?)?;
                 Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: pool.clone() })

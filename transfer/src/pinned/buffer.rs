@@ -11,6 +11,7 @@ use super::memory::PinnedMemory;
 use super::pool::PinnedPool;
 use super::slices::{PinnedSlice, PinnedSliceMut};
 use crate::error::TransferError;
+use aquifer_device::RequestError;
 
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
@@ -52,7 +53,7 @@ impl PinnedPool {
     /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; errors of the driver.
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
@@ -82,7 +83,7 @@ impl PinnedPool {
 /// The bytes of `len` values.
 pub(super) fn bytes_of<T>(len: usize) -> Result<usize, TransferError> {
     let size = size_of::<T>();
-    let overflow = TransferError::LengthOverflow { len: len as u64, size: size as u64 };
+    let overflow = TransferError::Request(RequestError::LengthOverflow { len: len as u64, size: size as u64 });
     len.checked_mul(size).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(overflow)
 }
 
@@ -149,7 +150,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// A part, to be copied from.
     ///
     /// # Errors
-    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
         self.as_slice().slice(range)
     }
@@ -157,7 +158,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// A part, to be copied into.
     ///
     /// # Errors
-    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
     pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
         self.as_slice_mut().into_slice(range)
     }

@@ -1,7 +1,7 @@
 //! Making tensors.
 
 use aquifer_allocator::{Allocator, Buffer, Turn};
-use aquifer_device::{AccessKind, Stream};
+use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, Target};
 
 use super::layout::Layout;
@@ -67,7 +67,7 @@ impl Tensor {
         let layout = Layout::row_major(shape)?;
         check_len(&layout, buffer.len() as u64)?;
         let bytes = buffer.reinterpret::<u8>();
-        let bytes = bytes.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?.share();
+        let bytes = bytes.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?.share();
         buffer.storage().take_over()?;
         Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
@@ -234,13 +234,13 @@ fn check_len(layout: &Layout, has: u64) -> Result<(), TransferError> {
 /// Size of a layout's elements in bytes.
 pub(super) fn bytes_of(layout: &Layout, dtype: DType) -> Result<u64, TransferError> {
     let (len, size) = (layout.len(), dtype.bytes());
-    len.checked_mul(size).ok_or(TransferError::LengthOverflow { len, size })
+    len.checked_mul(size).ok_or(TransferError::Request(RequestError::LengthOverflow { len, size }))
 }
 
 /// The same on the host.
 pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, TransferError> {
     let bytes = usize::try_from(bytes_of(layout, dtype)?).ok().filter(|&bytes| isize::try_from(bytes).is_ok());
-    bytes.ok_or(TransferError::LengthOverflow { len: layout.len(), size: dtype.bytes() })
+    bytes.ok_or(TransferError::Request(RequestError::LengthOverflow { len: layout.len(), size: dtype.bytes() }))
 }
 
 fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {

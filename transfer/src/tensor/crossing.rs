@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Target};
 
 use super::Tensor;
@@ -131,7 +131,7 @@ impl Tensor {
             }
             _ => by_dtype!(crossing, T => {
                 let typed = buffer.reinterpret::<T>();
-                let typed = typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
+                let typed = typed.ok_or(RequestError::Unsupported { what: "device memory that is aligned for its elements" })?;
                 from.to_vec(&typed)?.map(|elements| Memory::Host(HostMemory::of::<T, Vec<T>>(elements)))
             }),
         };

@@ -25,8 +25,8 @@ use std::fmt;
 use std::ops::Range;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
 use aquifer_device::sim::CalledFrom;
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 
 pub(crate) use converted::Converted;
@@ -202,7 +202,9 @@ impl Tensor {
         }
         let bytes = memory.elements(self.dtype, self.first(), self.len())?;
         let typed = bytes.reinterpret().map(|view| view.share());
-        typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })
+        typed.ok_or(TransferError::Request(RequestError::Unsupported {
+            what: "device memory that is aligned for its elements",
+        }))
     }
 
     /// The indices `range` of a dimension, sharing the memory.

@@ -1,7 +1,7 @@
 //! Packing: elements with gaps between them become dense, in row-major order, on the side where they are; and on devices the other way round.
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
 use super::layout::Layout;
@@ -129,7 +129,7 @@ pub(super) fn fill_on_device<T: Scalar>(
     let mut values: Buffer<T> = transfer.allocator().alloc(host_vec::len_of(count, size_of::<T>() as u64)?, stream)?;
     transfer.kernels()?.fill(stream, &mut values, value)?;
     let values = values.reinterpret::<u8>();
-    let values = values.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+    let values = values.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?;
     scatter_all(memory, transfer, T::DTYPE, layout, stream, |_| Ok(values.share()))
 }
 
@@ -162,7 +162,9 @@ fn launches(layout: &Layout) -> Result<(Strided, Vec<u64>), TransferError> {
     let (extents, strides): (Vec<u64>, Vec<u64>) = launched.iter().copied().unzip();
     // Numbers of a part overflow no more than those of the whole.
     let Some(strided) = Strided::new(&extents, &strides) else {
-        return Err(TransferError::Unsupported { what: "a layout that the gather and scatter kernels take" });
+        return Err(TransferError::Request(RequestError::Unsupported {
+            what: "a layout that the gather and scatter kernels take",
+        }));
     };
     let mut starts = Vec::new();
     places(outer, merged.offset(), &mut |start| starts.push(start));

@@ -5,6 +5,7 @@ use super::pack::pack_on_host;
 use super::{Place, Tensor};
 use crate::error::TransferError;
 use crate::host_vec;
+use aquifer_device::RequestError;
 
 impl Tensor {
     /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation, also where the
@@ -63,8 +64,9 @@ impl Tensor {
             return Err(self.not_contiguous());
         }
         let first = host_vec::len_of(self.first(), T::DTYPE.bytes())?;
-        let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?)
-            .map_err(|_| TransferError::Unsupported { what: "host memory that is aligned for its elements" })?;
+        let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?).map_err(|_| {
+            TransferError::Request(RequestError::Unsupported { what: "host memory that is aligned for its elements" })
+        })?;
         Ok(&elements[first..first + host_vec::len_of(self.len(), T::DTYPE.bytes())?])
     }
 }

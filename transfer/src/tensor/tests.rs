@@ -5,7 +5,7 @@ mod write;
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation, Stream};
+use aquifer_device::{Code, Device, Operation, RequestError, Stream};
 use aquifer_kernels::convert_host;
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -214,7 +214,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
             assert!(error.to_string().contains(part), "{part:?}: {error}");
         }
     }
-    assert!(matches!(there.sum(stream), Err(TransferError::WrongDevice { what: "stream", .. })));
+    assert!(matches!(there.sum(stream), Err(TransferError::Request(RequestError::WrongDevice { what: "stream", .. }))));
     // And nothing is broken after that.
     assert_eq!(here.sum(stream).unwrap().item_blocking::<f32>().unwrap(), 15.0);
 }

@@ -2,7 +2,7 @@
 //! `pains_pinned.rs` has those of page-locked memory.
 
 use aquifer_allocator::{AllocError, Turn};
-use aquifer_device::AccessKind;
+use aquifer_device::{AccessKind, RequestError};
 use aquifer_transfer::{PinnedBuffer, Region, TransferError};
 
 use super::{Bench, pattern};
@@ -59,7 +59,7 @@ fn errors_name_both_devices() {
         one.transfer.to_pinned(&buffer).unwrap_err(),
     ] {
         let text = error.to_string();
-        let TransferError::WrongDevice { devices, .. } = error else { panic!("{text}") };
+        let TransferError::Request(RequestError::WrongDevice { devices, .. }) = error else { panic!("{text}") };
         let (is, needed) = (devices.is.to_string(), devices.needed.to_string());
         assert!(text.contains(&is) && text.contains(&needed), "{text}");
         let mut named = [is, needed];

@@ -3,6 +3,7 @@
 use std::thread;
 
 use super::*;
+use aquifer_device::RequestError;
 
 #[test]
 fn what_is_uploaded_comes_back() {
@@ -112,7 +113,7 @@ fn memory_of_another_device_and_captures_are_refused() {
     let buffer = bench.pool.alloc::<u8>(10).unwrap();
     let part = buffer.as_slice().part();
     let wrong = part.memory.turn(&other.stream, AccessKind::Read).unwrap_err();
-    assert!(matches!(wrong, TransferError::WrongDevice { .. }), "{wrong}");
+    assert!(matches!(wrong, TransferError::Request(RequestError::WrongDevice { .. })), "{wrong}");
     let capture = bench.stream.begin_capture().unwrap();
     let refused = part.memory.turn(&bench.stream, AccessKind::Read).unwrap_err();
     assert!(refused.to_string().contains("capture"), "{refused}");
@@ -183,7 +184,7 @@ fn lengths_and_alignments() {
     aligned.write().unwrap()[2].0[8191] = 1;
     assert_eq!(aligned.slice(2..).unwrap().as_bytes().slice(8191..).unwrap().read().unwrap(), [1]);
     let error = bench.pool.alloc::<u64>(usize::MAX / 4).unwrap_err();
-    assert!(matches!(error, TransferError::LengthOverflow { size: 8, .. }), "{error}");
+    assert!(matches!(error, TransferError::Request(RequestError::LengthOverflow { size: 8, .. })), "{error}");
     let error = bench.pool.alloc::<u8>(1 << 62).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     drop((small, aligned, empty));
@@ -197,7 +198,7 @@ fn views_stay_inside_and_casts_are_checked() {
     #[allow(clippy::reversed_empty_ranges, reason = "that is what is refused")]
     let reversed = buffer.slice(3..2);
     for refused in [buffer.slice(2..6), buffer.slice(..=5), reversed, buffer.slice(6..)] {
-        assert!(matches!(refused.unwrap_err(), TransferError::OutOfBounds { len: 5, .. }));
+        assert!(matches!(refused.unwrap_err(), TransferError::Request(RequestError::OutOfBounds { len: 5, .. })));
     }
     assert!(buffer.as_slice_mut().split_at(6).is_err());
     assert!(buffer.as_slice().cast::<u32>().is_err(), "10 bytes are no whole number of u32");

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Operation};
+use aquifer_device::{Code, Operation, RequestError};
 
 use super::*;
 use crate::{SlabSource, Transfer};
@@ -90,7 +90,10 @@ fn pageable_memory_only_by_name() {
     bench.sim.inject(failing(Operation::HostAlloc, Code(801)));
     bench.pool.empty_cache().unwrap();
     assert!(!bench.pool.alloc_or_pageable::<u8>(100).unwrap().is_pinned(), "a device that cannot page-lock");
-    assert!(matches!(bench.pool.alloc_or_pageable::<u64>(usize::MAX), Err(TransferError::LengthOverflow { .. })));
+    assert!(matches!(
+        bench.pool.alloc_or_pageable::<u64>(usize::MAX),
+        Err(TransferError::Request(RequestError::LengthOverflow { .. }))
+    ));
     bench.sim.clear_faults();
     bench.check_over();
 }

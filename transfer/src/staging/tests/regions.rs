@@ -4,6 +4,7 @@ use bytemuck::Pod;
 
 use super::*;
 use crate::Region;
+use aquifer_device::RequestError;
 
 /// Extents and strides.
 #[derive(Clone, Debug)]
@@ -196,7 +197,11 @@ fn what_does_not_fit_is_refused_before_anything_is_copied() {
             transfer.download(&target, region.of(from.clone())).err(),
         ] {
             let expected = |error: &TransferError| {
-                matches!(error, TransferError::OutOfBounds { end: 1001, len: 1000, .. } | TransferError::Region { .. })
+                matches!(
+                    error,
+                    TransferError::Request(RequestError::OutOfBounds { end: 1001, len: 1000, .. })
+                        | TransferError::Region { .. }
+                )
             };
             assert!(refused.as_ref().is_some_and(expected), "{refused:?}");
         }
@@ -208,7 +213,7 @@ fn what_does_not_fit_is_refused_before_anything_is_copied() {
         transfer.upload(region.of(&from), &mut elsewhere).err(),
         transfer.download(&elsewhere, region.of(from.clone())).err(),
     ] {
-        assert!(matches!(refused, Some(TransferError::WrongDevice { .. })), "{refused:?}");
+        assert!(matches!(refused, Some(TransferError::Request(RequestError::WrongDevice { .. }))), "{refused:?}");
     }
     assert_eq!(transfer.counters().uploads.copies, uploaded);
     assert_eq!(sim.take_violations(), []);

@@ -1,6 +1,7 @@
 //! Writing views in place, against lists of numbers on the host.
 
 use super::*;
+use aquifer_device::RequestError;
 
 /// A tensor on a device with its elements' numbers.
 fn numbered(stand: &Stand, shape: &[u64]) -> Tensor {
@@ -132,7 +133,7 @@ fn what_cannot_be_written_is_refused_with_every_operand_named() {
     assert!(error.contains("from: f32 [3] on cpu") && error.contains("Tensor::broadcast"), "{error}");
     assert!(matches!(
         there.clone().assign_shared(&host, &stands[1].stream),
-        Err(TransferError::WrongDevice { what: "stream", .. })
+        Err(TransferError::Request(RequestError::WrongDevice { what: "stream", .. }))
     ));
     assert!(matches!(repeated.clone().fill_shared(0.0f32, stream), Err(TransferError::Operands(_))));
     assert!(matches!(host.clone().fill_shared(0.0f32, stream), Err(TransferError::Operands(_))));
