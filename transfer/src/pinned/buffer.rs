@@ -39,7 +39,7 @@ use aquifer_device::RequestError;
 /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
 /// let mut buffer = pool.alloc_zeroed::<u32>(8)?;
 /// buffer.write()?[3] = 7;
-/// assert_eq!(buffer.slice(2..5)?.read()?, [0, 7, 0]);
+/// assert_eq!(buffer.slice(2..5).read()?, [0, 7, 0]);
 /// # Ok::<(), aquifer_transfer::TransferError>(())
 /// ```
 pub struct PinnedBuffer<T> {
@@ -149,17 +149,35 @@ impl<T: Pod> PinnedBuffer<T> {
 
     /// A part, to be copied from.
     ///
-    /// # Errors
-    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> PinnedSlice<'_, T> {
         self.as_slice().slice(range)
     }
 
     /// A part, to be copied into.
     ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> PinnedSliceMut<'_, T> {
+        self.try_slice_mut(range).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// As [`PinnedBuffer::slice`], with an error instead of a panic.
+    ///
     /// # Errors
     /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
+    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
+        self.as_slice().try_slice(range)
+    }
+
+    /// As [`PinnedBuffer::slice_mut`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
         self.as_slice_mut().into_slice(range)
     }
 

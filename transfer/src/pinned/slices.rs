@@ -109,9 +109,18 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
 
     /// A part of it.
     ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(self, range: impl RangeBounds<usize>) -> PinnedSlice<'a, T> {
+        self.try_slice(range).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// As [`PinnedSlice::slice`], with an error instead of a panic.
+    ///
     /// # Errors
     /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice(self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'a, T>, TransferError> {
+    pub fn try_slice(self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'a, T>, TransferError> {
         Ok(PinnedSlice { span: self.span.part::<T>(resolve(range, self.span.len)?), ..self })
     }
 

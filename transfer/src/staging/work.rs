@@ -216,8 +216,8 @@ fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Resul
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let on_device = work.device.claim.turn(&work.stream)?;
     let (part, kind) = match way {
-        Way::Up => (chunk.slice(..bytes)?.part(), AccessKind::Read),
-        Way::Down => (chunk.slice_mut(..bytes)?.part(), AccessKind::Write),
+        Way::Up => (chunk.try_slice(..bytes)?.part(), AccessKind::Read),
+        Way::Down => (chunk.try_slice_mut(..bytes)?.part(), AccessKind::Write),
     };
     let in_chunk = part.memory.turn(&work.stream, kind)?;
     let _held_off = capture::hold_off(&work.stream, CAPTURES_NOW)?;

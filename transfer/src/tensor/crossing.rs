@@ -63,7 +63,7 @@ impl Tensor {
         let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
         match (&self.memory, as_it_lies) {
             (Memory::Pinned(own), Some(range)) if own.pool.device().id() == to.device().id() => {
-                Ok((to.upload(own.buffer.slice(range)?, buffer)?, true))
+                Ok((to.upload(own.buffer.try_slice(range)?, buffer)?, true))
             }
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
                 Ok((self.upload_rows(own, to, buffer)?, true))
@@ -108,7 +108,7 @@ impl Tensor {
         let extents: Vec<u64> = merged.shape().iter().copied().chain([size]).collect();
         let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
         let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
-        let from = own.buffer.slice(self.byte_range(merged.offset(), merged.span()))?;
+        let from = own.buffer.try_slice(self.byte_range(merged.offset(), merged.span()))?;
         to.upload(region.of(from), buffer)
     }
 

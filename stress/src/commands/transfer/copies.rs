@@ -61,7 +61,7 @@ type Method = (&'static str, &'static str, fn(&Meter, &mut Ends) -> Result<(), F
 const METHODS: &[Method] = &[
     ("upload", "driver pinned", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
-        let from = ends.pinned.slice(..ends.len())?.read()?;
+        let from = ends.pinned.slice(..ends.len()).read()?;
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), from)?)
     }),
     ("upload", "driver pageable", |meter, ends| {
@@ -69,7 +69,7 @@ const METHODS: &[Method] = &[
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &ends.ordinary[..ends.len()])?)
     }),
     ("upload", "pinned", |meter, ends| {
-        let from = ends.pinned.slice(..ends.len())?;
+        let from = ends.pinned.slice(..ends.len());
         Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
     ("upload", "staged", |meter, ends| {
@@ -91,7 +91,7 @@ const METHODS: &[Method] = &[
     }),
     ("download", "driver pinned", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
-        let mut to = ends.pinned.slice_mut(..ends.len())?;
+        let mut to = ends.pinned.slice_mut(..ends.len());
         Ok(meter.stream.download_blocking(to.write()?, ends.buffer.ptr())?)
     }),
     ("download", "driver pageable", |meter, ends| {
@@ -100,7 +100,7 @@ const METHODS: &[Method] = &[
         Ok(meter.stream.download_blocking(&mut ends.ordinary[..len], ends.buffer.ptr())?)
     }),
     ("download", "pinned", |meter, ends| {
-        let to = ends.pinned.slice_mut(..ends.len())?;
+        let to = ends.pinned.slice_mut(..ends.len());
         Ok(meter.transfer.download(&ends.buffer, to)?.wait()?)
     }),
     ("download", "staged", |meter, ends| {
@@ -139,7 +139,7 @@ const METHODS: &[Method] = &[
         Ok(())
     }),
     (ON_HOST, "copy", |meter, ends| {
-        let from = ends.pinned.slice(..ends.len())?;
+        let from = ends.pinned.slice(..ends.len());
         Ok(meter.transfer.copy_on_host(from, &mut ends.aside)?.wait()?)
     }),
     (ON_HOST, "rows", |meter, ends| {
