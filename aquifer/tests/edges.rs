@@ -31,7 +31,7 @@ fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
     let device = Device::simulated("1GiB")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     assert!(memory.alloc::<u64>(usize::MAX, &stream).is_err());
-    let extents = [u64::MAX, 3];
+    let extents = [usize::MAX, 3];
     let region = Region { extents: &extents, from_strides: &[1, 1], to_strides: &[3, 1] };
     assert!(memory.transfer()?.to_device(region.of(&[1_u8, 2]), &stream).is_err());
     let x = memory.from_slice(&[1_u8, 2], &stream)?;

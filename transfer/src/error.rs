@@ -178,15 +178,15 @@ pub enum TransferError {
     #[error("a tensor of {shape:?} with strides {strides:?} is not contiguous; make it so with `Tensor::contiguous`")]
     NotContiguous {
         /// Its extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// Its strides.
-        strides: Vec<u64>,
+        strides: Vec<usize>,
     },
     /// The caller asked for the only element of a buffer or tensor that does not have exactly one.
     #[error("a buffer or tensor of {shape:?} does not have exactly one element")]
     NotOneElement {
         /// Its extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
     },
     /// Elements could not be converted.
     #[error(transparent)]

@@ -10,7 +10,7 @@ use aquifer_transfer::{Pending, Tensor, To, Transfer};
 use crate::support::Gpu;
 
 /// More than the calling thread copies by itself.
-const LEN: u64 = 1 << 20;
+const LEN: usize = 1 << 20;
 
 fn runtime(device: &Device) -> Transfer {
     Transfer::new(&Allocator::new(device, Config::default()).unwrap()).unwrap()
@@ -35,7 +35,7 @@ fn tensors_that_are_converted_beyond_the_host_are_whole_or_errors() {
     let gpu = Gpu::new();
     let sim = SimDriver::new(SimConfig::default());
     let sent = sent_and_widened(&gpu, &sim, false).unwrap();
-    assert!(sent.len() as u64 == LEN && sent.iter().all(|&element| element == 1.0));
+    assert!(sent.len() == LEN && sent.iter().all(|&element| element == 1.0));
     let failed = sent_and_widened(&gpu, &sim, true);
     assert!(matches!(&failed, Err(error) if error.contains("injected")), "{:?}", failed.map(|sent| sent[0]));
     assert_eq!(sim.violations(), []);

@@ -228,8 +228,8 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
 
     /// What the region writes in a dense target.
     fn elements(&self) -> Result<usize, TransferError> {
-        let elements = self.region.extents.iter().fold(1, |all: u64, &extent| all.saturating_mul(extent));
-        host_vec::len_of(elements, size_of::<T>() as u64)
+        let elements = self.region.extents.iter().fold(1, |all: usize, &extent| all.saturating_mul(extent));
+        host_vec::len_of(elements as u64, size_of::<T>() as u64)
     }
 
     fn upload_to(

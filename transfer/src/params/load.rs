@@ -167,7 +167,7 @@ impl Checkpoint {
                 (stored, dtype, entry.shape.clone())
             }
             (None, OtherDTypes::AsBytes) if entry.element_bytes > 0 => {
-                let bytes = Some(entry.element_bytes).filter(|&bytes| bytes > 1);
+                let bytes = usize::try_from(entry.element_bytes).ok().filter(|&bytes| bytes > 1);
                 (DType::U8, DType::U8, entry.shape.iter().copied().chain(bytes).collect())
             }
             (None, _) => {
@@ -185,7 +185,7 @@ impl Checkpoint {
     /// Begins bringing a tensor to a device.
     fn begin(&self, wanted: &Wanted<'_>, small: &mut Small) -> Result<Step, TransferError> {
         let (stored, dtype, layout) = (wanted.stored, wanted.dtype, wanted.layout);
-        let largest = wanted.entry.bytes.max(layout.len().saturating_mul(dtype.bytes()));
+        let largest = wanted.entry.bytes.max((layout.len() as u64).saturating_mul(dtype.bytes()));
         if largest <= SMALL_TENSOR_BYTES {
             let source = self.source(wanted.entry, stored, dtype)?;
             let mut elements = vec![0; usize::try_from(source.bytes()).unwrap_or(usize::MAX)];

@@ -227,7 +227,7 @@ impl Moving {
 
 /// Whether a tensor is sent together with others: one on the host of few bytes, before and after conversion.
 fn is_small(tensor: &Tensor, dtype: DType) -> bool {
-    let largest = tensor.bytes().max(tensor.len().saturating_mul(dtype.bytes()));
+    let largest = tensor.bytes().max((tensor.len() as u64).saturating_mul(dtype.bytes()));
     tensor.place().is_host() && largest <= SMALL_TENSOR_BYTES
 }
 

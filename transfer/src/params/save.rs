@@ -129,7 +129,7 @@ fn header(params: &[&Param], metadata: &BTreeMap<String, String>) -> Result<Vec<
     let mut start = 0u64;
     for param in params {
         let tensor: &Tensor = &param.tensor;
-        let (len, size) = (tensor.len(), tensor.dtype().bytes());
+        let (len, size) = (tensor.len() as u64, tensor.dtype().bytes());
         let end = len.checked_mul(size).and_then(|bytes| bytes.checked_add(start));
         let end = end.ok_or(RequestError::LengthOverflow { len, size })?;
         let entry = json!({

@@ -91,7 +91,7 @@ impl Tensor {
         let merged = self.layout.merged();
         let innermost = merged.dimensions().next_back();
         merged.rank() <= 3
-            && innermost.is_some_and(|(extent, stride)| stride == 1 && extent * self.dtype.bytes() >= LONG_ROW)
+            && innermost.is_some_and(|(extent, stride)| stride == 1 && extent as u64 * self.dtype.bytes() >= LONG_ROW)
     }
 
     fn upload_rows(
@@ -100,12 +100,13 @@ impl Tensor {
         to: &Transfer,
         buffer: &mut Buffer<u8>,
     ) -> Result<Pending<()>, TransferError> {
-        let size = self.dtype.bytes();
+        let size = self.size();
         let merged = self.layout.merged();
         let dense = Layout::row_major(merged.shape())?;
         // In bytes, of which elements are the innermost dimension.
-        let in_bytes = |strides: &[u64]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<u64>>();
-        let extents: Vec<u64> = merged.shape().iter().copied().chain([size]).collect();
+        let in_bytes =
+            |strides: &[usize]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<usize>>();
+        let extents: Vec<usize> = merged.shape().iter().copied().chain([size]).collect();
         let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
         let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
         let from = own.buffer.try_slice(self.byte_range(merged.offset(), merged.span()))?;

@@ -169,9 +169,9 @@ impl DeviceMemory {
     }
 
     /// The part that elements `start..start + len` of a dtype lie in.
-    pub(crate) fn elements(&self, dtype: DType, start: u64, len: u64) -> Result<Buffer<u8>, TransferError> {
-        let size = dtype.bytes();
-        part_of(&self.buffer, start * size..(start + len) * size)
+    pub(crate) fn elements(&self, dtype: DType, start: usize, len: usize) -> Result<Buffer<u8>, TransferError> {
+        let (start, end, size) = (start as u64, (start + len) as u64, dtype.bytes());
+        part_of(&self.buffer, start * size..end * size)
     }
 }
 

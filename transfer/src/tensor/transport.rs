@@ -31,9 +31,9 @@ use crate::runtime::Transfer;
 /// The elements of a tensor as they are sent.
 pub(super) struct Sent {
     /// Place of the first in the tensor's memory, if they are sent as they lie; `None` if they are packed.
-    pub(super) first: Option<u64>,
+    pub(super) first: Option<usize>,
     /// How many.
-    pub(super) count: u64,
+    pub(super) count: usize,
     /// Where they lie then.
     pub(super) layout: Layout,
 }
@@ -223,10 +223,8 @@ impl Tensor {
     }
 
     /// The bytes of some elements in host memory.
-    pub(super) fn byte_range(&self, first: u64, count: u64) -> std::ops::Range<usize> {
-        let byte =
-            |element: u64| usize::try_from(element).map_or(usize::MAX, |element| element.saturating_mul(self.size()));
-        byte(first)..byte(first.saturating_add(count))
+    pub(super) fn byte_range(&self, first: usize, count: usize) -> std::ops::Range<usize> {
+        first.saturating_mul(self.size())..first.saturating_add(count).saturating_mul(self.size())
     }
 
     pub(super) fn size(&self) -> usize {

@@ -78,7 +78,7 @@ fn owners_that_wait_for_transfers_when_dropped_block_no_transfer() {
         transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().wait().unwrap();
         drop(transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap());
         transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().cancel();
-        let tensor = Tensor::from_owner::<u8, _>(waits(&bench, &tell), &[STAGED as u64]).unwrap();
+        let tensor = Tensor::from_owner::<u8, _>(waits(&bench, &tell), &[STAGED]).unwrap();
         let moved = tensor.to(&transfer).unwrap();
         drop(tensor);
         drop(moved.wait().unwrap());

@@ -321,7 +321,7 @@ fn a_region_that_overlaps_its_source_is_refused() {
     let bench = Bench::new();
     let bytes = pattern(5, 24);
     let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
-    let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[u64; 2]; 2]| {
+    let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[usize; 2]; 2]| {
         let region = Region { extents: &[4, 2], from_strides: &strides[0], to_strides: &strides[1] };
         let (from, mut to) = (buffer.slice(from), buffer.slice(to).share());
         bench.transfer.copy(region.of(&from), &mut to).map(|pending| pending.wait().unwrap())
