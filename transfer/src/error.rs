@@ -331,6 +331,13 @@ impl From<KernelError> for TransferError {
     }
 }
 
+/// An argument that cannot fail to name a place, where others can.
+impl From<std::convert::Infallible> for TransferError {
+    fn from(never: std::convert::Infallible) -> TransferError {
+        match never {}
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use aquifer_device::{Code, Operation};

@@ -102,8 +102,12 @@ impl Checkpoint {
     /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
     /// opened ([`CheckpointFault::Changed`]), when memory runs out, and errors of the driver.
     #[track_caller]
-    pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
-        let place = place.into();
+    pub fn load_blocking(
+        &self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        mut how: Load<'_>,
+    ) -> Result<ParamSet, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         self.check_unchanged()?;
         let wanted = self.chosen(&how).map(|entry| self.want(entry, &how)).collect::<Result<Vec<_>, _>>()?;

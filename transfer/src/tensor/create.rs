@@ -78,8 +78,12 @@ impl Tensor {
     /// # Errors
     /// When memory runs out, a shape that is too large, and errors of the driver.
     #[track_caller]
-    pub fn empty(place: impl Into<Place>, dtype: DType, shape: &[usize]) -> Result<Tensor, TransferError> {
-        let place = place.into();
+    pub fn empty(
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<Tensor, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
         let bytes = bytes_of(&layout, dtype)?;
@@ -124,8 +128,12 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`].
     #[track_caller]
-    pub fn zeros_in(place: impl Into<Place>, dtype: DType, shape: &[usize]) -> Result<Tensor, TransferError> {
-        let place = place.into();
+    pub fn zeros_in(
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<Tensor, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         match place {
             Place::Pinned(pool) => {
@@ -152,8 +160,12 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`], and those of [`aquifer_kernels::Kernels::fill`].
     #[track_caller]
-    pub fn full<T: Scalar>(place: impl Into<Place>, shape: &[usize], value: T) -> Result<Tensor, TransferError> {
-        let place = place.into();
+    pub fn full<T: Scalar>(
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        shape: &[usize],
+        value: T,
+    ) -> Result<Tensor, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
         let memory = match place {

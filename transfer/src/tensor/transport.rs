@@ -45,7 +45,7 @@ impl Tensor {
     /// # Errors
     /// When memory runs out, and errors of the drivers.
     #[track_caller]
-    pub fn to(&self, place: impl Into<Place>) -> Result<Pending<Tensor>, TransferError> {
+    pub fn to(&self, place: impl TryInto<Place, Error: Into<TransferError>>) -> Result<Pending<Tensor>, TransferError> {
         self.to_with(place, To::new())
     }
 
@@ -83,8 +83,12 @@ impl Tensor {
     /// A stream of another device than those that take part, a dtype that the device lacks instructions for if it must have them, and as
     /// [`Tensor::to`].
     #[track_caller]
-    pub fn to_with(&self, place: impl Into<Place>, to: To) -> Result<Pending<Tensor>, TransferError> {
-        let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
+    pub fn to_with(
+        &self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        to: To,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let (place, dtype) = (Place::named(place)?, to.dtype.unwrap_or(self.dtype));
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();

@@ -3,8 +3,8 @@
 use aquifer_transfer::{Direction, Owner, Region, TransferError};
 
 use super::op::LENGTHS;
+use super::pattern;
 use super::world::{Begun, World, pick};
-use super::{pattern};
 
 /// Something that lends no slice, but panics.
 struct Panicking(usize);
