@@ -118,6 +118,13 @@ pub enum AllocError {
     Device(#[from] DeviceError),
 }
 
+/// A configuration that cannot fail, where others can.
+impl From<std::convert::Infallible> for AllocError {
+    fn from(never: std::convert::Infallible) -> AllocError {
+        match never {}
+    }
+}
+
 impl AllocError {
     /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
     #[cold]

@@ -38,3 +38,17 @@ fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
     assert!(x.try_slice(1..3).is_err() && x.try_slice(..=usize::MAX).is_err());
     Ok(())
 }
+
+#[test]
+fn tensors_go_to_what_names_memory() -> Result<(), aquifer::Error> {
+    let device = Device::simulated("1GiB,violations=panic")?;
+    let (memory, stream) = (device.allocator_with("expandable_segments:True")?, device.stream()?);
+    let host = Tensor::from_vec(vec![1.0_f32, 2.0], &[2])?;
+    for there in [host.to(&memory)?, host.to((&memory, &stream))?, host.to(&device)?, host.to(&memory.transfer()?)?] {
+        let there = there.wait()?;
+        assert_eq!((there.place().to_string().as_str(), there.to_vec_blocking::<f32>()?), ("sim:0", vec![1.0, 2.0]));
+    }
+    let elsewhere = Device::simulated("1GiB")?.stream()?;
+    assert!(host.to((&memory, &elsewhere)).is_err());
+    Ok(())
+}

@@ -53,6 +53,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to`].
+    #[doc(alias = "cpu")]
     #[track_caller]
     pub fn to_host(&self) -> Result<Pending<Tensor>, TransferError> {
         self.to(Place::Host)
