@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use aquifer_allocator::{Advice, Allocation, MemoryStats, OomReport, PoolOptions, Refusal};
-use aquifer_device::Stream;
+use aquifer::Stream;
+use aquifer::memory::{Allocation, MemoryStats, OomReport, PoolOptions};
+use aquifer_allocator::{Advice, Refusal};
 use aquifer_tests::{Bench, GIB, MIB, write_on};
 
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
@@ -188,7 +189,7 @@ fn report_too_big() {
     assert_eq!(report.advice, [Advice::LargerDevice { bytes: 100 * MIB }]);
     says(&report, "total capacity of 64.00 MiB of which 64.00 MiB is free");
     says(&report, "only on a device of at least 100.00 MiB");
-    let _scope = aquifer_allocator::TagScope::new("weights");
+    let _scope = aquifer::memory::TagScope::new("weights");
     let held = bench.allocator.alloc_bytes(50 * MIB, &bench.stream).unwrap();
     says(&refused(&bench, 30 * MIB), "after freeing at least 16.00 MiB more; most is held by \"weights\" (50.00 MiB)");
     drop(held);

@@ -1,7 +1,8 @@
 //! Advice of out-of-memory reports is true: who follows it is served.
 
-use aquifer_allocator::{Advice, Allocation, OomReport, PoolOptions, Refusal, TagScope};
-use aquifer_device::sim::Fault;
+use aquifer::device::sim::Fault;
+use aquifer::memory::{Allocation, OomReport, PoolOptions, TagScope};
+use aquifer_allocator::{Advice, Refusal};
 use aquifer_device::{Code, Operation};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on};
 

@@ -1,6 +1,7 @@
 //! While a stream captures, some memory cannot go back to the device. Reports say so, and what helps.
 
-use aquifer_allocator::{Advice, AllocError, OomReport, PoolOptions};
+use aquifer::memory::{AllocError, OomReport, PoolOptions};
+use aquifer_allocator::Advice;
 use aquifer_tests::{Bench, MIB};
 
 fn report<T>(refused: Result<T, AllocError>) -> OomReport {

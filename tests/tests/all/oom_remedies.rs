@@ -1,7 +1,8 @@
 //! What helps is told where it is not what mostly does: pins, pools, options, memory of one's own, larger devices.
 
+use aquifer::memory::{AllocError, OomReport, PoolOptions};
+use aquifer_allocator::Advice;
 use aquifer_allocator::config::Backing;
-use aquifer_allocator::{Advice, AllocError, OomReport, PoolOptions};
 use aquifer_device::HandleKind;
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, on};
 

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions};
-use aquifer_device::{Code, ErrorKind, RequestError, Stream, cuda};
+use aquifer::device::{ErrorKind, RequestError, cuda};
+use aquifer::memory::{AllocError, Config, PoolOptions};
+use aquifer::{Allocator, Stream};
+use aquifer_device::Code;
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 

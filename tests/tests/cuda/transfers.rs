@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation};
-use aquifer_transfer::{Pending, Tensor, To, Transfer};
+use aquifer::device::sim::{Fault, SimConfig, SimDriver};
+use aquifer::memory::Config;
+use aquifer::transfer::Transfer;
+use aquifer::{Allocator, Device, Pending, Tensor};
+use aquifer_device::{Code, Operation};
+use aquifer_transfer::To;
 
 use crate::support::Gpu;
 

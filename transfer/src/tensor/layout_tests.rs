@@ -25,7 +25,7 @@ impl Model {
 
     fn at(&self, index: &[usize]) -> usize {
         let flat = index.iter().zip(&self.shape).fold(0, |flat, (index, extent)| flat * extent + index);
-        self.places[usize::try_from(flat).unwrap()]
+        self.places[flat]
     }
 }
 
@@ -172,7 +172,7 @@ fn apply(view: &View, layout: Layout, model: Model) -> Result<(Layout, Model), T
 fn check(layout: &Layout, model: &Model) -> TestCaseResult {
     prop_assert_eq!(layout.shape(), &model.shape[..]);
     prop_assert_eq!(&places(layout), &model.places);
-    prop_assert_eq!(layout.len(), model.places.len() as usize);
+    prop_assert_eq!(layout.len(), model.places.len());
     prop_assert_eq!(layout.end(), model.places.iter().max().map_or(0, |last| last + 1));
     let dense = model.places.windows(2).all(|pair| pair[1] == pair[0] + 1);
     prop_assert_eq!(layout.is_contiguous(), dense, "{:?}", layout);

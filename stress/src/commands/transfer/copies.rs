@@ -4,9 +4,10 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_allocator::{Buffer, Turn};
-use aquifer_device::AccessKind;
-use aquifer_transfer::{FilePart, Owner, PinnedBuffer, Region};
+use aquifer::device::AccessKind;
+use aquifer::memory::Turn;
+use aquifer::transfer::{FilePart, Owner, Region};
+use aquifer::{Buffer, PinnedBuffer};
 use serde::Serialize;
 
 use super::meter::{HOST, Meter, Peer, rate};

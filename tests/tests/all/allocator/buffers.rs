@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, Config, Contents, Growable, PoolOptions, Turn};
-use aquifer_device::{AccessKind, Device, HandleKind, RequestError, Stream};
+use aquifer::device::{AccessKind, RequestError};
+use aquifer::memory::{AllocError, Config, Contents, Growable, PoolOptions, Turn};
+use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer_device::HandleKind;
 use aquifer_tests::{MIB, Subject};
 use proptest::prelude::*;
 

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Device, HandleKind, Operation, PhysicalOptions, RequestError};
+use aquifer::device::RequestError;
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{AllocError, Config};
+use aquifer::{Allocator, Device};
+use aquifer_device::{Code, HandleKind, Operation, PhysicalOptions};
 use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 const FD: HandleKind = HandleKind::PosixFd;

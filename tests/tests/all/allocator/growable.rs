@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer::device::sim::Fault;
+use aquifer::device::{AccessKind, DevicePtr, RequestError};
+use aquifer::memory::{AllocError, Config, Growable, TagScope, Turn};
+use aquifer::{Allocator, Device, Stream};
 use aquifer_allocator::size_class::PoolKind;
-use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope, Turn};
-use aquifer_device::sim::Fault;
-use aquifer_device::{AccessKind, Code, Device, DevicePtr, HandleKind, Operation, RequestError, Stream};
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::check::readers;
 use aquifer_tests::{Bench, MIB, Subject};
 use proptest::prelude::*;

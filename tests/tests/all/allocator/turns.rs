@@ -1,8 +1,10 @@
 //! Streams take turns with buffers: what is ordered, what is not, and what fails.
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, Config, Turn};
-use aquifer_device::sim::Fault;
-use aquifer_device::{AccessKind, Code, Device, Operation, RequestError, Stream};
+use aquifer::device::sim::Fault;
+use aquifer::device::{AccessKind, RequestError};
+use aquifer::memory::{AllocError, Config, Turn};
+use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
 
 struct Bench {

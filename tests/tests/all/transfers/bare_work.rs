@@ -4,11 +4,16 @@
 use std::any::Any;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, PoolOptions, PrivatePool};
-use aquifer_device::{DevicePtr, HandleKind, Stream};
-use aquifer_kernels::DType;
+use aquifer::Tensor;
+use aquifer::device::DevicePtr;
+use aquifer::kernels::DType;
+use aquifer::memory::{AllocError, PoolOptions, PrivatePool};
+use aquifer::tensor::ParamSet;
+use aquifer::transfer::{OnStreams, Prefetcher, Spillable, Spiller};
+use aquifer::{Allocator, Buffer, Stream};
+use aquifer_device::HandleKind;
 use aquifer_tests::runner;
-use aquifer_transfer::{OnStreams, ParamSet, Prefetcher, Relocate, Spillable, Spiller, Tensor, To};
+use aquifer_transfer::{Relocate, To};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -265,7 +270,7 @@ impl World {
     }
 }
 
-fn of_allocation(memory: aquifer_allocator::Allocation, stream: &Stream) -> Held {
+fn of_allocation(memory: aquifer::memory::Allocation, stream: &Stream) -> Held {
     Held { ptr: memory.ptr(), bytes: memory.bytes(), stream: stream.clone(), ready: None, _own: Box::new(memory) }
 }
 

@@ -1,9 +1,11 @@
 //! Batches of small copies: whose results are whose.
 
-use aquifer_allocator::Buffer;
-use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Operation, RequestError};
-use aquifer_transfer::{Direction, TransferError};
+use aquifer::Buffer;
+use aquifer::device::RequestError;
+use aquifer::device::sim::Fault;
+use aquifer::transfer::TransferError;
+use aquifer_device::{Code, Operation};
+use aquifer_transfer::Direction;
 use proptest::prelude::*;
 
 use super::{Bench, host, pattern};
@@ -93,7 +95,7 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
-    let refused = aquifer_transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
+    let refused = aquifer::transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
     assert!(matches!(refused, TransferError::Request(RequestError::Unsupported { .. })), "{refused}");
     bench.finish();
 }

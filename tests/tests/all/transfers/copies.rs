@@ -1,6 +1,7 @@
 //! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and borrowed memory.
 
-use aquifer_transfer::{Direction, Owner, Region, TransferError};
+use aquifer::transfer::{Owner, Region, TransferError};
+use aquifer_transfer::Direction;
 
 use super::op::LENGTHS;
 use super::pattern;

@@ -1,7 +1,8 @@
 //! Tensors that are written in place, and files that are loaded into sets, on every driver.
 
-use aquifer_kernels::DType;
-use aquifer_transfer::{Checkpoint, Load, ParamSet, Place, Tensor};
+use aquifer::Tensor;
+use aquifer::kernels::DType;
+use aquifer::tensor::{Checkpoint, Load, ParamSet, Place};
 
 use super::Bench;
 

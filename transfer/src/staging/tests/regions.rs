@@ -228,7 +228,7 @@ fn every_driver_call_of_a_region_may_fail() {
     let expected = shape.model(&from, &vec![0; to_len]);
     let trip = |transfer: &Transfer, pool: &PinnedPool| -> Result<(), TransferError> {
         let stream = transfer.device().stream()?;
-        let mut buffer = transfer.allocator().alloc::<u8>(usize::try_from(to_len as u64).unwrap(), &stream)?;
+        let mut buffer = transfer.allocator().alloc::<u8>(to_len, &stream)?;
         let mut back = pool.alloc_or_pageable::<u8>(to_len)?;
         back.write()?.fill(0);
         let uploaded = transfer.upload(shape.region().of(from.clone()), &mut buffer)?;

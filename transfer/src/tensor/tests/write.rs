@@ -261,7 +261,7 @@ fn places_of(view: &Tensor) -> Vec<usize> {
                 indices[dimension] = rest % shape[dimension];
                 rest /= shape[dimension];
             }
-            usize::try_from(view.layout().place(&indices).unwrap()).unwrap()
+            view.layout().place(&indices).unwrap()
         })
         .collect()
 }
