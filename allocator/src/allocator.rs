@@ -129,11 +129,19 @@ impl Drop for Inner {
 }
 
 impl Allocator {
-    /// An allocator for `device`.
+    /// An allocator for `device`, configured by a [`Config`], or by options as text, such as `"limit_mb:4096"`. The rest of the process
+    /// does not share it; [`crate::DeviceAllocator::allocator`] gives one that it does.
     ///
     /// # Errors
     /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
-    pub fn new(device: &Device, config: Config) -> Result<Allocator, AllocError> {
+    pub fn new(
+        device: &Device,
+        config: impl TryInto<Config, Error: Into<AllocError>>,
+    ) -> Result<Allocator, AllocError> {
+        Allocator::configured(device, config.try_into().map_err(Into::into)?)
+    }
+
+    fn configured(device: &Device, config: Config) -> Result<Allocator, AllocError> {
         config.validate()?;
         fork::check(Operation::MemoryInfo)?;
         // Memory of earlier ones, whose last buffers outlived them.

@@ -1,6 +1,6 @@
 //! Errors of the allocator.
 
-use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch};
+use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
 use crate::backing::WhySegments;
 use crate::config::ConfigError;
@@ -25,14 +25,6 @@ pub enum AllocError {
         /// Alignment asked for.
         alignment: u64,
     },
-    /// The caller passed a stream, buffer, pool or allocation of another device.
-    #[error("the {what} belongs to {devices}")]
-    WrongDevice {
-        /// What was passed.
-        what: &'static str,
-        /// Its device, and the one that was needed.
-        devices: Box<DeviceMismatch>,
-    },
     /// The caller passed a pool, a buffer or an allocation of another allocator of the same device. Ask that one.
     #[error("the {what} belongs to another allocator of {device} than the one asked")]
     WrongAllocator {
@@ -55,24 +47,6 @@ pub enum AllocError {
     InvalidPointer {
         /// The pointer.
         ptr: u64,
-    },
-    /// The caller asked for a length whose size in bytes overflows.
-    #[error("{len} elements of {size} bytes are more bytes than a u64 holds")]
-    LengthOverflow {
-        /// Elements asked for.
-        len: u64,
-        /// Size of one.
-        size: u64,
-    },
-    /// The caller asked for a part of a buffer that reaches beyond its end.
-    #[error("elements {start}..{end} reach beyond a buffer of {len}")]
-    OutOfBounds {
-        /// First element asked for.
-        start: u64,
-        /// Element after the last.
-        end: u64,
-        /// Elements of the buffer.
-        len: u64,
     },
     /// The caller asked a growable buffer to be larger than the addresses that it reserved.
     #[error("{requested} bytes are more than the {capacity} that addresses were reserved for")]
@@ -132,12 +106,9 @@ pub enum AllocError {
         /// Why memory is not mapped; see [`crate::Allocator::why_segments`].
         why: Box<WhySegments>,
     },
-    /// The device cannot do what the caller asked for.
-    #[error("not supported here: this needs {what}")]
-    Unsupported {
-        /// What is missing.
-        what: &'static str,
-    },
+    /// The request cannot be served as the caller made it.
+    #[error(transparent)]
+    Request(#[from] RequestError),
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -147,11 +118,18 @@ pub enum AllocError {
     Device(#[from] DeviceError),
 }
 
+/// A configuration that cannot fail, where others can.
+impl From<std::convert::Infallible> for AllocError {
+    fn from(never: std::convert::Infallible) -> AllocError {
+        match never {}
+    }
+}
+
 impl AllocError {
     /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
     #[cold]
     pub(crate) fn wrong_device(what: &'static str, is: u32, needed: u32) -> AllocError {
-        AllocError::WrongDevice { what, devices: DeviceMismatch::between(is, needed) }
+        RequestError::wrong_device(what, is, needed).into()
     }
 
     /// The caller passed what belongs to an allocator of the device `is` to another one, of the device `needed`.
@@ -166,17 +144,35 @@ impl AllocError {
 
     /// Whether memory was lacking, so that freeing some may help: for the request, or for a driver call on the way.
     pub fn is_out_of_memory(&self) -> bool {
-        match self {
-            AllocError::OutOfMemory(_) | AllocError::TooLarge { .. } => true,
-            AllocError::Device(error) => error.is_out_of_memory(),
-            _ => false,
-        }
+        matches!(self, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
+            || self.device().is_some_and(DeviceError::is_out_of_memory)
+    }
+
+    /// Whether the device is gone, so that every later call fails too.
+    pub fn is_device_lost(&self) -> bool {
+        self.device().is_some_and(DeviceError::is_device_lost)
     }
 
     /// The report of an out-of-memory error.
     pub fn report(&self) -> Option<&OomReport> {
         match self {
             AllocError::OutOfMemory(report) => Some(report),
+            _ => None,
+        }
+    }
+
+    /// What is wrong with the request, where the caller made it wrong.
+    pub fn request(&self) -> Option<&RequestError> {
+        match self {
+            AllocError::Request(error) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// The error of the device's driver that is the cause, if it is one.
+    pub fn device(&self) -> Option<&DeviceError> {
+        match self {
+            AllocError::Device(error) => Some(error),
             _ => None,
         }
     }

@@ -34,13 +34,13 @@ pub trait DeviceAllocator {
     /// At the first call: a wrong configuration in the environment, and errors of the driver.
     fn allocator(&self) -> Result<Allocator, AllocError>;
 
-    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment. Call it before any other part
-    /// of the process asks for the allocator.
+    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment: a [`Config`], or options as text,
+    /// such as `"limit_mb:4096"`. Call it before any other part of the process asks for the allocator.
     ///
     /// # Errors
     /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that contradicts itself, and errors of the
     /// driver.
-    fn allocator_with(&self, config: Config) -> Result<Allocator, AllocError>;
+    fn allocator_with(&self, config: impl TryInto<Config, Error: Into<AllocError>>) -> Result<Allocator, AllocError>;
 }
 
 impl DeviceAllocator for Device {
@@ -51,7 +51,8 @@ impl DeviceAllocator for Device {
         })
     }
 
-    fn allocator_with(&self, config: Config) -> Result<Allocator, AllocError> {
+    fn allocator_with(&self, config: impl TryInto<Config, Error: Into<AllocError>>) -> Result<Allocator, AllocError> {
+        let config = config.try_into().map_err(Into::into)?;
         shared(self, |open| match open {
             Some(_) => Err(AllocError::AlreadyOpen { device: self.label() }),
             None => Allocator::new(self, config),
@@ -103,8 +104,9 @@ mod tests {
     #[test]
     fn the_shared_allocator_can_be_configured_before_its_first_use_alone() {
         let device = device();
+        assert!(matches!(device.allocator_with("limit:100"), Err(AllocError::Config(_))));
         let config = || Config::parse("limit_mb:100").unwrap();
-        let memory = device.allocator_with(config()).unwrap();
+        let memory = device.allocator_with("limit_mb:100").unwrap();
         assert_eq!(device.allocator().unwrap().limit(), Some(100 << 20));
         let error = device.allocator_with(config()).unwrap_err();
         assert!(matches!(error, AllocError::AlreadyOpen { .. }), "{error}");

@@ -3,7 +3,7 @@
 use aquifer_allocator::config::ConfigError;
 use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport, WithError};
-use aquifer_device::{DeviceError, OpenError};
+use aquifer_device::{DeviceError, OpenError, RequestError};
 use aquifer_kernels::KernelError;
 use aquifer_transfer::TransferError;
 
@@ -14,40 +14,59 @@ pub enum Error {
     /// A device could not be named or opened.
     #[error(transparent)]
     Open(#[from] OpenError),
+    /// A request cannot be served as the caller made it: a wrong device, a range out of bounds, something unsupported.
+    #[error(transparent)]
+    Request(#[from] RequestError),
     /// A driver call failed, or was refused.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// An allocation, or another request to an allocator, failed.
     #[error(transparent)]
-    Alloc(#[from] AllocError),
+    Alloc(AllocError),
     /// A snapshot could not be saved.
     #[error(transparent)]
     Save(#[from] SaveError),
     /// A kernel was not launched.
     #[error(transparent)]
-    Kernel(#[from] KernelError),
+    Kernel(KernelError),
     /// A copy, a tensor operation or a file failed.
     #[error(transparent)]
-    Transfer(#[from] TransferError),
+    Transfer(TransferError),
 }
 
 impl Error {
     /// Whether memory was lacking, of the device or of the host, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
-            Error::Open(OpenError::Device(error)) | Error::Device(error) => error.is_out_of_memory(),
-            Error::Open(_) | Error::Save(_) => false,
             Error::Alloc(error) => error.is_out_of_memory(),
             Error::Kernel(error) => error.is_out_of_memory(),
             Error::Transfer(error) => error.is_out_of_memory(),
+            _ => self.device().is_some_and(DeviceError::is_out_of_memory),
         }
+    }
+
+    /// Whether the device is gone, so that every later call fails too. [`Device::lost`](crate::Device::lost) says why.
+    pub fn is_device_lost(&self) -> bool {
+        self.device().is_some_and(DeviceError::is_device_lost)
     }
 
     /// The report of an allocation that found no memory: what is held, and what helps.
     pub fn report(&self) -> Option<&OomReport> {
         match self {
-            Error::Alloc(error) | Error::Transfer(TransferError::Alloc(error)) => error.report(),
-            Error::Kernel(KernelError::Alloc(error)) => error.report(),
+            Error::Alloc(error) => error.report(),
+            Error::Kernel(error) => error.report(),
+            Error::Transfer(error) => error.report(),
+            _ => None,
+        }
+    }
+
+    /// What is wrong with the request, where the caller made it wrong, whichever part was asked.
+    pub fn request(&self) -> Option<&RequestError> {
+        match self {
+            Error::Request(error) => Some(error),
+            Error::Alloc(error) => error.request(),
+            Error::Kernel(error) => error.request(),
+            Error::Transfer(error) => error.request(),
             _ => None,
         }
     }
@@ -56,12 +75,45 @@ impl Error {
     pub fn device(&self) -> Option<&DeviceError> {
         match self {
             Error::Open(OpenError::Device(error)) | Error::Device(error) => Some(error),
-            Error::Alloc(AllocError::Device(error)) => Some(error),
-            Error::Kernel(KernelError::Device(error) | KernelError::Alloc(AllocError::Device(error))) => Some(error),
-            Error::Transfer(TransferError::Device(error) | TransferError::Alloc(AllocError::Device(error))) => {
-                Some(error)
-            }
+            Error::Alloc(error) => error.device(),
+            Error::Kernel(error) => error.device(),
+            Error::Transfer(error) => error.device(),
             _ => None,
+        }
+    }
+}
+
+// What several parts can fail with has one variant, whichever part was asked.
+
+impl From<AllocError> for Error {
+    fn from(error: AllocError) -> Error {
+        match error {
+            AllocError::Request(error) => Error::Request(error),
+            AllocError::Device(error) => Error::Device(error),
+            error => Error::Alloc(error),
+        }
+    }
+}
+
+impl From<KernelError> for Error {
+    fn from(error: KernelError) -> Error {
+        match error {
+            KernelError::Request(error) => Error::Request(error),
+            KernelError::Device(error) => Error::Device(error),
+            KernelError::Alloc(error) => error.into(),
+            error => Error::Kernel(error),
+        }
+    }
+}
+
+impl From<TransferError> for Error {
+    fn from(error: TransferError) -> Error {
+        match error {
+            TransferError::Request(error) => Error::Request(error),
+            TransferError::Device(error) => Error::Device(error),
+            TransferError::Alloc(error) => error.into(),
+            TransferError::Kernel(error) => error.into(),
+            error => Error::Transfer(error),
         }
     }
 }

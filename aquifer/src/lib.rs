@@ -92,7 +92,7 @@
 //! # model.save_blocking(&path)?;
 //! let model = memory.load_safetensors(&path)?; // through page-locked memory, to the device
 //! let weight = model.get("linear.weight").expect("the file has one");
-//! let input = Tensor::from_vec(vec![1.0_f32; 3], &[3, 1])?.to(&memory.transfer()?)?.wait()?;
+//! let input = Tensor::from_vec(vec![1.0_f32; 3], &[3, 1])?.to(&memory)?.wait()?;
 //! let output = weight.matmul(&input, &stream)?;
 //! assert_eq!(output.to_vec_blocking::<f32>()?, [1.5, 1.5]);
 //! # std::fs::remove_file(&path).ok();
@@ -188,7 +188,8 @@ pub mod device {
     pub use aquifer_device::cuda;
     pub use aquifer_device::{
         Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, DriverKind, ErrorKind, Event,
-        Graph, HostKernel, KernelArg, KernelMemory, Launch, OpenError, RawStream, StreamFlags, Tick, gpus,
+        Graph, HostKernel, KernelArg, KernelMemory, Launch, OpenError, RawStream, RequestError, StreamFlags, Tick,
+        gpus,
     };
 
     /// The simulated GPU.

@@ -31,10 +31,24 @@ fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
     let device = Device::simulated("1GiB")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     assert!(memory.alloc::<u64>(usize::MAX, &stream).is_err());
-    let extents = [u64::MAX, 3];
+    let extents = [usize::MAX, 3];
     let region = Region { extents: &extents, from_strides: &[1, 1], to_strides: &[3, 1] };
     assert!(memory.transfer()?.to_device(region.of(&[1_u8, 2]), &stream).is_err());
     let x = memory.from_slice(&[1_u8, 2], &stream)?;
     assert!(x.try_slice(1..3).is_err() && x.try_slice(..=usize::MAX).is_err());
+    Ok(())
+}
+
+#[test]
+fn tensors_go_to_what_names_memory() -> Result<(), aquifer::Error> {
+    let device = Device::simulated("1GiB,violations=panic")?;
+    let (memory, stream) = (device.allocator_with("expandable_segments:True")?, device.stream()?);
+    let host = Tensor::from_vec(vec![1.0_f32, 2.0], &[2])?;
+    for there in [host.to(&memory)?, host.to((&memory, &stream))?, host.to(&device)?, host.to(&memory.transfer()?)?] {
+        let there = there.wait()?;
+        assert_eq!((there.place().to_string().as_str(), there.to_vec_blocking::<f32>()?), ("sim:0", vec![1.0, 2.0]));
+    }
+    let elsewhere = Device::simulated("1GiB")?.stream()?;
+    assert!(host.to((&memory, &elsewhere)).is_err());
     Ok(())
 }

@@ -64,7 +64,8 @@ pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<
 
 /// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses, and what it computes on a simulated device.
 ///
-/// [`crate::Stream::launch`] enqueues it, in order with the rest of that stream only. The documentation of the crate `aquifer-kernels`
+/// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`. [`crate::Stream::launch`] enqueues it, in order
+/// with the rest of that stream only. The documentation of the crate `aquifer-kernels`
 /// shows a custom kernel from its PTX text to its result, ordered after what other streams do with the same memory.
 #[derive(Clone)]
 pub struct Launch {
@@ -85,9 +86,29 @@ pub struct Launch {
     /// Run by the simulated device; `None` for a kernel that only takes time and touches its ranges.
     pub host: Option<HostKernel>,
     /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory bounds it.
+    #[doc(hidden)]
     pub operations: u64,
     /// The least time that it takes on a simulated device, in ns, whatever it does and whatever the card. 0 for most kernels.
+    #[doc(hidden)]
     pub busy_ns: u64,
+}
+
+/// One thread of a kernel that has no name, no arguments and no code.
+impl Default for Launch {
+    fn default() -> Launch {
+        Launch {
+            name: "",
+            module: None,
+            grid: [1; 3],
+            block: [1; 3],
+            shared_bytes: 0,
+            args: Vec::new(),
+            accesses: Vec::new(),
+            host: None,
+            operations: 0,
+            busy_ns: 0,
+        }
+    }
 }
 
 impl fmt::Debug for Launch {

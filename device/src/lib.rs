@@ -84,7 +84,7 @@ pub use driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage, RawEvent,
     RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
-pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, Result};
+pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, RequestError, Result};
 pub use event::Event;
 pub use external::ExternalStream;
 pub use label::{DeviceLabel, DeviceMismatch};

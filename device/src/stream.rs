@@ -372,18 +372,7 @@ impl Stream {
             return Err(DeviceError::refused(Operation::Launch, Code::NOT_SUPPORTED)
                 .with_detail("`touch` runs no kernel and exists on the simulated device only"));
         }
-        let launch = Launch {
-            name,
-            module: None,
-            grid: [1; 3],
-            block: [1; 3],
-            shared_bytes: 0,
-            args: Vec::new(),
-            accesses: accesses.to_vec(),
-            host: None,
-            operations: 0,
-            busy_ns: 0,
-        };
+        let launch = Launch { name, accesses: accesses.to_vec(), ..Launch::default() };
         let raw = self.usable(Operation::Launch)?;
         // SAFETY: the launch has no body and no arguments; the simulated device only checks and times its ranges.
         unsafe { self.0.context.driver.launch(&launch, raw) }

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use aquifer_allocator::AllocError;
-use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, DevicePtr};
+use aquifer_allocator::{AllocError, OomReport};
+use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, DevicePtr, RequestError};
 
 use crate::dtype::DType;
 
@@ -67,9 +67,12 @@ pub enum KernelError {
         /// Why not.
         cause: AllocError,
     },
+    /// The request cannot be served as the caller made it.
+    #[error(transparent)]
+    Request(#[from] RequestError),
     /// Memory for the result could not be allocated.
     #[error(transparent)]
-    Alloc(#[from] AllocError),
+    Alloc(AllocError),
     /// A driver call failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -78,10 +81,51 @@ pub enum KernelError {
 impl KernelError {
     /// Whether memory was lacking, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
+        self.alloc().is_some_and(AllocError::is_out_of_memory)
+            || self.device().is_some_and(DeviceError::is_out_of_memory)
+    }
+
+    /// Whether the device is gone, so that every later call fails too.
+    pub fn is_device_lost(&self) -> bool {
+        self.device().is_some_and(DeviceError::is_device_lost)
+    }
+
+    /// The report of an allocation that found no memory.
+    pub fn report(&self) -> Option<&OomReport> {
+        self.alloc().and_then(AllocError::report)
+    }
+
+    /// What is wrong with the request, where it is an error that other crates share.
+    pub fn request(&self) -> Option<&RequestError> {
         match self {
-            KernelError::Alloc(error) | KernelError::Order { cause: error, .. } => error.is_out_of_memory(),
-            KernelError::Device(error) => error.is_out_of_memory(),
-            _ => false,
+            KernelError::Request(error) => Some(error),
+            _ => self.alloc().and_then(AllocError::request),
+        }
+    }
+
+    /// The error of the device's driver that is the cause, if it is one.
+    pub fn device(&self) -> Option<&DeviceError> {
+        match self {
+            KernelError::Device(error) => Some(error),
+            _ => self.alloc().and_then(AllocError::device),
+        }
+    }
+
+    /// The allocator's error that is the cause, if it is one.
+    pub fn alloc(&self) -> Option<&AllocError> {
+        match self {
+            KernelError::Alloc(error) | KernelError::Order { cause: error, .. } => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// [`KernelError::Request`] where the allocator refused for such a reason.
+impl From<AllocError> for KernelError {
+    fn from(error: AllocError) -> KernelError {
+        match error {
+            AllocError::Request(error) => KernelError::Request(error),
+            error => KernelError::Alloc(error),
         }
     }
 }

@@ -72,12 +72,10 @@
 //!     module: Some(module),
 //!     grid: [len.div_ceil(256), 1, 1],
 //!     block: [256, 1, 1],
-//!     shared_bytes: 0,
 //!     args: vec![KernelArg::Ptr(x.ptr()), KernelArg::U32(len)],
 //!     accesses: vec![Access { ptr: x.ptr(), bytes: x.bytes(), kind: AccessKind::Write }],
 //!     host: Some(on_host),
-//!     operations: len.into(),
-//!     busy_ns: 0,
+//!     ..Launch::default()
 //! };
 //! {
 //!     // On another stream than the fill: the turn orders the launch after it.

@@ -1,7 +1,7 @@
 //! Kernels as methods of buffers.
 
-use aquifer_allocator::{AllocError, Allocator, Buffer};
-use aquifer_device::Stream;
+use aquifer_allocator::{Allocator, Buffer};
+use aquifer_device::{RequestError, Stream};
 
 use crate::dtype::Element;
 use crate::error::KernelError;
@@ -120,7 +120,7 @@ impl<T: Element> BufferKernels<T> for Buffer<T> {
     fn matmul(&self, b: &Buffer<T>, shape: [usize; 3], stream: &Stream) -> Result<Buffer<T>, KernelError> {
         let [m, _, n] = shape;
         let (len, size) = ((m as u64).saturating_mul(n as u64), size_of::<T>() as u64);
-        let len = usize::try_from(len).map_err(|_| AllocError::LengthOverflow { len, size })?;
+        let len = usize::try_from(len).map_err(|_| RequestError::LengthOverflow { len, size })?;
         let mut to = self.allocator().alloc(len, stream)?;
         let shape = shape.map(|extent| extent as u64);
         Kernels::of(self.allocator())?.matmul(stream, self, b, &mut to, shape)?;

@@ -8,10 +8,9 @@ mod transfer;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use aquifer_allocator::Config;
-use aquifer_allocator::config::ConfigError;
+use aquifer::device::{DeviceSpec, OpenError};
+use aquifer::memory::{Config, ConfigError};
 use aquifer_allocator::snapshot::FileFormat;
-use aquifer_device::{DeviceSpec, OpenError};
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 

@@ -1,6 +1,7 @@
 //! Known content of device memory: blocks are filled with a byte each, and read back in samples.
 
-use aquifer_device::{DeviceError, DevicePtr, Stream};
+use aquifer::Stream;
+use aquifer::device::{DeviceError, DevicePtr};
 
 /// A block that was filled with a byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,8 +54,8 @@ impl Filled {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer::Device;
+    use aquifer::device::sim::{SimConfig, SimDriver};
 
     #[test]
     fn damage_is_seen_where_it_is_looked_for() {

@@ -7,8 +7,10 @@
 //!
 //! [`Driver`]: aquifer_device::Driver
 
-use aquifer_allocator::AllocError;
-use aquifer_device::{Device, DeviceError, DevicePtr, PoolUsage, Stream, Tick};
+use aquifer::device::{DeviceError, DevicePtr, Tick};
+use aquifer::memory::AllocError;
+use aquifer::{Device, Stream};
+use aquifer_device::PoolUsage;
 
 use crate::exit::Failure;
 use crate::subject::{Refused, Subject};
@@ -103,7 +105,7 @@ mod tests {
 
     #[test]
     fn blocks_go_back_after_the_last_use() {
-        let device = "sim:1GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap();
+        let device = "sim:1GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
         let mut pool = DriverPool::new(device.clone(), 2).unwrap();
         let mut block = pool.alloc(3 << 20, 1).unwrap();
         let empty = pool.alloc(0, 0).unwrap();
@@ -120,7 +122,7 @@ mod tests {
     #[test]
     fn a_free_that_fails_is_reported() {
         let device =
-            "sim:1GiB,fault=cuMemFreeAsync#1:999".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap();
+            "sim:1GiB,fault=cuMemFreeAsync#1:999".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
         let mut pool = DriverPool::new(device, 1).unwrap();
         let block = pool.alloc(512, 0).unwrap();
         pool.free(block);

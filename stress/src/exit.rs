@@ -4,11 +4,11 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
-use aquifer_allocator::AllocError;
+use aquifer::device::{DeviceError, OpenError};
+use aquifer::kernels::KernelError;
+use aquifer::memory::AllocError;
+use aquifer::transfer::TransferError;
 use aquifer_allocator::snapshot::SaveError;
-use aquifer_device::{DeviceError, OpenError};
-use aquifer_kernels::KernelError;
-use aquifer_transfer::TransferError;
 
 use crate::input::InputError;
 
@@ -190,8 +190,8 @@ impl From<io::Error> for Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer::Device;
+    use aquifer::device::sim::{SimConfig, SimDriver};
 
     #[test]
     fn a_driver_that_lacks_memory_to_give_some_back_has_failed() {

@@ -5,9 +5,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use aquifer_allocator::{Allocator, Buffer};
-use aquifer_device::Stream;
-use aquifer_transfer::{Pending, PinnedBuffer, Transfer, TransferError};
+use aquifer::transfer::{Transfer, TransferError};
+use aquifer::{Allocator, Buffer, Pending, PinnedBuffer, Stream};
 
 /// Of so many blocks one is an input.
 const EVERY: u64 = 8;
@@ -100,9 +99,9 @@ fn head(block: &Buffer<u8>) -> Buffer<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_allocator::Config;
-    use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer::Device;
+    use aquifer::device::sim::{SimConfig, SimDriver};
+    use aquifer::memory::Config;
 
     #[test]
     fn inputs_come_back_as_they_went_and_damage_is_seen() {

@@ -6,7 +6,7 @@
 use std::fmt::Write;
 use std::io::IsTerminal;
 
-use aquifer_allocator::Allocator;
+use aquifer::Allocator;
 use aquifer_allocator::snapshot::{BlockState, Segment};
 
 use crate::exit::Failure;

@@ -8,9 +8,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_allocator::{Allocation, Allocator, MemoryStats};
+use aquifer::memory::{Allocation, MemoryStats};
+use aquifer::{Allocator, Device};
 use aquifer_device::sim::Lagging;
-use aquifer_device::{CallCounts, Device, Operation, TimelineCounts};
+use aquifer_device::{CallCounts, Operation, TimelineCounts};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;

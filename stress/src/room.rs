@@ -1,9 +1,8 @@
 //! What room is left: the free memory that a request could get, and in which pieces.
 
-use aquifer_allocator::Allocator;
+use aquifer::{Allocator, Stream};
 use aquifer_allocator::config::CrossStream;
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_device::Stream;
 
 use crate::exit::Failure;
 

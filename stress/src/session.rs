@@ -7,9 +7,11 @@ use std::fmt::Display;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::Allocator;
-use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging, SimConfig, SimDriver};
-use aquifer_device::{Device, DeviceSpec, DriverKind, available};
+use aquifer::device::sim::{SimConfig, SimDriver};
+use aquifer::device::{DeviceSpec, DriverKind};
+use aquifer::{Allocator, Device};
+use aquifer_device::available;
+use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 

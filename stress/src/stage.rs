@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::{Allocator, Buffer, OomReport};
-use aquifer_device::{Access, AccessKind, Device, DriverKind, Stream};
+use aquifer::device::{Access, AccessKind, DriverKind};
+use aquifer::memory::OomReport;
+use aquifer::{Allocator, Buffer, Device, Stream};
 
 use crate::cli::ConfigArg;
 use crate::content::Filled;

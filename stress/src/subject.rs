@@ -1,7 +1,7 @@
 //! What is measured: an allocator behind the few operations that recorded programs and benchmarks need.
 
-use aquifer_allocator::{AllocError, Allocation, Allocator};
-use aquifer_device::{Device, Stream};
+use aquifer::memory::{AllocError, Allocation};
+use aquifer::{Allocator, Device, Stream};
 
 use crate::cli::ConfigArg;
 use crate::exit::{Failure, is_refusal};

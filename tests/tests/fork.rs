@@ -8,10 +8,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Device, DeviceError, ErrorKind, Stream, cuda};
-use aquifer_transfer::{Transfer, TransferError};
+use aquifer::device::sim::{SimConfig, SimDriver};
+use aquifer::device::{DeviceError, ErrorKind, cuda};
+use aquifer::memory::{AllocError, Config, PoolOptions};
+use aquifer::transfer::{Transfer, TransferError};
+use aquifer::{Allocator, Device, Stream};
 
 const MIB: u64 = 1 << 20;
 /// Longer than any child takes on a busy machine.
@@ -125,7 +126,7 @@ impl World {
         refused("synchronize", device.synchronize());
         refused("create_stream", device.stream());
         refused("create_event", device.create_event(false));
-        refused("fill", one.fill(aquifer_device::DevicePtr(1 << 40), 1, 512));
+        refused("fill", one.fill(aquifer::device::DevicePtr(1 << 40), 1, 512));
         refused("stream.synchronize", one.synchronize());
         refused("is_idle", one.is_idle());
         refused("wait_for", one.wait_for(&two.tick()));
@@ -167,7 +168,7 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
                 if cfg!(target_os = "linux") {
                     refused("open", cuda::shared(0));
                 }
-                let error = "sim:1GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap_err();
+                let error = "sim:1GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap_err();
                 assert!(error.to_string().contains("forked"), "{error}");
             });
             let mut held: Vec<Box<dyn Any>> = Vec::new();

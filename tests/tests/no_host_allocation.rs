@@ -4,8 +4,9 @@
 use std::error::Error;
 
 use allocation_counter::measure;
-use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
-use aquifer_device::{DeviceSpec, Stream};
+use aquifer::device::DeviceSpec;
+use aquifer::memory::{AllocError, Allocation, Config};
+use aquifer::{Allocator, Stream};
 
 /// Sizes of both pools, in an order that splits and merges blocks and moves them between bins.
 fn sizes() -> impl Iterator<Item = u64> {

@@ -1,7 +1,8 @@
 //! The end of an allocator and its device. A test program of its own, because what is left to do is done by whoever makes the next
 //! allocator in the process.
 
-use aquifer_allocator::{Allocator, Config};
+use aquifer::Allocator;
+use aquifer::memory::Config;
 
 use aquifer_tests::{Bench, GIB, MIB, Subject, write_on};
 

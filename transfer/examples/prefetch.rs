@@ -19,7 +19,7 @@ const STEPS: u32 = 16;
 const AHEAD: usize = 2;
 /// Steps that are not measured: the first take memory from the device.
 const WARM_UP: u32 = 4;
-const BATCH_BYTES: u64 = 32 << 20;
+const BATCH_BYTES: usize = 32 << 20;
 
 fn main() -> Result<()> {
     let real = std::env::args().nth(1).as_deref() == Some("cuda");

@@ -4,8 +4,8 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use aquifer_allocator::AllocError;
-use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, Unavailable};
+use aquifer_allocator::{AllocError, OomReport};
+use aquifer_device::{DeviceError, DeviceLabel, RequestError, Unavailable};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 
 use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
@@ -53,24 +53,6 @@ pub enum TransferError {
         /// What the driver said.
         cause: DeviceError,
     },
-    /// The caller asked for a length whose size in bytes overflows.
-    #[error("{len} elements of {size} bytes are more bytes than this machine can address")]
-    LengthOverflow {
-        /// Elements asked for.
-        len: u64,
-        /// Size of one.
-        size: u64,
-    },
-    /// The caller asked for a part of a buffer that reaches beyond its end.
-    #[error("elements {start}..{end} reach beyond a buffer of {len}")]
-    OutOfBounds {
-        /// First element asked for.
-        start: u64,
-        /// Element after the last.
-        end: u64,
-        /// Elements of the buffer.
-        len: u64,
-    },
     /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
     #[error("{bytes} bytes at this address are no whole number of aligned {to}")]
     BadCast {
@@ -98,14 +80,6 @@ pub enum TransferError {
     Region {
         /// What is wrong with it.
         reason: &'static str,
-    },
-    /// The caller passed memory or a stream of another device.
-    #[error("the {what} belongs to {devices}")]
-    WrongDevice {
-        /// What was passed.
-        what: &'static str,
-        /// Its device, and the one that was needed.
-        devices: Box<DeviceMismatch>,
     },
     /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
     #[error("the transfer was cancelled")]
@@ -149,12 +123,9 @@ pub enum TransferError {
         /// Length of the part.
         bytes: u64,
     },
-    /// The device, or the driver, cannot do what the caller asked for.
-    #[error("not supported here: this needs {what}")]
-    Unsupported {
-        /// What is missing.
-        what: &'static str,
-    },
+    /// The request cannot be served as the caller made it.
+    #[error(transparent)]
+    Request(#[from] RequestError),
     /// No device serves what the caller needs. The report says why, device by device.
     #[error(transparent)]
     NoDevice(#[from] Box<NoDevice>),
@@ -207,15 +178,15 @@ pub enum TransferError {
     #[error("a tensor of {shape:?} with strides {strides:?} is not contiguous; make it so with `Tensor::contiguous`")]
     NotContiguous {
         /// Its extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// Its strides.
-        strides: Vec<u64>,
+        strides: Vec<usize>,
     },
     /// The caller asked for the only element of a buffer or tensor that does not have exactly one.
     #[error("a buffer or tensor of {shape:?} does not have exactly one element")]
     NotOneElement {
         /// Its extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
     },
     /// Elements could not be converted.
     #[error(transparent)]
@@ -253,10 +224,10 @@ pub enum TransferError {
     Mismatch(#[from] Box<SetMismatch>),
     /// Device memory could not be had, or not be used by the stream.
     #[error(transparent)]
-    Alloc(#[from] AllocError),
+    Alloc(AllocError),
     /// A kernel could not be launched.
     #[error(transparent)]
-    Kernel(#[from] KernelError),
+    Kernel(KernelError),
     /// A driver call failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -273,12 +244,6 @@ fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
 }
 
 impl TransferError {
-    /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
-    #[cold]
-    pub(crate) fn wrong_device(what: &'static str, is: u32, needed: u32) -> TransferError {
-        TransferError::WrongDevice { what, devices: DeviceMismatch::between(is, needed) }
-    }
-
     /// Code of others panicked.
     #[cold]
     pub(crate) fn panicked(what: &'static str, panic: &(dyn Any + Send)) -> TransferError {
@@ -289,46 +254,87 @@ impl TransferError {
 
     /// Whether memory was lacking, on the host or on the device, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
-        match self {
-            TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. } => true,
-            _ => {
-                self.of_allocator().is_some_and(AllocError::is_out_of_memory)
-                    || self.of_device().is_some_and(DeviceError::is_out_of_memory)
-            }
-        }
+        self.is_out_of_host_memory() || self.is_out_of_device_memory()
+    }
+
+    fn is_out_of_host_memory(&self) -> bool {
+        matches!(self, TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. })
     }
 
     /// Whether it is the device that lacks memory, and not the host.
     pub(crate) fn is_out_of_device_memory(&self) -> bool {
-        let of_host = matches!(self, TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. });
-        !of_host && self.is_out_of_memory()
+        self.alloc().is_some_and(AllocError::is_out_of_memory)
+            || self.device().is_some_and(DeviceError::is_out_of_memory)
     }
 
     /// Whether the device is gone, so that nothing on it will ever complete.
     pub fn is_device_lost(&self) -> bool {
-        self.of_device().is_some_and(DeviceError::is_device_lost)
+        self.device().is_some_and(DeviceError::is_device_lost)
     }
 
     /// Whether the allocator sleeps, or is about to, so that the same may work once it is awake ([`AllocError::Asleep`]).
     pub fn is_asleep(&self) -> bool {
-        matches!(self.of_allocator(), Some(AllocError::Asleep))
+        matches!(self.alloc(), Some(AllocError::Asleep))
     }
 
-    /// What the allocator said, wherever it was asked.
-    fn of_allocator(&self) -> Option<&AllocError> {
+    /// The report of an allocation that found no memory.
+    pub fn report(&self) -> Option<&OomReport> {
+        self.alloc().and_then(AllocError::report)
+    }
+
+    /// What is wrong with the request, where it is an error that other crates share.
+    pub fn request(&self) -> Option<&RequestError> {
         match self {
-            TransferError::Alloc(error) | TransferError::Kernel(KernelError::Order { cause: error, .. }) => Some(error),
-            _ => None,
+            TransferError::Request(error) => Some(error),
+            TransferError::Kernel(error) => error.request(),
+            _ => self.alloc().and_then(AllocError::request),
         }
     }
 
-    /// What the driver said, wherever it was called.
-    fn of_device(&self) -> Option<&DeviceError> {
-        match (self, self.of_allocator()) {
-            (TransferError::Device(error) | TransferError::Kernel(KernelError::Device(error)), _)
-            | (_, Some(AllocError::Device(error))) => Some(error),
+    /// The error of the device's driver that is the cause, if it is one.
+    pub fn device(&self) -> Option<&DeviceError> {
+        match self {
+            TransferError::Device(error) => Some(error),
+            TransferError::Kernel(error) => error.device(),
+            _ => self.alloc().and_then(AllocError::device),
+        }
+    }
+
+    /// The allocator's error that is the cause, if it is one.
+    pub fn alloc(&self) -> Option<&AllocError> {
+        match self {
+            TransferError::Alloc(error) => Some(error),
+            TransferError::Kernel(error) => error.alloc(),
             _ => None,
         }
+    }
+}
+
+/// [`TransferError::Request`] where the allocator refused for such a reason.
+impl From<AllocError> for TransferError {
+    fn from(error: AllocError) -> TransferError {
+        match error {
+            AllocError::Request(error) => TransferError::Request(error),
+            error => TransferError::Alloc(error),
+        }
+    }
+}
+
+/// [`TransferError::Request`] and [`TransferError::Alloc`] where the kernel was not launched for such a reason.
+impl From<KernelError> for TransferError {
+    fn from(error: KernelError) -> TransferError {
+        match error {
+            KernelError::Request(error) => TransferError::Request(error),
+            KernelError::Alloc(error) => error.into(),
+            error => TransferError::Kernel(error),
+        }
+    }
+}
+
+/// An argument that cannot fail to name a place, where others can.
+impl From<std::convert::Infallible> for TransferError {
+    fn from(never: std::convert::Infallible) -> TransferError {
+        match never {}
     }
 }
 

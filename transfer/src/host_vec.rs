@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use aquifer_device::RequestError;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::TransferError;
@@ -9,7 +10,10 @@ use crate::error::TransferError;
 /// So many elements of `size` bytes, as a length on the host.
 pub(crate) fn len_of(len: u64, size: u64) -> Result<usize, TransferError> {
     let addressable = len.checked_mul(size).is_some_and(|bytes| isize::try_from(bytes).is_ok());
-    usize::try_from(len).ok().filter(|_| addressable).ok_or(TransferError::LengthOverflow { len, size })
+    usize::try_from(len)
+        .ok()
+        .filter(|_| addressable)
+        .ok_or(TransferError::Request(RequestError::LengthOverflow { len, size }))
 }
 
 /// `len` elements with all bits 0.
@@ -54,7 +58,7 @@ mod tests {
         let error = transfer.to_vec(&buffer).map(drop).unwrap_err();
         assert!(matches!(error, TransferError::OutOfHostMemory { bytes: asked, .. } if asked == bytes), "{error}");
         drop(buffer);
-        let tensor = Tensor::empty(&transfer, DType::F32, &[bytes / 4]).unwrap();
+        let tensor = Tensor::empty(&transfer, DType::F32, &[usize::try_from(bytes / 4).unwrap()]).unwrap();
         for error in [tensor.to_host().map(drop).unwrap_err(), tensor.to_vec_blocking::<f32>().map(drop).unwrap_err()] {
             assert!(error.is_out_of_memory(), "{error}");
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use aquifer_allocator::{Allocator, Storage, Turn};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::{CalledFrom, MovesContents};
-use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, Stream, Tick};
+use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, RequestError, Stream, Tick};
 use aquifer_kernels::Kernels;
 
 use crate::capture;
@@ -400,7 +400,7 @@ impl Transfer {
 
     pub(crate) fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {
         let needed = self.device().id();
-        if is == needed { Ok(()) } else { Err(TransferError::wrong_device(what, is, needed)) }
+        if is == needed { Ok(()) } else { Err(RequestError::wrong_device(what, is, needed).into()) }
     }
 
     pub(crate) fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use aquifer_allocator::{Buffer, Registration};
-use aquifer_device::Stream;
 use aquifer_device::fork::Mutex;
+use aquifer_device::{RequestError, Stream};
 use bytemuck::Pod;
 
 use crate::error::TransferError;
@@ -155,10 +155,10 @@ impl Spiller {
         transfer.check_device("buffer", buffer.storage().device_id())?;
         buffer.storage().check_allocator("buffer", transfer.allocator())?;
         if size_of::<T>() == 0 {
-            return Err(TransferError::Unsupported { what: "elements that have bytes" });
+            return Err(TransferError::Request(RequestError::Unsupported { what: "elements that have bytes" }));
         }
         let bytes = buffer.reinterpret::<u8>();
-        let bytes = bytes.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?.share();
+        let bytes = bytes.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?.share();
         // Spilling comes after what streams did with the buffer without turns.
         buffer.storage().take_over()?;
         let entry = Arc::new(Entry {
@@ -350,7 +350,7 @@ impl<T: Pod + Send + Sync> Spillable<T> {
         bytes.ready_on(stream)?;
         let buffer = bytes
             .reinterpret()
-            .ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?
+            .ok_or(RequestError::Unsupported { what: "device memory that is aligned for its elements" })?
             .share();
         std::mem::forget(guard);
         Ok(Resident { entry: &self.entry, buffer })

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use aquifer_device::{Device, Event, Stream};
+use aquifer_device::{Device, Event, RequestError, Stream};
 
 use crate::error::TransferError;
 
@@ -45,7 +45,7 @@ impl Timer {
     /// A stream of another device, and errors of the driver.
     pub fn start(device: &Device, stream: &Stream) -> Result<Timer, TransferError> {
         if stream.device_id() != device.id() {
-            return Err(TransferError::wrong_device("stream", stream.device_id(), device.id()));
+            return Err(RequestError::wrong_device("stream", stream.device_id(), device.id()).into());
         }
         let (start, stop) = (device.create_event(true)?, device.create_event(true)?);
         start.record(stream)?;
@@ -59,7 +59,7 @@ impl Timer {
     /// A stream of another device, and errors of the driver.
     pub fn stop(self, stream: &Stream) -> Result<Timing, TransferError> {
         if stream.device_id() != self.device_id {
-            return Err(TransferError::wrong_device("stream", stream.device_id(), self.device_id));
+            return Err(RequestError::wrong_device("stream", stream.device_id(), self.device_id).into());
         }
         self.stop.record(stream)?;
         Ok(Timing { start: self.start, stop: self.stop })
@@ -143,7 +143,9 @@ mod tests {
     fn streams_of_other_devices_are_refused() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         let other = Device::new(SimDriver::new(SimConfig::default()));
-        let refused = |result: Result<(), TransferError>| matches!(result, Err(TransferError::WrongDevice { .. }));
+        let refused = |result: Result<(), TransferError>| {
+            matches!(result, Err(TransferError::Request(RequestError::WrongDevice { .. })))
+        };
         assert!(refused(Timer::start(&device, other.default_stream()).map(drop)));
         let timer = Timer::start(&device, device.default_stream()).unwrap();
         assert!(refused(timer.stop(other.default_stream()).map(drop)));

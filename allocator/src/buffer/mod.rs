@@ -19,7 +19,7 @@ use std::marker::PhantomData;
 use std::ops::{Range, RangeBounds};
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, DevicePtr, Stream};
+use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
@@ -64,7 +64,7 @@ impl Allocator {
     #[track_caller]
     pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
         let (count, size) = (len as u64, size_of::<T>() as u64);
-        let bytes = count.checked_mul(size).ok_or(AllocError::LengthOverflow { len: count, size })?;
+        let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;
         let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
         let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?, self.kept_open());
         let storage = Arc::new(Storage::new(memory, stream));
@@ -174,7 +174,7 @@ impl<T: Copy> Buffer<T> {
     /// As [`Buffer::slice`], with an error instead of a panic.
     ///
     /// # Errors
-    /// [`AllocError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
     pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>, AllocError> {
         let range = self.elements(range)?;
         Ok(View::new(Buffer { start: self.start + range.start as u64, len: range.len(), ..self.share() }))
@@ -213,11 +213,7 @@ impl<T: Copy> Buffer<T> {
     }
 
     fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, AllocError> {
-        ranges::resolve(range, self.len).map_err(|wrong| AllocError::OutOfBounds {
-            start: wrong.start as u64,
-            end: wrong.end as u64,
-            len: self.len as u64,
-        })
+        ranges::resolve(range, self.len).map_err(|wrong| RequestError::out_of_bounds(wrong, self.len).into())
     }
 
     fn as_elements<U: Copy>(&self) -> Option<Buffer<U>> {

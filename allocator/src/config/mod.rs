@@ -279,6 +279,15 @@ fn share(bytes: u64, fraction: f64) -> u64 {
     (bytes as f64 * fraction) as u64
 }
 
+/// Options as text where a configuration is wanted, such as `"limit_mb:4096"`.
+impl TryFrom<&str> for Config {
+    type Error = ConfigError;
+
+    fn try_from(text: &str) -> Result<Config, ConfigError> {
+        Config::parse(text)
+    }
+}
+
 impl FromStr for Config {
     type Err = ConfigError;
 

@@ -4,10 +4,12 @@
 //! callers branch on. Formatting an error never calls the driver.
 
 mod code;
+mod request;
 
 use std::fmt;
 
 pub use code::Code;
+pub use request::RequestError;
 
 use crate::label::DeviceLabel;
 

@@ -86,14 +86,10 @@ pub(crate) fn fill(module: Option<RawModule>, ptr: DevicePtr, bytes: u64, patter
     Launch {
         name: "fill",
         module,
-        grid: [1; 3],
         block: [128, 1, 1],
-        shared_bytes: 0,
         args: vec![KernelArg::Ptr(ptr), KernelArg::U64(bytes), KernelArg::U64(pattern)],
         accesses: vec![Access { ptr, bytes, kind: AccessKind::Write }],
-        host: None,
-        operations: 0,
-        busy_ns: 0,
+        ..Launch::default()
     }
 }
 

@@ -86,18 +86,8 @@ pub(crate) trait Short: Driver {
         stream: RawStream,
     ) -> Result<()> {
         let accesses = accesses.iter().map(|&(ptr, bytes, kind)| Access { ptr, bytes, kind }).collect();
-        let launch = Launch {
-            module: None,
-            name,
-            grid: [1, 1, 1],
-            block: [32, 1, 1],
-            shared_bytes: 0,
-            args: vec![KernelArg::U32(1)],
-            accesses,
-            host,
-            operations: 0,
-            busy_ns: 0,
-        };
+        let launch =
+            Launch { name, block: [32, 1, 1], args: vec![KernelArg::U32(1)], accesses, host, ..Launch::default() };
         // SAFETY: the kernels of the tests keep to what they declare, or test what happens when they do not.
         unsafe { self.launch(&launch, stream) }
     }

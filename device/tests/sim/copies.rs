@@ -195,18 +195,7 @@ fn modules_hold_the_kernels_that_their_text_declares() {
     let launch = |name, module| {
         let (grid, block) = ([1; 3], [1; 3]);
         let (args, accesses) = (Vec::new(), Vec::new());
-        let launch = Launch {
-            name,
-            module: Some(module),
-            grid,
-            block,
-            shared_bytes: 0,
-            args,
-            accesses,
-            host: None,
-            operations: 0,
-            busy_ns: 0,
-        };
+        let launch = Launch { name, module: Some(module), grid, block, args, accesses, ..Launch::default() };
         // SAFETY: the kernel computes nothing.
         unsafe { driver.launch(&launch, stream) }
     };

@@ -5,10 +5,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_device::sim::SimDriver;
-use aquifer_device::{
-    Device, DeviceError, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions, RawPhysical, StreamFlags,
-};
+use aquifer::Device;
+use aquifer::device::sim::SimDriver;
+use aquifer::device::{DeviceError, DevicePtr, ErrorKind, StreamFlags};
+use aquifer_device::{Driver, Operation, PhysicalOptions, RawPhysical};
 use serde::Serialize;
 
 use crate::cli::CallsArgs;

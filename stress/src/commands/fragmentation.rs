@@ -1,7 +1,7 @@
 //! `fragmentation`: programs that fragment memory, under several policies side by side.
 
-use aquifer_allocator::{AllocError, Allocator};
-use aquifer_device::{Device, Stream};
+use aquifer::memory::AllocError;
+use aquifer::{Allocator, Device, Stream};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};

@@ -14,7 +14,8 @@ pub mod transfer;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use aquifer_allocator::{Allocator, HistoryOptions, Snapshot};
+use aquifer::Allocator;
+use aquifer::memory::{HistoryOptions, Snapshot};
 
 use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};

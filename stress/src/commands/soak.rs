@@ -3,8 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::Allocator;
-use aquifer_device::Device;
+use aquifer::{Allocator, Device};
 use serde::Serialize;
 
 use crate::cli::SoakArgs;

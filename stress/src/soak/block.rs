@@ -1,8 +1,9 @@
 //! Blocks of a soak, and what was compared but not looked at yet.
 
-use aquifer_allocator::Buffer;
-use aquifer_device::{DevicePtr, Stream};
-use aquifer_kernels::{Kernels, Mismatches};
+use aquifer::device::DevicePtr;
+use aquifer::kernels::Kernels;
+use aquifer::{Buffer, Stream};
+use aquifer_kernels::Mismatches;
 
 use crate::exit::Failure;
 
@@ -74,9 +75,9 @@ impl Findings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_allocator::{Allocator, Config};
-    use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer::device::sim::{SimConfig, SimDriver};
+    use aquifer::memory::Config;
+    use aquifer::{Allocator, Device};
 
     #[test]
     fn a_changed_byte_is_found_in_its_block() {

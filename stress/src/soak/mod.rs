@@ -4,7 +4,7 @@
 //! is used before it was written, or whose writes are lost, does not read as it should. Everything that is written is verified by the device
 //! itself, at the latest when it is freed. Streams are shared by all threads, and blocks move between streams and threads, so most
 //! operations on a block run on another stream than the previous one; their order is kept by the buffers
-//! ([`aquifer_allocator::Turn`]).
+//! ([`aquifer::memory::Turn`]).
 //!
 //! Small blocks are also written and read by the host, through transfers that are still in flight when the next operations begin.
 //!
@@ -18,10 +18,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use aquifer_allocator::Allocator;
-use aquifer_device::Stream;
-use aquifer_kernels::Kernels;
-use aquifer_transfer::Transfer;
+use aquifer::kernels::Kernels;
+use aquifer::transfer::Transfer;
+use aquifer::{Allocator, Stream};
 use crossbeam::channel::{self, Sender};
 
 use crate::exit::Failure;
@@ -116,9 +115,9 @@ pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aquifer_allocator::Config;
-    use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer::Device;
+    use aquifer::device::sim::{SimConfig, SimDriver};
+    use aquifer::memory::Config;
 
     fn soaked(seed: u64, threads: u16, options: &str) -> (Tally, Allocator) {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).seed(seed)));

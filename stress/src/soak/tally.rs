@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use aquifer_device::DevicePtr;
+use aquifer::device::DevicePtr;
 use serde::Serialize;
 
 /// Counts of a soak.

@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Buffer, Turn};
-use aquifer_device::{AccessKind, Stream};
-use aquifer_kernels::{Kernels, pattern_bytes};
-use aquifer_transfer::{Pending, PinnedBuffer};
+use aquifer::device::AccessKind;
+use aquifer::kernels::Kernels;
+use aquifer::memory::{AllocError, Turn};
+use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
+use aquifer_kernels::pattern_bytes;
 use crossbeam::channel::Receiver;
 
 use super::Shared;

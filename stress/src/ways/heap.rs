@@ -1,7 +1,7 @@
 //! The allocator holds it, but not so that the request could have it.
 
-use aquifer_allocator::PoolOptions;
-use aquifer_device::Stream;
+use aquifer::Stream;
+use aquifer::memory::PoolOptions;
 
 use super::{Stand, Story, Way, no_options};
 use crate::exit::Failure;

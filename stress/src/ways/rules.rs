@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use aquifer_allocator::{Advice, Allocation};
+use aquifer::memory::Allocation;
+use aquifer_allocator::Advice;
 
 use super::{Given, Refusal, Stand, Story, Way, no_options};
 use crate::exit::Failure;

@@ -1,6 +1,6 @@
 //! There is not enough on the device, but some of what is there can go to the host.
 
-use aquifer_transfer::{Spillable, Spiller, Transfer};
+use aquifer::transfer::{Spillable, Spiller, Transfer};
 
 use super::{Stand, Story, Way, no_options};
 use crate::exit::Failure;

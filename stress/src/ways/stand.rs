@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use aquifer::device::sim::SimDriver;
+use aquifer::memory::{AllocError, Allocation, OomReport, Snapshot, TagScope};
+use aquifer::{Allocator, Device, Stream};
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::size_class::SizeClasses;
-use aquifer_allocator::{AllocError, Allocation, Allocator, OomReport, Snapshot, TagScope};
-use aquifer_device::sim::SimDriver;
-use aquifer_device::{Device, Stream};
 
 use crate::cli::ConfigArg;
 use crate::commands::record_history;

@@ -26,11 +26,6 @@ impl Life {
         let chunk: Vec<u8> = value.iter().copied().cycle().take(CHUNK).collect();
         let launch = Launch {
             name: pattern,
-            module: None,
-            grid: [1; 3],
-            block: [1; 3],
-            shared_bytes: 0,
-            args: Vec::new(),
             accesses: vec![Access { ptr: DevicePtr(ptr), bytes, kind: AccessKind::Write }],
             host: Some(Arc::new(move |memory, _| {
                 (0..bytes).step_by(CHUNK).try_for_each(|at| {
@@ -38,8 +33,7 @@ impl Life {
                     memory.write(DevicePtr(ptr + at), &chunk[..length])
                 })
             })),
-            operations: 0,
-            busy_ns: 0,
+            ..Launch::default()
         };
         // SAFETY: the kernel writes exactly the range that it declares, and takes no arguments.
         unsafe { self.sim.launch(&launch, RawStream(stream)) }.map_err(code)

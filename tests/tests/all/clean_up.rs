@@ -2,11 +2,12 @@
 
 use std::any::Any;
 
-use aquifer_allocator::{Allocator, Config, PoolOptions};
-use aquifer_device::sim::{Fault, SimConfig};
+use aquifer::Allocator;
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{Config, PoolOptions};
+use aquifer::transfer::Transfer;
 use aquifer_device::{CaptureStatus, Code, HandleKind, Operation};
 use aquifer_tests::{Bench, MIB, Subject, runner, write_on};
-use aquifer_transfer::Transfer;
 
 const CAPACITY: u64 = 256 * MIB;
 

@@ -90,8 +90,8 @@ const NO_GPU: &str = "no GPU: ";
 #[test]
 #[ignore = "asked by the test of the same tests on a GPU"]
 fn a_gpu_can_be_used() {
-    match aquifer_device::gpus() {
-        Ok(_) => drop(aquifer_device::Device::open("cuda:0").unwrap()),
+    match aquifer::device::gpus() {
+        Ok(_) => drop(aquifer::Device::open("cuda:0").unwrap()),
         Err(why) => say(&format!("{NO_GPU}{why}")),
     }
 }

@@ -3,9 +3,10 @@
 use std::any::Any;
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Config, PoolOptions};
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, HandleKind, Operation, Stream};
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{Config, PoolOptions};
+use aquifer::{Allocator, Stream};
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on, write_on};
 
 /// A segment of 20 MiB of which another stream used 6 MiB in between; nothing is live any more.

@@ -1,10 +1,12 @@
 //! A device that is lost: which call heard of it first, told by every error after it, on every driver.
 
-use aquifer_allocator::{AllocError, Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{DevicePtr, Operation};
+use aquifer::Allocator;
+use aquifer::device::DevicePtr;
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{AllocError, Config};
+use aquifer::transfer::{Transfer, TransferError};
+use aquifer_device::Operation;
 use aquifer_tests::Subject;
-use aquifer_transfer::{Transfer, TransferError};
 
 const MIB: u64 = 1 << 20;
 

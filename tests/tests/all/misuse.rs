@@ -1,10 +1,14 @@
 //! Misuse of an allocator's memory on a simulated device: what is found, and which uses are legal.
 
-use aquifer_allocator::{Allocator, Buffer, Config, Contents, PoolOptions, TagScope};
-use aquifer_device::{Access, AccessKind, Device, DevicePtr, DeviceSpec, HandleKind, Stream};
-use aquifer_kernels::{DType, Kernels};
+use aquifer::Tensor;
+use aquifer::device::{Access, AccessKind, DevicePtr, DeviceSpec};
+use aquifer::kernels::{DType, Kernels};
+use aquifer::memory::{Config, Contents, PoolOptions, TagScope};
+use aquifer::tensor::ParamSet;
+use aquifer::transfer::{Prefetcher, Spiller, Transfer};
+use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer_device::HandleKind;
 use aquifer_tests::MIB;
-use aquifer_transfer::{ParamSet, Prefetcher, Spiller, Tensor, Transfer};
 use proptest::prelude::*;
 
 const BACKINGS: [&str; 2] = ["", "backing:segments"];
@@ -381,7 +385,7 @@ fn violations_are_asserted() {
 
 /// A block of a random program: its memory, and which of its bytes were written.
 struct Held {
-    memory: aquifer_allocator::Allocation,
+    memory: aquifer::memory::Allocation,
     written: Vec<bool>,
 }
 

@@ -2,8 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{AllocError, Config, OomReport};
+use aquifer::memory::{AllocError, Config, OomReport};
 
+use aquifer::device::RequestError;
 use aquifer_device::Code;
 use aquifer_tests::{Bench, GIB, KIB, MIB, Subject, check, write_on};
 
@@ -39,7 +40,7 @@ fn item_02_memory_stats() {
 #[test]
 fn item_03_statistics_are_those_of_the_snapshot() {
     let bench = Bench::new(GIB, "max_split_size_mb:64,roundup_power2_divisions:8");
-    let pool = bench.allocator.create_pool(aquifer_allocator::PoolOptions::default()).unwrap();
+    let pool = bench.allocator.create_pool(aquifer::memory::PoolOptions::default()).unwrap();
     let mut held = Vec::new();
     for step in 1..60_u64 {
         let bytes = step * step * 37_001 % (90 * MIB) + 1;
@@ -53,7 +54,7 @@ fn item_03_statistics_are_those_of_the_snapshot() {
             let at = usize::try_from(step).unwrap() % held.len();
             held.swap_remove(at).record_stream(&bench.side).unwrap();
         }
-        let sum = held.iter().map(aquifer_allocator::Allocation::bytes).sum();
+        let sum = held.iter().map(aquifer::memory::Allocation::bytes).sum();
         check::statistics(&bench.allocator, (held.len() as u64, sum));
         check::readers(&bench.allocator);
     }
@@ -92,7 +93,7 @@ fn item_05_devices_have_their_own_statistics() {
     drop(first);
     assert_eq!((one.allocator.allocated_bytes(), other.allocator.allocated_bytes()), (0, 30 * MIB));
     let wrong = one.allocator.alloc_bytes(MIB, &other.stream);
-    assert!(matches!(wrong, Err(AllocError::WrongDevice { .. })));
+    assert!(matches!(wrong, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
     drop(second);
     one.assert_returned();
     other.assert_returned();
@@ -312,7 +313,7 @@ fn kept_9_of_equal_blocks_the_lowest_is_reused() {
         freed.into_iter().rev().for_each(drop);
         places.sort_unstable();
         let again: Vec<_> = places.iter().map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
-        assert_eq!(again.iter().map(aquifer_allocator::Allocation::ptr).collect::<Vec<_>>(), places, "{bytes}");
+        assert_eq!(again.iter().map(aquifer::memory::Allocation::ptr).collect::<Vec<_>>(), places, "{bytes}");
         // A block that was just given back is the one that serves the next request of its size.
         let place = kept.remove(1).1.ptr();
         assert_eq!(bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap().ptr(), place);

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use aquifer::memory::{HistoryOptions, PoolOptions, Snapshot, TagScope};
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_allocator::{Action, Advice, HistoryOptions, PoolOptions, Snapshot, TagScope};
+use aquifer_allocator::{Action, Advice};
 use aquifer_tests::{Bench, GIB, MIB, check, write_on};
 
 fn record(bench: &Bench, entries: usize, skip: Vec<Action>) {

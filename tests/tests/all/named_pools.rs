@@ -1,6 +1,6 @@
 //! PyTorch's tests of private pools, one by one; `CHECKLIST.md` lists them all.
 
-use aquifer_allocator::{AllocError, Allocation, PoolOptions, PrivatePool};
+use aquifer::memory::{AllocError, Allocation, PoolOptions, PrivatePool};
 use aquifer_tests::{Bench, GIB, MIB, write_on};
 
 const LENDS: PoolOptions = PoolOptions { use_on_oom: true, no_split: false };

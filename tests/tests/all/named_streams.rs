@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::Buffer;
-use aquifer_device::{Code, DevicePtr, StreamFlags};
+use aquifer::Buffer;
+use aquifer::device::{DevicePtr, StreamFlags};
+use aquifer_device::Code;
 use aquifer_tests::{Bench, GIB, MIB, write_on};
 
 /// Uses a block on the side stream, which is busy for 10 ms, and records that.
@@ -169,7 +170,7 @@ fn defect_7_a_failing_query_loses_no_block() {
     held.record_stream(&bench.side).unwrap();
     drop(held);
     let operation = Some(aquifer_device::Operation::QueryEvent);
-    bench.driver.inject(aquifer_device::sim::Fault::Nth { operation, nth: 1, code: Code(999) });
+    bench.driver.inject(aquifer::device::sim::Fault::Nth { operation, nth: 1, code: Code(999) });
     bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap_err();
     bench.side.synchronize().unwrap();
     let again = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();

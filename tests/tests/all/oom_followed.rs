@@ -1,9 +1,9 @@
 //! Advice in the reports of random programs is true: who follows all of it is served, and its bounds hold.
 
-use aquifer_allocator::{
-    Advice, AllocError, Allocation, Exportable, Growable, OomReport, PinnedMapping, PoolOptions, PrivatePool,
-};
-use aquifer_device::{Capture, HandleKind};
+use aquifer::device::Capture;
+use aquifer::memory::{AllocError, Allocation, Growable, OomReport, PoolOptions, PrivatePool};
+use aquifer_allocator::{Advice, Exportable, PinnedMapping};
+use aquifer_device::HandleKind;
 use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 use crate::oom_advice::draws;

@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{Advice, Allocation, PoolOptions, PrivatePool};
+use aquifer::memory::{Allocation, PoolOptions, PrivatePool};
+use aquifer_allocator::Advice;
 use aquifer_tests::{Bench, MIB};
 
 fn lending(bench: &Bench) -> PrivatePool {

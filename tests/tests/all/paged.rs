@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{Allocation, Config, PoolOptions};
+use aquifer::{Allocator, Stream};
 use aquifer_allocator::snapshot::Segment;
-use aquifer_allocator::{Action, Allocation, Allocator, Config, PoolOptions, Refusal};
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Attribute, Code, Operation, Stream};
+use aquifer_allocator::{Action, Refusal};
+use aquifer_device::{Attribute, Code, Operation};
 use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
 fn bench(capacity: u64, options: &str) -> Bench {

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{Allocation, PoolOptions};
-use aquifer_device::sim::Fault;
+use aquifer::device::sim::Fault;
+use aquifer::memory::{Allocation, PoolOptions};
 use aquifer_device::{Code, Operation};
 use aquifer_tests::{Bench, GIB, MIB, check, write_on};
 

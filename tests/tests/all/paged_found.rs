@@ -3,8 +3,10 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use aquifer_allocator::{Allocation, Allocator, Config, MappingChange, PoolOptions, Refusal};
-use aquifer_device::sim::Fault;
+use aquifer::Allocator;
+use aquifer::device::sim::Fault;
+use aquifer::memory::{Allocation, Config, PoolOptions};
+use aquifer_allocator::{MappingChange, Refusal};
 use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
 
@@ -240,12 +242,12 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.stream().unwrap();
     let held = Arc::new(allocator.alloc_bytes(8 * MIB, &stream).unwrap());
-    allocator.sleep(aquifer_allocator::Contents::Discard).unwrap();
+    allocator.sleep(aquifer::memory::Contents::Discard).unwrap();
     let asleep = allocator.pin_mapping(&held).unwrap_err();
-    assert!(matches!(asleep, aquifer_allocator::AllocError::Asleep), "{asleep}");
+    assert!(matches!(asleep, aquifer::memory::AllocError::Asleep), "{asleep}");
     allocator.wake().unwrap();
     let pinned = allocator.pin_mapping(&held).unwrap();
-    assert_eq!(allocator.sleep(aquifer_allocator::Contents::Discard).unwrap(), 0);
+    assert_eq!(allocator.sleep(aquifer::memory::Contents::Discard).unwrap(), 0);
     allocator.wake().unwrap();
     drop((pinned, held));
     driver.assert_no_violation();

@@ -1,6 +1,6 @@
 //! Frames of mapped memory: few driver calls where memory stays, and memory that can move whatever stays beside it.
 
-use aquifer_allocator::Allocation;
+use aquifer::memory::Allocation;
 use aquifer_device::Operation;
 use aquifer_tests::{Bench, GIB, MIB};
 

@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_allocator::{Allocation, Allocator, Config};
-use aquifer_device::sim::{Lagging, SimConfig};
-use aquifer_device::{Device, Operation, Stream};
+use aquifer::device::sim::SimConfig;
+use aquifer::memory::{Allocation, Config};
+use aquifer::{Allocator, Device, Stream};
+use aquifer_device::Operation;
+use aquifer_device::sim::Lagging;
 use aquifer_tests::{GIB, KIB, MIB, Subject, check, write_on};
 use tracing::{Event, Level, Metadata, Subscriber, span};
 

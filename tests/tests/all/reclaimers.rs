@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{Allocation, Registration};
+use aquifer::memory::{Allocation, Registration};
 use aquifer_tests::{Bench, MIB};
 
 /// A cache of blocks that gives up the least recently used ones, and what it was asked for.

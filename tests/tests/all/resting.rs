@@ -1,6 +1,7 @@
 //! Blocks that rest in a heap of many small ones (`heap/resting.rs` of the allocator) are found when nothing else serves a request.
 
-use aquifer_allocator::{Allocation, Allocator, Config};
+use aquifer::Allocator;
+use aquifer::memory::{Allocation, Config};
 use aquifer_device::Operation;
 use aquifer_tests::{GIB, KIB, Subject};
 

@@ -1,8 +1,9 @@
 //! Soaks, with what watches over the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets how many seeds, each of 1000
 //! operations.
 
-use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::SimConfig;
+use aquifer::Allocator;
+use aquifer::device::sim::SimConfig;
+use aquifer::memory::Config;
 use aquifer_stress::soak::{self, Plan, Tally};
 use aquifer_tests::{BACKINGS, MIB, Subject, on, runner};
 

@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use aquifer_allocator::{Allocation, Allocator, Config};
+use aquifer::Allocator;
+use aquifer::memory::{Allocation, Config};
 
-use aquifer_device::{Operation, Stream};
+use aquifer::Stream;
+use aquifer_device::Operation;
 use aquifer_stress::input::{self, Event, Program};
 use aquifer_tests::{Bench, GIB, MIB, Subject};
 

@@ -3,8 +3,10 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{Action, Allocation, Allocator, MappingChange};
-use aquifer_device::{Device, Operation, Stream};
+use aquifer::memory::Allocation;
+use aquifer::{Allocator, Device, Stream};
+use aquifer_allocator::{Action, MappingChange};
+use aquifer_device::Operation;
 use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
 
 /// Numbers that differ by thread.

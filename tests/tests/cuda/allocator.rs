@@ -1,7 +1,8 @@
 //! The allocator on CUDA: what it does on a simulated device it does here.
 
-use aquifer_allocator::{AllocError, Allocator, Config};
-use aquifer_device::ErrorKind;
+use aquifer::Allocator;
+use aquifer::device::ErrorKind;
+use aquifer::memory::{AllocError, Config};
 
 use crate::support::{Gpu, MIB, standin};
 

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions};
-use aquifer_device::{Code, ErrorKind, Stream, cuda};
+use aquifer::device::{ErrorKind, RequestError, cuda};
+use aquifer::memory::{AllocError, Config, PoolOptions};
+use aquifer::{Allocator, Stream};
+use aquifer_device::Code;
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
@@ -141,9 +143,15 @@ fn what_cannot_be_announced_is_refused() {
     let error = allocator.capture(&stream, &pool).unwrap_err();
     let AllocError::Device(error) = error else { panic!("{error}") };
     assert!(error.code == Code::INVALID_VALUE && error.to_string().contains("does not capture"), "{error}");
-    assert!(matches!(foreign.capture(&stream, &pool), Err(AllocError::WrongDevice { what: "stream", .. })));
+    assert!(matches!(
+        foreign.capture(&stream, &pool),
+        Err(AllocError::Request(RequestError::WrongDevice { what: "stream", .. }))
+    ));
     let elsewhere = other.device.stream().unwrap();
-    assert!(matches!(foreign.capture(&elsewhere, &pool), Err(AllocError::WrongDevice { what: "pool", .. })));
+    assert!(matches!(
+        foreign.capture(&elsewhere, &pool),
+        Err(AllocError::Request(RequestError::WrongDevice { what: "pool", .. }))
+    ));
     theirs.begin_capture(MODE).unwrap();
     let announced = stream.announce_capture().unwrap();
     assert_eq!(kind(stream.announce_capture()), ErrorKind::Capture, "it is known already");

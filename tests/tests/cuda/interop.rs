@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::thread;
 
-use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{Code, Device, DriverKind, ErrorKind, cuda};
+use aquifer::device::sim::{SimConfig, SimDriver};
+use aquifer::device::{DriverKind, ErrorKind, cuda};
+use aquifer::memory::Config;
+use aquifer::{Allocator, Device};
+use aquifer_device::Code;
 use cudarc::driver::{CudaContext, DevicePtr, DevicePtrMut};
 
 use crate::support::{Gpu, MIB, kind, standin};
@@ -87,7 +89,7 @@ fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     let (ptr, _guard) = memory.device_ptr(&theirs);
     ours.wait_for(&adopted.tick()).unwrap();
     let copy = gpu.device.alloc(4096).unwrap();
-    ours.copy(copy, aquifer_device::DevicePtr(ptr), 4096).unwrap();
+    ours.copy(copy, aquifer::device::DevicePtr(ptr), 4096).unwrap();
     let mut bytes = [0; 4];
     ours.download_blocking(&mut bytes, copy).unwrap();
     assert_eq!(u32::from_ne_bytes(bytes), 7);

@@ -6,8 +6,10 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
-use aquifer_device::{Code, Device, DriverKind, ErrorKind, OpenError, Unavailable, available, count, cuda, gpus};
-use aquifer_kernels::{KernelError, Kernels};
+use aquifer::Device;
+use aquifer::device::{DriverKind, ErrorKind, OpenError, cuda, gpus};
+use aquifer::kernels::{KernelError, Kernels};
+use aquifer_device::{Code, Unavailable, available, count};
 
 use crate::support::standin;
 

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{Device, ErrorKind, cuda};
+use aquifer::Device;
+use aquifer::device::{ErrorKind, cuda};
 use aquifer_standin::{Standin, StandinDevice};
 use cudarc::driver::CudaContext;
 

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation};
-use aquifer_transfer::{Pending, Tensor, To, Transfer};
+use aquifer::device::sim::{Fault, SimConfig, SimDriver};
+use aquifer::memory::Config;
+use aquifer::transfer::Transfer;
+use aquifer::{Allocator, Device, Pending, Tensor};
+use aquifer_device::{Code, Operation};
+use aquifer_transfer::To;
 
 use crate::support::Gpu;
 
 /// More than the calling thread copies by itself.
-const LEN: u64 = 1 << 20;
+const LEN: usize = 1 << 20;
 
 fn runtime(device: &Device) -> Transfer {
     Transfer::new(&Allocator::new(device, Config::default()).unwrap()).unwrap()
@@ -35,7 +37,7 @@ fn tensors_that_are_converted_beyond_the_host_are_whole_or_errors() {
     let gpu = Gpu::new();
     let sim = SimDriver::new(SimConfig::default());
     let sent = sent_and_widened(&gpu, &sim, false).unwrap();
-    assert!(sent.len() as u64 == LEN && sent.iter().all(|&element| element == 1.0));
+    assert!(sent.len() == LEN && sent.iter().all(|&element| element == 1.0));
     let failed = sent_and_widened(&gpu, &sim, true);
     assert!(matches!(&failed, Err(error) if error.contains("injected")), "{:?}", failed.map(|sent| sent[0]));
     assert_eq!(sim.violations(), []);

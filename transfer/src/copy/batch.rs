@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{Buffer, Storage};
-use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, Stream, Tick};
+use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, RequestError, Stream, Tick};
 use bytemuck::Pod;
 
 use crate::copy::on_device::{check_apart, check_lengths};
@@ -135,7 +135,7 @@ impl BatchResults {
         }
         let bytes = self.bytes.read()?;
         let (start, end) = (download.offset, download.offset + download.len * size_of::<T>());
-        let own = bytes.get(start..end).ok_or(TransferError::OutOfBounds {
+        let own = bytes.get(start..end).ok_or(RequestError::OutOfBounds {
             start: start as u64,
             end: end as u64,
             len: bytes.len() as u64,
@@ -204,7 +204,10 @@ impl TransferBatch {
         let adjacent =
             self.stages.last().is_some_and(|stage| goes_on(&stage.downloads, |last| &last.from, &End::of(from)));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
-        let overflow = TransferError::LengthOverflow { len: from.len() as u64, size: size_of::<T>() as u64 };
+        let overflow = TransferError::Request(RequestError::LengthOverflow {
+            len: from.len() as u64,
+            size: size_of::<T>() as u64,
+        });
         let end = offset.checked_add(bytes).ok_or(overflow)?;
         self.stage(|_| false).add_download(from, End::Host { buffer: 0, offset });
         self.downloaded = end;

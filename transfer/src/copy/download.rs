@@ -115,7 +115,7 @@ impl Transfer {
     pub fn item<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<T, TransferError> {
         let _place = self.called_here();
         if from.len() != 1 {
-            return Err(TransferError::NotOneElement { shape: vec![from.len() as u64] });
+            return Err(TransferError::NotOneElement { shape: vec![from.len()] });
         }
         let staged = self.download(from, self.pinned().alloc::<T>(1)?)?.wait_counted()?;
         Ok(staged.read()?[0])

@@ -29,6 +29,11 @@ pub(crate) trait Sealed {}
 /// | [`FilePart`] | is read by threads, at several places at a time |
 ///
 /// [`Region::of`] makes a source of a region of any of them but the last.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be uploaded to a buffer of `{T}`",
+    label = "expected host memory of `{T}`: a slice, a `Vec`, a `&PinnedBuffer`, an `Owner`, or a `FilePart` for bytes",
+    note = "from another buffer, call `x.copy_from(&y, &stream)`; elements of another type must be converted first"
+)]
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
     /// What the complete copy gives.
@@ -68,6 +73,11 @@ pub trait HostEnd<T: Pod + Send + Sync>: Sized + Sealed {
 /// [`BufferTransfers::download_blocking`](crate::BufferTransfers::download_blocking) takes `&mut [T]`.
 ///
 /// [`Region::of`] makes a target of a region of any of them; what lies between its elements stays.
+#[diagnostic::on_unimplemented(
+    message = "a copy that returns before it is done cannot write to `{Self}`",
+    label = "expected a `Vec` by value, a `PinnedBuffer`, or a `&mut PinnedBuffer`",
+    note = "to fill a `&mut [T]` or `&mut Vec<T>`, call `x.download_blocking(&mut host, &stream)`; for a new `Vec`, `x.to_vec(&stream)`"
+)]
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
     /// What the complete copy gives.
@@ -83,6 +93,11 @@ pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
 }
 
 /// Device memory that can be copied from: a reference to a [`Buffer`] or to a view, of any device, or [`Region::of`] one.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a reference to device memory",
+    label = "expected a reference to a buffer or to a view, such as `&x` or `&x.slice(..4)`",
+    note = "of a `&mut Buffer<T>`, pass `&*x`; from host memory, call `x.upload(host, &stream)`"
+)]
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait DeviceSource<T>: Sealed {
     #[doc(hidden)]
@@ -228,8 +243,8 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
 
     /// What the region writes in a dense target.
     fn elements(&self) -> Result<usize, TransferError> {
-        let elements = self.region.extents.iter().fold(1, |all: u64, &extent| all.saturating_mul(extent));
-        host_vec::len_of(elements, size_of::<T>() as u64)
+        let elements = self.region.extents.iter().fold(1, |all: usize, &extent| all.saturating_mul(extent));
+        host_vec::len_of(elements as u64, size_of::<T>() as u64)
     }
 
     fn upload_to(

@@ -6,8 +6,8 @@
 use std::any::TypeId;
 use std::sync::Arc;
 
-use aquifer_device::AccessKind;
 use aquifer_device::fork::RwLock;
+use aquifer_device::{AccessKind, RequestError};
 use bytemuck::Pod;
 
 use crate::errands;
@@ -168,9 +168,11 @@ fn part(offset: u64, bytes: usize, len: usize) -> Result<std::ops::Range<usize>,
     let start = usize::try_from(offset).unwrap_or(usize::MAX);
     match start.checked_add(bytes).filter(|&end| end <= len) {
         Some(end) => Ok(start..end),
-        None => {
-            Err(TransferError::OutOfBounds { start: offset, end: offset.saturating_add(bytes as u64), len: len as u64 })
-        }
+        None => Err(TransferError::Request(RequestError::OutOfBounds {
+            start: offset,
+            end: offset.saturating_add(bytes as u64),
+            len: len as u64,
+        })),
     }
 }
 

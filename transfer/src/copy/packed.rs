@@ -18,11 +18,11 @@ pub(super) enum OnDevice {
 /// A region's dimensions in the order in which its elements are packed, the outermost first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Packed {
-    extents: Vec<u64>,
-    from: Vec<u64>,
+    extents: Vec<usize>,
+    from: Vec<usize>,
     /// Strides where they are packed.
-    dense: Vec<u64>,
-    to: Vec<u64>,
+    dense: Vec<usize>,
+    to: Vec<usize>,
 }
 
 impl Packed {
@@ -32,7 +32,9 @@ impl Packed {
             OnDevice::From => dimension.from,
             OnDevice::To => dimension.to,
         });
-        let each = |number: fn(&Dimension) -> u64| dimensions.iter().map(number).collect();
+        // They are those of a region, which are `usize`.
+        let length = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+        let each = |number: fn(&Dimension) -> u64| dimensions.iter().map(|next| length(number(next))).collect();
         let mut packed = Packed {
             extents: each(|dimension| dimension.extent),
             from: each(|dimension| dimension.from),
@@ -77,7 +79,10 @@ impl Packed {
 
     /// Where elements of `size` bytes lie at either end.
     pub(super) fn spreads(&self, size: u64) -> (Spread, Spread) {
-        let spread = |strides: &[u64]| Spread::new(self.extents.iter().copied().zip(strides.iter().copied()), size);
+        let spread = |strides: &[usize]| {
+            let dimensions = self.extents.iter().zip(strides);
+            Spread::new(dimensions.map(|(&extent, &stride)| (extent as u64, stride as u64)), size)
+        };
         (spread(&self.from), spread(&self.to))
     }
 }
@@ -101,7 +106,7 @@ fn sort_for(dimensions: &mut [Dimension], stride: impl Fn(&Dimension) -> u64) {
 mod tests {
     use super::*;
 
-    fn packed(extents: &[u64], from_strides: &[u64], to_strides: &[u64], device: OnDevice) -> Packed {
+    fn packed(extents: &[usize], from_strides: &[usize], to_strides: &[usize], device: OnDevice) -> Packed {
         Packed::new(&Region { extents, from_strides, to_strides }.plan().unwrap().unwrap(), device)
     }
 

@@ -17,13 +17,13 @@ use crate::runtime::Transfer;
 #[derive(Debug, PartialEq, Eq)]
 struct Crossing {
     /// Extents without repetitions.
-    extents: Vec<u64>,
+    extents: Vec<usize>,
     /// Strides of the dense piece, without repetitions.
-    dense: Vec<u64>,
+    dense: Vec<usize>,
     /// The same, 0 where elements are repeated.
-    repeated: Vec<u64>,
+    repeated: Vec<usize>,
     /// How many elements cross.
-    count: u64,
+    count: usize,
 }
 
 impl Crossing {
@@ -31,7 +31,7 @@ impl Crossing {
     fn of(region: &Region<'_>) -> Crossing {
         let is_repeated: Vec<bool> = region.from_strides.iter().map(|&stride| stride == 0).collect();
         let dimensions = region.extents.iter().zip(&is_repeated);
-        let extents: Vec<u64> =
+        let extents: Vec<usize> =
             dimensions.map(|(&extent, &is_repeated)| if is_repeated { 1 } else { extent }).collect();
         let mut dense = vec![0; extents.len()];
         let mut count = 1;
@@ -45,7 +45,7 @@ impl Crossing {
     }
 
     /// Whether elements with these strides lie as they cross.
-    fn lies_so(&self, strides: &[u64]) -> bool {
+    fn lies_so(&self, strides: &[usize]) -> bool {
         let dimensions = self.extents.iter().zip(strides.iter().zip(&self.dense));
         dimensions.filter(|&(&extent, _)| extent > 1).all(|(_, (is, dense))| is == dense)
     }
@@ -76,7 +76,7 @@ impl Transfer {
         route: Route,
     ) -> Result<Pending<Route>, TransferError> {
         let crossing = Crossing::of(region);
-        let count = host_vec::len_of(crossing.count, size_of::<T>() as u64)?;
+        let count = host_vec::len_of(crossing.count as u64, size_of::<T>() as u64)?;
         let dense = peer.collected(from, region, &crossing, count)?;
         if crossing.dense == crossing.repeated && crossing.lies_so(region.to_strides) {
             let mut to = to.try_slice_mut(..count)?;
@@ -116,8 +116,8 @@ impl Transfer {
 #[cfg(test)]
 mod tests {
     use aquifer_allocator::{Allocator, Config};
-    use aquifer_device::Device;
     use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_device::{Device, RequestError};
 
     use super::*;
 
@@ -160,7 +160,7 @@ mod tests {
             let route = two.copy(region.of(&from), &mut crossed).unwrap().wait().unwrap();
             assert_eq!(route, Route::Peer);
             // Where it was asked for, as one copy of its elements, whatever it is made of.
-            let elements: u64 = region.extents.iter().product();
+            let elements = region.extents.iter().product::<usize>() as u64;
             here.copies += elements.min(1);
             here.bytes += elements * 4;
             assert_eq!(counted(), [at_source, here], "{region:?}");
@@ -169,10 +169,13 @@ mod tests {
         }
         let mut to = from.share();
         let beyond = Region { extents: &[11], from_strides: &[100], to_strides: &[1] };
-        assert!(matches!(two.copy(beyond.of(&from), &mut to), Err(TransferError::WrongDevice { .. })));
+        assert!(matches!(
+            two.copy(beyond.of(&from), &mut to),
+            Err(TransferError::Request(RequestError::WrongDevice { .. }))
+        ));
         let mut to = two.allocator().alloc::<u32>(11, elsewhere).unwrap();
         let refused = two.copy(beyond.of(&from), &mut to);
-        assert!(matches!(refused, Err(TransferError::OutOfBounds { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(TransferError::Request(RequestError::OutOfBounds { .. }))), "{refused:?}");
         worlds.iter().for_each(|(sim, ..)| assert_eq!(sim.take_violations(), []));
     }
 }

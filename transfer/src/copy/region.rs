@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use aquifer_device::{Copy2d, CopyEnd, DeviceError, Stream};
+use aquifer_device::{Copy2d, CopyEnd, DeviceError, RequestError, Stream};
 use aquifer_kernels::Strided;
 
 use crate::error::TransferError;
@@ -33,11 +33,11 @@ use crate::error::TransferError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region<'a> {
     /// How many elements in each dimension.
-    pub extents: &'a [u64],
+    pub extents: &'a [usize],
     /// From an element to the next in each dimension, where they are read.
-    pub from_strides: &'a [u64],
+    pub from_strides: &'a [usize],
     /// From an element to the next in each dimension, where they are written. No two elements may lie at one place.
-    pub to_strides: &'a [u64],
+    pub to_strides: &'a [usize],
 }
 
 /// One dimension.
@@ -125,7 +125,11 @@ impl Region<'_> {
             return Ok(None);
         }
         let strides = self.from_strides.iter().zip(self.to_strides);
-        let all = self.extents.iter().zip(strides).map(|(&extent, (&from, &to))| Dimension { extent, from, to });
+        let all = self.extents.iter().zip(strides).map(|(&extent, (&from, &to))| Dimension {
+            extent: extent as u64,
+            from: from as u64,
+            to: to as u64,
+        });
         let mut dimensions: Vec<_> = all.filter(|dimension| dimension.extent > 1).collect();
         let overflow = || wrong("its numbers are too large");
         let elements =
@@ -320,7 +324,11 @@ impl Plan {
 
     pub(super) fn check_reach(&self, from_len: u64, to_len: u64) -> Result<(), TransferError> {
         let fits = |reach: u64, len: u64| {
-            if reach <= len { Ok(()) } else { Err(TransferError::OutOfBounds { start: 0, end: reach, len }) }
+            if reach <= len {
+                Ok(())
+            } else {
+                Err(TransferError::Request(RequestError::OutOfBounds { start: 0, end: reach, len }))
+            }
         };
         fits(self.from_reach, from_len)?;
         fits(self.to_reach, to_len)
@@ -347,7 +355,7 @@ mod tests {
     use super::*;
     use crate::host_vec;
 
-    fn plan(extents: &[u64], from_strides: &[u64], to_strides: &[u64]) -> Option<Plan> {
+    fn plan(extents: &[usize], from_strides: &[usize], to_strides: &[usize]) -> Option<Plan> {
         Region { extents, from_strides, to_strides }.plan().unwrap()
     }
 
@@ -380,10 +388,10 @@ mod tests {
     #[test]
     fn what_would_be_written_twice_or_has_no_strides_is_refused() {
         for (extents, from, to) in [
-            (&[2u64, 2][..], &[2u64, 1][..], &[0u64, 1][..]),
+            (&[2, 2][..], &[2, 1][..], &[0, 1][..]),
             (&[2, 3], &[3, 1], &[2, 1]),
             (&[2], &[1, 1], &[1]),
-            (&[u64::MAX, 3], &[1, 1], &[3, 1]),
+            (&[usize::MAX, 3], &[1, 1], &[3, 1]),
         ] {
             assert!(
                 Region { extents, from_strides: from, to_strides: to }.plan().is_err(),
@@ -397,9 +405,9 @@ mod tests {
         /// Every element goes where its index says, once.
         #[test]
         fn plans_copy_each_element_once(
-            extents in proptest::collection::vec(1u64..5, 0..5),
+            extents in proptest::collection::vec(1usize..5, 0..5),
             order in any::<u64>(),
-            gaps in proptest::collection::vec(0u64..3, 5),
+            gaps in proptest::collection::vec(0usize..3, 5),
             repeat in any::<u8>(),
         ) {
             let mut dims: Vec<usize> = (0..extents.len()).collect();
@@ -418,7 +426,7 @@ mod tests {
             }
             let plan = plan(&extents, &from_strides, &to_strides).unwrap();
             let mut expected = std::collections::BTreeMap::new();
-            for number in 0..extents.iter().product::<u64>() {
+            for number in 0..extents.iter().product::<usize>() {
                 let (mut rest, mut from, mut to) = (number, 0, 0);
                 for dim in (0..extents.len()).rev() {
                     let index = rest % extents[dim];
@@ -426,7 +434,7 @@ mod tests {
                     from += index * from_strides[dim];
                     to += index * to_strides[dim];
                 }
-                expected.insert(to, from);
+                expected.insert(to as u64, from as u64);
             }
             let mut copied = std::collections::BTreeMap::new();
             plan.pieces::<Infallible>(|from, to| {

@@ -77,7 +77,7 @@ pub struct TensorEntry {
     /// Its dtype; `None` where it is one that tensors here do not have.
     pub dtype: Option<DType>,
     /// Its extents, outermost first.
-    pub shape: Vec<u64>,
+    pub shape: Vec<usize>,
     /// Its bytes in the file.
     pub bytes: u64,
     /// Which file it is in.
@@ -248,7 +248,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     names.sort_by_key(|name| (metadata.info(name).map(|info| info.data_offsets), places.get(name)));
     for name in names {
         let Some(info) = metadata.info(&name) else { continue };
-        let shape: Vec<u64> = info.shape.iter().map(|&extent| extent as u64).collect();
+        let shape = info.shape.clone();
         if Layout::row_major(&shape).is_err() {
             return Err(fault(&path, CheckpointFault::Shape { tensor: name, shape }));
         }

@@ -58,7 +58,7 @@ pub enum CheckpointFault {
         /// The tensor.
         tensor: String,
         /// Its extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
     },
     /// A tensor's name cannot be that of a parameter: it has an empty part.
     Name {

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use aquifer_device::RequestError;
 use aquifer_kernels::DType;
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
@@ -101,8 +102,12 @@ impl Checkpoint {
     /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
     /// opened ([`CheckpointFault::Changed`]), when memory runs out, and errors of the driver.
     #[track_caller]
-    pub fn load_blocking(&self, place: impl Into<Place>, mut how: Load<'_>) -> Result<ParamSet, TransferError> {
-        let place = place.into();
+    pub fn load_blocking(
+        &self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        mut how: Load<'_>,
+    ) -> Result<ParamSet, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         self.check_unchanged()?;
         let wanted = self.chosen(&how).map(|entry| self.want(entry, &how)).collect::<Result<Vec<_>, _>>()?;
@@ -166,7 +171,7 @@ impl Checkpoint {
                 (stored, dtype, entry.shape.clone())
             }
             (None, OtherDTypes::AsBytes) if entry.element_bytes > 0 => {
-                let bytes = Some(entry.element_bytes).filter(|&bytes| bytes > 1);
+                let bytes = usize::try_from(entry.element_bytes).ok().filter(|&bytes| bytes > 1);
                 (DType::U8, DType::U8, entry.shape.iter().copied().chain(bytes).collect())
             }
             (None, _) => {
@@ -184,7 +189,7 @@ impl Checkpoint {
     /// Begins bringing a tensor to a device.
     fn begin(&self, wanted: &Wanted<'_>, small: &mut Small) -> Result<Step, TransferError> {
         let (stored, dtype, layout) = (wanted.stored, wanted.dtype, wanted.layout);
-        let largest = wanted.entry.bytes.max(layout.len().saturating_mul(dtype.bytes()));
+        let largest = wanted.entry.bytes.max((layout.len() as u64).saturating_mul(dtype.bytes()));
         if largest <= SMALL_TENSOR_BYTES {
             let source = self.source(wanted.entry, stored, dtype)?;
             let mut elements = vec![0; usize::try_from(source.bytes()).unwrap_or(usize::MAX)];
@@ -209,8 +214,9 @@ impl Checkpoint {
         let memory = match (place, self.shared(wanted)) {
             (Place::Pinned(pool), _) => {
                 let source = self.source(entry, wanted.stored, dtype)?;
-                let len = usize::try_from(source.bytes())
-                    .map_err(|_| TransferError::LengthOverflow { len: source.bytes(), size: 1 })?;
+                let len = usize::try_from(source.bytes()).map_err(|_| {
+                    TransferError::Request(RequestError::LengthOverflow { len: source.bytes(), size: 1 })
+                })?;
                 let mut buffer = pool.alloc::<u8>(len)?;
                 source.read(0, buffer.write()?)?;
                 Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: pool.clone() })

@@ -27,11 +27,11 @@ pub struct DifferentTensor {
     /// The dtype's name in the file, such as `"BF16"`.
     pub file_dtype: String,
     /// Its extents in the file, outermost first.
-    pub file_shape: Vec<u64>,
+    pub file_shape: Vec<usize>,
     /// Its dtype in the set.
     pub dtype: DType,
     /// Its extents in the set.
-    pub shape: Vec<u64>,
+    pub shape: Vec<usize>,
     /// Where it is.
     pub place: String,
 }

@@ -206,8 +206,8 @@ impl ParamSet {
     ///
     /// # Errors
     /// [`TransferError::LeftBehind`], which lists those that are not.
-    pub fn check_all_on(&self, place: impl Into<Place>) -> Result<(), TransferError> {
-        let place = place.into();
+    pub fn check_all_on(&self, place: impl TryInto<Place, Error: Into<TransferError>>) -> Result<(), TransferError> {
+        let place = Place::named(place)?;
         let strays = self.strays(&place);
         if strays.is_empty() {
             return Ok(());

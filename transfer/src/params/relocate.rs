@@ -81,8 +81,11 @@ impl ParamSet {
     /// # Errors
     /// As [`Tensor::to`]. What was made until then is given back.
     #[track_caller]
-    pub fn to(&self, place: impl Into<Place>) -> Result<Pending<ParamSet>, TransferError> {
-        let place = place.into();
+    pub fn to(
+        &self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+    ) -> Result<Pending<ParamSet>, TransferError> {
+        let place = Place::named(place)?;
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
@@ -100,7 +103,10 @@ impl ParamSet {
     /// # Errors
     /// As [`Tensor::to`].
     #[track_caller]
-    pub fn move_blocking(&mut self, place: impl Into<Place>) -> Result<(), TransferError> {
+    pub fn move_blocking(
+        &mut self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+    ) -> Result<(), TransferError> {
         self.move_with_blocking(place, Relocate::new())
     }
 
@@ -109,8 +115,12 @@ impl ParamSet {
     /// # Errors
     /// As [`Tensor::to_with`].
     #[track_caller]
-    pub fn move_with_blocking(&mut self, place: impl Into<Place>, mut how: Relocate<'_>) -> Result<(), TransferError> {
-        let place = place.into();
+    pub fn move_with_blocking(
+        &mut self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        mut how: Relocate<'_>,
+    ) -> Result<(), TransferError> {
+        let place = Place::named(place)?;
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
@@ -227,7 +237,7 @@ impl Moving {
 
 /// Whether a tensor is sent together with others: one on the host of few bytes, before and after conversion.
 fn is_small(tensor: &Tensor, dtype: DType) -> bool {
-    let largest = tensor.bytes().max(tensor.len().saturating_mul(dtype.bytes()));
+    let largest = tensor.bytes().max((tensor.len() as u64).saturating_mul(dtype.bytes()));
     tensor.place().is_host() && largest <= SMALL_TENSOR_BYTES
 }
 

@@ -6,6 +6,7 @@ use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use aquifer_device::RequestError;
 use aquifer_kernels::DType;
 use serde_json::{Map, Value, json};
 
@@ -24,7 +25,7 @@ impl ParamSet {
     /// reads it. A file that is replaced leaves its permissions to the new one.
     ///
     /// # Errors
-    /// [`TransferError::File`] where the file cannot be written or is a directory, [`TransferError::LengthOverflow`] where broadcast tensors are
+    /// [`TransferError::File`] where the file cannot be written or is a directory, [`RequestError::LengthOverflow`] where broadcast tensors are
     /// more bytes than a file can have, and as [`Tensor::to`].
     #[track_caller]
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
@@ -128,9 +129,9 @@ fn header(params: &[&Param], metadata: &BTreeMap<String, String>) -> Result<Vec<
     let mut start = 0u64;
     for param in params {
         let tensor: &Tensor = &param.tensor;
-        let (len, size) = (tensor.len(), tensor.dtype().bytes());
+        let (len, size) = (tensor.len() as u64, tensor.dtype().bytes());
         let end = len.checked_mul(size).and_then(|bytes| bytes.checked_add(start));
-        let end = end.ok_or(TransferError::LengthOverflow { len, size })?;
+        let end = end.ok_or(RequestError::LengthOverflow { len, size })?;
         let entry = json!({
             "dtype": file_dtype(tensor.dtype())?, "shape": tensor.shape(), "data_offsets": [start, end],
         });

@@ -11,6 +11,7 @@ use super::memory::PinnedMemory;
 use super::pool::PinnedPool;
 use super::slices::{PinnedSlice, PinnedSliceMut};
 use crate::error::TransferError;
+use aquifer_device::RequestError;
 
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
@@ -38,7 +39,7 @@ use crate::error::TransferError;
 /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
 /// let mut buffer = pool.alloc_zeroed::<u32>(8)?;
 /// buffer.write()?[3] = 7;
-/// assert_eq!(buffer.slice(2..5)?.read()?, [0, 7, 0]);
+/// assert_eq!(buffer.slice(2..5).read()?, [0, 7, 0]);
 /// # Ok::<(), aquifer_transfer::TransferError>(())
 /// ```
 pub struct PinnedBuffer<T> {
@@ -52,7 +53,7 @@ impl PinnedPool {
     /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`TransferError::LengthOverflow`]; errors of the driver.
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
@@ -82,7 +83,7 @@ impl PinnedPool {
 /// The bytes of `len` values.
 pub(super) fn bytes_of<T>(len: usize) -> Result<usize, TransferError> {
     let size = size_of::<T>();
-    let overflow = TransferError::LengthOverflow { len: len as u64, size: size as u64 };
+    let overflow = TransferError::Request(RequestError::LengthOverflow { len: len as u64, size: size as u64 });
     len.checked_mul(size).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(overflow)
 }
 
@@ -148,17 +149,35 @@ impl<T: Pod> PinnedBuffer<T> {
 
     /// A part, to be copied from.
     ///
-    /// # Errors
-    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> PinnedSlice<'_, T> {
         self.as_slice().slice(range)
     }
 
     /// A part, to be copied into.
     ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> PinnedSliceMut<'_, T> {
+        self.try_slice_mut(range).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// As [`PinnedBuffer::slice`], with an error instead of a panic.
+    ///
     /// # Errors
-    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
+        self.as_slice().try_slice(range)
+    }
+
+    /// As [`PinnedBuffer::slice_mut`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
         self.as_slice_mut().into_slice(range)
     }
 

@@ -3,7 +3,7 @@
 use std::slice;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, HostPtr, Tick};
+use aquifer_device::{AccessKind, HostPtr, RequestError, Tick};
 
 use super::memory::HostPart;
 use super::uses::HostClaim;
@@ -77,7 +77,11 @@ impl Claimed {
     pub(crate) fn put(&self, offset: usize, from: &[u8]) -> Result<(), TransferError> {
         if offset.checked_add(from.len()).is_none_or(|end| end > self.bytes) {
             let end = offset.saturating_add(from.len()) as u64;
-            return Err(TransferError::OutOfBounds { start: offset as u64, end, len: self.bytes as u64 });
+            return Err(TransferError::Request(RequestError::OutOfBounds {
+                start: offset as u64,
+                end,
+                len: self.bytes as u64,
+            }));
         }
         let to = self.claim.memory().ptr().as_ptr().wrapping_add(self.offset + offset);
         // SAFETY: the bytes lie in memory that the claim keeps, and that nobody else touches while it is claimed for writing; threads of

@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use aquifer_device::{Device, DeviceError, Operation, Tick, fork};
+use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
 use super::class;
 use super::keeper::Keepers;
@@ -48,7 +48,7 @@ impl Inner {
     #[inline]
     pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
         fork::check(Operation::HostAlloc)?;
-        let too_long = || TransferError::LengthOverflow { len: bytes as u64, size: 1 };
+        let too_long = || TransferError::Request(RequestError::LengthOverflow { len: bytes as u64, size: 1 });
         let class = class::round_up(bytes).ok_or_else(too_long)?;
         if let Some(block) = self.state.lock().take(class, false) {
             return Ok(block);

@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, HostPtr};
+use aquifer_device::{AccessKind, HostPtr, RequestError};
 use memmap2::MmapMut;
 
 use super::class::UNIT;
@@ -62,7 +62,7 @@ impl PinnedMemory {
         }
         // Blocks start at multiples of UNIT; more than that takes room to move.
         let room = alignment.saturating_sub(UNIT);
-        let too_long = TransferError::LengthOverflow { len: bytes as u64, size: 1 };
+        let too_long = TransferError::Request(RequestError::LengthOverflow { len: bytes as u64, size: 1 });
         let block = pool.inner().take(bytes.checked_add(room).ok_or(too_long)?)?;
         let ptr = HostPtr(block.start.next_multiple_of(alignment));
         Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use aquifer_device::Device;
+use aquifer_device::{Device, RequestError};
 
 use super::class::SLAB;
 use super::keeper::Keeper;
@@ -122,7 +122,7 @@ impl PinnedPool {
     /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is given back or waited for, for that. Errors
     /// of the driver.
     pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
-        let too_long = TransferError::LengthOverflow { len: bytes, size: 1 };
+        let too_long = TransferError::Request(RequestError::LengthOverflow { len: bytes, size: 1 });
         let length = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(SLAB));
         match length.filter(|&length| isize::try_from(length).is_ok()) {
             Some(0) => Ok(()),

@@ -5,7 +5,7 @@ use std::any::Any;
 use std::fmt;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, Code, HostPtr};
+use aquifer_device::{AccessKind, Code, HostPtr, RequestError};
 use bytemuck::Pod;
 use memmap2::MmapMut;
 
@@ -105,7 +105,7 @@ impl PinnedPool {
     /// the same.
     ///
     /// # Errors
-    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all; [`TransferError::LengthOverflow`]; a lost device.
+    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all; [`RequestError::LengthOverflow`]; a lost device.
     pub fn alloc_or_pageable<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let bytes = bytes_of::<T>(len)?;
         let error = match self.alloc_zeroed(len) {
@@ -116,7 +116,7 @@ impl PinnedPool {
         tracing::warn!(%error, bytes, "no page-locked memory; the buffer is pageable, as the caller accepts");
         // A map starts at a page; more than that is not to be had.
         let align = align_of::<T>();
-        let mapped = bytes.checked_add(align).ok_or(TransferError::LengthOverflow { len: bytes as u64, size: 1 })?;
+        let mapped = bytes.checked_add(align).ok_or(RequestError::LengthOverflow { len: bytes as u64, size: 1 })?;
         let mut map = MmapMut::map_anon(mapped)
             .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
         let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(align));

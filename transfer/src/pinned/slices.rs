@@ -6,7 +6,7 @@ use std::ops::{Range, RangeBounds};
 use std::slice;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, HostPtr};
+use aquifer_device::{AccessKind, HostPtr, RequestError};
 use bytemuck::Pod;
 
 use super::buffer::PinnedBuffer;
@@ -109,9 +109,18 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
 
     /// A part of it.
     ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(self, range: impl RangeBounds<usize>) -> PinnedSlice<'a, T> {
+        self.try_slice(range).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// As [`PinnedSlice::slice`], with an error instead of a panic.
+    ///
     /// # Errors
-    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
-    pub fn slice(self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'a, T>, TransferError> {
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn try_slice(self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'a, T>, TransferError> {
         Ok(PinnedSlice { span: self.span.part::<T>(resolve(range, self.span.len)?), ..self })
     }
 
@@ -187,7 +196,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// A part of it.
     ///
     /// # Errors
-    /// [`TransferError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
     pub fn into_slice(self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'a, T>, TransferError> {
         Ok(PinnedSliceMut { span: self.span.part::<T>(resolve(range, self.span.len)?), ..self })
     }
@@ -195,7 +204,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// The part before element `middle` and the one from there on.
     ///
     /// # Errors
-    /// [`TransferError::OutOfBounds`] when there are fewer elements.
+    /// [`RequestError::OutOfBounds`] when there are fewer elements.
     pub fn split_at(self, middle: usize) -> Result<(PinnedSliceMut<'a, T>, PinnedSliceMut<'a, T>), TransferError> {
         let (memory, span) = (self.memory, self.span);
         let (head, tail) = (resolve(..middle, span.len)?, resolve(middle.., span.len)?);
@@ -246,11 +255,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
 
 /// The range of elements that is meant, of `len`.
 fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, TransferError> {
-    aquifer_allocator::internal::resolve(range, len).map_err(|wrong| TransferError::OutOfBounds {
-        start: wrong.start as u64,
-        end: wrong.end as u64,
-        len: len as u64,
-    })
+    aquifer_allocator::internal::resolve(range, len).map_err(|wrong| RequestError::out_of_bounds(wrong, len).into())
 }
 
 impl<T> Clone for PinnedSlice<'_, T> {

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use aquifer_device::AccessKind;
+use aquifer_device::{AccessKind, RequestError};
 
 use super::claimed::Claimed;
 use super::memory::HostPart;
@@ -49,7 +49,7 @@ impl HostSource for Source {
         let (from, end) = (self.0.lend(), offset.saturating_add(into.len() as u64));
         let part =
             usize::try_from(offset).ok().zip(usize::try_from(end).ok()).and_then(|(start, end)| from.get(start..end));
-        into.copy_from_slice(part.ok_or(TransferError::OutOfBounds { start: offset, end, len: from.len() as u64 })?);
+        into.copy_from_slice(part.ok_or(RequestError::OutOfBounds { start: offset, end, len: from.len() as u64 })?);
         Ok(())
     }
 }

@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, Stream, Tick};
+use aquifer_device::{AccessKind, RequestError, Stream, Tick};
 
 use super::memory::PinnedMemory;
 use crate::capture;
@@ -155,7 +155,7 @@ impl PinnedMemory {
         kind: AccessKind,
     ) -> Result<Option<HostTurn<'a>>, TransferError> {
         if stream.device_id() != self.device_id() {
-            return Err(TransferError::wrong_device("page-locked memory", self.device_id(), stream.device_id()));
+            return Err(RequestError::wrong_device("page-locked memory", self.device_id(), stream.device_id()).into());
         }
         capture::refuse(
             stream,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device};
+use aquifer_device::{Code, Device, RequestError};
 use aquifer_kernels::Kernels;
 use proptest::prelude::*;
 
@@ -219,7 +219,11 @@ impl Batch for Picky {
     type OnDevice = Buffer<u8>;
 
     fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, TransferError> {
-        if self.0 { vec![1u8; 100].send(to) } else { Err(TransferError::Unsupported { what: "another batch" }) }
+        if self.0 {
+            vec![1u8; 100].send(to)
+        } else {
+            Err(TransferError::Request(RequestError::Unsupported { what: "another batch" }))
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::{SimConfig, SimDriver};
-use aquifer_device::{AccessKind, Device, Stream};
+use aquifer_device::{AccessKind, Device, RequestError, Stream};
 
 use super::config::StagingConfig;
 use super::made_up::MadeUp;
@@ -110,7 +110,11 @@ impl VirtualSchedule {
         let way = match self.direction {
             Direction::Upload => Way::Up,
             Direction::Download => Way::Down,
-            _ => return Err(TransferError::Unsupported { what: "a direction between the host and the device" }),
+            _ => {
+                return Err(TransferError::Request(RequestError::Unsupported {
+                    what: "a direction between the host and the device",
+                }));
+            }
         };
         let speeds = Speeds { copy: self.copy_gb_s.max(1) as f64, link: self.link_gb_s.max(1) as f64 };
         let sizes = self.config.sizes(plan(speeds, usize::MAX));

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use aquifer_allocator::{Buffer, Claim};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::caller;
-use aquifer_device::{AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
+use aquifer_device::{
+    AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, RequestError, Stream, Tick,
+};
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};
@@ -119,12 +121,12 @@ impl Work {
     pub(super) fn new(host: HostEnd, device: DeviceEnd, stream: &Stream, priority: i32) -> Result<Work, TransferError> {
         let (is, needed) = (stream.device_id(), device.claim.storage().device_id());
         if is != needed {
-            return Err(TransferError::wrong_device("stream", is, needed));
+            return Err(RequestError::wrong_device("stream", is, needed).into());
         }
         refuse_capture(stream)?;
         if stream.raw() == RawStream::PER_THREAD {
             let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
-            return Err(TransferError::Unsupported { what });
+            return Err(TransferError::Request(RequestError::Unsupported { what }));
         }
         check_lengths(&host, device.spread.bytes())?;
         // Threads take the turns later, and by then streams that used the memory may capture.
@@ -214,8 +216,8 @@ fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Resul
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let on_device = work.device.claim.turn(&work.stream)?;
     let (part, kind) = match way {
-        Way::Up => (chunk.slice(..bytes)?.part(), AccessKind::Read),
-        Way::Down => (chunk.slice_mut(..bytes)?.part(), AccessKind::Write),
+        Way::Up => (chunk.try_slice(..bytes)?.part(), AccessKind::Read),
+        Way::Down => (chunk.try_slice_mut(..bytes)?.part(), AccessKind::Write),
     };
     let in_chunk = part.memory.turn(&work.stream, kind)?;
     let _held_off = capture::hold_off(&work.stream, CAPTURES_NOW)?;
@@ -279,13 +281,21 @@ fn check_lengths(host: &HostEnd, device: u64) -> Result<(), TransferError> {
 fn part(chunk: &[u8], bytes: u64) -> Result<&[u8], TransferError> {
     let len = chunk.len() as u64;
     let end = usize::try_from(bytes).ok();
-    end.and_then(|end| chunk.get(..end)).ok_or(TransferError::OutOfBounds { start: 0, end: bytes, len })
+    end.and_then(|end| chunk.get(..end)).ok_or(TransferError::Request(RequestError::OutOfBounds {
+        start: 0,
+        end: bytes,
+        len,
+    }))
 }
 
 fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
     let len = chunk.len() as u64;
     let end = usize::try_from(bytes).ok();
-    end.and_then(|end| chunk.get_mut(..end)).ok_or(TransferError::OutOfBounds { start: 0, end: bytes, len })
+    end.and_then(|end| chunk.get_mut(..end)).ok_or(TransferError::Request(RequestError::OutOfBounds {
+        start: 0,
+        end: bytes,
+        len,
+    }))
 }
 
 /// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.

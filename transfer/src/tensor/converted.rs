@@ -1,5 +1,6 @@
 //! Sources for the staging ring whose elements are converted while its threads read them.
 
+use aquifer_device::RequestError;
 use aquifer_kernels::{DType, convert_host};
 
 use super::memory::HostPart;
@@ -68,10 +69,12 @@ impl HostSource for HostPart {
         let bytes = HostPart::bytes(self)?;
         let start = count(offset);
         let part = start.checked_add(into.len()).and_then(|end| bytes.get(start..end));
-        let beyond = || TransferError::OutOfBounds {
-            start: offset,
-            end: offset.saturating_add(into.len() as u64),
-            len: bytes.len() as u64,
+        let beyond = || {
+            TransferError::Request(RequestError::OutOfBounds {
+                start: offset,
+                end: offset.saturating_add(into.len() as u64),
+                len: bytes.len() as u64,
+            })
         };
         into.copy_from_slice(part.ok_or_else(beyond)?);
         Ok(())

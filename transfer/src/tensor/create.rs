@@ -1,7 +1,7 @@
 //! Making tensors.
 
 use aquifer_allocator::{Allocator, Buffer, Turn};
-use aquifer_device::{AccessKind, Stream};
+use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, Target};
 
 use super::layout::Layout;
@@ -18,7 +18,7 @@ impl Tensor {
     ///
     /// # Errors
     /// A shape of another number of elements.
-    pub fn from_slice<T: Scalar>(elements: &[T], shape: &[u64]) -> Result<Tensor, TransferError> {
+    pub fn from_slice<T: Scalar>(elements: &[T], shape: &[usize]) -> Result<Tensor, TransferError> {
         Tensor::from_vec(elements.to_vec(), shape)
     }
 
@@ -26,7 +26,7 @@ impl Tensor {
     ///
     /// # Errors
     /// A shape of another number of elements.
-    pub fn from_vec<T: Scalar>(elements: Vec<T>, shape: &[u64]) -> Result<Tensor, TransferError> {
+    pub fn from_vec<T: Scalar>(elements: Vec<T>, shape: &[usize]) -> Result<Tensor, TransferError> {
         Tensor::from_owner(elements, shape)
     }
 
@@ -35,13 +35,13 @@ impl Tensor {
     ///
     /// # Errors
     /// A shape of another number of elements.
-    pub fn from_owner<T: Scalar, S>(owner: S, shape: &[u64]) -> Result<Tensor, TransferError>
+    pub fn from_owner<T: Scalar, S>(owner: S, shape: &[usize]) -> Result<Tensor, TransferError>
     where
         S: AsRef<[T]> + Send + Sync + 'static,
     {
         let layout = Layout::row_major(shape)?;
         let memory = HostMemory::of::<T, S>(owner);
-        check_len(&layout, (memory.len() / size_of::<T>()) as u64)?;
+        check_len(&layout, memory.len() / size_of::<T>())?;
         Tensor::new(Memory::Host(memory), T::DTYPE, layout)
     }
 
@@ -60,14 +60,14 @@ impl Tensor {
     /// A turn of this thread with the memory, a shape of another number of elements, and memory of another device than the runtime's.
     pub fn from_buffer<T: Scalar>(
         buffer: &Buffer<T>,
-        shape: &[u64],
+        shape: &[usize],
         transfer: &Transfer,
     ) -> Result<Tensor, TransferError> {
         transfer.check_device("buffer", buffer.storage().device_id())?;
         let layout = Layout::row_major(shape)?;
-        check_len(&layout, buffer.len() as u64)?;
+        check_len(&layout, buffer.len())?;
         let bytes = buffer.reinterpret::<u8>();
-        let bytes = bytes.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?.share();
+        let bytes = bytes.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?.share();
         buffer.storage().take_over()?;
         Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
@@ -78,8 +78,12 @@ impl Tensor {
     /// # Errors
     /// When memory runs out, a shape that is too large, and errors of the driver.
     #[track_caller]
-    pub fn empty(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
-        let place = place.into();
+    pub fn empty(
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<Tensor, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
         let bytes = bytes_of(&layout, dtype)?;
@@ -113,11 +117,10 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`], and a stream of another device.
     #[track_caller]
-    pub fn zeros<T: Scalar>(shape: &[u64], memory: &Allocator, stream: &Stream) -> Result<Tensor, TransferError> {
+    pub fn zeros<T: Scalar>(shape: &[usize], memory: &Allocator, stream: &Stream) -> Result<Tensor, TransferError> {
         let transfer = Transfer::of(memory)?;
         let layout = Layout::row_major(shape)?;
-        let len = host_vec::len_of(layout.len(), size_of::<T>() as u64)?;
-        Tensor::from_buffer(&memory.alloc_zeros::<T>(len, stream)?, shape, &transfer)
+        Tensor::from_buffer(&memory.alloc_zeros::<T>(layout.len(), stream)?, shape, &transfer)
     }
 
     /// A tensor of zeros. On a device they are enqueued to be written.
@@ -125,8 +128,12 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`].
     #[track_caller]
-    pub fn zeros_in(place: impl Into<Place>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
-        let place = place.into();
+    pub fn zeros_in(
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<Tensor, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         match place {
             Place::Pinned(pool) => {
@@ -153,8 +160,12 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`], and those of [`aquifer_kernels::Kernels::fill`].
     #[track_caller]
-    pub fn full<T: Scalar>(place: impl Into<Place>, shape: &[u64], value: T) -> Result<Tensor, TransferError> {
-        let place = place.into();
+    pub fn full<T: Scalar>(
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        shape: &[usize],
+        value: T,
+    ) -> Result<Tensor, TransferError> {
+        let place = Place::named(place)?;
         let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
         let memory = match place {
@@ -224,7 +235,7 @@ impl Tensor {
     }
 }
 
-fn check_len(layout: &Layout, has: u64) -> Result<(), TransferError> {
+fn check_len(layout: &Layout, has: usize) -> Result<(), TransferError> {
     if layout.len() == has {
         return Ok(());
     }
@@ -233,26 +244,27 @@ fn check_len(layout: &Layout, has: u64) -> Result<(), TransferError> {
 
 /// Size of a layout's elements in bytes.
 pub(super) fn bytes_of(layout: &Layout, dtype: DType) -> Result<u64, TransferError> {
-    let (len, size) = (layout.len(), dtype.bytes());
-    len.checked_mul(size).ok_or(TransferError::LengthOverflow { len, size })
+    let (len, size) = (layout.len() as u64, dtype.bytes());
+    len.checked_mul(size).ok_or(TransferError::Request(RequestError::LengthOverflow { len, size }))
 }
 
 /// The same on the host.
 pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, TransferError> {
     let bytes = usize::try_from(bytes_of(layout, dtype)?).ok().filter(|&bytes| isize::try_from(bytes).is_ok());
-    bytes.ok_or(TransferError::LengthOverflow { len: layout.len(), size: dtype.bytes() })
+    bytes.ok_or(TransferError::Request(RequestError::LengthOverflow { len: layout.len() as u64, size: dtype.bytes() }))
 }
 
-fn zeroed_host(dtype: DType, len: u64) -> Result<HostMemory, TransferError> {
+fn zeroed_host(dtype: DType, len: usize) -> Result<HostMemory, TransferError> {
     filled_host(dtype, len, |_| Ok(()))
 }
 
 /// Host memory for elements, written by `fill`.
 pub(crate) fn filled_host(
     dtype: DType,
-    len: u64,
+    len: usize,
     fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
 ) -> Result<HostMemory, TransferError> {
-    let bytes = len.saturating_mul(dtype.bytes());
-    HostMemory::filled(dtype, host_vec::len_of(len, dtype.bytes())?, fill)?.ok_or_else(|| out_of_host_memory(bytes))
+    let bytes = (len as u64).saturating_mul(dtype.bytes());
+    HostMemory::filled(dtype, host_vec::len_of(len as u64, dtype.bytes())?, fill)?
+        .ok_or_else(|| out_of_host_memory(bytes))
 }

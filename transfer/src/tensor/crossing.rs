@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Target};
 
 use super::Tensor;
@@ -63,7 +63,7 @@ impl Tensor {
         let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
         match (&self.memory, as_it_lies) {
             (Memory::Pinned(own), Some(range)) if own.pool.device().id() == to.device().id() => {
-                Ok((to.upload(own.buffer.slice(range)?, buffer)?, true))
+                Ok((to.upload(own.buffer.try_slice(range)?, buffer)?, true))
             }
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
                 Ok((self.upload_rows(own, to, buffer)?, true))
@@ -91,7 +91,7 @@ impl Tensor {
         let merged = self.layout.merged();
         let innermost = merged.dimensions().next_back();
         merged.rank() <= 3
-            && innermost.is_some_and(|(extent, stride)| stride == 1 && extent * self.dtype.bytes() >= LONG_ROW)
+            && innermost.is_some_and(|(extent, stride)| stride == 1 && extent as u64 * self.dtype.bytes() >= LONG_ROW)
     }
 
     fn upload_rows(
@@ -100,15 +100,16 @@ impl Tensor {
         to: &Transfer,
         buffer: &mut Buffer<u8>,
     ) -> Result<Pending<()>, TransferError> {
-        let size = self.dtype.bytes();
+        let size = self.size();
         let merged = self.layout.merged();
         let dense = Layout::row_major(merged.shape())?;
         // In bytes, of which elements are the innermost dimension.
-        let in_bytes = |strides: &[u64]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<u64>>();
-        let extents: Vec<u64> = merged.shape().iter().copied().chain([size]).collect();
+        let in_bytes =
+            |strides: &[usize]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<usize>>();
+        let extents: Vec<usize> = merged.shape().iter().copied().chain([size]).collect();
         let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
         let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
-        let from = own.buffer.slice(self.byte_range(merged.offset(), merged.span()))?;
+        let from = own.buffer.try_slice(self.byte_range(merged.offset(), merged.span()))?;
         to.upload(region.of(from), buffer)
     }
 
@@ -131,7 +132,7 @@ impl Tensor {
             }
             _ => by_dtype!(crossing, T => {
                 let typed = buffer.reinterpret::<T>();
-                let typed = typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })?;
+                let typed = typed.ok_or(RequestError::Unsupported { what: "device memory that is aligned for its elements" })?;
                 from.to_vec(&typed)?.map(|elements| Memory::Host(HostMemory::of::<T, Vec<T>>(elements)))
             }),
         };

@@ -17,7 +17,7 @@ pub struct OperandInfo {
     /// Its dtype.
     pub dtype: DType,
     /// Its extents, outermost first.
-    pub shape: Vec<u64>,
+    pub shape: Vec<usize>,
 }
 
 /// Operands that an operation cannot take together: the caller passed tensors on different devices, or of dtypes or shapes that do not

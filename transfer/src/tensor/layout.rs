@@ -1,6 +1,6 @@
 //! Where the elements of a tensor lie: shape, strides and offset, all in elements.
 //!
-//! Invariant: no number that follows from a layout overflows 64 bits: neither how many elements it has, even with its empty dimensions
+//! Invariant: no number that follows from a layout overflows a `usize`: neither how many elements it has, even with its empty dimensions
 //! counted as 1, nor the place of its last one. So views of a layout need no checks of their own, except for what callers pass.
 
 use std::fmt;
@@ -29,19 +29,19 @@ pub const MAX_DIMENSIONS: usize = 8;
 pub struct Layout {
     rank: usize,
     /// Beyond the rank 0, so that equality is that of the dimensions.
-    extents: [u64; MAX_DIMENSIONS],
-    strides: [u64; MAX_DIMENSIONS],
-    offset: u64,
+    extents: [usize; MAX_DIMENSIONS],
+    strides: [usize; MAX_DIMENSIONS],
+    offset: usize,
 }
 
 impl Layout {
     /// Dense elements from the start of the storage on, the last dimension's next to each other: as C, PyTorch and NumPy have it.
     ///
     /// # Errors
-    /// More than [`MAX_DIMENSIONS`] dimensions, and more elements than 64 bits count.
-    pub fn row_major(shape: &[u64]) -> Result<Layout, LayoutError> {
+    /// More than [`MAX_DIMENSIONS`] dimensions, and more elements than a `usize` counts.
+    pub fn row_major(shape: &[usize]) -> Result<Layout, LayoutError> {
         let mut strides = [0; MAX_DIMENSIONS];
-        let mut stride = 1u64;
+        let mut stride = 1usize;
         for dimension in (0..shape.len().min(MAX_DIMENSIONS)).rev() {
             strides[dimension] = stride;
             stride = stride.checked_mul(shape[dimension].max(1)).ok_or_else(|| too_large(shape))?;
@@ -53,9 +53,9 @@ impl Layout {
     ///
     /// # Errors
     /// As [`Layout::row_major`].
-    pub fn column_major(shape: &[u64]) -> Result<Layout, LayoutError> {
+    pub fn column_major(shape: &[usize]) -> Result<Layout, LayoutError> {
         let mut strides = [0; MAX_DIMENSIONS];
-        let mut stride = 1u64;
+        let mut stride = 1usize;
         for (dimension, &extent) in shape.iter().take(MAX_DIMENSIONS).enumerate() {
             strides[dimension] = stride;
             stride = stride.checked_mul(extent.max(1)).ok_or_else(|| too_large(shape))?;
@@ -66,8 +66,8 @@ impl Layout {
     /// Elements at any places.
     ///
     /// # Errors
-    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and numbers that overflow 64 bits.
-    pub fn strided(shape: &[u64], strides: &[u64], offset: u64) -> Result<Layout, LayoutError> {
+    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and numbers that overflow a `usize`.
+    pub fn strided(shape: &[usize], strides: &[usize], offset: usize) -> Result<Layout, LayoutError> {
         if shape.len() > MAX_DIMENSIONS {
             return Err(LayoutError::TooManyDimensions { shape: shape.to_vec() });
         }
@@ -83,7 +83,7 @@ impl Layout {
 
     /// The layout, if no number of it overflows.
     fn checked(self) -> Option<Layout> {
-        self.shape().iter().try_fold(1u64, |len, &extent| len.checked_mul(extent.max(1)))?;
+        self.shape().iter().try_fold(1usize, |len, &extent| len.checked_mul(extent.max(1)))?;
         let mut reach = self.offset.checked_add(1)?;
         for (&extent, stride) in self.shape().iter().zip(self.strides()) {
             reach = reach.checked_add(extent.saturating_sub(1).checked_mul(*stride)?)?;
@@ -92,17 +92,17 @@ impl Layout {
     }
 
     /// Extents, outermost first. Empty for a scalar.
-    pub fn shape(&self) -> &[u64] {
+    pub fn shape(&self) -> &[usize] {
         &self.extents[..self.rank]
     }
 
     /// Strides in elements, outermost first.
-    pub fn strides(&self) -> &[u64] {
+    pub fn strides(&self) -> &[usize] {
         &self.strides[..self.rank]
     }
 
     /// The place of the first element in the storage, in elements.
-    pub fn offset(&self) -> u64 {
+    pub fn offset(&self) -> usize {
         self.offset
     }
 
@@ -112,7 +112,7 @@ impl Layout {
     }
 
     /// How many elements it has: 1 for a scalar.
-    pub fn len(&self) -> u64 {
+    pub fn len(&self) -> usize {
         self.shape().iter().product()
     }
 
@@ -122,24 +122,24 @@ impl Layout {
     }
 
     /// How many elements lie from its first to its last one, gaps and both included; 0 if there are none.
-    pub fn span(&self) -> u64 {
+    pub fn span(&self) -> usize {
         if self.is_empty() {
             return 0;
         }
-        1 + self.dimensions().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>()
+        1 + self.dimensions().map(|(extent, stride)| (extent - 1) * stride).sum::<usize>()
     }
 
     /// The place after its last element, which a storage must have: offset and span.
-    pub fn end(&self) -> u64 {
+    pub fn end(&self) -> usize {
         if self.is_empty() { 0 } else { self.offset + self.span() }
     }
 
     /// The place of an element in the storage; `None` where there is none with these indices.
-    pub fn place(&self, indices: &[u64]) -> Option<u64> {
+    pub fn place(&self, indices: &[usize]) -> Option<usize> {
         let within =
             indices.len() == self.rank && indices.iter().zip(self.shape()).all(|(index, extent)| index < extent);
         within.then(|| {
-            self.offset + indices.iter().zip(self.strides()).map(|(index, stride)| index * stride).sum::<u64>()
+            self.offset + indices.iter().zip(self.strides()).map(|(index, stride)| index * stride).sum::<usize>()
         })
     }
 
@@ -177,11 +177,13 @@ impl Layout {
     pub(super) fn is_distinct(&self) -> bool {
         let rising = self.by_falling_stride().into_iter().rev();
         self.is_empty()
-            || Strided::are_distinct(rising.map(|dimension| (self.extents[dimension], self.strides[dimension])))
+            || Strided::are_distinct(
+                rising.map(|dimension| (self.extents[dimension] as u64, self.strides[dimension] as u64)),
+            )
     }
 
     /// Extents with their strides.
-    pub(crate) fn dimensions(&self) -> impl DoubleEndedIterator<Item = (u64, u64)> + '_ {
+    pub(crate) fn dimensions(&self) -> impl DoubleEndedIterator<Item = (usize, usize)> + '_ {
         self.shape().iter().copied().zip(self.strides().iter().copied())
     }
 
@@ -204,13 +206,17 @@ impl Layout {
     }
 
     /// The same elements from another place on, in storage that has fewer before them.
-    pub(crate) fn at(self, offset: u64) -> Layout {
+    pub(crate) fn at(self, offset: usize) -> Layout {
         debug_assert!(offset <= self.offset, "what does not overflow stays so only where the offset shrinks");
         Layout { offset, ..self }
     }
 
     /// A layout with dimensions of this one's, which so needs no check. `dimensions` has at most as many as there may be.
-    pub(super) fn with_dimensions(&self, offset: u64, dimensions: impl IntoIterator<Item = (u64, u64)>) -> Layout {
+    pub(super) fn with_dimensions(
+        &self,
+        offset: usize,
+        dimensions: impl IntoIterator<Item = (usize, usize)>,
+    ) -> Layout {
         let mut layout = Layout { rank: 0, extents: [0; MAX_DIMENSIONS], strides: [0; MAX_DIMENSIONS], offset };
         for (extent, stride) in dimensions {
             layout.extents[layout.rank] = extent;
@@ -221,7 +227,7 @@ impl Layout {
     }
 }
 
-fn too_large(shape: &[u64]) -> LayoutError {
+fn too_large(shape: &[usize]) -> LayoutError {
     LayoutError::TooLarge { shape: shape.to_vec() }
 }
 

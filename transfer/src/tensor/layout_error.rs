@@ -10,27 +10,27 @@ pub enum LayoutError {
     #[error("{shape:?} has {} dimensions, {} is the most there may be; reshape it first", shape.len(), super::layout::MAX_DIMENSIONS)]
     TooManyDimensions {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
     },
     /// Not one stride for each dimension.
     #[error("{} strides, {strides:?}, were given for the {} dimensions of {shape:?}", strides.len(), shape.len())]
     StrideCount {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// The strides.
-        strides: Vec<u64>,
+        strides: Vec<usize>,
     },
     /// Elements, or their places, that 64 bits cannot count.
     #[error("{shape:?} has more elements, or places of elements, than 64 bits count")]
     TooLarge {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
     },
     /// A dimension that is not there.
     #[error("{shape:?} has no dimension {dimension}, only {}", Dimensions(shape.len()))]
     NoSuchDimension {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// The dimension asked for, the outermost being 0.
         dimension: usize,
     },
@@ -38,19 +38,19 @@ pub enum LayoutError {
     #[error("indices {start}..{end} are not a part of dimension {dimension} of {shape:?}")]
     OutOfRange {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// The dimension, the outermost being 0.
         dimension: usize,
         /// First index asked for.
-        start: u64,
+        start: usize,
         /// Index after the last.
-        end: u64,
+        end: usize,
     },
     /// An order of dimensions that does not name each of them once.
     #[error("{order:?} does not name each dimension of {shape:?} once")]
     NotAnOrder {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// The dimensions in the order asked for.
         order: Vec<usize>,
     },
@@ -58,7 +58,7 @@ pub enum LayoutError {
     #[error("dimension {dimension} of {shape:?} has not one index, and cannot be left out; select an index of it")]
     NotOne {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// The dimension, the outermost being 0.
         dimension: usize,
     },
@@ -66,37 +66,37 @@ pub enum LayoutError {
     #[error("{from:?} has another number of elements than {to:?}")]
     OtherLength {
         /// The extents there are.
-        from: Vec<u64>,
+        from: Vec<usize>,
         /// The extents asked for.
-        to: Vec<u64>,
+        to: Vec<usize>,
     },
     /// A shape that needs elements at other places: make the tensor contiguous first, which copies it.
     #[error("{from:?} with strides {strides:?} cannot become {to:?} without a copy; make it contiguous first")]
     NeedsCopy {
         /// The extents there are.
-        from: Vec<u64>,
+        from: Vec<usize>,
         /// Their strides.
-        strides: Vec<u64>,
+        strides: Vec<usize>,
         /// The extents asked for.
-        to: Vec<u64>,
+        to: Vec<usize>,
     },
     /// A shape that repeating elements does not lead to.
     #[error("{from:?} cannot be repeated to {to:?}: from the last on, extents must be equal, or 1 or missing before")]
     NotBroadcast {
         /// The extents there are.
-        from: Vec<u64>,
+        from: Vec<usize>,
         /// The extents asked for.
-        to: Vec<u64>,
+        to: Vec<usize>,
     },
     /// Storage that ends before the last element.
     #[error("a layout of {shape:?} needs {needed} elements, the storage has {has}")]
     StorageTooShort {
         /// The extents.
-        shape: Vec<u64>,
+        shape: Vec<usize>,
         /// Elements needed, from the storage's start on.
-        needed: u64,
+        needed: usize,
         /// Elements there are.
-        has: u64,
+        has: usize,
     },
 }
 

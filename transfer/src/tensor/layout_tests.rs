@@ -8,31 +8,31 @@ use super::*;
 /// A layout as the list of its elements' places, in row-major order of the indices.
 #[derive(Clone, Debug, PartialEq)]
 struct Model {
-    shape: Vec<u64>,
-    places: Vec<u64>,
+    shape: Vec<usize>,
+    places: Vec<usize>,
 }
 
 impl Model {
-    fn row_major(shape: &[u64]) -> Model {
+    fn row_major(shape: &[usize]) -> Model {
         Model { shape: shape.to_vec(), places: (0..shape.iter().product()).collect() }
     }
 
     /// Another shape, with the element that `from` names at each index.
-    fn pick(&self, shape: Vec<u64>, from: impl Fn(&[u64]) -> Vec<u64>) -> Model {
+    fn pick(&self, shape: Vec<usize>, from: impl Fn(&[usize]) -> Vec<usize>) -> Model {
         let places = indices(&shape).map(|index| self.at(&from(&index))).collect();
         Model { shape, places }
     }
 
-    fn at(&self, index: &[u64]) -> u64 {
+    fn at(&self, index: &[usize]) -> usize {
         let flat = index.iter().zip(&self.shape).fold(0, |flat, (index, extent)| flat * extent + index);
-        self.places[usize::try_from(flat).unwrap()]
+        self.places[flat]
     }
 }
 
 /// All indices of a shape, in row-major order.
-fn indices(shape: &[u64]) -> impl Iterator<Item = Vec<u64>> + use<> {
+fn indices(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + use<> {
     let shape = shape.to_vec();
-    (0..shape.iter().product::<u64>()).map(move |mut flat| {
+    (0..shape.iter().product::<usize>()).map(move |mut flat| {
         let mut index = vec![0; shape.len()];
         for (at, extent) in shape.iter().enumerate().rev() {
             index[at] = flat % extent;
@@ -42,29 +42,29 @@ fn indices(shape: &[u64]) -> impl Iterator<Item = Vec<u64>> + use<> {
     })
 }
 
-fn places(layout: &Layout) -> Vec<u64> {
+fn places(layout: &Layout) -> Vec<usize> {
     indices(layout.shape()).map(|index| layout.place(&index).unwrap()).collect()
 }
 
 #[derive(Clone, Debug)]
 enum View {
-    Narrow(usize, u64, u64),
-    Select(usize, u64),
+    Narrow(usize, usize, usize),
+    Select(usize, usize),
     Transpose(usize, usize),
     Squeeze(usize),
     Unsqueeze(usize),
-    Broadcast(Vec<u64>),
+    Broadcast(Vec<usize>),
     Reshape(usize),
 }
 
 fn view() -> impl Strategy<Value = View> {
     prop_oneof![
-        3 => (0usize..6, 0u64..6, 0u64..6).prop_map(|(dimension, start, end)| View::Narrow(dimension, start, end)),
-        1 => (0usize..6, 0u64..6).prop_map(|(dimension, index)| View::Select(dimension, index)),
+        3 => (0usize..6, 0usize..6, 0usize..6).prop_map(|(dimension, start, end)| View::Narrow(dimension, start, end)),
+        1 => (0usize..6, 0usize..6).prop_map(|(dimension, index)| View::Select(dimension, index)),
         3 => (0usize..6, 0usize..6).prop_map(|(a, b)| View::Transpose(a, b)),
         1 => (0usize..6).prop_map(View::Squeeze),
         1 => (0usize..6).prop_map(View::Unsqueeze),
-        1 => prop::collection::vec(1u64..4, 0..3).prop_map(View::Broadcast),
+        1 => prop::collection::vec(1usize..4, 0..3).prop_map(View::Broadcast),
         2 => (0usize..6).prop_map(View::Reshape),
     ]
 }
@@ -172,7 +172,7 @@ fn apply(view: &View, layout: Layout, model: Model) -> Result<(Layout, Model), T
 fn check(layout: &Layout, model: &Model) -> TestCaseResult {
     prop_assert_eq!(layout.shape(), &model.shape[..]);
     prop_assert_eq!(&places(layout), &model.places);
-    prop_assert_eq!(layout.len(), model.places.len() as u64);
+    prop_assert_eq!(layout.len(), model.places.len());
     prop_assert_eq!(layout.end(), model.places.iter().max().map_or(0, |last| last + 1));
     let dense = model.places.windows(2).all(|pair| pair[1] == pair[0] + 1);
     prop_assert_eq!(layout.is_contiguous(), dense, "{:?}", layout);
@@ -188,12 +188,12 @@ proptest! {
 
     #[test]
     fn views_are_what_a_list_of_places_says(
-        shape in prop::collection::vec(0u64..5, 0..5), column in any::<bool>(), views in prop::collection::vec(view(), 0..6),
+        shape in prop::collection::vec(0usize..5, 0..5), column in any::<bool>(), views in prop::collection::vec(view(), 0..6),
     ) {
         let (mut layout, mut model) = (Layout::row_major(&shape)?, Model::row_major(&shape));
         if column {
             let reversed: Vec<usize> = (0..shape.len()).rev().collect();
-            let other_way: Vec<u64> = shape.iter().rev().copied().collect();
+            let other_way: Vec<usize> = shape.iter().rev().copied().collect();
             layout = Layout::column_major(&shape)?;
             prop_assert_eq!(layout, Layout::row_major(&other_way)?.permute(&reversed)?);
             model = Model::row_major(&other_way).pick(shape, |index| index.iter().rev().copied().collect());
@@ -207,8 +207,8 @@ proptest! {
 
     #[test]
     fn no_numbers_make_layouts_overflow(
-        shape in prop::collection::vec(any::<u64>(), 0..10), strides in prop::collection::vec(any::<u64>(), 0..10),
-        offset in any::<u64>(),
+        shape in prop::collection::vec(any::<usize>(), 0..10), strides in prop::collection::vec(any::<usize>(), 0..10),
+        offset in any::<usize>(),
     ) {
         let layouts = [Layout::row_major(&shape), Layout::column_major(&shape), Layout::strided(&shape, &strides, offset)];
         for layout in layouts.into_iter().flatten() {
@@ -238,7 +238,7 @@ fn what_cannot_be_names_the_shapes() {
         (Layout::strided(&[2, 3], &[1], 0), "1 strides, [1], were given for the 2 dimensions of [2, 3]"),
         (matrix.narrow(2, 0..1), "[2, 3] has no dimension 2, only dimensions 0 to 1"),
         (matrix.narrow(1, 2..5), "indices 2..5 are not a part of dimension 1 of [2, 3]"),
-        (matrix.select(0, u64::MAX), "are not a part of dimension 0 of [2, 3]"),
+        (matrix.select(0, usize::MAX), "are not a part of dimension 0 of [2, 3]"),
         (matrix.permute(&[0, 0]), "[0, 0] does not name each dimension of [2, 3] once"),
         (matrix.squeeze(0), "dimension 0 of [2, 3] has not one index"),
         (matrix.reshape(&[4, 2]), "[2, 3] has another number of elements than [4, 2]"),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Device;
+use aquifer_device::{Device, RequestError};
 use aquifer_kernels::{DType, Element};
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -100,7 +100,11 @@ pub(crate) struct HostPart {
 impl HostPart {
     pub(crate) fn bytes(&self) -> Result<&[u8], TransferError> {
         let (start, end, len) = (self.range.start as u64, self.range.end as u64, self.memory.len() as u64);
-        self.memory.bytes().get(self.range.clone()).ok_or(TransferError::OutOfBounds { start, end, len })
+        self.memory.bytes().get(self.range.clone()).ok_or(TransferError::Request(RequestError::OutOfBounds {
+            start,
+            end,
+            len,
+        }))
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -140,7 +144,7 @@ impl Memory {
         match self {
             Memory::Host(memory) => Ok(memory.bytes()),
             Memory::Pinned(memory) => memory.buffer.read(),
-            Memory::Device(_) => Err(TransferError::Unsupported { what: "memory of the host" }),
+            Memory::Device(_) => Err(TransferError::Request(RequestError::Unsupported { what: "memory of the host" })),
         }
     }
 
@@ -165,9 +169,9 @@ impl DeviceMemory {
     }
 
     /// The part that elements `start..start + len` of a dtype lie in.
-    pub(crate) fn elements(&self, dtype: DType, start: u64, len: u64) -> Result<Buffer<u8>, TransferError> {
-        let size = dtype.bytes();
-        part_of(&self.buffer, start * size..(start + len) * size)
+    pub(crate) fn elements(&self, dtype: DType, start: usize, len: usize) -> Result<Buffer<u8>, TransferError> {
+        let (start, end, size) = (start as u64, (start + len) as u64, dtype.bytes());
+        part_of(&self.buffer, start * size..end * size)
     }
 }
 

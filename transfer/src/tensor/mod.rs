@@ -25,8 +25,8 @@ use std::fmt;
 use std::ops::Range;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
 use aquifer_device::sim::CalledFrom;
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 
 pub(crate) use converted::Converted;
@@ -103,7 +103,7 @@ impl OnStreams for Tensor {
 impl Tensor {
     /// A tensor of memory that must hold the layout.
     pub(crate) fn new(memory: Memory, dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
-        let has = memory.len() / dtype.bytes();
+        let has = usize::try_from(memory.len() / dtype.bytes()).unwrap_or(usize::MAX);
         if layout.end() > has {
             let shape = layout.shape().to_vec();
             return Err(LayoutError::StorageTooShort { shape, needed: layout.end(), has }.into());
@@ -133,7 +133,7 @@ impl Tensor {
     /// What it has in common with tensors that are tied to it, while it lives.
     pub(crate) fn tie(&self) -> Tie {
         // Parts of one buffer share memory, and may each begin elsewhere in it.
-        let start = self.memory.start() + self.first() * self.dtype.bytes();
+        let start = self.memory.start() + self.first() as u64 * self.dtype.bytes();
         Tie { memory: self.memory.identity(), start, dtype: self.dtype, layout: self.layout.at(0) }
     }
 
@@ -153,17 +153,17 @@ impl Tensor {
     }
 
     /// Extents, outermost first. Empty for a scalar.
-    pub fn shape(&self) -> &[u64] {
+    pub fn shape(&self) -> &[usize] {
         self.layout.shape()
     }
 
     /// Strides in elements, outermost first.
-    pub fn strides(&self) -> &[u64] {
+    pub fn strides(&self) -> &[usize] {
         self.layout.strides()
     }
 
     /// How many elements it has.
-    pub fn len(&self) -> u64 {
+    pub fn len(&self) -> usize {
         self.layout.len()
     }
 
@@ -174,7 +174,7 @@ impl Tensor {
 
     /// Size of its elements in bytes, repeated ones counted as often.
     pub fn bytes(&self) -> u64 {
-        self.len().saturating_mul(self.dtype.bytes())
+        (self.len() as u64).saturating_mul(self.dtype.bytes())
     }
 
     /// Whether its elements lie next to each other in row-major order.
@@ -202,14 +202,16 @@ impl Tensor {
         }
         let bytes = memory.elements(self.dtype, self.first(), self.len())?;
         let typed = bytes.reinterpret().map(|view| view.share());
-        typed.ok_or(TransferError::Unsupported { what: "device memory that is aligned for its elements" })
+        typed.ok_or(TransferError::Request(RequestError::Unsupported {
+            what: "device memory that is aligned for its elements",
+        }))
     }
 
     /// The indices `range` of a dimension, sharing the memory.
     ///
     /// # Errors
     /// As [`Layout::narrow`].
-    pub fn narrow(&self, dimension: usize, range: Range<u64>) -> Result<Tensor, TransferError> {
+    pub fn narrow(&self, dimension: usize, range: Range<usize>) -> Result<Tensor, TransferError> {
         Ok(self.view(self.layout.narrow(dimension, range)?))
     }
 
@@ -217,7 +219,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Layout::select`].
-    pub fn select(&self, dimension: usize, index: u64) -> Result<Tensor, TransferError> {
+    pub fn select(&self, dimension: usize, index: usize) -> Result<Tensor, TransferError> {
         Ok(self.view(self.layout.select(dimension, index)?))
     }
 
@@ -257,7 +259,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Layout::reshape`]: never copies.
-    pub fn reshape(&self, shape: &[u64]) -> Result<Tensor, TransferError> {
+    pub fn reshape(&self, shape: &[usize]) -> Result<Tensor, TransferError> {
         Ok(self.view(self.layout.reshape(shape)?))
     }
 
@@ -265,7 +267,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Layout::broadcast`].
-    pub fn broadcast(&self, shape: &[u64]) -> Result<Tensor, TransferError> {
+    pub fn broadcast(&self, shape: &[usize]) -> Result<Tensor, TransferError> {
         Ok(self.view(self.layout.broadcast(shape)?))
     }
 
@@ -275,7 +277,7 @@ impl Tensor {
     }
 
     /// The first element that the layout reaches; 0 where it has none.
-    pub(crate) fn first(&self) -> u64 {
+    pub(crate) fn first(&self) -> usize {
         if self.is_empty() { 0 } else { self.layout.offset() }
     }
 

@@ -93,7 +93,7 @@ impl Tensor {
             Operand::of_bytes(&a, dtype),
             Operand::of_bytes(&b, dtype),
             Target::of_bytes(&mut to, dtype),
-            [m, k, n],
+            [m, k, n].map(|extent| extent as u64),
         )?;
         of_result(transfer, to, dtype, &[m, n])
     }
@@ -181,11 +181,11 @@ impl<'a> Operands<'a> {
     }
 
     /// Memory for a result.
-    fn result(&self, transfer: &Transfer, dtype: DType, shape: &[u64]) -> Result<Buffer<u8>, TransferError> {
+    fn result(&self, transfer: &Transfer, dtype: DType, shape: &[usize]) -> Result<Buffer<u8>, TransferError> {
         transfer.alloc_bytes(bytes_of(&Layout::row_major(shape)?, dtype)?, self.stream)
     }
 }
 
-fn of_result(transfer: &Transfer, buffer: Buffer<u8>, dtype: DType, shape: &[u64]) -> Result<Tensor, TransferError> {
+fn of_result(transfer: &Transfer, buffer: Buffer<u8>, dtype: DType, shape: &[usize]) -> Result<Tensor, TransferError> {
     Tensor::on_device(buffer, transfer, dtype, Layout::row_major(shape)?)
 }

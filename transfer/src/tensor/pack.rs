@@ -1,7 +1,7 @@
 //! Packing: elements with gaps between them become dense, in row-major order, on the side where they are; and on devices the other way round.
 
 use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
 use super::layout::Layout;
@@ -32,37 +32,31 @@ fn pack_sized<const SIZE: usize>(from: &[u8], layout: &Layout, to: &mut [u8]) {
     let (outer, along, stride) = inner(&merged);
     let (from, _) = from.as_chunks::<SIZE>();
     let (to, _) = to.as_chunks_mut::<SIZE>();
-    let mut rows = to.chunks_exact_mut(small(along));
+    let mut rows = to.chunks_exact_mut(along);
     places(&outer, merged.offset(), &mut |start| {
         let Some(row) = rows.next() else { return };
-        let start = small(start);
         if stride == 1 {
             row.copy_from_slice(&from[start..start + row.len()]);
         } else {
             // Places lie within `from`, which the tensor's layout was checked against.
-            let step = small(stride);
-            row.iter_mut().enumerate().for_each(|(at, to)| *to = from[start + at * step]);
+            row.iter_mut().enumerate().for_each(|(at, to)| *to = from[start + at * stride]);
         }
     });
 }
 
 /// The outer dimensions of a merged layout, and extent and stride of the innermost one.
-fn inner(merged: &Layout) -> (Vec<(u64, u64)>, u64, u64) {
-    let mut dimensions: Vec<(u64, u64)> = merged.dimensions().collect();
+fn inner(merged: &Layout) -> (Vec<(usize, usize)>, usize, usize) {
+    let mut dimensions: Vec<(usize, usize)> = merged.dimensions().collect();
     let (along, stride) = dimensions.pop().unwrap_or((1, 1));
     (dimensions, along, stride)
 }
 
 /// Calls `visit` with the place of each index of some dimensions, in row-major order.
-fn places(dimensions: &[(u64, u64)], place: u64, visit: &mut impl FnMut(u64)) {
+fn places(dimensions: &[(usize, usize)], place: usize, visit: &mut impl FnMut(usize)) {
     match dimensions {
         [] => visit(place),
         [(extent, stride), rest @ ..] => (0..*extent).for_each(|at| places(rest, place + at * stride, visit)),
     }
-}
-
-fn small(count: u64) -> usize {
-    usize::try_from(count).unwrap_or(usize::MAX)
 }
 
 /// Enqueues collecting elements in new memory on their device, allocated for `stream`.
@@ -73,7 +67,7 @@ pub(super) fn pack_on_device(
     layout: &Layout,
     stream: &Stream,
 ) -> Result<Buffer<u8>, TransferError> {
-    let bytes = layout.len().saturating_mul(dtype.bytes());
+    let bytes = (layout.len() as u64).saturating_mul(dtype.bytes());
     let mut to: Buffer<u8> = transfer.alloc_bytes(bytes, stream)?;
     pack_to(memory, transfer, dtype, layout, &mut to, stream)?;
     Ok(to)
@@ -96,8 +90,9 @@ pub(super) fn pack_to(
     }
     let (kernels, size) = (transfer.kernels()?, dtype.bytes());
     let (strided, starts) = launches(layout)?;
+    let reach = host_vec::len_of(strided.reach(), size)?;
     for (number, start) in (0..).zip(starts) {
-        let from = memory.elements(dtype, start, strided.reach())?;
+        let from = memory.elements(dtype, start, reach)?;
         let mut part = part_of(to, number * strided.len() * size..(number + 1) * strided.len() * size)?;
         kernels.gather(stream, Operand::of_bytes(&from, dtype), &strided, Target::of_bytes(&mut part, dtype))?;
     }
@@ -129,7 +124,7 @@ pub(super) fn fill_on_device<T: Scalar>(
     let mut values: Buffer<T> = transfer.allocator().alloc(host_vec::len_of(count, size_of::<T>() as u64)?, stream)?;
     transfer.kernels()?.fill(stream, &mut values, value)?;
     let values = values.reinterpret::<u8>();
-    let values = values.ok_or(TransferError::Unsupported { what: "device memory of whole bytes" })?;
+    let values = values.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?;
     scatter_all(memory, transfer, T::DTYPE, layout, stream, |_| Ok(values.share()))
 }
 
@@ -147,22 +142,26 @@ fn scatter_all(
     }
     let kernels = transfer.kernels()?;
     let (strided, starts) = launches(layout)?;
+    let reach = host_vec::len_of(strided.reach(), dtype.bytes())?;
     for (number, start) in (0..).zip(starts) {
-        let (from, mut to) = (part(number)?, memory.elements(dtype, start, strided.reach())?);
+        let (from, mut to) = (part(number)?, memory.elements(dtype, start, reach)?);
         kernels.scatter(stream, Operand::of_bytes(&from, dtype), Target::of_bytes(&mut to, dtype), &strided)?;
     }
     Ok(())
 }
 
 /// The innermost dimensions of a layout, which one launch takes, and where each launch begins: one for each index of the others.
-fn launches(layout: &Layout) -> Result<(Strided, Vec<u64>), TransferError> {
+fn launches(layout: &Layout) -> Result<(Strided, Vec<usize>), TransferError> {
     let merged = layout.merged();
-    let dimensions: Vec<(u64, u64)> = merged.dimensions().collect();
+    let dimensions: Vec<(usize, usize)> = merged.dimensions().collect();
     let (outer, launched) = dimensions.split_at(dimensions.len().saturating_sub(LAUNCH_DIMENSIONS));
-    let (extents, strides): (Vec<u64>, Vec<u64>) = launched.iter().copied().unzip();
+    let (extents, strides): (Vec<u64>, Vec<u64>) =
+        launched.iter().map(|&(extent, stride)| (extent as u64, stride as u64)).unzip();
     // Numbers of a part overflow no more than those of the whole.
     let Some(strided) = Strided::new(&extents, &strides) else {
-        return Err(TransferError::Unsupported { what: "a layout that the gather and scatter kernels take" });
+        return Err(TransferError::Request(RequestError::Unsupported {
+            what: "a layout that the gather and scatter kernels take",
+        }));
     };
     let mut starts = Vec::new();
     places(outer, merged.offset(), &mut |start| starts.push(start));

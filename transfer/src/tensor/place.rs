@@ -3,13 +3,24 @@
 use std::fmt;
 use std::panic::Location;
 
-use aquifer_device::Device;
+use aquifer_allocator::{Allocator, DeviceAllocator as _};
 use aquifer_device::sim::CalledFrom;
+use aquifer_device::{Device, Stream};
 
+use crate::error::TransferError;
 use crate::pinned::PinnedPool;
 use crate::runtime::Transfer;
 
 /// The memory that a tensor is in, or goes to.
+///
+/// | argument | place |
+/// | --- | --- |
+/// | [`Place::Host`] | ordinary host memory |
+/// | `&pool` | page-locked memory of a [`PinnedPool`] |
+/// | `&memory` | memory of an [`Allocator`] |
+/// | `(&memory, &stream)` | the same, by copies on the stream |
+/// | `&device` | memory of the process's allocator of a [`Device`] |
+/// | `&transfer` | memory of the allocator of a [`Transfer`], by copies with its settings |
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -18,6 +29,7 @@ use crate::runtime::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
 /// assert_eq!(Place::from(&transfer).to_string(), "sim:0");
+/// assert_eq!(Place::try_from(transfer.allocator())?.to_string(), "sim:0");
 /// assert!(Place::Host.is_host() && Place::from(transfer.pinned()).is_host());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -37,6 +49,30 @@ impl From<&Transfer> for Place {
     }
 }
 
+impl TryFrom<&Allocator> for Place {
+    type Error = TransferError;
+
+    fn try_from(memory: &Allocator) -> Result<Place, TransferError> {
+        Ok(Place::Device(Transfer::of(memory)?))
+    }
+}
+
+impl TryFrom<(&Allocator, &Stream)> for Place {
+    type Error = TransferError;
+
+    fn try_from((memory, stream): (&Allocator, &Stream)) -> Result<Place, TransferError> {
+        Ok(Place::Device(Transfer::of_stream(memory, stream)?))
+    }
+}
+
+impl TryFrom<&Device> for Place {
+    type Error = TransferError;
+
+    fn try_from(device: &Device) -> Result<Place, TransferError> {
+        Place::try_from(&device.allocator()?)
+    }
+}
+
 impl From<&PinnedPool> for Place {
     fn from(pool: &PinnedPool) -> Place {
         Place::Pinned(pool.clone())
@@ -50,6 +86,11 @@ impl From<&Place> for Place {
 }
 
 impl Place {
+    /// The place that an argument names.
+    pub(crate) fn named(by: impl TryInto<Place, Error: Into<TransferError>>) -> Result<Place, TransferError> {
+        by.try_into().map_err(Into::into)
+    }
+
     /// Whether it is on the host, page-locked or not.
     pub fn is_host(&self) -> bool {
         !matches!(self, Place::Device(_))

@@ -5,6 +5,7 @@ use super::pack::pack_on_host;
 use super::{Place, Tensor};
 use crate::error::TransferError;
 use crate::host_vec;
+use aquifer_device::RequestError;
 
 impl Tensor {
     /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation, also where the
@@ -17,7 +18,7 @@ impl Tensor {
         let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait_counted()?;
-        let len = host_vec::len_of(host.len(), T::DTYPE.bytes())?;
+        let len = host_vec::len_of(host.len() as u64, T::DTYPE.bytes())?;
         let mut elements = host_vec::zeroed::<T>(len)?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
@@ -45,8 +46,10 @@ impl Tensor {
         if !self.is_contiguous() {
             return Err(self.not_contiguous());
         }
-        let (first, len) =
-            (host_vec::len_of(self.first(), self.dtype.bytes())?, host_vec::len_of(self.len(), self.dtype.bytes())?);
+        let (first, len) = (
+            host_vec::len_of(self.first() as u64, self.dtype.bytes())?,
+            host_vec::len_of(self.len() as u64, self.dtype.bytes())?,
+        );
         Ok(&self.memory.read()?[first * self.size()..(first + len) * self.size()])
     }
 
@@ -62,9 +65,10 @@ impl Tensor {
         if !self.is_contiguous() {
             return Err(self.not_contiguous());
         }
-        let first = host_vec::len_of(self.first(), T::DTYPE.bytes())?;
-        let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?)
-            .map_err(|_| TransferError::Unsupported { what: "host memory that is aligned for its elements" })?;
-        Ok(&elements[first..first + host_vec::len_of(self.len(), T::DTYPE.bytes())?])
+        let first = host_vec::len_of(self.first() as u64, T::DTYPE.bytes())?;
+        let elements: &[T] = bytemuck::try_cast_slice(self.memory.read()?).map_err(|_| {
+            TransferError::Request(RequestError::Unsupported { what: "host memory that is aligned for its elements" })
+        })?;
+        Ok(&elements[first..first + host_vec::len_of(self.len() as u64, T::DTYPE.bytes())?])
     }
 }

@@ -5,7 +5,7 @@ mod write;
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Operation, Stream};
+use aquifer_device::{Code, Device, Operation, RequestError, Stream};
 use aquifer_kernels::convert_host;
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -55,8 +55,8 @@ impl Drop for Stand {
     }
 }
 
-fn counting(shape: &[u64]) -> Tensor {
-    let len: u64 = shape.iter().product();
+fn counting(shape: &[usize]) -> Tensor {
+    let len: usize = shape.iter().product();
     Tensor::from_vec((0..len).map(|n| n as f32).collect(), shape).unwrap()
 }
 
@@ -214,7 +214,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
             assert!(error.to_string().contains(part), "{part:?}: {error}");
         }
     }
-    assert!(matches!(there.sum(stream), Err(TransferError::WrongDevice { what: "stream", .. })));
+    assert!(matches!(there.sum(stream), Err(TransferError::Request(RequestError::WrongDevice { what: "stream", .. }))));
     // And nothing is broken after that.
     assert_eq!(here.sum(stream).unwrap().item_blocking::<f32>().unwrap(), 15.0);
 }
@@ -350,8 +350,8 @@ fn memory_and_shape_must_fit() {
     let buffer = there.contiguous().unwrap().device_buffer::<f32>().unwrap();
     let again = Tensor::from_buffer(&buffer, &[4], &stand.transfer).unwrap();
     assert_eq!(again.to_vec_blocking::<f32>().unwrap(), [0.0, 2.0, 1.0, 3.0]);
-    assert!(Tensor::empty(Place::Host, DType::F64, &[u64::MAX / 4]).is_err());
-    assert!(Tensor::empty(&stand.transfer, DType::F64, &[u64::MAX / 4]).is_err());
+    assert!(Tensor::empty(Place::Host, DType::F64, &[usize::MAX / 4]).is_err());
+    assert!(Tensor::empty(&stand.transfer, DType::F64, &[usize::MAX / 4]).is_err());
     for place in [Place::Host, Place::from(&stand.transfer), Place::from(stand.transfer.pinned())] {
         let empty = Tensor::zeros_in(&place, DType::F32, &[3, 0]).unwrap();
         for to in [Place::Host, Place::from(&stand.transfer), Place::from(stand.transfer.pinned())] {
@@ -367,8 +367,8 @@ fn memory_and_shape_must_fit() {
 #[derive(Clone, Debug)]
 enum Step {
     Transpose(usize, usize),
-    Narrow(usize, u64, u64),
-    Broadcast(u64),
+    Narrow(usize, usize, usize),
+    Broadcast(usize),
     Contiguous,
     Move(u8, Option<DType>),
     Reshape,
@@ -378,8 +378,8 @@ fn step() -> impl Strategy<Value = Step> {
     let dtype = prop::option::of(prop::sample::select(DType::ALL));
     prop_oneof![
         1 => (0usize..4, 0usize..4).prop_map(|(a, b)| Step::Transpose(a, b)),
-        1 => (0usize..4, 0u64..9, 0u64..9).prop_map(|(dimension, start, end)| Step::Narrow(dimension, start, end)),
-        1 => (1u64..4).prop_map(Step::Broadcast),
+        1 => (0usize..4, 0usize..9, 0usize..9).prop_map(|(dimension, start, end)| Step::Narrow(dimension, start, end)),
+        1 => (1usize..4).prop_map(Step::Broadcast),
         1 => Just(Step::Contiguous),
         1 => Just(Step::Reshape),
         3 => (0u8..4, dtype).prop_map(|(place, dtype)| Step::Move(place, dtype)),
@@ -392,7 +392,7 @@ proptest! {
     /// Wherever a tensor goes and however it is viewed, it is what host views of the same say, with dtypes converted one after the other.
     #[test]
     fn programs_of_moves_and_views_keep_every_element(
-        shape in prop::collection::vec(0u64..7, 0..4), wide in any::<bool>(), steps in prop::collection::vec(step(), 0..10),
+        shape in prop::collection::vec(0usize..7, 0..4), wide in any::<bool>(), steps in prop::collection::vec(step(), 0..10),
         seed in 0u64..1000,
     ) {
         let stands = [stand_with(SimConfig::default().seed(seed)), stand_with(SimConfig::default().seed(seed).ordinal(1))];
@@ -404,7 +404,7 @@ proptest! {
         // The model: places in a list of bytes, by host views alone.
         let (mut elements, mut layout) = (bytes(&tensor), *tensor.layout());
         let packed = |elements: &[u8], layout: &Layout, dtype: DType| {
-            let mut dense = vec![0; usize::try_from(layout.len() * dtype.bytes()).unwrap()];
+            let mut dense = vec![0; layout.len() * usize::try_from(dtype.bytes()).unwrap()];
             pack::pack_on_host(elements, layout, usize::try_from(dtype.bytes()).unwrap(), &mut dense);
             dense
         };

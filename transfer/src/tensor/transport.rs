@@ -31,9 +31,9 @@ use crate::runtime::Transfer;
 /// The elements of a tensor as they are sent.
 pub(super) struct Sent {
     /// Place of the first in the tensor's memory, if they are sent as they lie; `None` if they are packed.
-    pub(super) first: Option<u64>,
+    pub(super) first: Option<usize>,
     /// How many.
-    pub(super) count: u64,
+    pub(super) count: usize,
     /// Where they lie then.
     pub(super) layout: Layout,
 }
@@ -45,7 +45,7 @@ impl Tensor {
     /// # Errors
     /// When memory runs out, and errors of the drivers.
     #[track_caller]
-    pub fn to(&self, place: impl Into<Place>) -> Result<Pending<Tensor>, TransferError> {
+    pub fn to(&self, place: impl TryInto<Place, Error: Into<TransferError>>) -> Result<Pending<Tensor>, TransferError> {
         self.to_with(place, To::new())
     }
 
@@ -53,6 +53,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::to`].
+    #[doc(alias = "cpu")]
     #[track_caller]
     pub fn to_host(&self) -> Result<Pending<Tensor>, TransferError> {
         self.to(Place::Host)
@@ -83,8 +84,12 @@ impl Tensor {
     /// A stream of another device than those that take part, a dtype that the device lacks instructions for if it must have them, and as
     /// [`Tensor::to`].
     #[track_caller]
-    pub fn to_with(&self, place: impl Into<Place>, to: To) -> Result<Pending<Tensor>, TransferError> {
-        let (place, dtype) = (place.into(), to.dtype.unwrap_or(self.dtype));
+    pub fn to_with(
+        &self,
+        place: impl TryInto<Place, Error: Into<TransferError>>,
+        to: To,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let (place, dtype) = (Place::named(place)?, to.dtype.unwrap_or(self.dtype));
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
@@ -223,10 +228,8 @@ impl Tensor {
     }
 
     /// The bytes of some elements in host memory.
-    pub(super) fn byte_range(&self, first: u64, count: u64) -> std::ops::Range<usize> {
-        let byte =
-            |element: u64| usize::try_from(element).map_or(usize::MAX, |element| element.saturating_mul(self.size()));
-        byte(first)..byte(first.saturating_add(count))
+    pub(super) fn byte_range(&self, first: usize, count: usize) -> std::ops::Range<usize> {
+        first.saturating_mul(self.size())..first.saturating_add(count).saturating_mul(self.size())
     }
 
     pub(super) fn size(&self) -> usize {

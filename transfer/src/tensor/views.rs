@@ -18,7 +18,7 @@ impl Layout {
     /// assert!(rows.narrow(0, 2..4).is_err());
     /// # Ok::<(), aquifer_transfer::LayoutError>(())
     /// ```
-    pub fn narrow(&self, dimension: usize, range: Range<u64>) -> Result<Layout, LayoutError> {
+    pub fn narrow(&self, dimension: usize, range: Range<usize>) -> Result<Layout, LayoutError> {
         self.check_range(dimension, &range)?;
         let len = range.end - range.start;
         let narrowed = self
@@ -34,13 +34,13 @@ impl Layout {
     ///
     /// # Errors
     /// A dimension or index that is not there.
-    pub fn select(&self, dimension: usize, index: u64) -> Result<Layout, LayoutError> {
+    pub fn select(&self, dimension: usize, index: usize) -> Result<Layout, LayoutError> {
         let range = index..index.saturating_add(1);
         self.check_range(dimension, &range)?;
         self.narrow(dimension, range)?.squeeze(dimension)
     }
 
-    fn check_range(&self, dimension: usize, range: &Range<u64>) -> Result<(), LayoutError> {
+    fn check_range(&self, dimension: usize, range: &Range<usize>) -> Result<(), LayoutError> {
         let &extent = self.shape().get(dimension).ok_or_else(|| self.no_dimension(dimension))?;
         if range.start <= range.end && range.end <= extent {
             return Ok(());
@@ -103,7 +103,7 @@ impl Layout {
         // The stride that keeps dense layouts dense; with one index any serves.
         let stride =
             self.dimensions().nth(dimension).map_or(1, |(extent, stride)| stride.saturating_mul(extent.max(1)));
-        let mut dimensions: Vec<(u64, u64)> = self.dimensions().collect();
+        let mut dimensions: Vec<(usize, usize)> = self.dimensions().collect();
         dimensions.insert(dimension, (1, stride));
         if dimensions.len() > MAX_DIMENSIONS {
             let shape = dimensions.into_iter().map(|(extent, _)| extent).collect();
@@ -127,7 +127,7 @@ impl Layout {
     /// assert!(some.reshape(&[12]).is_err());
     /// # Ok::<(), aquifer_transfer::LayoutError>(())
     /// ```
-    pub fn reshape(&self, shape: &[u64]) -> Result<Layout, LayoutError> {
+    pub fn reshape(&self, shape: &[usize]) -> Result<Layout, LayoutError> {
         let dense = Layout::row_major(shape)?;
         if dense.len() != self.len() {
             return Err(LayoutError::OtherLength { from: self.shape().to_vec(), to: shape.to_vec() });
@@ -146,7 +146,7 @@ impl Layout {
     /// Strides that give a shape of as many elements the same order; `None` if there are none.
     ///
     /// Each run of dimensions that are one in memory must be cut into extents of the new shape without remainder.
-    fn strides_for(&self, shape: &[u64]) -> Option<[u64; MAX_DIMENSIONS]> {
+    fn strides_for(&self, shape: &[usize]) -> Option<[usize; MAX_DIMENSIONS]> {
         let merged = self.merged();
         let mut runs = merged.dimensions().rev();
         let mut strides = [0; MAX_DIMENSIONS];
@@ -180,7 +180,7 @@ impl Layout {
     /// assert!(column.broadcast(&[4, 4]).is_err());
     /// # Ok::<(), aquifer_transfer::LayoutError>(())
     /// ```
-    pub fn broadcast(&self, shape: &[u64]) -> Result<Layout, LayoutError> {
+    pub fn broadcast(&self, shape: &[usize]) -> Result<Layout, LayoutError> {
         let refuse = || LayoutError::NotBroadcast { from: self.shape().to_vec(), to: shape.to_vec() };
         let added = shape.len().checked_sub(self.rank()).ok_or_else(refuse)?;
         if shape.len() > MAX_DIMENSIONS {

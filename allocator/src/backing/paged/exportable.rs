@@ -10,7 +10,9 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::internal::Reservation;
-use aquifer_device::{Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, Stream};
+use aquifer_device::{
+    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, RequestError, Stream,
+};
 
 use crate::allocation::{Allocation, CHECKED};
 use crate::allocator::Allocator;
@@ -67,7 +69,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc_bytes`].
+    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
@@ -140,11 +142,17 @@ impl Allocator {
             HandleKind::PosixFd => {
                 (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
             }
-            _ => return Err(AllocError::Unsupported { what: "a kind of handle that is not known here" }),
+            _ => {
+                return Err(AllocError::Request(RequestError::Unsupported {
+                    what: "a kind of handle that is not known here",
+                }));
+            }
         };
         match self.device().driver().attribute(attribute) {
-            Ok(0) => Err(AllocError::Unsupported { what }),
-            Err(error) if error.kind == ErrorKind::Unsupported => Err(AllocError::Unsupported { what }),
+            Ok(0) => Err(AllocError::Request(RequestError::Unsupported { what })),
+            Err(error) if error.kind == ErrorKind::Unsupported => {
+                Err(AllocError::Request(RequestError::Unsupported { what }))
+            }
             Ok(_) => Ok(()),
             Err(error) => Err(error.into()),
         }

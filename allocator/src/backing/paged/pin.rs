@@ -85,7 +85,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::WrongAllocator`] or [`AllocError::WrongDevice`] for an allocation of another allocator;
+    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for an allocation of another allocator;
     /// [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
         fork::check(aquifer_device::Operation::Map)?;

@@ -10,7 +10,7 @@ mod scale;
 
 use std::time::Duration;
 
-use aquifer_device::Device;
+use aquifer::Device;
 use serde::Serialize;
 
 use crate::cli::{BenchArgs, ConfigArg};

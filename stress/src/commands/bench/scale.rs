@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, Growable, PoolOptions, PrivatePool};
-use aquifer_device::{Device, Graph, Stream};
+use aquifer::device::Graph;
+use aquifer::memory::{AllocError, Allocation, Growable, PoolOptions, PrivatePool};
+use aquifer::{Allocator, Device, Stream};
 use serde::Serialize;
 
 use super::{KIB, MIB, open, too_small};

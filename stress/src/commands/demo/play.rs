@@ -1,8 +1,8 @@
 //! The replays that the demonstration tells about.
 
+use aquifer::memory::{Config, OomReport};
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_allocator::{Config, OomReport};
 
 use super::SEGMENTS;
 use crate::cli::ConfigArg;

@@ -4,8 +4,8 @@ mod timing;
 
 use std::collections::BTreeMap;
 
-use aquifer_allocator::{MemoryStats, Snapshot};
-use aquifer_device::Device;
+use aquifer::Device;
+use aquifer::memory::{MemoryStats, Snapshot};
 use aquifer_device::sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;

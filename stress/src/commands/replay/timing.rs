@@ -1,7 +1,7 @@
 //! The passes that are timed: in turns with those of the yardstick, and before those of the driver's pool, which would else share the
 //! device's memory with what the allocator holds.
 
-use aquifer_device::Device;
+use aquifer::Device;
 use indicatif::ProgressBar;
 
 use crate::cli::{ConfigArg, PassArgs};
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn the_mark_of_another_program_is_not_told() {
-        let device = "sim:4GiB".parse::<aquifer_device::DeviceSpec>().unwrap().open().unwrap();
+        let device = "sim:4GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
         let most = |text: &str| {
             let programs = crate::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
             time_pool(device.clone(), &programs[0], &PassArgs { repeat: 2, lag: 0 }).unwrap().reserved

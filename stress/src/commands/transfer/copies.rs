@@ -4,9 +4,10 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_allocator::{Buffer, Turn};
-use aquifer_device::AccessKind;
-use aquifer_transfer::{FilePart, Owner, PinnedBuffer, Region};
+use aquifer::device::AccessKind;
+use aquifer::memory::Turn;
+use aquifer::transfer::{FilePart, Owner, Region};
+use aquifer::{Buffer, PinnedBuffer};
 use serde::Serialize;
 
 use super::meter::{HOST, Meter, Peer, rate};
@@ -17,7 +18,7 @@ use crate::table::table;
 use crate::text::Bytes;
 
 /// Rows of the methods `rows` and `staged rows`, in bytes.
-const ROW: u64 = 4 << 10;
+const ROW: usize = 4 << 10;
 
 /// A row of results. `transfer --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]
@@ -38,7 +39,6 @@ struct Row {
 
 /// What is copied at one size.
 struct Ends {
-    bytes: u64,
     /// Twice as long as what is copied, for rows with gaps.
     pinned: PinnedBuffer<u8>,
     /// Where copies on the host go.
@@ -61,7 +61,7 @@ type Method = (&'static str, &'static str, fn(&Meter, &mut Ends) -> Result<(), F
 const METHODS: &[Method] = &[
     ("upload", "driver pinned", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
-        let from = ends.pinned.slice(..ends.len())?.read()?;
+        let from = ends.pinned.slice(..ends.len()).read()?;
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), from)?)
     }),
     ("upload", "driver pageable", |meter, ends| {
@@ -69,7 +69,7 @@ const METHODS: &[Method] = &[
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &ends.ordinary[..ends.len()])?)
     }),
     ("upload", "pinned", |meter, ends| {
-        let from = ends.pinned.slice(..ends.len())?;
+        let from = ends.pinned.slice(..ends.len());
         Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
     ("upload", "staged", |meter, ends| {
@@ -77,11 +77,11 @@ const METHODS: &[Method] = &[
         Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
     }),
     ("upload", "staged rows", |meter, ends| {
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
         Ok(meter.transfer.upload(region.of(ends.shared.clone()), &mut ends.buffer)?.wait()?)
     }),
     ("upload", "rows", |meter, ends| {
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
         Ok(meter.transfer.upload(region.of(&ends.pinned), &mut ends.buffer)?.wait()?)
     }),
     ("upload", "file", |meter, ends| {
@@ -91,7 +91,7 @@ const METHODS: &[Method] = &[
     }),
     ("download", "driver pinned", |meter, ends| {
         let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
-        let mut to = ends.pinned.slice_mut(..ends.len())?;
+        let mut to = ends.pinned.slice_mut(..ends.len());
         Ok(meter.stream.download_blocking(to.write()?, ends.buffer.ptr())?)
     }),
     ("download", "driver pageable", |meter, ends| {
@@ -100,7 +100,7 @@ const METHODS: &[Method] = &[
         Ok(meter.stream.download_blocking(&mut ends.ordinary[..len], ends.buffer.ptr())?)
     }),
     ("download", "pinned", |meter, ends| {
-        let to = ends.pinned.slice_mut(..ends.len())?;
+        let to = ends.pinned.slice_mut(..ends.len());
         Ok(meter.transfer.download(&ends.buffer, to)?.wait()?)
     }),
     ("download", "staged", |meter, ends| {
@@ -108,13 +108,13 @@ const METHODS: &[Method] = &[
         Ok(meter.transfer.download_blocking(&ends.buffer, &mut ends.ordinary[..len])?)
     }),
     ("download", "staged rows", |meter, ends| {
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         let to = std::mem::take(&mut ends.ordinary);
         ends.ordinary = meter.transfer.download(&ends.buffer, region.of(to))?.wait()?;
         Ok(())
     }),
     ("download", "rows", |meter, ends| {
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         Ok(meter.transfer.download(&ends.buffer, region.of(&mut ends.pinned))?.wait()?)
     }),
     ("on device", "copy", |meter, ends| {
@@ -123,7 +123,7 @@ const METHODS: &[Method] = &[
         Ok(())
     }),
     ("on device", "rows", |meter, ends| {
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         meter.transfer.copy(region.of(&ends.buffer), &mut ends.other)?.wait()?;
         Ok(())
     }),
@@ -134,16 +134,16 @@ const METHODS: &[Method] = &[
     }),
     (PEER, "rows", |meter, ends| {
         let Some(from) = &ends.peer else { return Ok(()) };
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
         meter.transfer.copy(region.of(from), &mut ends.buffer)?.wait()?;
         Ok(())
     }),
     (ON_HOST, "copy", |meter, ends| {
-        let from = ends.pinned.slice(..ends.len())?;
+        let from = ends.pinned.slice(..ends.len());
         Ok(meter.transfer.copy_on_host(from, &mut ends.aside)?.wait()?)
     }),
     (ON_HOST, "rows", |meter, ends| {
-        let region = Region { extents: &[ends.bytes / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
+        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
         Ok(meter.transfer.copy_on_host(region.of(&ends.pinned), &mut ends.aside)?.wait()?)
     }),
 ];
@@ -219,7 +219,6 @@ impl Ends {
         let ordinary: Vec<u8> = (0..=250u8).cycle().take(len).collect();
         let file = if meter.is_modelled() { None } else { Some(Temporary::new(&ordinary[..len / 2])?) };
         Ok(Ends {
-            bytes,
             pinned: meter.pinned(2 * bytes)?,
             aside: meter.pinned(bytes)?,
             shared: ordinary.as_slice().into(),

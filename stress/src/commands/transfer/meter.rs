@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
-use aquifer_device::sim::SimDriver;
-use aquifer_transfer::{PinnedBuffer, Place, Route, Transfer};
+use aquifer::device::sim::SimDriver;
+use aquifer::tensor::Place;
+use aquifer::transfer::{Route, Transfer};
+use aquifer::{Buffer, PinnedBuffer, Stream};
 
 use crate::cli::{Part, TransferArgs};
 use crate::exit::Failure;

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use aquifer_device::Stream;
-use aquifer_kernels::Kernels;
-use aquifer_transfer::Pending;
+use aquifer::kernels::Kernels;
+use aquifer::{Pending, Stream};
 use serde::Serialize;
 
 use super::meter::Meter;

@@ -1,6 +1,6 @@
 //! Many small copies: one call each, and together.
 
-use aquifer_allocator::Buffer;
+use aquifer::Buffer;
 use aquifer_transfer::Direction;
 use serde::Serialize;
 
@@ -98,7 +98,7 @@ fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Fail
         for buffer in &mut buffers {
             last = Some(meter.transfer.upload(&pinned, buffer)?);
         }
-        Ok(last.map_or(Ok(()), aquifer_transfer::Pending::wait)?)
+        Ok(last.map_or(Ok(()), aquifer::Pending::wait)?)
     })?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();
@@ -119,7 +119,7 @@ fn downloads(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure>
         for (buffer, pinned) in buffers.iter().zip(&mut pinned) {
             last = Some(meter.transfer.download(buffer, pinned)?);
         }
-        Ok(last.map_or(Ok(()), aquifer_transfer::Pending::wait)?)
+        Ok(last.map_or(Ok(()), aquifer::Pending::wait)?)
     })?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();
@@ -140,7 +140,7 @@ fn on_device(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure>
         for (buffer, other) in buffers.iter().zip(&mut others) {
             last = Some(meter.transfer.copy(buffer, other)?);
         }
-        last.map(aquifer_transfer::Pending::wait).transpose()?;
+        last.map(aquifer::Pending::wait).transpose()?;
         Ok(())
     })?;
     let batched = meter.time(|| {

@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, Config, Contents, Growable, PoolOptions, Turn};
-use aquifer_device::{AccessKind, Device, HandleKind, Stream};
+use aquifer::device::{AccessKind, RequestError};
+use aquifer::memory::{AllocError, Config, Contents, Growable, PoolOptions, Turn};
+use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer_device::HandleKind;
 use aquifer_tests::{MIB, Subject};
 use proptest::prelude::*;
 
@@ -173,10 +175,10 @@ fn pools_and_allocations_make_buffers() {
     let elsewhere = Bench::new("");
     let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
     let refused = bench.allocator.buffer_of::<u8>(foreign, &elsewhere.streams[0]);
-    assert!(matches!(refused, Err(AllocError::WrongDevice { .. })));
+    assert!(matches!(refused, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
     let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
     let refused = elsewhere.allocator.buffer_of::<u8>(foreign, &elsewhere.streams[0]);
-    assert!(matches!(refused, Err(AllocError::WrongDevice { .. })));
+    assert!(matches!(refused, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
     elsewhere.end();
     bench.end();
 }

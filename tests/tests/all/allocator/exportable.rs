@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Device, HandleKind, Operation, PhysicalOptions};
+use aquifer::device::RequestError;
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{AllocError, Config};
+use aquifer::{Allocator, Device};
+use aquifer_device::{Code, HandleKind, Operation, PhysicalOptions};
 use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
 
 const FD: HandleKind = HandleKind::PosixFd;
@@ -88,7 +90,10 @@ fn a_device_without_handles_says_what_is_missing() {
     let device = Subject::open(&SimConfig::new(128 * MIB).export(false)).device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let error = allocator.alloc_exportable(MIB, FD, device.default_stream()).unwrap_err();
-    assert!(matches!(error, AllocError::Unsupported { what } if what.contains("POSIX file descriptors")), "{error}");
+    assert!(
+        matches!(error, AllocError::Request(RequestError::Unsupported { what }) if what.contains("POSIX file descriptors")),
+        "{error}"
+    );
     assert_eq!(allocator.reserved_bytes(), 0);
 }
 

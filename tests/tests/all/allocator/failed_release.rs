@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, Operation};
+use aquifer::device::sim::Fault;
+use aquifer::memory::Config;
+use aquifer::{Allocator, Device};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
 
 fn setup() -> (Subject, Device, Allocator) {

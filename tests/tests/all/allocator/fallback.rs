@@ -3,10 +3,11 @@
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};
 
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::memory::{AllocError, Config, Contents};
+use aquifer::{Allocator, Device};
 use aquifer_allocator::config::Backing;
-use aquifer_allocator::{AllocError, Allocator, Config, Contents};
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Device, Operation};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
 use tracing::field::{Field, Visit};
 use tracing::span;

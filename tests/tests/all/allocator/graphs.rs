@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
-use aquifer_device::{Device, ErrorKind, Graph, HandleKind, Operation, Stream};
+use aquifer::device::{ErrorKind, Graph};
+use aquifer::memory::{AllocError, Config, PoolOptions, PrivatePool};
+use aquifer::{Allocator, Device, Stream};
+use aquifer_device::{HandleKind, Operation};
 use aquifer_tests::{MIB, Subject};
 
 pub(super) const CAPACITY: u64 = 128 * MIB;

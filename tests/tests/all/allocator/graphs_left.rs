@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::PoolOptions;
+use aquifer::memory::PoolOptions;
 use aquifer_tests::MIB;
 
 use super::graphs::{BACKINGS, Bench, CAPACITY};

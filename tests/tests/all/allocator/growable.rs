@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer::device::sim::Fault;
+use aquifer::device::{AccessKind, DevicePtr, RequestError};
+use aquifer::memory::{AllocError, Config, Growable, TagScope, Turn};
+use aquifer::{Allocator, Device, Stream};
 use aquifer_allocator::size_class::PoolKind;
-use aquifer_allocator::{AllocError, Allocator, Config, Growable, TagScope, Turn};
-use aquifer_device::sim::Fault;
-use aquifer_device::{AccessKind, Code, Device, DevicePtr, HandleKind, Operation, Stream};
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::check::readers;
 use aquifer_tests::{Bench, MIB, Subject};
 use proptest::prelude::*;
@@ -239,12 +241,12 @@ fn it_is_refused_where_it_cannot_be() {
     let Setup { allocator, stream, device, .. } = &setup("backing:segments");
     assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::NotMapped { .. })));
     let Setup { allocator, .. } = &setup("");
-    assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::WrongDevice { .. })));
+    assert!(matches!(allocator.growable(MIB, stream), Err(AllocError::Request(RequestError::WrongDevice { .. }))));
     let own = allocator.device().default_stream();
     assert!(matches!(allocator.growable(1 << 60, own), Err(AllocError::TooLarge { .. })));
     assert!(matches!(
         allocator.growable(MIB, own).unwrap().grow_to(MIB, device.default_stream()),
-        Err(AllocError::WrongDevice { .. })
+        Err(AllocError::Request(RequestError::WrongDevice { .. }))
     ));
 }
 

@@ -4,9 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use aquifer_allocator::{AllocError, Allocator, Config, Contents, MappingChange};
-use aquifer_device::sim::SimConfig;
-use aquifer_device::{HandleKind, Stream};
+use aquifer::device::sim::SimConfig;
+use aquifer::memory::{AllocError, Config, Contents};
+use aquifer::{Allocator, Stream};
+use aquifer_allocator::MappingChange;
+use aquifer_device::HandleKind;
 use aquifer_tests::{MIB, Subject};
 
 const CAPACITY: u64 = 192 * MIB;

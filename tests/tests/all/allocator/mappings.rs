@@ -3,9 +3,12 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use aquifer_allocator::{AllocError, Allocator, Config, Contents, MappingChange, PoolOptions, Registration};
-use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, HandleKind, Operation};
+use aquifer::device::DevicePtr;
+use aquifer::device::sim::Fault;
+use aquifer::memory::{AllocError, Config, Contents, PoolOptions, Registration};
+use aquifer::{Allocator, Device};
+use aquifer_allocator::MappingChange;
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{MIB, Subject};
 
 const GRANULE: u64 = 2 * MIB;
@@ -53,7 +56,7 @@ impl Setup {
     }
 
     /// Live and free blocks in turn, so that something larger must move memory.
-    fn fragment(&self) -> Vec<aquifer_allocator::Allocation> {
+    fn fragment(&self) -> Vec<aquifer::memory::Allocation> {
         let stream = self.device.default_stream();
         let blocks: Vec<_> = (0..24).map(|_| self.allocator.alloc_bytes(10 * MIB, stream).unwrap()).collect();
         blocks.into_iter().enumerate().filter(|(at, _)| at % 2 == 0).map(|(_, block)| block).collect()

@@ -2,8 +2,8 @@
 
 use std::sync::Barrier;
 
-use aquifer_allocator::{Allocator, Config};
-use aquifer_device::Device;
+use aquifer::memory::Config;
+use aquifer::{Allocator, Device};
 use aquifer_tests::{MIB, Subject};
 
 /// Two credits of 16 MiB for each stream and pool, as `MemoryStats` says.

@@ -3,9 +3,11 @@
 
 use std::thread;
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
-use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, Operation};
+use aquifer::device::DevicePtr;
+use aquifer::device::sim::Fault;
+use aquifer::memory::{AllocError, Allocation, Config};
+use aquifer::{Allocator, Device};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::{MIB, Subject};
 
 fn setup(options: &str) -> (Subject, Device, Allocator) {

@@ -1,7 +1,7 @@
 //! What is pinned stays where it is: it is not moved, trimmed or released, whatever becomes of the allocation.
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, Config};
-use aquifer_device::Device;
+use aquifer::memory::{AllocError, Allocation, Config};
+use aquifer::{Allocator, Device};
 use aquifer_tests::{MIB, Subject};
 
 fn setup(options: &str) -> (Subject, Device, Allocator) {

@@ -1,8 +1,10 @@
 //! Streams take turns with buffers: what is ordered, what is not, and what fails.
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, Config, Turn};
-use aquifer_device::sim::Fault;
-use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
+use aquifer::device::sim::Fault;
+use aquifer::device::{AccessKind, RequestError};
+use aquifer::memory::{AllocError, Config, Turn};
+use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
 
 struct Bench {
@@ -74,7 +76,10 @@ fn another_device_is_refused_and_empty_buffers_need_no_order() {
     let (bench, elsewhere) = (Bench::new(), Bench::new());
     let ([here, _], [there, _]) = (bench.streams(), elsewhere.streams());
     let buffer = elsewhere.alloc(&there);
-    assert!(matches!(write(&here, &buffer, 1), Err(AllocError::WrongDevice { what: "buffer", .. })));
+    assert!(matches!(
+        write(&here, &buffer, 1),
+        Err(AllocError::Request(RequestError::WrongDevice { what: "buffer", .. }))
+    ));
     let [_, other] = bench.streams();
     let empty: Buffer<u8> = bench.allocator.alloc(0, &here).unwrap();
     let before = bench.device.driver_calls();

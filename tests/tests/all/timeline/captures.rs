@@ -1,7 +1,8 @@
 //! T5: ticks order nothing across the border of a capture.
 
-use aquifer_device::sim::Fault;
-use aquifer_device::{Code, ErrorKind, Operation, StreamFlags};
+use aquifer::device::sim::Fault;
+use aquifer::device::{ErrorKind, StreamFlags};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
 
 use super::common::{Bench, kind};

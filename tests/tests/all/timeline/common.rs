@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, Result, Stream};
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::device::{DevicePtr, ErrorKind};
+use aquifer::{Device, Stream};
+use aquifer_device::{Code, Operation, Result};
 use aquifer_tests::Subject;
 
 pub(super) const MIB: u64 = 1 << 20;

@@ -1,7 +1,8 @@
 //! T2 when driver calls fail: a failed record or wait changes no clock, and trying again works.
 
-use aquifer_device::sim::Fault;
-use aquifer_device::{ErrorKind, Operation};
+use aquifer::device::ErrorKind;
+use aquifer::device::sim::Fault;
+use aquifer_device::Operation;
 
 use super::common::{Bench, kind};
 

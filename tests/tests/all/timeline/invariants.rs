@@ -1,6 +1,8 @@
 //! T1 to T4 with one thread: what is paid, when events are recycled, and whose ticks are whose.
 
-use aquifer_device::{Device, ErrorKind, Operation, StreamFlags};
+use aquifer::Device;
+use aquifer::device::{ErrorKind, StreamFlags};
+use aquifer_device::Operation;
 use aquifer_tests::Subject;
 
 use super::common::{Bench, LONG, kind};

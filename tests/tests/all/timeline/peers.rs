@@ -1,7 +1,9 @@
 //! Ticks and events that cross devices: what is paid, what is remembered, and that the bytes of copies between devices arrive.
 
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, Stream};
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::device::{DevicePtr, ErrorKind};
+use aquifer::{Device, Stream};
+use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
 
 use super::common::{LONG, MIB, kind};
@@ -29,7 +31,7 @@ impl Pair {
     }
 
     /// Work on the first device that takes long, and the tick after it.
-    fn long(&self) -> aquifer_device::Tick {
+    fn long(&self) -> aquifer::device::Tick {
         self.subjects[0].stall(&self.streams[0], LONG).unwrap();
         self.streams[0].fill(self.memory[0], 7, MIB).unwrap();
         self.streams[0].tick()

@@ -1,6 +1,7 @@
 //! Random programs: an access that relies on `is_ordered_after` or `is_done` is never a race.
 
-use aquifer_device::{Stream, StreamFlags, Tick};
+use aquifer::Stream;
+use aquifer::device::{StreamFlags, Tick};
 use proptest::prelude::*;
 
 use super::common::{Bench, cases};

@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use aquifer_device::{ErrorKind, Operation};
+use aquifer::device::ErrorKind;
+use aquifer_device::Operation;
 
 use super::common::{Bench, MIB, kind};
 

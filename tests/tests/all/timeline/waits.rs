@@ -63,7 +63,7 @@ fn t4_numbers_go_to_new_streams_after_waits_for_the_device() {
         bench.fill(&streams[0]);
         streams[1].wait_for(&streams[0].tick()).unwrap();
         bench.fill(&streams[1]);
-        ids.extend(streams.each_ref().map(aquifer_device::Stream::id));
+        ids.extend(streams.each_ref().map(aquifer::Stream::id));
         // Both orders: streams that are there when the device is waited for, and ones that are gone.
         let [first, second] = streams;
         drop(first);

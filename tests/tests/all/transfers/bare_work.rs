@@ -4,11 +4,16 @@
 use std::any::Any;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, PoolOptions, PrivatePool};
-use aquifer_device::{DevicePtr, HandleKind, Stream};
-use aquifer_kernels::DType;
+use aquifer::Tensor;
+use aquifer::device::DevicePtr;
+use aquifer::kernels::DType;
+use aquifer::memory::{AllocError, PoolOptions, PrivatePool};
+use aquifer::tensor::ParamSet;
+use aquifer::transfer::{OnStreams, Prefetcher, Spillable, Spiller};
+use aquifer::{Allocator, Buffer, Stream};
+use aquifer_device::HandleKind;
 use aquifer_tests::runner;
-use aquifer_transfer::{OnStreams, ParamSet, Prefetcher, Relocate, Spillable, Spiller, Tensor, To};
+use aquifer_transfer::{Relocate, To};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -142,7 +147,7 @@ impl World {
             19 => {
                 let to = To::new().stream(&one);
                 let to = if long { to.dtype(DType::F32) } else { to };
-                let moved = Tensor::from_vec(host(), &[bytes]).unwrap().to_with(&transfer, to).unwrap();
+                let moved = Tensor::from_vec(host(), &[len]).unwrap().to_with(&transfer, to).unwrap();
                 if keep {
                     of_tensor(moved.wait().unwrap(), &one)
                 } else {
@@ -150,12 +155,12 @@ impl World {
                 }
             }
             20 => {
-                let there = Tensor::from_vec(host(), &[bytes]).unwrap().to(&transfer).unwrap().wait().unwrap();
+                let there = Tensor::from_vec(host(), &[len]).unwrap().to(&transfer).unwrap().wait().unwrap();
                 let again = there.to_with(&transfer, To::new().stream(&other)).unwrap();
                 of_tensor(again.wait().unwrap(), &other)
             }
             21 => {
-                let there = Tensor::full(&transfer, &[bytes / 4], 1.0f32).unwrap();
+                let there = Tensor::full(&transfer, &[len / 4], 1.0f32).unwrap();
                 match (long, keep) {
                     (true, true) => of_tensor(there.add(&there, &one).unwrap(), &one),
                     (true, false) => of_tensor(there.sum(&one).unwrap(), &one),
@@ -168,14 +173,14 @@ impl World {
             22 => {
                 let buffer: Buffer<u8> = allocator.alloc(len, &one).unwrap();
                 one.fill(buffer.ptr(), self.byte, bytes).unwrap();
-                let tensor = Tensor::from_buffer(&buffer, &[bytes], &transfer).unwrap();
+                let tensor = Tensor::from_buffer(&buffer, &[len], &transfer).unwrap();
                 let read = tensor.to_vec_blocking::<u8>().unwrap();
                 assert!(read.iter().all(|&byte| byte == self.byte), "a tensor of memory filled without a turn differs");
                 return;
             }
             23 => {
                 let mut set = ParamSet::new();
-                set.insert("p", Tensor::from_vec(host(), &[bytes]).unwrap()).unwrap();
+                set.insert("p", Tensor::from_vec(host(), &[len]).unwrap()).unwrap();
                 let set = if long {
                     set.to(&transfer).unwrap().then(&other, |_, set| set).unwrap()
                 } else {
@@ -236,8 +241,7 @@ impl World {
     }
 
     fn prefetch(&mut self, len: usize, stream: &Stream, long: bool, keep: bool) {
-        let source =
-            (0..3).map(move |_| (vec![1u8; len], Tensor::from_vec(vec![1u8; len / 2], &[len as u64 / 2]).unwrap()));
+        let source = (0..3).map(move |_| (vec![1u8; len], Tensor::from_vec(vec![1u8; len / 2], &[len / 2]).unwrap()));
         let batches = Prefetcher::new(source, &self.bench.transfer, stream, 1 + usize::from(keep)).unwrap();
         for batch in batches.take(if long { 3 } else { 2 }) {
             let (bytes, tensor) = batch.unwrap();
@@ -266,7 +270,7 @@ impl World {
     }
 }
 
-fn of_allocation(memory: aquifer_allocator::Allocation, stream: &Stream) -> Held {
+fn of_allocation(memory: aquifer::memory::Allocation, stream: &Stream) -> Held {
     Held { ptr: memory.ptr(), bytes: memory.bytes(), stream: stream.clone(), ready: None, _own: Box::new(memory) }
 }
 

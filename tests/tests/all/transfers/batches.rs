@@ -1,9 +1,11 @@
 //! Batches of small copies: whose results are whose.
 
-use aquifer_allocator::Buffer;
-use aquifer_device::sim::Fault;
+use aquifer::Buffer;
+use aquifer::device::RequestError;
+use aquifer::device::sim::Fault;
+use aquifer::transfer::TransferError;
 use aquifer_device::{Code, Operation};
-use aquifer_transfer::{Direction, TransferError};
+use aquifer_transfer::Direction;
 use proptest::prelude::*;
 
 use super::{Bench, host, pattern};
@@ -93,8 +95,8 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
-    let refused = aquifer_transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
-    assert!(matches!(refused, TransferError::Unsupported { .. }), "{refused}");
+    let refused = aquifer::transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
+    assert!(matches!(refused, TransferError::Request(RequestError::Unsupported { .. })), "{refused}");
     bench.finish();
 }
 
@@ -164,8 +166,14 @@ fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
     }
     let refused = batch.copy(&part(0..10), &mut part(10..21));
     assert!(matches!(refused, Err(TransferError::LengthMismatch { from: 10, to: 11 })), "{refused:?}");
-    assert!(matches!(batch.copy(&part(0..10), &mut elsewhere), Err(TransferError::WrongDevice { .. })));
-    assert!(matches!(batch.copy(&elsewhere, &mut part(0..10)), Err(TransferError::WrongDevice { .. })));
+    assert!(matches!(
+        batch.copy(&part(0..10), &mut elsewhere),
+        Err(TransferError::Request(RequestError::WrongDevice { .. }))
+    ));
+    assert!(matches!(
+        batch.copy(&elsewhere, &mut part(0..10)),
+        Err(TransferError::Request(RequestError::WrongDevice { .. }))
+    ));
     batch.copy(&part(7..7), &mut part(7..7)).unwrap();
     assert_eq!(batch.pieces(), 0);
     batch.run().unwrap().wait().unwrap();

@@ -1,10 +1,11 @@
 //! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and borrowed memory.
 
-use aquifer_transfer::{Direction, Owner, Region, TransferError};
+use aquifer::transfer::{Owner, Region, TransferError};
+use aquifer_transfer::Direction;
 
 use super::op::LENGTHS;
+use super::pattern;
 use super::world::{Begun, World, pick};
-use super::{host, pattern};
 
 /// Something that lends no slice, but panics.
 struct Panicking(usize);
@@ -92,14 +93,14 @@ impl World {
     }
 
     /// Between page-locked memory: all of it, or rows of one with gaps to rows without.
-    pub(super) fn copy_on_host(&mut self, from: usize, to: usize, width: Option<u64>) {
+    pub(super) fn copy_on_host(&mut self, from: usize, to: usize, width: Option<usize>) {
         let (Some(from), Some(to)) = (pick(&self.pinned, from), pick(&self.pinned, to)) else { return };
         if from == to || self.pinned[from].0.len() != self.pinned[to].0.len() {
             return;
         }
         let (mut target, content) = self.pinned.swap_remove(to);
         let (source, bytes) = &self.pinned[if from == self.pinned.len() { to } else { from }];
-        let len = source.len() as u64;
+        let len = source.len();
         let copied = match width {
             None => self.bench.transfer.copy_on_host(source, &mut target),
             Some(width) => {
@@ -113,7 +114,7 @@ impl World {
             if self.faults { copied.and_then(|pending| pending.wait().map(|()| None)) } else { copied.map(Some) };
         let content = match (copied.is_ok(), content, bytes) {
             (true, Some(mut content), Some(bytes)) => {
-                let (width, pitch) = width.map_or((bytes.len(), bytes.len()), |width| (host(width), host(2 * width)));
+                let (width, pitch) = width.map_or((bytes.len(), bytes.len()), |width| (width, 2 * width));
                 let rows = bytes.chunks_exact(pitch.max(1));
                 content.chunks_exact_mut(width.max(1)).zip(rows).for_each(|(to, from)| {
                     to.copy_from_slice(&from[..width]);
@@ -197,17 +198,17 @@ impl World {
     }
 
     /// Every other byte of rows, from page-locked memory.
-    pub(super) fn rows(&mut self, pinned: usize, device: usize, width: u64) {
+    pub(super) fn rows(&mut self, pinned: usize, device: usize, width: usize) {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
         let (pitch, len) = (2 * width, buffer.len());
-        let height = len / host(pitch);
-        let region = Region { extents: &[height as u64, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
+        let height = len / pitch;
+        let region = Region { extents: &[height, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
         let begun = self.bench.transfer.upload(region.of(source), buffer);
         *content = match (begun.is_ok(), content.take(), bytes) {
             (true, Some(mut content), Some(bytes)) => {
                 for row in 0..height {
-                    let range = row * host(pitch)..row * host(pitch) + host(width);
+                    let range = row * pitch..row * pitch + width;
                     content[range.clone()].copy_from_slice(&bytes[range]);
                 }
                 Some(content)
@@ -218,34 +219,31 @@ impl World {
     }
 
     /// Rows with a byte between them, from ordinary memory that is handed over and has no gaps.
-    pub(super) fn rows_from_vec(&mut self, device: usize, seed: u64, width: u64) {
+    pub(super) fn rows_from_vec(&mut self, device: usize, seed: u64, width: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let height = buffer.len() / host(width + 1);
-        let bytes = pattern(seed, height * host(width));
-        let region =
-            Region { extents: &[height as u64, width], from_strides: &[width, 1], to_strides: &[width + 1, 1] };
+        let height = buffer.len() / (width + 1);
+        let bytes = pattern(seed, height * width);
+        let region = Region { extents: &[height, width], from_strides: &[width, 1], to_strides: &[width + 1, 1] };
         let begun = self.bench.transfer.upload(region.of(bytes.clone()), buffer);
         // As with all of it: threads may still meet a fault.
         *content = content.take().filter(|_| begun.is_ok() && !self.faults);
-        for (to, from) in
-            content.iter_mut().flat_map(|content| content.chunks_mut(host(width + 1))).zip(bytes.chunks(host(width)))
+        for (to, from) in content.iter_mut().flat_map(|content| content.chunks_mut(width + 1)).zip(bytes.chunks(width))
         {
-            to[..host(width)].copy_from_slice(from);
+            to[..width].copy_from_slice(from);
         }
         self.begin(begun.map(Begun::Nothing));
     }
 
     /// The same rows to ordinary memory, where they have no gaps.
-    pub(super) fn rows_to_vec(&mut self, device: usize, width: u64) {
+    pub(super) fn rows_to_vec(&mut self, device: usize, width: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &self.devices[device];
-        let height = buffer.len() / host(width + 1);
-        let region =
-            Region { extents: &[height as u64, width], from_strides: &[width + 1, 1], to_strides: &[width, 1] };
-        let begun = self.bench.transfer.download(buffer, region.of(vec![0; height * host(width)]));
+        let height = buffer.len() / (width + 1);
+        let region = Region { extents: &[height, width], from_strides: &[width + 1, 1], to_strides: &[width, 1] };
+        let begun = self.bench.transfer.download(buffer, region.of(vec![0; height * width]));
         let content = content.as_ref().map(|content| {
-            let rows = content.chunks_exact(host(width + 1)).flat_map(|row| &row[..host(width)]);
+            let rows = content.chunks_exact(width + 1).flat_map(|row| &row[..width]);
             rows.copied().collect::<Vec<u8>>()
         });
         self.begin(begun.map(|begun| Begun::Bytes(begun, content)));

@@ -7,9 +7,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
-use aquifer_transfer::{Batch, Owner, Pending, Prefetcher, Spiller, StagingConfig, Tensor, Transfer, TransferConfig};
+use aquifer::transfer::{Batch, Owner, Prefetcher, Spiller, Transfer, TransferConfig};
+use aquifer::{Buffer, Pending, Stream, Tensor};
+use aquifer_transfer::StagingConfig;
 
 use super::Bench;
 
@@ -78,7 +78,7 @@ fn owners_that_wait_for_transfers_when_dropped_block_no_transfer() {
         transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().wait().unwrap();
         drop(transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap());
         transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().cancel();
-        let tensor = Tensor::from_owner::<u8, _>(waits(&bench, &tell), &[STAGED as u64]).unwrap();
+        let tensor = Tensor::from_owner::<u8, _>(waits(&bench, &tell), &[STAGED]).unwrap();
         let moved = tensor.to(&transfer).unwrap();
         drop(tensor);
         drop(moved.wait().unwrap());
@@ -219,7 +219,7 @@ fn a_batch_may_wait_for_the_thread_that_drops_the_prefetcher() {
     impl Batch for Waits {
         type OnDevice = Buffer<u8>;
 
-        fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, aquifer_transfer::TransferError> {
+        fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, aquifer::transfer::TransferError> {
             self.1.send(()).unwrap();
             drop(self.0.lock().unwrap());
             vec![1u8; 1000].send(to)
@@ -255,7 +255,7 @@ fn a_reclaimer_may_ask_about_the_buffer_that_comes_back() {
             let (buffer, asked, fills) = (buffer.clone(), asked.clone(), fills.clone());
             move |_| {
                 asked.lock().unwrap().push(buffer.is_on_device());
-                fills.lock().unwrap().take().map_or(0, |memory: aquifer_allocator::Allocation| memory.bytes())
+                fills.lock().unwrap().take().map_or(0, |memory: aquifer::memory::Allocation| memory.bytes())
             }
         });
         let stream: &Stream = &bench.stream;

@@ -14,11 +14,12 @@ mod spills;
 mod tensors;
 mod world;
 
-use aquifer_allocator::{Allocator, Buffer, Config};
-use aquifer_device::sim::SimConfig;
-use aquifer_device::{Device, Stream};
+use aquifer::device::sim::SimConfig;
+use aquifer::memory::Config;
+use aquifer::transfer::{Transfer, TransferConfig};
+use aquifer::{Allocator, Buffer, Device, Stream};
 use aquifer_tests::{MIB, Subject};
-use aquifer_transfer::{StagingConfig, Transfer, TransferConfig};
+use aquifer_transfer::StagingConfig;
 
 /// Names the variable that says how many threads the staging ring has.
 pub(crate) const STAGING_THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";

@@ -1,9 +1,10 @@
 //! What goes wrong with transfers elsewhere, and cannot here; each test is named after reports of it (numbers without a name are PyTorch's).
 //! `pains_pinned.rs` has those of page-locked memory.
 
-use aquifer_allocator::{AllocError, Turn};
-use aquifer_device::AccessKind;
-use aquifer_transfer::{PinnedBuffer, Region, TransferError};
+use aquifer::PinnedBuffer;
+use aquifer::device::{AccessKind, RequestError};
+use aquifer::memory::{AllocError, Turn};
+use aquifer::transfer::{Region, TransferError};
 
 use super::{Bench, pattern};
 
@@ -59,7 +60,7 @@ fn errors_name_both_devices() {
         one.transfer.to_pinned(&buffer).unwrap_err(),
     ] {
         let text = error.to_string();
-        let TransferError::WrongDevice { devices, .. } = error else { panic!("{text}") };
+        let TransferError::Request(RequestError::WrongDevice { devices, .. }) = error else { panic!("{text}") };
         let (is, needed) = (devices.is.to_string(), devices.needed.to_string());
         assert!(text.contains(&is) && text.contains(&needed), "{text}");
         let mut named = [is, needed];
@@ -148,7 +149,7 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     let bench = Bench::new();
     let (bytes, len) = (pattern(7, 4 << 20), 4 << 20);
     // What the stream does takes so long that the threads of the ring would ask about it during the capture.
-    let write = |buffer: &aquifer_allocator::Buffer<u8>| {
+    let write = |buffer: &aquifer::Buffer<u8>| {
         let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         bench.driver.stall(&bench.stream, std::time::Duration::from_millis(1)).unwrap();
         bench.stream.fill(buffer.ptr(), 1, len).unwrap();
@@ -245,7 +246,7 @@ fn no_copy_of_another_thread_gets_into_a_graph() {
 /// A lost device left those hanging who waited.
 #[test]
 fn a_lost_device_wakes_everybody_with_the_error() {
-    use aquifer_device::sim::Fault;
+    use aquifer::device::sim::Fault;
     use aquifer_device::{Code, Operation};
     let bench = Bench::new();
     let buffer = bench.alloc(1 << 20);
@@ -321,7 +322,7 @@ fn a_region_that_overlaps_its_source_is_refused() {
     let bench = Bench::new();
     let bytes = pattern(5, 24);
     let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
-    let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[u64; 2]; 2]| {
+    let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[usize; 2]; 2]| {
         let region = Region { extents: &[4, 2], from_strides: &strides[0], to_strides: &strides[1] };
         let (from, mut to) = (buffer.slice(from), buffer.slice(to).share());
         bench.transfer.copy(region.of(&from), &mut to).map(|pending| pending.wait().unwrap())

@@ -1,6 +1,6 @@
 //! Steps with a second device: copies there and back.
 
-use aquifer_transfer::Pending;
+use aquifer::Pending;
 
 use super::world::{Begun, World, differ, pick};
 

@@ -4,7 +4,7 @@
 //! calls, on whatever streams they run, whatever it drops, forgets, cancels or never waits for, wherever its buffers are spilled, and whichever
 //! device they are on.
 
-use aquifer_device::sim::Fault;
+use aquifer::device::sim::Fault;
 use aquifer_device::{Code, Operation};
 use aquifer_tests::runner;
 use aquifer_transfer::{Direction, SpillStats};

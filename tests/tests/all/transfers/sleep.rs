@@ -2,8 +2,10 @@
 
 use std::thread;
 
-use aquifer_allocator::{AllocError, Buffer, Contents};
-use aquifer_transfer::{Batch, Pending, Prefetcher, Spiller, Tensor, To, Transfer, TransferError};
+use aquifer::memory::{AllocError, Contents};
+use aquifer::transfer::{Batch, Prefetcher, Spiller, Transfer, TransferError};
+use aquifer::{Buffer, Pending, Tensor};
+use aquifer_transfer::To;
 
 use super::Bench;
 

@@ -1,7 +1,7 @@
 //! Steps with buffers that may be spilled: handed over, spilled on request or because memory runs out, used, checked.
 
-use aquifer_allocator::AllocError;
-use aquifer_transfer::Pending;
+use aquifer::Pending;
+use aquifer::memory::AllocError;
 
 use super::pattern;
 use super::world::{Begun, World, differ, pick};

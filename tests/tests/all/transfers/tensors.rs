@@ -1,7 +1,8 @@
 //! Tensors that are written in place, and files that are loaded into sets, on every driver.
 
-use aquifer_kernels::DType;
-use aquifer_transfer::{Checkpoint, Load, ParamSet, Place, Tensor};
+use aquifer::Tensor;
+use aquifer::kernels::DType;
+use aquifer::tensor::{Checkpoint, Load, ParamSet, Place};
 
 use super::Bench;
 
@@ -37,8 +38,8 @@ fn views_are_written_in_place_and_what_lies_between_stays() {
 fn a_file_is_loaded_into_a_set_where_its_tensors_are() {
     let bench = Bench::new();
     let path = std::env::temp_dir().join(format!("aquifer-set-{}.safetensors", std::process::id()));
-    let shapes: [&[u64]; 3] = [&[700, 300], &[5], &[3, 2, 40]];
-    let elements = |shape: &[u64], first| floats(usize::try_from(shape.iter().product::<u64>()).unwrap(), first);
+    let shapes: [&[usize]; 3] = [&[700, 300], &[5], &[3, 2, 40]];
+    let elements = |shape: &[usize], first| floats(shape.iter().product(), first);
     let (mut saved, mut set) = (ParamSet::new(), ParamSet::new());
     for (number, shape) in shapes.iter().enumerate() {
         let place = if number == 1 { Place::Host } else { Place::from(&bench.transfer) };

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 
-use aquifer_allocator::Buffer;
-use aquifer_device::Stream;
-use aquifer_device::sim::Fault;
-use aquifer_transfer::{Direction, Pending, PinnedBuffer, Spillable, Spiller, TransferError};
+use aquifer::device::sim::Fault;
+use aquifer::transfer::{Spillable, Spiller, TransferError};
+use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
+use aquifer_transfer::Direction;
 
 use super::op::{How, LENGTHS, Op};
 use super::{Bench, host, pattern};
@@ -186,7 +186,7 @@ impl World {
     }
 
     /// A handle whose copies run on one of the program's streams, or on the runtime's, of one priority as often as of another.
-    pub(super) fn on(&self, on: Option<usize>) -> aquifer_transfer::Transfer {
+    pub(super) fn on(&self, on: Option<usize>) -> aquifer::transfer::Transfer {
         match on {
             Some(stream) => self.bench.transfer.on(&self.streams[stream]).unwrap(),
             None if self.begun.len() % 2 == 1 => self.bench.transfer.at_priority(BACKGROUND).unwrap(),

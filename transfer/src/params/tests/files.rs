@@ -5,6 +5,7 @@ use std::path::Path;
 use proptest::prelude::*;
 
 use super::*;
+use aquifer_device::RequestError;
 
 /// A file with a header as it is given.
 fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
@@ -367,7 +368,7 @@ fn tensors_that_are_larger_than_any_file_are_refused_and_counted_as_far_as_numbe
         }
         assert_eq!((set.bytes(), set.bytes_by_place()[0].1), (u64::MAX, u64::MAX));
         let error = set.save_blocking(directory.0.join("large")).unwrap_err();
-        assert!(matches!(error, TransferError::LengthOverflow { size: 8, .. }), "{error}");
+        assert!(matches!(error, TransferError::Request(RequestError::LengthOverflow { size: 8, .. })), "{error}");
         assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 0);
     }
 }

@@ -174,7 +174,7 @@ fn loading_into_a_set_is_all_or_nothing() {
 #[test]
 fn memory_that_runs_out_leaves_the_set_as_it_was_however_its_tensors_lie() {
     const N: u32 = 1024;
-    let n = u64::from(N);
+    let n = N as usize;
     let (directory, allocator_of) = (Directory::new(), |transfer: &Transfer| transfer.allocator().clone());
     let mut new = ParamSet::new();
     for (name, seed) in [("a", 1), ("b", 2), ("c", 3)] {

@@ -1,7 +1,7 @@
 //! What the pool holds, and gives back.
 
-use aquifer_device::Code;
 use aquifer_device::sim::Fault;
+use aquifer_device::{Code, RequestError};
 
 use super::*;
 
@@ -135,7 +135,7 @@ fn what_was_asked_for_in_advance_serves_any_size_and_goes_back_as_all_else() {
     assert_eq!(bench.pool.stats().num_host_alloc, 1);
     let refused = bench.pool.prewarm(100 * MIB).unwrap_err();
     assert!(matches!(&refused, TransferError::OutOfPinned { source: None, .. }), "{refused}");
-    assert!(matches!(bench.pool.prewarm(u64::MAX), Err(TransferError::LengthOverflow { .. })));
+    assert!(matches!(bench.pool.prewarm(u64::MAX), Err(TransferError::Request(RequestError::LengthOverflow { .. }))));
     drop(buffers);
     drop(bench.pool.alloc::<u8>(512 << 20).unwrap());
     assert_eq!(bench.pool.stats().num_host_alloc, 1, "it is whole again");

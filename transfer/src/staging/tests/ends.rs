@@ -22,7 +22,7 @@ fn an_owner_is_asked_once() {
     let fickle = || Fickle(content(LEN, 3), Default::default());
     let buffer = transfer.to_device(Owner::new(fickle()), &stream).unwrap().wait().unwrap();
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap(), content(LEN, 3));
-    let tensor = crate::Tensor::from_owner::<u8, _>(fickle(), &[LEN as u64]).unwrap();
+    let tensor = crate::Tensor::from_owner::<u8, _>(fickle(), &[LEN]).unwrap();
     assert_eq!(tensor.to(&transfer).unwrap().wait().unwrap().to_vec_blocking::<u8>().unwrap(), content(LEN, 3));
     let mut pinned = transfer.pinned().alloc::<u8>(LEN).unwrap();
     transfer.copy_on_host(Owner::new(fickle()), &mut pinned).unwrap().wait().unwrap();

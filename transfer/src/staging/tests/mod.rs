@@ -9,7 +9,7 @@ use std::sync::mpsc;
 
 use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{AccessKind, Code, Device, Tick};
+use aquifer_device::{AccessKind, Code, Device, RequestError, Tick};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -288,7 +288,7 @@ fn errors_and_panics_of_the_host_ends_fail_their_job_alone() {
         move |offset: u64| match offset {
             0..200_000 => Ok(()),
             _ if panics => panic!("odd at {offset}"),
-            _ => Err(TransferError::Unsupported { what: "something else" }),
+            _ => Err(TransferError::Request(RequestError::Unsupported { what: "something else" })),
         }
     };
     for panics in [false, true] {
@@ -305,7 +305,7 @@ fn errors_and_panics_of_the_host_ends_fail_their_job_alone() {
                 Err(TransferError::Panicked { what, message }) if panics => {
                     assert!(what.contains("of a transfer") && message.starts_with("odd at "), "{what}: {message}");
                 }
-                Err(TransferError::Unsupported { .. }) if !panics => {}
+                Err(TransferError::Request(RequestError::Unsupported { .. })) if !panics => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -394,7 +394,7 @@ fn what_cannot_be_staged_is_refused_at_the_call() {
     let (stream, foreign) = (world.device.stream().unwrap(), other.device.stream().unwrap());
     let buffer = world.buffer(1000, &stream);
     let refused = world.upload(Memory::new(vec![1; 1000]), &buffer, &foreign);
-    assert!(matches!(refused, Err(TransferError::WrongDevice { .. })));
+    assert!(matches!(refused, Err(TransferError::Request(RequestError::WrongDevice { .. }))));
     let capture = stream.begin_capture().unwrap();
     assert!(matches!(world.upload(Memory::new(vec![1; 1000]), &buffer, &stream), Err(TransferError::Device(_))));
     capture.end().unwrap();
@@ -419,7 +419,7 @@ fn a_stream_of_one_thread_is_left_to_it() {
     let buffer: Buffer<u8> = transfer.allocator().alloc(300_000, &own).unwrap();
     let end = DeviceEnd::claim(&buffer, AccessKind::Write).unwrap();
     let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), end, &own, 0);
-    assert!(matches!(refused, Err(TransferError::Unsupported { .. })));
+    assert!(matches!(refused, Err(TransferError::Request(RequestError::Unsupported { .. }))));
     let content = content(300_000, 8);
     let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
     let back = transfer.on(&own).unwrap().to_vec(&pending.wait().unwrap()).unwrap().wait().unwrap();

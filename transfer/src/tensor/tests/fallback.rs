@@ -3,6 +3,7 @@
 use super::*;
 use crate::pending::Pending;
 use crate::placement::Fallback;
+use aquifer_device::RequestError;
 
 /// Silent CPU tensors: out of memory is an error, unless the caller wrote down that the host may take it, and then the tensor says so.
 #[test]
@@ -21,7 +22,7 @@ fn the_host_takes_over_only_where_the_caller_wrote_it() {
     assert!(here.place().is_host() && here.dtype() == DType::BF16);
     // What is no lack of memory is never hidden.
     let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
-    assert!(matches!(host.to_with(&stand.transfer, to), Err(TransferError::WrongDevice { .. })));
+    assert!(matches!(host.to_with(&stand.transfer, to), Err(TransferError::Request(RequestError::WrongDevice { .. }))));
 }
 
 /// Also where it runs out for what the device converts, after the elements were sent.

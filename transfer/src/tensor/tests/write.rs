@@ -1,9 +1,10 @@
 //! Writing views in place, against lists of numbers on the host.
 
 use super::*;
+use aquifer_device::RequestError;
 
 /// A tensor on a device with its elements' numbers.
-fn numbered(stand: &Stand, shape: &[u64]) -> Tensor {
+fn numbered(stand: &Stand, shape: &[usize]) -> Tensor {
     counting(shape).to(&stand.transfer).unwrap().wait().unwrap()
 }
 
@@ -16,7 +17,7 @@ fn views_are_written_from_every_place_and_the_rest_stays() {
     let stands = [stand(), stand_with(SimConfig::default().ordinal(1))];
     let (transfer, stream) = (&stands[0].transfer, &stands[0].stream);
     // Small and large, as ordinary memory is staged then.
-    for rows in [5u64, 300_000] {
+    for rows in [5usize, 300_000] {
         let host = counting(&[rows, 2]);
         for place in [Place::Host, transfer.pinned().into(), transfer.into(), Place::from(&stands[1].transfer)] {
             let from = host.to(&place).unwrap().wait().unwrap();
@@ -59,12 +60,12 @@ fn what_is_dense_at_both_ends_crosses_without_further_memory() {
 fn what_is_read_and_written_is_read_first() {
     let stand = stand();
     let stream = &stand.stream;
-    for (from, to) in [(0..8u64, 2..10u64), (2..10, 0..8), (0..10, 0..10), (0..5, 5..10)] {
+    for (from, to) in [(0..8usize, 2..10usize), (2..10, 0..8), (0..10, 0..10), (0..5, 5..10)] {
         let base = numbered(&stand, &[10, 3]);
         let mut target = base.narrow(0, to.clone()).unwrap();
         drop(target.assign_shared(&base.narrow(0, from.clone()).unwrap(), stream).unwrap());
         let mut expected: Vec<f32> = (0..30).map(|n| n as f32).collect();
-        let at = |row: u64| usize::try_from(row).unwrap() * 3;
+        let at = |row: usize| row * 3;
         expected.copy_within(at(from.start)..at(from.end), at(to.start));
         assert_eq!(floats(&base), expected, "{from:?} to {to:?}");
     }
@@ -132,7 +133,7 @@ fn what_cannot_be_written_is_refused_with_every_operand_named() {
     assert!(error.contains("from: f32 [3] on cpu") && error.contains("Tensor::broadcast"), "{error}");
     assert!(matches!(
         there.clone().assign_shared(&host, &stands[1].stream),
-        Err(TransferError::WrongDevice { what: "stream", .. })
+        Err(TransferError::Request(RequestError::WrongDevice { what: "stream", .. }))
     ));
     assert!(matches!(repeated.clone().fill_shared(0.0f32, stream), Err(TransferError::Operands(_))));
     assert!(matches!(host.clone().fill_shared(0.0f32, stream), Err(TransferError::Operands(_))));
@@ -187,8 +188,8 @@ fn a_failed_write_leaves_everything_usable() {
 /// One write of a program: a part of a block of six dimensions, seen in some order of them, and what is written there.
 #[derive(Clone, Debug)]
 struct Write {
-    lengths: Vec<u64>,
-    starts: Vec<u64>,
+    lengths: Vec<usize>,
+    starts: Vec<usize>,
     order: Vec<usize>,
     what: What,
     stream: usize,
@@ -198,26 +199,27 @@ struct Write {
 enum What {
     Fill(f32),
     /// A part of the same block, which begins elsewhere.
-    Own(Vec<u64>),
+    Own(Vec<usize>),
     /// One element of the same block.
-    One(Vec<u64>),
+    One(Vec<usize>),
     /// Numbers from here on, in a place.
     Numbers(u16, u8),
 }
 
-const SHAPE: [u64; 6] = [3, 2, 4, 2, 3, 5];
+const SHAPE: [usize; 6] = [3, 2, 4, 2, 3, 5];
 
 /// A length for each dimension, and a place where so many begin.
-fn part() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
+fn part() -> impl Strategy<Value = (Vec<usize>, Vec<usize>)> {
     // Often all of a dimension, so that parts are dense, too; seldom nothing, as one such dimension leaves no elements.
-    let length = |extent: u64| prop_oneof![15 => Just(extent), 15 => 1..=extent, 1 => Just(0)];
-    let dimension = move |extent: u64| length(extent).prop_flat_map(move |length| (Just(length), 0..=extent - length));
+    let length = |extent: usize| prop_oneof![15 => Just(extent), 15 => 1..=extent, 1 => Just(0)];
+    let dimension =
+        move |extent: usize| length(extent).prop_flat_map(move |length| (Just(length), 0..=extent - length));
     SHAPE.map(dimension).to_vec().prop_map(|parts| parts.into_iter().unzip())
 }
 
 fn write() -> impl Strategy<Value = Write> {
-    let what = |lengths: &[u64]| {
-        let starts = |lengths: &[u64]| -> Vec<_> {
+    let what = |lengths: &[usize]| {
+        let starts = |lengths: &[usize]| -> Vec<_> {
             SHAPE.iter().zip(lengths).map(|(extent, length)| 0..=extent - length).collect()
         };
         prop_oneof![
@@ -240,7 +242,7 @@ fn write() -> impl Strategy<Value = Write> {
 }
 
 /// The part of a tensor that begins somewhere, in an order of its dimensions.
-fn seen(tensor: &Tensor, starts: &[u64], lengths: &[u64], order: &[usize]) -> Tensor {
+fn seen(tensor: &Tensor, starts: &[usize], lengths: &[usize], order: &[usize]) -> Tensor {
     let parts = starts.iter().zip(lengths).enumerate();
     let part = parts.fold(tensor.clone(), |view, (dimension, (start, length))| {
         view.narrow(dimension, *start..start + length).unwrap()
@@ -259,7 +261,7 @@ fn places_of(view: &Tensor) -> Vec<usize> {
                 indices[dimension] = rest % shape[dimension];
                 rest /= shape[dimension];
             }
-            usize::try_from(view.layout().place(&indices).unwrap()).unwrap()
+            view.layout().place(&indices).unwrap()
         })
         .collect()
 }

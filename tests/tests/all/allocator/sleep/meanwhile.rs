@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::{Buffer, Claim, Registration, Turn};
-use aquifer_device::AccessKind;
+use aquifer::Buffer;
+use aquifer::device::AccessKind;
+use aquifer::memory::{Registration, Turn};
+use aquifer_allocator::Claim;
 
 use super::*;
 

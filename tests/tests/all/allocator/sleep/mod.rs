@@ -4,9 +4,11 @@ mod meanwhile;
 
 use std::sync::Arc;
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Contents, Growable, PoolOptions};
-use aquifer_device::sim::Fault;
-use aquifer_device::{Code, Device, DevicePtr, ErrorKind, HandleKind, Operation, Stream};
+use aquifer::device::sim::Fault;
+use aquifer::device::{DevicePtr, ErrorKind};
+use aquifer::memory::{AllocError, Allocation, Config, Contents, Growable, PoolOptions};
+use aquifer::{Allocator, Device, Stream};
+use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{Bench, MIB, Subject};
 
 const CAPACITY: u64 = 256 * MIB;

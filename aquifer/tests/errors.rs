@@ -1,0 +1,87 @@
+//! Errors as programs match them.
+
+use aquifer::Error;
+use aquifer::device::{DeviceError, RequestError};
+use aquifer::kernels::KernelError;
+use aquifer::memory::AllocError;
+use aquifer::prelude::*;
+use aquifer::transfer::TransferError;
+
+fn requested<T>(result: Result<T, impl Into<Error>>) -> RequestError {
+    let error = result.err().expect("the request is wrong").into();
+    let Error::Request(inner) = &error else { panic!("{error:?}") };
+    assert_eq!((error.request(), error.to_string()), (Some(inner), inner.to_string()));
+    assert!(!error.is_out_of_memory() && !error.is_device_lost() && error.device().is_none());
+    inner.clone()
+}
+
+#[test]
+fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
+    let (device, other) = (Device::simulated("1GiB")?, Device::simulated("1GiB")?);
+    let (memory, stream, elsewhere) = (device.allocator()?, device.stream()?, other.stream()?);
+    let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
+    let mut pinned = device.pinned_from_slice(&[1.0_f32; 4])?;
+
+    let wrong_device = [
+        requested(memory.alloc::<u8>(1, &elsewhere)),
+        requested(x.upload(vec![1.0; 4], &elsewhere)),
+        requested(x.ready_on(&elsewhere)),
+        requested(elsewhere.with([read(&x)], |_, _| Ok::<_, Error>(()))),
+    ];
+    for error in wrong_device {
+        assert!(matches!(error, RequestError::WrongDevice { .. }), "{error}");
+    }
+    for error in [
+        requested(x.try_slice(2..5)),
+        requested(x.try_slice_mut(2..5)),
+        requested(pinned.try_slice(2..5)),
+        requested(pinned.try_slice_mut(2..5)),
+    ] {
+        assert_eq!(error.to_string(), "the range 2..5 is out of bounds for 4 elements");
+    }
+    for error in [requested(memory.alloc::<u64>(usize::MAX, &stream)), requested(device.pinned::<u64>(usize::MAX))] {
+        assert!(matches!(error, RequestError::LengthOverflow { size: 8, .. }), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
+    let device = Device::simulated("1GiB,lost_at=100")?;
+    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
+    while device.synchronize().is_ok() {}
+    let lost = [
+        memory.alloc::<u8>(64 << 20, &stream).map(drop).map_err(Error::from),
+        x.axpy(1.0, &memory.alloc(4, &stream)?, &stream).map_err(Error::from),
+        x.upload(vec![1.0; 4], &stream).and_then(|upload| upload.wait()).map(drop).map_err(Error::from),
+    ];
+    for error in lost.into_iter().map(Result::unwrap_err) {
+        assert!(error.is_device_lost() && matches!(error, Error::Device(_)) && error.device().is_some(), "{error:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_report_is_there_whichever_part_asked_for_memory() -> Result<(), Error> {
+    let device = Device::simulated("64MiB")?;
+    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let x = memory.alloc_zeros::<u8>(48 << 20, &stream)?;
+    let full = [
+        memory.alloc::<u8>(48 << 20, &stream).map_err(Error::from),
+        x.cast::<u8>(&stream).map_err(Error::from),
+        x.to(&memory, &stream).map_err(Error::from),
+    ];
+    for error in full.into_iter().map(Result::unwrap_err) {
+        assert!(error.is_out_of_memory() && matches!(error, Error::Alloc(_)) && error.report().is_some(), "{error:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn errors_are_no_larger_than_those_of_the_driver_and_a_word() {
+    let most = size_of::<DeviceError>() + size_of::<usize>();
+    assert!(size_of::<RequestError>() <= size_of::<DeviceError>());
+    assert!(size_of::<AllocError>() <= most);
+    assert!(size_of::<TransferError>() <= size_of::<KernelError>() + size_of::<usize>());
+}
