@@ -202,9 +202,9 @@ pub mod device {
 pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
-        AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable, HistoryOptions, MemoryStats,
-        OomReport, PoolOptions, PoolStats, PrivatePool, Registration, Snapshot, Stat, Storage, StreamAccess, TagScope,
-        Turn, WithError, read, write,
+        Access, Advice, AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable, HistoryOptions,
+        MemoryStats, OomReport, PoolOptions, PoolStats, PrivatePool, Registration, Snapshot, Stat, Storage,
+        StreamAccess, TagScope, Turn, WithError, read, write,
     };
 }
 
@@ -216,9 +216,9 @@ pub mod kernels {
 /// Copies: page-locked memory, sources and targets, prefetching, spilling.
 pub mod transfer {
     pub use aquifer_transfer::{
-        AllocatorTransfers, Batch, BufferTransfers, Counters, DeviceSource, DeviceTransfers, FilePart, OnStreams,
-        Owner, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Route, Source,
-        Spillable, Spiller, Target, Transfer, TransferConfig, TransferError,
+        AllocatorTransfers, Batch, BufferTransfers, DeviceSource, DeviceTransfers, FilePart, OnStreams, Owner,
+        PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Source, Spillable,
+        Spiller, Target, Transfer, TransferConfig, TransferError,
     };
 }
 

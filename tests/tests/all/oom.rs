@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use aquifer::Stream;
-use aquifer::memory::{Allocation, MemoryStats, OomReport, PoolOptions};
-use aquifer_allocator::{Advice, Refusal};
+use aquifer::memory::{Advice, Allocation, MemoryStats, OomReport, PoolOptions};
+use aquifer_allocator::Refusal;
 use aquifer_tests::{Bench, GIB, MIB, write_on};
 
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.

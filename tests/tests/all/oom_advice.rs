@@ -1,9 +1,9 @@
 //! The advice of out-of-memory reports is true, names all that is in the way, and nothing else.
 
 use aquifer::device::sim::Fault;
-use aquifer::memory::{AllocError, Allocation, OomReport, PoolOptions, TagScope};
+use aquifer::memory::{Advice, AllocError, Allocation, OomReport, PoolOptions, TagScope};
+use aquifer_allocator::Refusal;
 use aquifer_allocator::config::Backing;
-use aquifer_allocator::{Advice, Refusal};
 use aquifer_device::{Code, HandleKind, Operation};
 use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on};
 

@@ -1,0 +1,145 @@
+//! Slices of cudarc's in memory of Aquifer's.
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use aquifer::device::{DevicePtr, RequestError};
+use aquifer::{Allocator, Buffer};
+use cudarc::driver::sys::CUdeviceptr;
+use cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
+
+use crate::Error;
+
+/// Allocation on streams of cudarc's.
+pub trait AllocatorExt {
+    /// Allocates a buffer of `len` elements, which hold anything.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`]; a stream of another context.
+    fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
+
+    /// Allocates a buffer of `len` zeros.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_zeros`]; a stream of another context.
+    fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
+
+    /// Allocates a slice of `len` elements for code that takes cudarc's own.
+    ///
+    /// # Safety
+    /// The elements hold anything, so they must be written before they are read.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_raw`]; a stream of another context; [`Error::Untracked`].
+    unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error>;
+
+    /// Allocates a slice of `len` zeros for code that takes cudarc's own.
+    ///
+    /// # Errors
+    /// As [`AllocatorExt::alloc_slice`], and what cudarc's `memset_zeros` returns.
+    fn alloc_slice_zeros<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        len: usize,
+        stream: &Arc<CudaStream>,
+    ) -> Result<PoolSlice<T>, Error>;
+}
+
+impl AllocatorExt for Allocator {
+    #[track_caller]
+    fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
+        Ok(self.alloc(len, &crate::stream(stream)?)?)
+    }
+
+    #[track_caller]
+    fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
+        Ok(self.alloc_zeros(len, &crate::stream(stream)?)?)
+    }
+
+    #[track_caller]
+    unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error> {
+        if !is_ordered(stream) {
+            return Err(Error::Untracked);
+        }
+        let (count, size) = (len as u64, size_of::<T>() as u64);
+        let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;
+        let ptr = self.alloc_raw(bytes, &crate::stream(stream)?)?;
+        // SAFETY: so many bytes are allocated there, which `free_raw` alone frees.
+        let slice = unsafe { stream.upgrade_device_ptr(ptr.0, len) };
+        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone() })
+    }
+
+    #[track_caller]
+    fn alloc_slice_zeros<T: DeviceRepr + ValidAsZeroBits>(
+        &self,
+        len: usize,
+        stream: &Arc<CudaStream>,
+    ) -> Result<PoolSlice<T>, Error> {
+        // SAFETY: it is written right here.
+        let mut slice = unsafe { self.alloc_slice(len, stream) }?;
+        stream.memset_zeros(&mut *slice)?;
+        Ok(slice)
+    }
+}
+
+/// True if cudarc orders what streams do with a slice, or there is but one stream.
+fn is_ordered(stream: &CudaStream) -> bool {
+    stream.context().is_event_tracking() || !stream.context().is_in_multi_stream_mode()
+}
+
+/// A slice of cudarc's in memory of Aquifer's: it goes wherever a [`CudaSlice`] goes by reference.
+///
+/// cudarc orders the streams that use it, by the two events that each slice has while the context's event tracking is on. When it is dropped,
+/// its own stream waits for them, and then the memory goes back to the allocator. If tracking was turned off meanwhile and the context has
+/// several streams, the drop waits for the whole context instead.
+///
+/// Do not [`std::mem::swap`] it with a slice of cudarc's own: neither is freed then, as each finds a pointer that is not its own.
+pub struct PoolSlice<T> {
+    slice: ManuallyDrop<CudaSlice<T>>,
+    allocator: Allocator,
+}
+
+impl<T> PoolSlice<T> {
+    /// Gives up the slice and returns its address, to be freed with [`Allocator::free_raw`]. The slice's own stream waits for what uses it.
+    pub fn leak(self) -> CUdeviceptr {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: neither field is used afterwards, nor dropped another time: `this` is not dropped.
+        let slice = unsafe { ManuallyDrop::take(&mut this.slice) };
+        // SAFETY: as above.
+        unsafe { std::ptr::drop_in_place(&raw mut this.allocator) };
+        slice.leak()
+    }
+}
+
+impl<T> Deref for PoolSlice<T> {
+    type Target = CudaSlice<T>;
+
+    fn deref(&self) -> &CudaSlice<T> {
+        &self.slice
+    }
+}
+
+impl<T> DerefMut for PoolSlice<T> {
+    fn deref_mut(&mut self) -> &mut CudaSlice<T> {
+        &mut self.slice
+    }
+}
+
+impl<T> Drop for PoolSlice<T> {
+    fn drop(&mut self) {
+        let stream = self.slice.stream().clone();
+        // SAFETY: it is taken here alone, and not used afterwards.
+        let ptr = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
+        // Memory that may be in use is better lost than reused.
+        if is_ordered(&stream) || stream.context().synchronize().is_ok() {
+            let _ = self.allocator.free_raw(DevicePtr(ptr));
+        }
+    }
+}
+
+impl<T> fmt::Debug for PoolSlice<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolSlice").field("len", &self.slice.len()).finish_non_exhaustive()
+    }
+}
