@@ -35,7 +35,9 @@ pub enum AllocError {
     },
     /// The caller configured the process's allocator of a device, which is open already. Configure it before its first use, or
     /// make an allocator that is not shared, with [`crate::Allocator::new`].
-    #[error("the process's allocator of {device} is in use already: configure it before its first use")]
+    #[error(
+        "the process's allocator of {device} is in use already: configure it before its first use, or make another one with `Allocator::new`"
+    )]
     AlreadyOpen {
         /// The device.
         device: DeviceLabel,
@@ -57,7 +59,7 @@ pub enum AllocError {
         capacity: u64,
     },
     /// The caller asked to shrink memory that buffers share. They might reach beyond its new end: drop them first.
-    #[error("{what} is shared with buffers that may reach beyond: drop them first")]
+    #[error("{what} cannot shrink while buffers share it: drop them first")]
     Shared {
         /// What is shared.
         what: &'static str,
@@ -66,8 +68,8 @@ pub enum AllocError {
     /// it: it would wait for itself. Drop the first turn before, or take one turn with all the memory that is used. Parts of
     /// one buffer count as the same memory.
     #[error(
-        "this thread is within `Stream::with` or has a turn with the memory already, and would wait for itself: drop that turn before, or \
-         name all that is used in one call"
+        "this thread is within `Stream::with`, or holds a `Turn`, on the same memory and would wait for itself: end that first, or name all \
+         buffers in one call"
     )]
     TurnHeld,
     /// The calling thread asked an allocator to sleep while keeping it awake, by a turn or by [`crate::Allocator::keep_awake`]: it would
@@ -83,17 +85,17 @@ pub enum AllocError {
     )]
     Observing,
     /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
-    #[error("the allocator is asleep, or about to be: its memory is given back to the device until `wake`")]
+    #[error("the allocator is asleep, or about to be: call `Allocator::wake` first")]
     Asleep,
     /// The caller asked for a private pool, but there are already as many pools, including dropped ones that still hold memory, as can be
     /// told apart. Drop some, and what was allocated from them.
-    #[error("{pools} private pools exist, or hold memory still: as many as can be told apart")]
+    #[error("there are {pools} private pools, the most there can be: drop some, and the memory allocated from them")]
     TooManyPools {
         /// Pools that there are.
         pools: usize,
     },
     /// There is not enough host memory for what is to be saved there.
-    #[error("out of host memory: {bytes} bytes of device memory were to be saved")]
+    #[error("out of host memory: {bytes} bytes of device memory could not be saved there")]
     OutOfHostMemory {
         /// Bytes that were to be saved.
         bytes: u64,

@@ -26,7 +26,7 @@ pub enum KernelError {
         reason: String,
     },
     /// The caller passed a stream of another device than the kernels were loaded on.
-    #[error("kernel {kernel}: the kernels were not loaded on the stream's device: the stream belongs to {devices}")]
+    #[error("kernel {kernel}: the stream belongs to {devices}, where the kernels were loaded")]
     WrongStream {
         /// The kernel.
         kernel: &'static str,
@@ -206,8 +206,10 @@ impl fmt::Display for OperandFault {
             }
             OperandFault::Len { expected } => write!(f, "must have {expected} elements"),
             OperandFault::TooShort { needed } => write!(f, "must have {needed} elements at least"),
-            OperandFault::Misaligned { ptr } => write!(f, "starts at {ptr}, which is no multiple of an element's size"),
-            OperandFault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is no whole number of elements"),
+            OperandFault::Misaligned { ptr } => {
+                write!(f, "starts at {ptr}, which is not a multiple of an element's size")
+            }
+            OperandFault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is not a whole number of elements"),
             OperandFault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),
         }
     }

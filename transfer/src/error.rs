@@ -35,7 +35,7 @@ pub enum TransferError {
         source: Option<Box<TransferError>>,
     },
     /// The system has no memory, page-locked or not.
-    #[error("{bytes} bytes of host memory could not be had: {cause}")]
+    #[error("{bytes} bytes of host memory could not be allocated: {cause}")]
     OutOfHostMemory {
         /// Bytes asked for.
         bytes: u64,
@@ -54,7 +54,7 @@ pub enum TransferError {
         cause: DeviceError,
     },
     /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
-    #[error("{bytes} bytes at this address are no whole number of aligned {to}")]
+    #[error("{bytes} bytes at this address are not a whole number of aligned {to} values")]
     BadCast {
         /// Bytes there are.
         bytes: u64,
@@ -85,7 +85,7 @@ pub enum TransferError {
     #[error("the transfer was cancelled")]
     Cancelled,
     /// The caller polled a transfer again after it had given its result.
-    #[error("the transfer gave its result already")]
+    #[error("the result of the transfer was taken already")]
     AlreadyTaken,
     /// Code that the caller passed panicked on a thread of the runtime.
     #[error("{what} panicked: {message}")]
@@ -147,7 +147,7 @@ pub enum TransferError {
         needed: DType,
     },
     /// The caller named a dtype that this version does not know.
-    #[error("there are no tensors of {name:?}")]
+    #[error("unknown dtype {name:?}")]
     NoDType {
         /// The name.
         name: String,
@@ -183,7 +183,7 @@ pub enum TransferError {
         strides: Vec<usize>,
     },
     /// The caller asked for the only element of a buffer or tensor that does not have exactly one.
-    #[error("a buffer or tensor of {shape:?} does not have exactly one element")]
+    #[error("a buffer or tensor of shape {shape:?} does not have exactly one element; use `to_vec`")]
     NotOneElement {
         /// Its extents.
         shape: Vec<usize>,
@@ -200,7 +200,7 @@ pub enum TransferError {
         problem: &'static str,
     },
     /// The caller asked the results of one batch for a download of another. Read it from the results of the batch that it was added to.
-    #[error("the download was added to another batch of copies than these are the results of")]
+    #[error("the download belongs to another batch of copies than these results")]
     OtherBatch,
     /// The source of batches that the caller gave failed.
     #[error("the source of batches failed: {cause}")]
@@ -209,7 +209,7 @@ pub enum TransferError {
         cause: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// Parameters are not where all should be. Move the whole set.
-    #[error("not all parameters are on {place}: {}", Listed(strays))]
+    #[error("some parameters are not on {place}: {}", Listed(strays))]
     LeftBehind {
         /// Where they should be.
         place: String,

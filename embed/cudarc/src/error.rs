@@ -28,7 +28,7 @@ pub enum Error {
     )]
     Untracked,
     /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
-    #[error("{bytes} bytes at {ptr:#x} are no whole number of aligned {to}")]
+    #[error("{bytes} bytes at {ptr:#x} are not a whole number of aligned {to} values")]
     BadCast {
         /// The address.
         ptr: u64,

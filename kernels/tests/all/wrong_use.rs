@@ -178,7 +178,7 @@ fn devices() {
     assert_eq!(
         stream.to_string(),
         format!(
-            "kernel fill: the kernels were not loaded on the stream's device: the stream belongs to {other}, and this needs one of {here}"
+            "kernel fill: the stream belongs to {other}, and this needs one of {here}, where the kernels were loaded"
         )
     );
 }

@@ -55,7 +55,9 @@ pub enum LayoutError {
         order: Vec<usize>,
     },
     /// A dimension to be left out that has not one index.
-    #[error("dimension {dimension} of {shape:?} has not one index, and cannot be left out; select an index of it")]
+    #[error(
+        "dimension {dimension} of {shape:?} cannot be squeezed, because its extent is not 1; select an index of it"
+    )]
     NotOne {
         /// The extents.
         shape: Vec<usize>,
@@ -63,7 +65,7 @@ pub enum LayoutError {
         dimension: usize,
     },
     /// A shape of another number of elements.
-    #[error("{from:?} has another number of elements than {to:?}")]
+    #[error("{from:?} cannot become {to:?}, which has another number of elements")]
     OtherLength {
         /// The extents there are.
         from: Vec<usize>,
@@ -81,7 +83,9 @@ pub enum LayoutError {
         to: Vec<usize>,
     },
     /// A shape that repeating elements does not lead to.
-    #[error("{from:?} cannot be repeated to {to:?}: from the last on, extents must be equal, or 1 or missing before")]
+    #[error(
+        "{from:?} cannot be expanded to {to:?}: counted from the last dimension, extents must be equal, 1, or missing"
+    )]
     NotBroadcast {
         /// The extents there are.
         from: Vec<usize>,

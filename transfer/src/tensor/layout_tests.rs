@@ -240,14 +240,14 @@ fn what_cannot_be_names_the_shapes() {
         (matrix.narrow(1, 2..5), "indices 2..5 are not a part of dimension 1 of [2, 3]"),
         (matrix.select(0, usize::MAX), "are not a part of dimension 0 of [2, 3]"),
         (matrix.permute(&[0, 0]), "[0, 0] does not name each dimension of [2, 3] once"),
-        (matrix.squeeze(0), "dimension 0 of [2, 3] has not one index"),
-        (matrix.reshape(&[4, 2]), "[2, 3] has another number of elements than [4, 2]"),
+        (matrix.squeeze(0), "dimension 0 of [2, 3] cannot be squeezed"),
+        (matrix.reshape(&[4, 2]), "[2, 3] cannot become [4, 2], which has another number of elements"),
         (
             matrix.transpose(0, 1).and_then(|m| m.reshape(&[6])),
             "[3, 2] with strides [1, 3] cannot become [6] without a copy",
         ),
-        (matrix.broadcast(&[3, 3]), "[2, 3] cannot be repeated to [3, 3]"),
-        (matrix.broadcast(&[3]), "[2, 3] cannot be repeated to [3]"),
+        (matrix.broadcast(&[3, 3]), "[2, 3] cannot be expanded to [3, 3]"),
+        (matrix.broadcast(&[3]), "[2, 3] cannot be expanded to [3]"),
     ];
     for (result, expected) in cases {
         let text = result.unwrap_err().to_string();

@@ -202,7 +202,7 @@ fn what_was_left_behind_is_reported() {
     set.move_blocking(&transfer).unwrap();
     set.insert("added.later", Tensor::scalar(1.0f32).unwrap()).unwrap();
     let error = set.check_all_on(&transfer).unwrap_err();
-    assert_eq!(error.to_string(), "not all parameters are on sim:0: added.later (4 bytes on cpu)");
+    assert_eq!(error.to_string(), "some parameters are not on sim:0: added.later (4 bytes on cpu)");
     assert_eq!(
         set.bytes_by_place().iter().map(|(place, bytes)| (place.to_string(), *bytes)).next_back(),
         Some(("cpu".to_owned(), 4))
