@@ -2,6 +2,7 @@
 
 mod access;
 mod claim;
+mod foreign;
 pub(crate) mod held;
 pub(crate) mod ranges;
 pub(crate) mod storage;

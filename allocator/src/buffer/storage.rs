@@ -23,6 +23,7 @@ use parking_lot::Condvar;
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::MemoryApart;
+use crate::buffer::foreign::Foreign;
 use crate::buffer::held::Holder;
 use crate::error::AllocError;
 use crate::shell::Shell;
@@ -46,6 +47,8 @@ pub(crate) enum Memory {
     Block(Allocation, Allocator),
     /// Memory outside of heaps.
     Apart(Arc<MemoryApart>),
+    /// Memory that another library owns.
+    Foreign(Foreign),
 }
 
 /// The uses of a storage: ticks of the last work, and claims.
@@ -92,6 +95,7 @@ impl Storage {
         match &self.memory {
             Memory::Block(allocation, _) => allocation.ptr(),
             Memory::Apart(memory) => memory.ptr(),
+            Memory::Foreign(memory) => memory.ptr(),
         }
     }
 
@@ -100,6 +104,7 @@ impl Storage {
         match &self.memory {
             Memory::Block(allocation, _) => allocation.bytes(),
             Memory::Apart(memory) => memory.bytes(),
+            Memory::Foreign(memory) => memory.bytes(),
         }
     }
 
@@ -108,6 +113,7 @@ impl Storage {
         match &self.memory {
             Memory::Block(_, allocator) => allocator,
             Memory::Apart(memory) => memory.allocator(),
+            Memory::Foreign(memory) => memory.allocator(),
         }
     }
 
@@ -204,12 +210,26 @@ impl Storage {
     }
 }
 
+impl Drop for Storage {
+    #[inline]
+    fn drop(&mut self) {
+        if let Memory::Foreign(memory) = &self.memory {
+            let mut uses = self.uses.lock();
+            uses.note_free(None);
+            let ticks: Vec<Tick> = uses.before(AccessKind::Write).cloned().collect();
+            drop(uses);
+            memory.release(&ticks);
+        }
+    }
+}
+
 impl Memory {
     /// The allocator's shell that holds the memory.
     pub(crate) fn shell(&self) -> &'static Shell {
         match self {
             Memory::Block(allocation, _) => allocation.shell(),
             Memory::Apart(memory) => memory.shell(),
+            Memory::Foreign(memory) => memory.allocator().shell(),
         }
     }
 
@@ -217,6 +237,8 @@ impl Memory {
         match self {
             Memory::Block(allocation, _) => allocation.record_stream(stream),
             Memory::Apart(memory) => memory.record_stream(stream),
+            // Its owner gets the ticks of all uses.
+            Memory::Foreign(_) => Ok(()),
         }
     }
 }
