@@ -146,7 +146,7 @@ impl AllocError {
 
     /// Whether memory was lacking, so that freeing some may help: for the request, or for a driver call on the way.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
+        matches!(self, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. } | AllocError::OutOfHostMemory { .. })
             || self.device().is_some_and(DeviceError::is_out_of_memory)
     }
 

@@ -75,7 +75,7 @@ pub enum ConfigErrorKind {
         key: &'static str,
     },
     /// The value is not of the form that the option takes.
-    #[error("`{value}` is no value for `{key}`; expected {expected}")]
+    #[error("`{value}` is not a value of `{key}`; expected {expected}")]
     InvalidValue {
         /// The option.
         key: &'static str,

@@ -8,12 +8,19 @@ use std::sync::Arc;
 use aquifer::device::{DevicePtr, RequestError};
 use aquifer::{Allocator, Buffer};
 use cudarc::driver::sys::CUdeviceptr;
-use cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits};
 
 use crate::Error;
 
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
+    /// Makes a buffer of a slice that cudarc allocated. When the last handle is dropped, the slice's own stream waits for what uses it, and
+    /// cudarc frees it.
+    ///
+    /// # Errors
+    /// A slice of another context than the allocator's.
+    fn import_slice<T: DeviceRepr + Copy + Send + 'static>(&self, slice: CudaSlice<T>) -> Result<Buffer<T>, Error>;
+
     /// Allocates a buffer of `len` elements, which hold anything.
     ///
     /// # Errors
@@ -47,6 +54,20 @@ pub trait AllocatorExt {
 }
 
 impl AllocatorExt for Allocator {
+    fn import_slice<T: DeviceRepr + Copy + Send + 'static>(&self, mut slice: CudaSlice<T>) -> Result<Buffer<T>, Error> {
+        let (theirs, len) = (slice.stream().clone(), slice.len());
+        let home = crate::stream(&theirs)?;
+        // Orders the slice's own stream after what cudarc knows of other streams.
+        let (ptr, noted) = slice.device_ptr_mut(&theirs);
+        drop(noted);
+        let owner = home.clone();
+        Ok(self.import(DevicePtr(ptr), len, &home, move |ticks| {
+            let is_ordered = ticks.iter().all(|tick| owner.wait_for(tick).is_ok());
+            // Memory that may be in use is better lost than reused.
+            if is_ordered { drop(slice) } else { std::mem::forget(slice) }
+        })?)
+    }
+
     #[track_caller]
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
         Ok(self.alloc(len, &crate::stream(stream)?)?)

@@ -166,6 +166,29 @@ fn a_leaked_slice_is_freed_by_its_address() {
 }
 
 #[test]
+fn slices_of_cudarcs_become_buffers() {
+    for tracking in [true, false] {
+        let gpu = if tracking { Gpu::new() } else { Gpu::new().without_tracking() };
+        let [one, two] = gpu.streams();
+        for step in 0..30 {
+            let slice = one.clone_htod(&vec![step as f32; N]).unwrap();
+            let x = gpu.memory.import_slice(slice).unwrap();
+            let mut y = gpu.memory.alloc_zeros_on::<f32>(N, &two).unwrap();
+            two.with([read(&x), write(&mut y)], |stream, [x, y]| {
+                gpu.launch(stream, y.device_ptr(), x.device_ptr(), 2.0)
+            })
+            .unwrap();
+            drop(x);
+            if step % 10 == 0 {
+                let found = y.to_vec(&aquifer_cudarc::stream(&two).unwrap()).unwrap();
+                assert_eq!(found, vec![2.0 * step as f32; N]);
+            }
+        }
+        gpu.assert_no_violation();
+    }
+}
+
+#[test]
 fn page_locked_memory_waits_for_the_copies_that_use_it_and_for_nothing_else() {
     // With one stream, cudarc records no events.
     for several in [false, true] {

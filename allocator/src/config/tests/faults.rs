@@ -43,7 +43,7 @@ fn a_message_shows_the_spot() {
     );
     assert_eq!(
         shown("no_cache:true"),
-        "`true` is no value for `no_cache`; expected `True` or `False`; write `True` (at byte 9)\n  \
+        "`true` is not a value of `no_cache`; expected `True` or `False`; write `True` (at byte 9)\n  \
          no_cache:true\n           \
          ^^^^",
     );
