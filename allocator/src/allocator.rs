@@ -451,6 +451,12 @@ impl Allocator {
         &self.inner.config
     }
 
+    /// True if the device is a simulated one that checks how work uses blocks.
+    #[inline]
+    pub(crate) fn is_checked(&self) -> bool {
+        self.inner.mark != 0
+    }
+
     pub(crate) fn classes(&self) -> &SizeClasses {
         &self.inner.classes
     }
