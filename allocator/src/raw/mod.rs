@@ -1,7 +1,9 @@
 //! The raw interface: pointers instead of handles, for bindings to code that can only hold pointers.
 //!
-//! A table from pointer to block (`table.rs`) serves this interface alone; handles need no look-up.
+//! Each arena has a table from pointer to block (`table.rs`), for this interface alone; handles need no look-up. Which arena a pointer
+//! belongs to is guessed by its address (`guess.rs`).
 
+mod guess;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod table;
@@ -13,10 +15,41 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::BlockId;
-use crate::shell::arena::Arena;
-use table::Entry;
+use crate::shell::arena::{Arena, UNKNOWN};
+use crate::shell::core::Granted;
+use crate::shell::Shell;
 
+pub(crate) use guess::Guesses;
 pub(crate) use table::RawTable;
+
+impl Shell {
+    /// Removes a raw pointer.
+    #[inline]
+    fn remove_raw(&self, ptr: DevicePtr) -> Option<(&'static Arena, BlockId)> {
+        let arena = self.arenas.get(self.guesses.slot_of(ptr.0))?;
+        match arena.raw.remove(ptr.0) {
+            Some(block) => Some((arena, block)),
+            None => self.remove_raw_elsewhere(ptr),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn remove_raw_elsewhere(&self, ptr: DevicePtr) -> Option<(&'static Arena, BlockId)> {
+        self.arenas.iter().find_map(|arena| Some((arena, arena.raw.remove(ptr.0)?)))
+    }
+
+    /// Looks at a live raw allocation, which nobody can free meanwhile.
+    fn look_at_raw<R>(
+        &self,
+        ptr: DevicePtr,
+        mut look: impl FnMut(&'static Arena, BlockId) -> R,
+    ) -> Result<R, AllocError> {
+        let mut arenas = self.arenas.iter();
+        let found = arenas.find_map(|arena| arena.raw.look(ptr.0, |block| look(arena, block)));
+        found.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })
+    }
+}
 
 impl Allocator {
     /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null pointer.
@@ -27,14 +60,18 @@ impl Allocator {
     /// # Errors
     /// As [`Allocator::alloc_bytes`].
     #[track_caller]
+    #[inline]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
-        let allocation = self.alloc_bytes(bytes, stream)?;
-        let ptr = allocation.ptr();
-        let (arena, block) = allocation.into_block();
+        let at = Location::caller();
+        let searched = match self.grant_cached::<true>(bytes, stream, at) {
+            Ok(granted) => return Ok(DevicePtr(granted.addr)),
+            Err(searched) => searched,
+        };
+        let Granted { arena, block, addr } = self.grant_the_long_way(bytes, stream, searched, at)?;
         if block != BlockId::NONE {
-            self.shell().raw.insert(ptr.0, Entry { slot: arena.slot, block, bytes });
+            arena.look(|_| arena.add_raw(addr, block));
         }
-        Ok(ptr)
+        Ok(DevicePtr(addr))
     }
 
     /// Frees a pointer from [`Allocator::alloc_raw`]. A null pointer is ignored.
@@ -42,18 +79,19 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.
     #[track_caller]
+    #[inline]
     pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
         fork::check(Operation::Free)?;
         if ptr.0 == 0 {
             return Ok(());
         }
-        let invalid = AllocError::InvalidPointer { ptr: ptr.0 };
-        let Some(Entry { slot, block, bytes }) = self.shell().raw.remove(ptr.0) else { return Err(invalid) };
-        let Some(arena) = self.shell().arenas.get(slot) else { return Err(invalid) };
+        let Some((arena, block)) = self.shell().remove_raw(ptr) else {
+            return Err(AllocError::InvalidPointer { ptr: ptr.0 });
+        };
         if self.is_checked() {
             arena.tell_of_end(ptr, Some(Location::caller()));
         }
-        arena.free(block, None, bytes);
+        arena.free(block, None, UNKNOWN);
         Ok(())
     }
 
@@ -69,10 +107,10 @@ impl Allocator {
         if ptr.0 == 0 {
             return Ok(());
         }
-        self.look_raw(ptr, |arena, entry| {
+        self.shell().look_at_raw(ptr, |arena, block| {
             let mut core = self.shell().core();
             let slot = core.slot(stream);
-            core.note_use(arena, entry.block, slot);
+            core.note_use(arena, block, slot);
         })
     }
 
@@ -82,13 +120,6 @@ impl Allocator {
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here.
     pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
         fork::check(Operation::MemoryInfo)?;
-        self.look_raw(ptr, |arena, entry| arena.look(|desk| desk.heap.blocks[entry.block].size))
-    }
-
-    /// Looks at a live raw allocation, which nobody can free meanwhile.
-    fn look_raw<R>(&self, ptr: DevicePtr, look: impl FnOnce(&'static Arena, Entry) -> R) -> Result<R, AllocError> {
-        let shell = self.shell();
-        let looked = shell.raw.look(ptr.0, |entry| Some(look(shell.arenas.get(entry.slot)?, entry)));
-        looked.flatten().ok_or(AllocError::InvalidPointer { ptr: ptr.0 })
+        self.shell().look_at_raw(ptr, |arena, block| arena.look(|desk| desk.heap.blocks[block].size))
     }
 }

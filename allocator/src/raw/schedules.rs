@@ -8,7 +8,7 @@ use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, DevicePtr};
 use shuttle::thread;
 
-use super::table::{Entry, RawTable};
+use super::table::RawTable;
 use crate::heap::BlockId;
 use crate::{AllocError, Allocator, Config};
 
@@ -19,23 +19,26 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
     shuttle::check_pct(move || again(), 1000, 3);
 }
 
-/// The first levels have one and two buckets, so threads add levels while others remove and read.
+/// The first levels have two and four buckets, so levels are added while other threads remove and read.
 #[test]
-fn threads_add_and_remove_their_pointers_while_levels_are_added() {
+fn pointers_are_removed_while_levels_are_added() {
     explore(|| {
         let table = Arc::new(RawTable::default());
-        let threads = [1_u32, 2, 3].map(|thread| {
+        let ptr = |at: u32| u64::from(at) << 9;
+        (1..10).for_each(|at| table.insert(ptr(at), BlockId(at)));
+        let removing = [1..5, 5..10].map(|part| {
             let table = table.clone();
             thread::spawn(move || {
-                let entry = |at: u32| Entry { slot: thread, block: BlockId(at), bytes: u64::from(thread * 100 + at) };
-                let ptr = |at: u32| u64::from(thread * 100 + at) << 9;
-                (1..5).for_each(|at| table.insert(ptr(at), entry(at)));
-                assert_eq!(table.containing(ptr(2) + 1), Some((ptr(2), entry(2).bytes)));
-                (1..5).for_each(|at| assert_eq!(table.remove(ptr(at)), Some(entry(at))));
-                assert_eq!(table.remove(ptr(1)), None);
+                for at in part {
+                    assert_eq!(table.remove(ptr(at)), Some(BlockId(at)));
+                    assert_eq!(table.remove(ptr(at)), None);
+                }
             })
         });
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        (10..20).for_each(|at| table.insert(ptr(at), BlockId(at)));
+        removing.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(table.last_until(ptr(11) + 1), Some(ptr(11)));
+        (10..20).for_each(|at| assert_eq!(table.remove(ptr(at)), Some(BlockId(at))));
     });
 }
 
