@@ -17,6 +17,7 @@ use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
+use crate::open::register;
 use crate::pools::capture::refuse_capture;
 use crate::recovery::hooks::Hooks;
 use crate::shell::arena::Arena;
@@ -183,7 +184,9 @@ impl Allocator {
             segments,
             services: Mutex::default(),
         };
-        Ok(Allocator::of_inner(Arc::new(inner)))
+        let inner = Arc::new(inner);
+        register(&inner);
+        Ok(Allocator::of_inner(inner))
     }
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the

@@ -4,9 +4,13 @@
 //! belongs to is guessed by its address (`guess.rs`).
 
 mod guess;
+mod owner;
+mod ready;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod table;
+#[cfg(all(test, not(aquifer_shuttle)))]
+mod tests;
 
 use std::panic::Location;
 
@@ -15,11 +19,12 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::BlockId;
+use crate::shell::Shell;
 use crate::shell::arena::{Arena, UNKNOWN};
 use crate::shell::core::Granted;
-use crate::shell::Shell;
 
 pub(crate) use guess::Guesses;
+pub use owner::{RawOwner, owner_of};
 pub(crate) use table::RawTable;
 
 impl Shell {
@@ -40,13 +45,10 @@ impl Shell {
     }
 
     /// Looks at a live raw allocation, which nobody can free meanwhile.
-    fn look_at_raw<R>(
-        &self,
-        ptr: DevicePtr,
-        mut look: impl FnMut(&'static Arena, BlockId) -> R,
-    ) -> Result<R, AllocError> {
-        let mut arenas = self.arenas.iter();
-        let found = arenas.find_map(|arena| arena.raw.look(ptr.0, |block| look(arena, block)));
+    fn look_at_raw<R>(&self, ptr: DevicePtr, look: impl Fn(&'static Arena, BlockId) -> R) -> Result<R, AllocError> {
+        let look_in = |arena: &'static Arena| arena.raw.look(ptr.0, |block| look(arena, block));
+        let guessed = self.arenas.get(self.guesses.slot_of(ptr.0)).and_then(look_in);
+        let found = guessed.or_else(|| self.arenas.iter().find_map(look_in));
         found.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })
     }
 }
@@ -95,23 +97,43 @@ impl Allocator {
         Ok(())
     }
 
+    /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work enqueued on `stream` until now may still use
+    /// the memory. Nothing waits.
+    ///
+    /// The memory is reused once that work is done, or by streams that are ordered after it; also once the work is done that the streams
+    /// noted by [`Allocator::record_stream_raw`] have until now. The stream of the allocation itself always counts, as of now. So `stream`
+    /// need not be ordered after any other one. On the stream of the allocation, this is [`Allocator::free_raw`].
+    ///
+    /// # Errors
+    /// As [`Allocator::free_raw`]; a stream of another device. The pointer is live afterwards.
+    #[track_caller]
+    pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
+        fork::check(Operation::Free)?;
+        self.check_stream(stream)?;
+        if ptr.0 == 0 {
+            return Ok(());
+        }
+        let removed = self.shell().remove_raw(ptr);
+        let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+        self.note_use(arena, block, stream);
+        if self.is_checked() {
+            arena.tell_of_end(ptr, Some(Location::caller()));
+        }
+        arena.free(block, None, UNKNOWN);
+        Ok(())
+    }
+
     /// Notes that `stream` uses a raw allocation too, as [`crate::Allocation::record_stream`].
     ///
     /// # Errors
     /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another device.
     pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         if ptr.0 == 0 {
             return Ok(());
         }
-        self.shell().look_at_raw(ptr, |arena, block| {
-            let mut core = self.shell().core();
-            let slot = core.slot(stream);
-            core.note_use(arena, block, slot);
-        })
+        self.shell().look_at_raw(ptr, |arena, block| self.note_use(arena, block, stream))
     }
 
     /// The size in bytes of a live raw allocation's block, rounding included.
@@ -121,5 +143,17 @@ impl Allocator {
     pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
         fork::check(Operation::MemoryInfo)?;
         self.shell().look_at_raw(ptr, |arena, block| arena.look(|desk| desk.heap.blocks[block].size))
+    }
+
+    fn check_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        let (theirs, ours) = (stream.device_id(), self.device().id());
+        if theirs == ours { Ok(()) } else { Err(AllocError::wrong_device("stream", theirs, ours)) }
+    }
+
+    /// Notes that a stream uses a live block, which nobody else can free meanwhile.
+    fn note_use(&self, arena: &'static Arena, block: BlockId, stream: &Stream) {
+        let mut core = self.shell().core();
+        let slot = core.slot(stream);
+        core.note_use(arena, block, slot);
     }
 }

@@ -1,13 +1,13 @@
 //! Which block of an arena a raw pointer is: a hash table to which one thread adds at a time, and from which all remove, without a lock.
 //!
-//! A pointer has two buckets in each *level*, a table twice as long as the one before. Pointers enter the newest level; if both of their
-//! buckets there are full, a level is added. Entries never move. So a look-up mostly reads one bucket.
+//! A pointer has four buckets in each *level*, a table twice as long as the one before. Pointers enter the newest level; if all of their
+//! buckets there are full, a level is added. Entries never move. A look-up mostly reads one bucket.
 //!
 //! Adding needs no atomic read-modify-write, as the caller holds the arena's lock: of the two that a pair of calls would make otherwise,
 //! one is 7 to 10 ns.
 //!
-//! Memory: levels are kept, with their arena. Until one is added, about half of the newest one is in use, so the table takes at
-//! most some 100 bytes for each pointer of the largest number that were live at one time.
+//! Memory: levels are kept, with their arena. One is added when half of the newest one is in use, so the table takes at
+//! most some 128 bytes for each pointer of the largest number that were live at one time.
 //!
 //! Invariants, which `schedules.rs` explores:
 //! * the key of an entry is 0 (vacant), a pointer, or a pointer with [`BUSY`]; a vacant entry is changed under the arena's lock alone, and a
@@ -110,16 +110,17 @@ impl Level {
         &self.buckets[(hash(ptr) >> self.shift) as usize]
     }
 
-    /// Both buckets where a pointer may be: the second is the next bits.
-    fn both(&self, ptr: u64) -> [&Bucket; 2] {
-        let second = hash(ptr) << (u64::BITS - self.shift);
-        [self.first(ptr), &self.buckets[(second >> self.shift) as usize]]
+    /// All buckets where a pointer may be, the preferred one first.
+    fn all(&self, ptr: u64) -> [&Bucket; 4] {
+        [0, 16, 32, 48].map(|bits| &self.buckets[(hash(ptr).rotate_left(bits) >> self.shift) as usize])
     }
 }
 
+/// Mixed twice: with one multiplication, pointers at regular distances fill some buckets and leave others empty.
 #[inline]
 fn hash(ptr: u64) -> u64 {
-    (ptr >> LOW_BITS).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+    let mixed = (ptr >> LOW_BITS).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (mixed ^ (mixed >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93)
 }
 
 impl RawTable {
@@ -143,7 +144,7 @@ impl RawTable {
         let mut newest = self.newest.load(Ordering::Relaxed);
         loop {
             let level = self.levels[newest].get_or_init(|| Level::new(FIRST_BITS + newest as u32));
-            if level.both(ptr).into_iter().any(|bucket| bucket.add(ptr, block)) {
+            if level.all(ptr).into_iter().any(|bucket| bucket.add(ptr, block)) {
                 break;
             }
             // A level of 2^35 buckets does not fit into memory, so there is always a next one.
@@ -185,7 +186,7 @@ impl RawTable {
         loop {
             let mut is_busy = false;
             for level in self.levels[..=self.newest.load(Ordering::Acquire)].iter().rev().filter_map(OnceLock::get) {
-                for bucket in level.both(ptr) {
+                for bucket in level.all(ptr) {
                     // Both before and after, because it may become one between two looks.
                     is_busy |= bucket.position(ptr | BUSY).is_some();
                     if let Some(busy) = bucket.claim(ptr) {
@@ -253,7 +254,7 @@ mod tests {
                 ptrs.for_each(|ptr| assert!(table.remove(ptr).is_some()));
             }
             let buckets: usize = table.levels.iter().filter_map(OnceLock::get).map(|level| level.buckets.len()).sum();
-            assert!(buckets * size_of::<Bucket>() <= 100 * 100_000, "{stride}: {buckets}");
+            assert!(buckets * size_of::<Bucket>() <= 128 * 100_000, "{stride}: {buckets}");
         }
     }
 

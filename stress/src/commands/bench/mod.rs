@@ -198,7 +198,8 @@ fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds:
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
     };
-    let names = if benchmark.kind == Kind::Raw { ["aquifer", "aquifer-handles"] } else { ["aquifer", "offset-allocator"] };
+    let names =
+        if benchmark.kind == Kind::Raw { ["aquifer", "aquifer-handles"] } else { ["aquifer", "offset-allocator"] };
     let device = session.device_text();
     let [ours, theirs] = rows;
     let rows = [Row { allocator: names[0], ..ours }, Row { allocator: names[1], ..theirs }];
