@@ -55,8 +55,6 @@ pub(crate) fn all_open() -> Vec<Allocator> {
 pub fn empty_caches(device: &Device) -> Result<u64, AllocError> {
     fork::check(Operation::Free)?;
     let ours = all_open().into_iter().filter(|allocator| allocator.device().id() == device.id());
-    ours.map(|allocator| allocator.empty_cache()).fold(Ok(0), |sum, freed| match (sum, freed) {
-        (Ok(sum), Ok(freed)) => Ok(sum + freed),
-        (Err(error), _) | (_, Err(error)) => Err(error),
-    })
+    let freed: Vec<_> = ours.map(|allocator| allocator.empty_cache()).collect();
+    freed.into_iter().sum()
 }

@@ -24,7 +24,7 @@ const BUSY: u64 = 1;
 /// Entries of a bucket, which fills a cache line.
 const ENTRIES: usize = 5;
 /// The binary logarithm of the first level's length. Small in models, so that they add levels.
-const FIRST_BITS: u32 = if cfg!(aquifer_shuttle) { 1 } else { 4 };
+const FIRST_BITS: usize = if cfg!(aquifer_shuttle) { 1 } else { 4 };
 /// As many levels as suffice for 2^32 blocks, rounded to a power of two.
 const LEVELS: usize = 32;
 /// A pointer is aligned to [`crate::ALIGNMENT`] at least.
@@ -37,6 +37,7 @@ struct Bucket {
     blocks: [AtomicU32; ENTRIES],
 }
 
+#[cfg(not(aquifer_shuttle))]
 const _: () = assert!(size_of::<Bucket>() == 64, "a bucket fills a cache line");
 
 #[derive(Debug)]
@@ -100,19 +101,27 @@ impl Bucket {
 }
 
 impl Level {
-    fn new(bits: u32) -> Level {
-        Level { buckets: (0..1_usize << bits).map(|_| Bucket::default()).collect(), shift: u64::BITS - bits }
+    fn new(bits: usize) -> Level {
+        let buckets: Box<[_]> = (0..1_usize << bits).map(|_| Bucket::default()).collect();
+        let shift = u64::BITS - buckets.len().ilog2();
+        Level { buckets, shift }
     }
 
     /// The bucket that a pointer prefers: the upper bits of its hash.
     #[inline]
     fn first(&self, ptr: u64) -> &Bucket {
-        &self.buckets[(hash(ptr) >> self.shift) as usize]
+        self.bucket(hash(ptr))
     }
 
     /// All buckets where a pointer may be, the preferred one first.
     fn all(&self, ptr: u64) -> [&Bucket; 4] {
-        [0, 16, 32, 48].map(|bits| &self.buckets[(hash(ptr).rotate_left(bits) >> self.shift) as usize])
+        [0, 16, 32, 48].map(|bits| self.bucket(hash(ptr).rotate_left(bits)))
+    }
+
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "what is left of the hash is less than the number of buckets")]
+    fn bucket(&self, hash: u64) -> &Bucket {
+        &self.buckets[(hash >> self.shift) as usize]
     }
 }
 
@@ -143,7 +152,7 @@ impl RawTable {
     fn insert_elsewhere(&self, ptr: u64, block: BlockId) {
         let mut newest = self.newest.load(Ordering::Relaxed);
         loop {
-            let level = self.levels[newest].get_or_init(|| Level::new(FIRST_BITS + newest as u32));
+            let level = self.levels[newest].get_or_init(|| Level::new(FIRST_BITS + newest));
             if level.all(ptr).into_iter().any(|bucket| bucket.add(ptr, block)) {
                 break;
             }
@@ -173,7 +182,7 @@ impl RawTable {
     /// The entry of a pointer, made busy.
     #[inline]
     fn find(&self, ptr: u64) -> Option<Busy<'_>> {
-        if ptr % crate::ALIGNMENT != 0 || ptr == 0 {
+        if !ptr.is_multiple_of(crate::ALIGNMENT) || ptr == 0 {
             return None;
         }
         let hot = self.newest().and_then(|level| level.first(ptr).claim(ptr));

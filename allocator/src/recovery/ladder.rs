@@ -14,7 +14,7 @@
 //! 8. release everything unused, mapped memory where it stands in the way, and grow;
 //! 9. where the device refused, have the driver give back what its own pools keep unused, and grow;
 //! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all of them again as long as they free
-//!    something (`reclaim.rs`);
+//!     something (`reclaim.rs`);
 //! 11. wait until other threads have finished moving memory, search, and grow;
 //! 12. report that memory has run out.
 //!
@@ -242,6 +242,7 @@ impl Allocator {
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Code, Device, Operation};
