@@ -17,6 +17,7 @@ use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::history::History;
+use crate::open::register;
 use crate::pools::capture::refuse_capture;
 use crate::recovery::hooks::Hooks;
 use crate::shell::arena::Arena;
@@ -191,7 +192,9 @@ impl Allocator {
             segments,
             services: Mutex::default(),
         };
-        Ok(Allocator::of_inner(Arc::new(inner)))
+        let inner = Arc::new(inner);
+        register(&inner);
+        Ok(Allocator::of_inner(inner))
     }
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the
@@ -241,25 +244,30 @@ impl Allocator {
         // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
         // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
         let at = Location::caller();
-        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream, at) {
+        let Granted { arena, block, addr } = match self.grant_cached::<false>(bytes, stream, at) {
             Ok(granted) => granted,
             Err(searched) => self.grant_the_long_way(bytes, stream, searched, at)?,
         };
         Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, DevicePtr(addr), bytes))
     }
 
-    /// A free block that the stream may reuse at once. If there is none, whether it was searched for.
+    /// A free block that the stream may reuse at once, `RAW` if its address is a raw pointer. If there is none, whether it was searched for.
     #[inline]
-    fn grant_cached(&self, bytes: u64, stream: &Stream, at: &'static Location<'static>) -> Result<Granted, bool> {
+    pub(crate) fn grant_cached<const RAW: bool>(
+        &self,
+        bytes: u64,
+        stream: &Stream,
+        at: &'static Location<'static>,
+    ) -> Result<Granted, bool> {
         let arena = self.inner.shell.arenas.get(stream.id()).ok_or(false)?;
-        let (block, addr) = self.take_cached(arena, bytes, stream, at);
+        let (block, addr) = self.take_cached::<RAW>(arena, bytes, stream, at);
         if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
     }
 
     /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
     /// [`BlockId::NONE`] and whether it was searched for.
     #[inline(never)]
-    fn take_cached(
+    fn take_cached<const RAW: bool>(
         &self,
         own: &'static Arena,
         bytes: u64,
@@ -282,6 +290,9 @@ impl Allocator {
             Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
         let granted = arena.take_own_hot(&request);
         let milestone_is_due = arena.is_milestone_due();
+        if RAW && let Some(granted) = &granted {
+            own.add_raw(granted.addr, granted.block);
+        }
         drop(arena);
         if milestone_is_due {
             record_milestone(stream);
@@ -297,7 +308,7 @@ impl Allocator {
     /// anything special.
     #[cold]
     #[inline(never)]
-    fn grant_the_long_way(
+    pub(crate) fn grant_the_long_way(
         &self,
         bytes: u64,
         stream: &Stream,
@@ -457,6 +468,12 @@ impl Allocator {
     /// The configuration it was made with. The backing in use on this device may differ: see [`Allocator::backing`].
     pub fn config(&self) -> &Config {
         &self.inner.config
+    }
+
+    /// True if the device is a simulated one that checks how work uses blocks.
+    #[inline]
+    pub(crate) fn is_checked(&self) -> bool {
+        self.inner.mark != 0
     }
 
     pub(crate) fn classes(&self) -> &SizeClasses {

@@ -185,6 +185,7 @@ impl Driver for Counted {
         StreamId => stream_id(stream: RawStream) -> Option<u64>;
         PoolUsage => pool_usage() -> PoolUsage;
         TrimPool => trim_pool(keep: u64) -> ();
+        TrimGraphMemory => trim_graph_memory() -> ();
         CanAccessPeer => can_access_peer(peer: u32) -> bool;
     }
 

@@ -308,8 +308,11 @@ Benchmarks; a pair is one allocation and one free:
   handover                             one thread allocates blocks of 512 B to 1 MiB, another frees
                                        them, through a ring of 256 places; offset-allocator is
                                        behind a lock
-JSON keys, per benchmark and allocator (aquifer and, alternating with it, the bare index
-offset-allocator):
+  raw_hot, raw_churn_10000, raw_two_threads
+                                       as hot_1mib, churn_10000 and threads2_streams2, with raw
+                                       pointers; the yardstick is the same with handles
+JSON keys, per benchmark and allocator (aquifer and, alternating with it, the yardstick: the bare
+index offset-allocator, or aquifer-handles):
   benchmark, allocator      the benchmark, and what was measured
   device                    the device; a simulated one has at least 512 GiB here
   largest_bytes             the largest block: as above, or smaller where the device has no room for

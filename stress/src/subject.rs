@@ -1,5 +1,6 @@
 //! What is measured: an allocator behind the few operations that recorded programs and benchmarks need.
 
+use aquifer::device::DevicePtr;
 use aquifer::memory::{AllocError, Allocation};
 use aquifer::{Allocator, Device, Stream};
 
@@ -98,5 +99,30 @@ impl Subject for Aquifer {
     #[inline]
     fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         Ok(handle.record_stream(&self.streams[usize::from(stream)])?)
+    }
+}
+
+/// The same allocator through its raw interface: blocks are bare pointers.
+#[derive(Debug)]
+pub struct Raw(pub Aquifer);
+
+impl Subject for Raw {
+    type Handle = DevicePtr;
+
+    #[inline(always)]
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<DevicePtr, Refused> {
+        Ok(self.0.allocator.alloc_raw(bytes, &self.0.streams[usize::from(stream)])?)
+    }
+
+    #[inline]
+    fn free(&mut self, handle: DevicePtr) {
+        if let Err(error) = self.0.allocator.free_raw(handle) {
+            panic!("a live pointer was refused: {error}");
+        }
+    }
+
+    #[inline]
+    fn record_stream(&mut self, handle: &mut DevicePtr, stream: u16) -> Result<(), Refused> {
+        Ok(self.0.allocator.record_stream_raw(*handle, &self.0.streams[usize::from(stream)])?)
     }
 }

@@ -12,10 +12,11 @@
 //! 6. wait on the host for blocks that other streams still use;
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 8. release everything unused, mapped memory where it stands in the way, and grow;
-//! 9. run the reclaimers by priority, each followed by a search, a release and a growth, and all of them again as long as they free
-//!    something (`reclaim.rs`);
-//! 10. wait until other threads have finished moving memory, search, and grow;
-//! 11. report that memory has run out.
+//! 9. where the device refused, have the driver give back what its own pools keep unused, and grow;
+//! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all of them again as long as they free
+//!     something (`reclaim.rs`);
+//! 11. wait until other threads have finished moving memory, search, and grow;
+//! 12. report that memory has run out.
 //!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between rungs, and none across a driver
 //! call, a wait, a reclaimer or an observer.
@@ -28,7 +29,11 @@ use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::pools::table::Which;
 use crate::recovery::oom::Tried;
+use crate::recovery::reclaim::Reclaimed;
 use crate::shell::core::{Granted, Request};
+
+/// The name under which reports count what the driver's own pools gave back.
+const DRIVER_POOLS: &str = "the driver's memory pools";
 
 /// The result of a rung: the memory granted, or `None` if the rung did not serve the request.
 type Rung = Result<Option<Granted>, AllocError>;
@@ -68,6 +73,7 @@ impl Allocator {
             Self::wait_for_pending,
             Self::wait_for_lender,
             Self::release_and_grow,
+            Self::trim_driver_pools,
             Self::reclaim,
             Self::wait_for_others,
         ];
@@ -170,6 +176,28 @@ impl Allocator {
         self.trim_paged(0)
     }
 
+    /// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which other parts of the process used. Does
+    /// not help where our own limit refused. An error is no reason to fail: the request is refused for lack of memory.
+    fn trim_driver_pools(&self, request: &Request, tried: &mut Tried) -> Rung {
+        if !matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
+            return Ok(None);
+        }
+        let driver = self.device().driver();
+        let free = || self.device().memory_info().map_or(0, |memory| memory.free);
+        let before = free();
+        for trimmed in [driver.trim_pool(0), driver.trim_graph_memory()] {
+            if let Err(error) = trimmed {
+                tracing::debug!(%error, "the driver's own pools could not be trimmed");
+            }
+        }
+        let bytes = free().saturating_sub(before);
+        if bytes == 0 {
+            return Ok(None);
+        }
+        tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
+        self.try_grow(request, tried)
+    }
+
     fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {
         let mut reclaimers = self.ask_reclaimers(request);
         while reclaimers.ask() {
@@ -181,7 +209,7 @@ impl Allocator {
                 return Ok(Some(granted));
             }
         }
-        tried.reclaimers = reclaimers.into_answers();
+        tried.reclaimers.extend(reclaimers.into_answers());
         Ok(None)
     }
 
@@ -210,5 +238,68 @@ impl Allocator {
             return Ok(Some(granted));
         }
         Ok(self.take_lent_by_pools(request))
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests {
+    use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+    use aquifer_device::{Code, Device, Operation};
+
+    use super::*;
+    use crate::config::Config;
+
+    const MIB: u64 = 1 << 20;
+
+    fn allocator(sim: &std::sync::Arc<SimDriver>, config: &str) -> Allocator {
+        Allocator::new(&Device::new(sim.clone()), config.parse::<Config>().unwrap()).unwrap()
+    }
+
+    fn refused(allocator: &Allocator, bytes: u64) -> Vec<Reclaimed> {
+        match allocator.alloc_bytes(bytes, allocator.device().default_stream()) {
+            Err(AllocError::OutOfMemory(report)) => report.reclaimers.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_the_drivers_own_pools_keep_serves_a_request() {
+        for config in ["", "backing:segments", "headroom_mb:8"] {
+            let sim = SimDriver::new(SimConfig::new(64 * MIB));
+            let allocator = allocator(&sim, config);
+            sim.set_kept_bytes(16 * MIB, 16 * MIB);
+            let block = allocator.alloc_bytes(48 * MIB, allocator.device().default_stream());
+            assert!(block.is_ok(), "{config}: {block:?}");
+        }
+    }
+
+    #[test]
+    fn a_report_counts_what_the_drivers_own_pools_gave_back() {
+        let sim = SimDriver::new(SimConfig::new(64 * MIB));
+        let allocator = allocator(&sim, "");
+        sim.set_kept_bytes(16 * MIB, 8 * MIB);
+        let reclaimers = refused(&allocator, 80 * MIB);
+        assert_eq!(reclaimers, [Reclaimed { name: DRIVER_POOLS.to_owned(), bytes: 24 * MIB, why: None }]);
+        assert_eq!(refused(&allocator, 80 * MIB), [], "nothing was there");
+    }
+
+    #[test]
+    fn the_drivers_own_pools_keep_their_memory_where_our_limit_refused() {
+        let sim = SimDriver::new(SimConfig::new(64 * MIB));
+        let allocator = allocator(&sim, "limit_mb:32");
+        sim.set_kept_bytes(16 * MIB, 0);
+        assert_eq!(refused(&allocator, 40 * MIB), []);
+        assert_eq!(allocator.device().driver_calls().of(Operation::TrimPool), 0);
+    }
+
+    #[test]
+    fn a_pool_that_cannot_be_trimmed_does_not_hide_that_memory_ran_out() {
+        let sim = SimDriver::new(SimConfig::new(64 * MIB));
+        let allocator = allocator(&sim, "");
+        sim.set_kept_bytes(16 * MIB, 8 * MIB);
+        sim.inject(Fault::Nth { operation: Some(Operation::TrimPool), nth: 1, code: Code::NOT_SUPPORTED });
+        let reclaimers = refused(&allocator, 80 * MIB);
+        assert_eq!(reclaimers.first().map(|reclaimed| reclaimed.bytes), Some(8 * MIB));
     }
 }

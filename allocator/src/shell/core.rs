@@ -2,7 +2,7 @@
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use aquifer_device::internal::Timeline;
@@ -76,8 +76,6 @@ pub(crate) struct Core {
     pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own, in order.
     pub(crate) shared: BTreeMap<Place, Vec<u32>>,
-    /// Live allocations of the raw interface, by address.
-    pub(crate) raw: HashMap<u64, (&'static Arena, BlockId)>,
     /// Bytes held from the device; bytes that threads are about to take; and bytes on their way back to the device, which do not count
     /// as held any more.
     pub(crate) reserved: u64,

@@ -36,6 +36,7 @@ use crate::accounting::counter::{Counter, Sum};
 use crate::accounting::counters::{Counters, Hot};
 use crate::heap::BlockId;
 use crate::history::History;
+use crate::raw::Guesses;
 use crate::shell::arena::{Arena, Desk, Guard};
 use crate::shell::awake::Wakefulness;
 use crate::shell::core::Core;
@@ -78,6 +79,8 @@ pub(crate) struct Shell {
     read: CachePadded<Read>,
     /// All arenas. Those of earlier lives are not open.
     pub(crate) arenas: Table,
+    /// The arenas of raw pointers.
+    pub(crate) guesses: CachePadded<Guesses>,
     core: CachePadded<Mutex<Core>>,
     shared_frees: SegQueue<SharedFree>,
     /// Arenas that were settled, and in which something happened since.

@@ -48,6 +48,14 @@ pub(crate) fn pause() {
     shuttle::thread::yield_now();
 }
 
+/// Lets another thread go on that is about to finish what the caller waits for.
+pub(crate) fn relax() {
+    #[cfg(not(aquifer_shuttle))]
+    std::thread::yield_now();
+    #[cfg(aquifer_shuttle)]
+    shuttle::thread::yield_now();
+}
+
 #[cfg(aquifer_shuttle)]
 mod modelled {
     pub(crate) use shuttle::sync::MutexGuard;

@@ -434,6 +434,10 @@ impl Driver for CudaDriver {
         self.trim_pool(keep)
     }
 
+    fn trim_graph_memory(&self) -> Result<()> {
+        self.trim_graph_memory()
+    }
+
     fn can_access_peer(&self, peer: u32) -> Result<bool> {
         self.can_access_peer(peer)
     }

@@ -131,6 +131,7 @@ functions! {
         cuDeviceGetMemPool(*mut CUmemoryPool, CUdevice);
         cuMemPoolGetAttribute(CUmemoryPool, c_uint, *mut c_void);
         cuMemPoolTrimTo(CUmemoryPool, usize);
+        cuDeviceGraphMemTrim(CUdevice);
         cuMemGetAllocationGranularity(*mut usize, *const AllocationProperties, c_uint);
         cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong);
         cuMemAddressFree(CUdeviceptr, usize);

@@ -1,8 +1,50 @@
 //! Finding the driver's library. It is kept for the life of the process: a driver cannot be unloaded safely.
 
+use std::env;
+use std::path::{Path, PathBuf};
+
 use libloading::Library;
 
+use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork::Mutex;
 use crate::unavailable::Unavailable;
+
+/// Names the driver's library, if it is not the one that the system finds.
+const VARIABLE: &str = "AQUIFER_CUDA_LIBRARY";
+
+/// The library that the program chose, and whether one was opened.
+#[derive(Debug)]
+struct Choice {
+    path: Option<PathBuf>,
+    is_open: bool,
+}
+
+static CHOICE: Mutex<Choice> = Mutex::new(Choice { path: None, is_open: false });
+
+/// Chooses the CUDA driver's library, by its path or by a name that the system's loader looks for. Without this call it is the one that the
+/// environment variable `AQUIFER_CUDA_LIBRARY` names, else the installed one.
+///
+/// This is for libraries that stand before the driver under its name and call Aquifer, which would find them instead of the driver. If the
+/// library cannot be loaded, there is no GPU ([`Unavailable::NoDriver`]); no other one is tried.
+///
+/// cudarc loads the driver by itself, by name.
+///
+/// # Safety
+/// The library is a CUDA driver: its functions have the signatures and do what CUDA documents. If objects are passed to and from
+/// cudarc, or other users of CUDA in the process, it knows the handles of the driver that these load.
+///
+/// # Errors
+/// When the driver has been loaded already: call this before anything asks for a GPU.
+pub unsafe fn set_library(path: impl AsRef<Path>) -> Result<()> {
+    let mut choice = CHOICE.lock();
+    if choice.is_open {
+        return Err(DeviceError::refused(Operation::Init, Code::INVALID_VALUE)
+            .of_request("no library was chosen")
+            .with_detail("the CUDA driver is loaded already; choose its library before anything asks for a GPU"));
+    }
+    choice.path = Some(path.as_ref().to_owned());
+    Ok(())
+}
 
 /// The driver's library by the names under which it is installed. The bare name, last on Unix, is also that of a toolkit's
 /// stub.
@@ -11,10 +53,31 @@ const NAMES: [&str; 1] = ["nvcuda.dll"];
 #[cfg(not(windows))]
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
-/// Opens the driver's library: one that the process has loaded already, else the one that the system finds.
+/// Opens the driver's library: the one that was chosen, else one that the process has loaded already, else the one that the system finds.
 ///
-/// What is loaded already comes first because two drivers in one process do not know each other's handles.
-pub(super) fn open() -> Result<Library, Unavailable> {
+/// What is loaded already comes before what is found, because two drivers in one process do not know each other's handles.
+pub(super) fn open() -> std::result::Result<Library, Unavailable> {
+    let mut choice = CHOICE.lock();
+    let named = || env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
+    let library = match choice.path.clone().or_else(named) {
+        Some(path) => open_chosen(&path),
+        None => open_installed(),
+    }?;
+    choice.is_open = true;
+    Ok(library)
+}
+
+fn open_chosen(path: &Path) -> std::result::Result<Library, Unavailable> {
+    // SAFETY: whoever chose it vouches for a CUDA driver, whose initialisation is sound on any thread.
+    unsafe { Library::new(path) }.map_err(|error| {
+        let name = path.display().to_string();
+        Unavailable::NoDriver {
+            reason: format!("{} (the library that was chosen)", together(&[(&name, first_cause(&error))])),
+        }
+    })
+}
+
+fn open_installed() -> std::result::Result<Library, Unavailable> {
     if let Some(library) = NAMES.iter().rev().find_map(|name| loaded(name)) {
         return Ok(library);
     }

@@ -170,6 +170,15 @@ impl CudaDriver {
         check(operation, unsafe { trim(pool, size(keep)) })
     }
 
+    pub(super) fn trim_graph_memory(&self) -> Result<()> {
+        let operation = Operation::TrimGraphMemory;
+        // Drivers without it are from before graphs could allocate.
+        let Some(trim) = self.core.functions().cuDeviceGraphMemTrim else { return Ok(()) };
+        let _current = self.core.enter_relaxed(operation)?;
+        // SAFETY: the device is the driver's number of this one (F1).
+        check(operation, unsafe { trim(self.core.device) })
+    }
+
     /// Refuses a range that is not all live device memory, so that the driver cannot take it for the host's.
     pub(super) fn check_memory(&self, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<()> {
         if self.memory.hold(ptr.0, bytes) || self.mapped.hold(ptr.0, bytes) || self.driver_holds(operation, ptr, bytes)

@@ -42,6 +42,7 @@ mod streams;
 
 pub use driver::CudaDriver;
 pub use interop::{context_of, device_of, forget_stream, shared, stream, stream_of};
+pub use library::set_library;
 
 use crate::driver::DeviceInfo;
 use crate::unavailable::Unavailable;

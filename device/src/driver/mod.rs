@@ -273,6 +273,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// left is in use.
     fn trim_pool(&self, keep: u64) -> Result<()>;
 
+    /// Makes the driver give back memory that it keeps for graphs with allocations of their own, and that none of them uses now. Does
+    /// nothing where there is no such memory.
+    fn trim_graph_memory(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// True if this device can access the memory of the device with the ordinal `peer`, once that one's driver allows it with
     /// [`Driver::set_access`]. False for this device itself.
     fn can_access_peer(&self, peer: u32) -> Result<bool>;

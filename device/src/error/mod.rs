@@ -141,6 +141,8 @@ operations! {
     PoolUsage = "cuMemPoolGetAttribute",
     /// Making the driver's stream-ordered pool give memory back.
     TrimPool = "cuMemPoolTrimTo",
+    /// Making the driver give back unused memory of graphs that allocate.
+    TrimGraphMemory = "cuDeviceGraphMemTrim",
     /// Asking whether a device can reach another one's memory.
     CanAccessPeer = "cuDeviceCanAccessPeer",
 }

@@ -279,12 +279,25 @@ impl Driver for SimDriver {
     }
 
     fn pool_usage(&self) -> Result<PoolUsage> {
-        self.call(Operation::PoolUsage, 0, |machine| Ok(machine.pool))
+        self.call(Operation::PoolUsage, 0, |machine| {
+            let reserved = machine.pool.reserved.saturating_add(machine.memory.kept.pool);
+            Ok(PoolUsage { reserved, reserved_peak: machine.pool.reserved_peak.max(reserved), ..machine.pool })
+        })
     }
 
-    fn trim_pool(&self, _keep: u64) -> Result<()> {
-        // The simulated pool keeps nothing that is not in use.
-        self.call(Operation::TrimPool, 0, |_| Ok(()))
+    fn trim_pool(&self, keep: u64) -> Result<()> {
+        self.call(Operation::TrimPool, 0, |machine| {
+            let kept = keep.saturating_sub(machine.pool.used).min(machine.memory.kept.pool);
+            machine.memory.kept.pool = kept;
+            Ok(())
+        })
+    }
+
+    fn trim_graph_memory(&self) -> Result<()> {
+        self.call(Operation::TrimGraphMemory, 0, |machine| {
+            machine.memory.kept.graphs = 0;
+            Ok(())
+        })
     }
 
     fn can_access_peer(&self, peer: u32) -> Result<bool> {

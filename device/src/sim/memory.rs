@@ -160,23 +160,35 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
 }
 
+/// Bytes that the driver keeps although nobody uses them, until it is asked to give them back.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Kept {
+    /// By its stream-ordered pool.
+    pub(super) pool: u64,
+    /// For graphs with allocations of their own.
+    pub(super) graphs: u64,
+}
+
 /// All physical memory of the device.
 #[derive(Debug)]
 pub(super) struct Memory {
     total: u64,
     other: u64,
+    /// Bytes that the driver keeps, unused.
+    pub(super) kept: Kept,
     used: u64,
     stores: Handles<Store>,
 }
 
 impl Memory {
     pub(super) fn new(total: u64, other: u64) -> Self {
-        Memory { total, other, used: 0, stores: Handles::new(0) }
+        Memory { total, other, kept: Kept::default(), used: 0, stores: Handles::new(0) }
     }
 
     /// Bytes that can still be given out.
     pub(super) fn free(&self) -> u64 {
-        self.total.saturating_sub(self.other).saturating_sub(self.used)
+        let kept = self.kept.pool.saturating_add(self.kept.graphs);
+        self.total.saturating_sub(self.other).saturating_sub(kept).saturating_sub(self.used)
     }
 
     /// Bytes of the device.

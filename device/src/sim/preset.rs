@@ -194,7 +194,7 @@ const fn estimated(operation: Operation) -> (u64, u64, u64) {
         Operation::HostRegister => (50_000, 100_000),
         Operation::HostUnregister => (50_000, 20_000),
         Operation::CaptureStatus | Operation::StreamId => (100, 0),
-        Operation::PoolUsage | Operation::TrimPool => (1_000, 0),
+        Operation::PoolUsage | Operation::TrimPool | Operation::TrimGraphMemory => (1_000, 0),
         Operation::Init | Operation::Attribute | Operation::CanAccessPeer => (100, 0),
     };
     (fixed, 0, ns_per_mib)

@@ -49,6 +49,7 @@ fn device_memory_comes_and_goes() {
     bench.driver.free_async(ptr, stream).unwrap();
     bench.driver.synchronize_stream(stream).unwrap();
     bench.driver.trim_pool(0).unwrap();
+    bench.driver.trim_graph_memory().unwrap();
     assert!(matches!(bench.driver.pool_usage().unwrap(), PoolUsage { used: 0, used_peak, .. } if used_peak >= 3 * MIB));
     assert_eq!(bench.used(), 0);
     bench.assert_no_violation();

@@ -11,6 +11,7 @@ mod calls;
 mod captures;
 mod clean_up;
 mod faults;
+mod library;
 mod missing;
 mod peers;
 mod refused;

@@ -2,7 +2,9 @@
 
 use aquifer_device::AccessKind::Write;
 use aquifer_device::sim::ViolationKind;
-use aquifer_device::{CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, HostPtr, Launch, RawStream, Result};
+use aquifer_device::{
+    CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, ErrorKind, HostPtr, Launch, RawStream, Result,
+};
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short, code, device};
@@ -221,6 +223,21 @@ fn the_pool_says_what_it_holds() {
     driver.trim_pool(0).unwrap();
     let usage = driver.pool_usage().unwrap();
     assert_eq!((usage.used, usage.used_peak, usage.reserved_peak), (0, MIB, MIB));
+}
+
+#[test]
+fn what_the_driver_keeps_goes_back_when_it_is_asked_to() {
+    let driver = device(8);
+    let free = || driver.memory_info().unwrap().free;
+    let all = free();
+    driver.set_kept_bytes(3 * MIB, 2 * MIB);
+    assert_eq!((free(), driver.pool_usage().unwrap().reserved), (all - 5 * MIB, 3 * MIB));
+    assert_eq!(driver.alloc(all - 4 * MIB).unwrap_err().kind, ErrorKind::OutOfMemory);
+    driver.trim_pool(MIB).unwrap();
+    assert_eq!(free(), all - 3 * MIB);
+    driver.trim_graph_memory().unwrap();
+    driver.trim_pool(0).unwrap();
+    assert_eq!(free(), all);
 }
 
 #[test]

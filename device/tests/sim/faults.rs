@@ -128,6 +128,7 @@ fn call(driver: &SimDriver, operation: Operation) -> Result<()> {
         Operation::StreamId => driver.stream_id(stream).map(drop),
         Operation::PoolUsage => driver.pool_usage().map(drop),
         Operation::TrimPool => driver.trim_pool(0),
+        Operation::TrimGraphMemory => driver.trim_graph_memory(),
         Operation::CanAccessPeer => driver.can_access_peer(0).map(drop),
         other => panic!("{other} is not called here"),
     }

@@ -39,6 +39,15 @@ fn bench_hands_blocks_over() {
 }
 
 #[test]
+fn bench_compares_raw_pointers_with_handles() {
+    let rows = rows(0, &["bench", "--quick", "--filter", "raw_"]);
+    let names: Vec<&str> = rows.iter().filter_map(|row| row["allocator"].as_str()).collect();
+    assert_eq!(names, ["aquifer", "aquifer-handles"].repeat(3));
+    let live: Vec<u64> = rows.iter().map(|row| bytes(row, "live")).collect();
+    assert_eq!(live, [1, 1, 10_000, 10_000, 1, 1]);
+}
+
+#[test]
 fn bench_scale_measures_each_operation_at_three_numbers() {
     let measured = rows(0, &["bench", "--scale", "--quick", "--filter", "s"]);
     let mut names: Vec<&str> = measured.iter().filter_map(|row| row["series"].as_str()).collect();

@@ -130,6 +130,13 @@ abi! {
         life.sim.trim_pool(keep as u64).map_err(code)
     }
 
+    /// Gives back what is kept for graphs with allocations of their own.
+    11040 cuDeviceGraphMemTrim(call, device: i32) {
+        let life = call.device(device)?.life();
+        life.count("cuDeviceGraphMemTrim");
+        life.sim.trim_graph_memory().map_err(code)
+    }
+
     /// Refused: devices have the one pool.
     11020 cuMemPoolCreate(call, pool: Out<'_, Handle>, properties: In<'_, u8>) {
         call.process()?;

@@ -203,6 +203,29 @@ fn gpus_are_found_by_ordinal_and_the_largest_is_the_best() {
     });
 }
 
+/// Under a name that nothing looks for.
+#[test]
+fn the_driver_is_the_library_that_the_environment_names() {
+    const NAME: &str = "the_driver_is_the_library_that_the_environment_names";
+    if env::var(CHILD).as_deref() == Ok(NAME) {
+        return in_process(NAME, &[], || assert_eq!(count(), 1, "{:?}", gpus()));
+    }
+    let path = env::temp_dir().join(format!("aquifer-driver-{}.so", std::process::id()));
+    symlink(standin().path(), &path).unwrap();
+    in_process(NAME, &[("AQUIFER_CUDA_LIBRARY", path.to_str().unwrap())], || unreachable!("in the child alone"));
+    fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn a_library_that_the_environment_names_and_that_is_not_there_is_an_error() {
+    let variables = [("AQUIFER_CUDA_LIBRARY", "/nowhere/driver.so")];
+    in_process("a_library_that_the_environment_names_and_that_is_not_there_is_an_error", &variables, || {
+        standin();
+        let said = unavailable().to_string();
+        assert!(said.contains("/nowhere/driver.so") && said.contains("was chosen"), "{said}");
+    });
+}
+
 /// A driver as the system finds it: by name, on the library path.
 #[test]
 fn the_driver_is_found_on_the_library_path() {

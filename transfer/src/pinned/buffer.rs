@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::ops::RangeBounds;
 use std::sync::Arc;
 
+use aquifer_device::{AccessKind, Stream};
 use bytemuck::Pod;
 
 use super::memory::PinnedMemory;
@@ -135,6 +136,28 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Errors of the driver.
     pub fn write(&mut self) -> Result<&mut [T], TransferError> {
         self.as_slice_mut().into_write()
+    }
+
+    /// Its address, for copies out of it that others enqueue on `stream`, such as cudarc. They come after earlier copies into the buffer. Later
+    /// copies into it, and [`PinnedBuffer::write`], come after what is enqueued on `stream` by then, and so does reuse once the buffer was
+    /// dropped. Nothing waits for the device.
+    ///
+    /// Keep the buffer borrowed until the copies are enqueued. Through the address nobody may read or write on the host.
+    ///
+    /// # Errors
+    /// When the stream is another device's, or captures; errors of the driver.
+    pub fn lend(&self, stream: &Stream) -> Result<*const T, TransferError> {
+        self.memory.lend(stream, AccessKind::Read)?;
+        Ok(self.memory.ptr().as_ptr().cast::<T>().cast_const())
+    }
+
+    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all later uses come after them.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::lend`].
+    pub fn lend_mut(&mut self, stream: &Stream) -> Result<*mut T, TransferError> {
+        self.memory.lend(stream, AccessKind::Write)?;
+        Ok(self.memory.ptr().as_ptr().cast::<T>())
     }
 
     /// All of it, to be copied from.

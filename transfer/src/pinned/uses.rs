@@ -5,7 +5,9 @@
 //! * a copy into the memory comes after all copies noted before it; a copy out of it after the last one into it;
 //! * whoever enqueues a copy holds the memory's turn, which notes the stream's tick when it ends, whether the copy was enqueued
 //!   or not: the call may return with an error after the driver took the copy;
-//! * what is claimed is used by nobody else in a way that conflicts.
+//! * what is claimed is used by nobody else in a way that conflicts;
+//! * memory is lent to a stream while its whole buffer is borrowed, and a use that conflicts needs a borrow that conflicts. So by then all is
+//!   enqueued, and the stream's tick of that moment covers it.
 
 use std::sync::Arc;
 
@@ -32,6 +34,8 @@ struct Noted {
     read: Vec<Tick>,
     claimed_to_read: u32,
     claimed_to_write: bool,
+    /// Streams on which others enqueue copies by themselves: several that read, or one that writes.
+    lent: Vec<(Stream, AccessKind)>,
 }
 
 impl Uses {
@@ -39,6 +43,7 @@ impl Uses {
     /// conflict to end.
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
         let mut noted = self.lock_unclaimed(kind);
+        noted.note_lent(kind);
         noted.forget_done();
         noted.before(kind).cloned().collect()
     }
@@ -46,6 +51,7 @@ impl Uses {
     /// All copies that use the memory, for who is the last to know of it.
     pub(super) fn take(&mut self) -> Vec<Tick> {
         let noted = self.noted.get_mut();
+        noted.note_lent(AccessKind::Write);
         let mut ticks = std::mem::take(&mut noted.read);
         ticks.extend(noted.written.take());
         ticks
@@ -58,8 +64,10 @@ impl Uses {
             if noted.claimed_to_read > 0 || noted.claimed_to_write {
                 return Ok(false);
             }
+            noted.note_lent(AccessKind::Read);
             noted.forget_done();
-            noted.before(AccessKind::Write).cloned().collect()
+            let lent = noted.lent.iter().map(|(stream, _)| stream.tick());
+            noted.before(AccessKind::Write).cloned().chain(lent).collect()
         };
         for tick in ticks {
             if !tick.is_done()? {
@@ -96,6 +104,13 @@ impl Noted {
             self.read.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
             self.read.push(stream.tick());
         }
+    }
+
+    /// Notes the copies of streams to which the memory is lent that must come before such a use. Those that conflict are enqueued by now.
+    fn note_lent(&mut self, kind: AccessKind) {
+        let conflicts = |lent: &mut (Stream, AccessKind)| kind == AccessKind::Write || lent.1 == AccessKind::Write;
+        let lent: Vec<_> = self.lent.extract_if(.., conflicts).collect();
+        lent.iter().for_each(|(stream, kind)| self.note(stream, *kind));
     }
 
     fn forget_done(&mut self) {
@@ -161,14 +176,30 @@ impl PinnedMemory {
             stream,
             "a graph may run when this page-locked memory is somebody else's; copy outside of the capture",
         )?;
-        let noted = self.uses().noted.lock();
+        let mut noted = self.uses().noted.lock();
         if noted.is_claimed_against(kind) {
             return Ok(None);
         }
+        noted.note_lent(kind);
         for tick in noted.before(kind) {
             stream.wait_for(tick)?;
         }
         Ok(Some(HostTurn { stream, kind, noted }))
+    }
+
+    /// Lends the memory to a stream on which the caller has copies enqueued that the pool does not know: they come after the copies that must
+    /// come before, and later uses that conflict come after what is enqueued on the stream by then. The caller's buffer is borrowed as
+    /// `kind` says, until the copies are enqueued.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::turn`].
+    pub(super) fn lend(&self, stream: &Stream, kind: AccessKind) -> Result<(), TransferError> {
+        let mut turn = self.turn(stream, kind)?;
+        let lent = &mut turn.noted.lent;
+        if !lent.iter().any(|(known, _)| known.id() == stream.id()) {
+            lent.push((stream.clone(), kind));
+        }
+        Ok(())
     }
 
     /// Waits until no claim holds that conflicts with such a use. Another part of the memory may be claimed again right after.
@@ -180,6 +211,7 @@ impl PinnedMemory {
     pub(crate) fn claim(self: &Arc<Self>, kind: AccessKind) -> (HostClaim, Vec<Tick>) {
         let mut noted = self.uses().lock_unclaimed(kind);
         noted.forget_done();
+        noted.note_lent(kind);
         let before = noted.before(kind).cloned().collect();
         match kind {
             AccessKind::Read => noted.claimed_to_read += 1,

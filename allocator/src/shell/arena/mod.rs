@@ -32,6 +32,7 @@ use crate::accounting::tally::{OwnCounters, Tally, Writer};
 use crate::backing::paged::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
+use crate::raw::RawTable;
 use crate::shell::core::{Granted, Request};
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
@@ -53,6 +54,8 @@ pub(crate) struct Arena {
     desk: CachePadded<Mutex<Desk>>,
     pub(crate) own: CachePadded<OwnCounters>,
     remote: CachePadded<RemoteFrees>,
+    /// Blocks that were given out as raw pointers.
+    pub(crate) raw: CachePadded<RawTable>,
 }
 
 impl fmt::Debug for Arena {
@@ -95,8 +98,16 @@ struct Shared;
 
 impl Arena {
     pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
-        let (desk, own, remote) = (CachePadded::default(), CachePadded::default(), CachePadded::default());
-        Arena { shell, slot, settled: AtomicBool::new(false), shared_blocks: AtomicU32::new(0), desk, own, remote }
+        Arena {
+            shell,
+            slot,
+            settled: AtomicBool::new(false),
+            shared_blocks: AtomicU32::new(0),
+            desk: CachePadded::default(),
+            own: CachePadded::default(),
+            remote: CachePadded::default(),
+            raw: CachePadded::default(),
+        }
     }
 
     /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
@@ -150,6 +161,13 @@ impl Arena {
     /// Runs `look` under the lock, to read or mark a block. It must neither allocate nor free one.
     pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut Desk) -> R) -> R {
         look(&mut self.desk.lock())
+    }
+
+    /// Adds a block's raw pointer, for a caller that holds the lock.
+    #[inline]
+    pub(crate) fn add_raw(&self, ptr: u64, block: BlockId) {
+        self.raw.insert(ptr, block);
+        self.shell.guesses.note(ptr, self.slot);
     }
 
     /// Tells a simulated device of a block that is handed out.

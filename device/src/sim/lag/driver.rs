@@ -89,6 +89,7 @@ impl Driver for Lagging {
         stream_id(stream: RawStream) -> Option<u64>;
         pool_usage() -> PoolUsage;
         trim_pool(keep: u64) -> ();
+        trim_graph_memory() -> ();
         can_access_peer(peer: u32) -> bool;
     }
 

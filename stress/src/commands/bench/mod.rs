@@ -18,7 +18,7 @@ use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::harness::Times;
 use crate::session::Session;
-use crate::subject::{Aquifer, Refused};
+use crate::subject::{Aquifer, Raw, Refused};
 use crate::table::{Table, table};
 use crate::text::Bytes;
 use crate::workload::{Script, Sizes};
@@ -54,6 +54,8 @@ enum Kind {
     Replace,
     /// One allocates, the other frees.
     HandOver,
+    /// As `Replace`, with raw pointers; the yardstick is the same allocator with handles.
+    Raw,
 }
 
 /// What is measured.
@@ -77,7 +79,7 @@ impl Benchmark {
     }
 }
 
-const BENCHMARKS: [Benchmark; 15] = [
+const BENCHMARKS: [Benchmark; 18] = [
     Benchmark::new("hot_512b", 1, 1, Sizes::one(512)),
     Benchmark::new("hot_1mib", 1, 1, Sizes::one(MIB)),
     Benchmark::new("hot_64mib", 1, 1, Sizes::one(64 * MIB)),
@@ -93,6 +95,9 @@ const BENCHMARKS: [Benchmark; 15] = [
     Benchmark::new("threads2_churn", 2, 100, Sizes::between(512, MIB)),
     Benchmark::new("threads4_churn", 4, 100, Sizes::between(512, MIB)),
     Benchmark { kind: Kind::HandOver, ..Benchmark::new("handover", 2, handover::RING, Sizes::between(512, MIB)) },
+    Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_hot", 1, 1, Sizes::one(MIB)) },
+    Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_churn_10000", 1, 10_000, Sizes::between(512, 64 * MIB)) },
+    Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_two_threads", 2, 1, Sizes::one(MIB)) },
 ];
 
 /// Runs the command.
@@ -159,17 +164,25 @@ fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds:
     let several = benchmark.threads > 1;
     let rows = match benchmark.kind {
         Kind::Replace => {
-            let mut aquifers = vec![aquifer(&device)?];
-            for _ in 1..benchmark.threads {
-                let other = aquifers[0].on_new_stream()?;
-                aquifers.push(other);
-            }
+            let aquifers = on_streams(aquifer(&device)?, benchmark.threads)?;
             let yardsticks = (0..benchmark.threads).map(|_| yardstick()).collect();
             let mut ours = Entrant::new(Crew::new(aquifers, &scripts)?);
             let mut theirs = Entrant::new(Crew::new(yardsticks, &scripts)?);
             if several {
                 ours.alone = Some((Crew::new(vec![aquifer(&open(session)?)?], &scripts[..1])?, Times::default()));
                 theirs.alone = Some((Crew::new(vec![yardstick()], &scripts[..1])?, Times::default()));
+            }
+            contest(benchmark, &mut scripts, rounds, ours, theirs)?
+        }
+        Kind::Raw => {
+            let raws = on_streams(aquifer(&device)?, benchmark.threads)?.into_iter().map(Raw).collect();
+            let handles = on_streams(aquifer(&open(session)?)?, benchmark.threads)?;
+            let mut ours = Entrant::new(Crew::new(raws, &scripts)?);
+            let mut theirs = Entrant::new(Crew::new(handles, &scripts)?);
+            if several {
+                let alone = || aquifer(&open(session)?);
+                ours.alone = Some((Crew::new(vec![Raw(alone()?)], &scripts[..1])?, Times::default()));
+                theirs.alone = Some((Crew::new(vec![alone()?], &scripts[..1])?, Times::default()));
             }
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
@@ -185,8 +198,22 @@ fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds:
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
     };
+    let names =
+        if benchmark.kind == Kind::Raw { ["aquifer", "aquifer-handles"] } else { ["aquifer", "offset-allocator"] };
     let device = session.device_text();
+    let [ours, theirs] = rows;
+    let rows = [Row { allocator: names[0], ..ours }, Row { allocator: names[1], ..theirs }];
     Ok(rows.map(|row| Row { device: device.to_owned(), largest_bytes: sizes.most(), ..row }))
+}
+
+/// Handles of one allocator, each but the first with a new stream.
+fn on_streams(first: Aquifer, count: u32) -> Result<Vec<Aquifer>, Failure> {
+    let mut all = vec![first];
+    for _ in 1..count {
+        let other = all[0].on_new_stream()?;
+        all.push(other);
+    }
+    Ok(all)
 }
 
 /// Threads that work together.
@@ -223,7 +250,7 @@ impl<T: Team> Entrant<T> {
     }
 
     /// The row; frees everything.
-    fn finish(self, benchmark: &Benchmark, allocator: &'static str) -> Row {
+    fn finish(self, benchmark: &Benchmark) -> Row {
         let Benchmark { name, threads, live, .. } = *benchmark;
         let ns_per_pair = self.times.median();
         let alone = self.alone.map(|(team, times)| {
@@ -232,8 +259,9 @@ impl<T: Team> Entrant<T> {
         });
         self.team.leave();
         let rate_vs_one_thread = hundredths(alone.unwrap_or(ns_per_pair) / ns_per_pair);
-        // Where that was, and with which sizes, those know who made the team.
-        let (device, largest_bytes, ns_per_pair) = (String::new(), 0, hundredths(ns_per_pair));
+        // The caller knows what was measured, where, and with which sizes.
+        let (allocator, device, largest_bytes) = ("", String::new(), 0);
+        let ns_per_pair = hundredths(ns_per_pair);
         Row { benchmark: name, allocator, device, largest_bytes, ns_per_pair, threads, live, rate_vs_one_thread }
     }
 }
@@ -261,7 +289,7 @@ fn contest(
         ours.round(scripts, pairs, round > 0)?;
         theirs.round(scripts, pairs, round > 0)?;
     }
-    Ok([ours.finish(benchmark, "aquifer"), theirs.finish(benchmark, "offset-allocator")])
+    Ok([ours.finish(benchmark), theirs.finish(benchmark)])
 }
 
 fn open(session: &Session) -> Result<Device, Failure> {
@@ -293,7 +321,7 @@ fn refused(refused: Refused) -> Failure {
 
 fn tabulate(rows: &[Row]) -> Table {
     let headings =
-        ["benchmark", "threads", "live", "aquifer ns/pair", "offset-allocator ns/pair", "times", "rate vs 1 thread"];
+        ["benchmark", "threads", "live", "aquifer ns/pair", "yardstick ns/pair", "times", "rate vs 1 thread"];
     let mut table = table(&headings, 1);
     for rows in rows.chunks_exact(2) {
         let (ours, theirs) = (&rows[0], &rows[1]);

@@ -209,3 +209,55 @@ fn views_stay_inside_and_casts_are_checked() {
     assert_eq!(buffer.read().unwrap(), [0, 0, 3, 4, 5]);
     assert_eq!(buffer.as_bytes_mut().bytes(), 10);
 }
+
+/// A copy out of lent memory, enqueued as by somebody who knows nothing of the pool.
+#[allow(unsafe_code, reason = "raw driver copies, as others make them")]
+fn foreign_upload(bench: &Bench, from: *const u8, bytes: usize) {
+    // SAFETY: the memory is lent to the stream.
+    unsafe { bench.device.driver().copy_to_device(bench.memory, from, bytes, bench.stream.raw()) }.unwrap();
+}
+
+#[test]
+fn copies_of_others_out_of_lent_memory_are_waited_for_by_those_that_write_it() {
+    let bench = Bench::new(PinnedConfig::default());
+    let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    let calls = bench.calls_in(|| {
+        let from = buffer.lend(&bench.stream).unwrap();
+        // Another reader, before the copy is enqueued.
+        assert_eq!(buffer.lend(&bench.stream).unwrap(), from);
+        assert_eq!(buffer.read().unwrap()[5], 0);
+        foreign_upload(&bench, from, 1 << 20);
+    });
+    assert_eq!((calls.total(), bench.pool.stats().num_waits), (1, 0), "only the copy");
+    assert!(!buffer.is_idle().unwrap());
+    buffer.write().unwrap()[5] = 1;
+    assert_eq!(bench.pool.stats().num_waits, 1);
+    let (first, from) = (address(&buffer), buffer.lend(&bench.stream).unwrap());
+    foreign_upload(&bench, from, 1 << 20);
+    drop(buffer);
+    let other = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    assert_ne!(address(&other), first, "the copy is in flight");
+    drop(other);
+    bench.check_over();
+}
+
+#[test]
+fn copies_of_others_into_lent_memory_are_waited_for_by_all() {
+    let bench = Bench::new(PinnedConfig::default());
+    let other = bench.device.stream().unwrap();
+    let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
+    bench.upload(&buffer).unwrap();
+    let to = buffer.lend_mut(&other).unwrap();
+    raw_download(to.expose_provenance(), bench.memory, 1 << 20, &other, &bench.device).unwrap();
+    assert!(!buffer.is_idle().unwrap());
+    bench.upload(&buffer).unwrap();
+    assert_eq!(buffer.read().unwrap()[5], 0);
+    assert_eq!(bench.pool.stats().num_waits, 1);
+    let foreign = Bench::new(PinnedConfig::default());
+    assert!(matches!(
+        buffer.lend(&foreign.stream),
+        Err(TransferError::Request(aquifer_device::RequestError::WrongDevice { .. }))
+    ));
+    drop(buffer);
+    bench.check_over();
+}
