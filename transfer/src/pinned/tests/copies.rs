@@ -254,10 +254,7 @@ fn copies_of_others_into_lent_memory_are_waited_for_by_all() {
     assert_eq!(buffer.read().unwrap()[5], 0);
     assert_eq!(bench.pool.stats().num_waits, 1);
     let foreign = Bench::new(PinnedConfig::default());
-    assert!(matches!(
-        buffer.lend(&foreign.stream),
-        Err(TransferError::Request(aquifer_device::RequestError::WrongDevice { .. }))
-    ));
+    assert!(matches!(buffer.lend(&foreign.stream), Err(TransferError::Request(RequestError::WrongDevice { .. }))));
     drop(buffer);
     bench.check_over();
 }
