@@ -93,6 +93,8 @@ pub mod internal {
     use crate::Allocator;
 
     pub use crate::buffer::ranges::resolve;
+    /// The options in words, as the documentation of [`crate::Config`] has them.
+    pub use crate::config::OPTIONS;
     pub use crate::shell::close_abandoned;
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the

@@ -3,6 +3,7 @@
 use aquifer_allocator::config::ConfigError;
 use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport, WithError};
+use aquifer_device::sim::SimConfigError;
 use aquifer_device::{DeviceError, OpenError, RequestError};
 use aquifer_kernels::KernelError;
 use aquifer_transfer::TransferError;
@@ -115,6 +116,12 @@ impl From<TransferError> for Error {
             TransferError::Kernel(error) => error.into(),
             error => Error::Transfer(error),
         }
+    }
+}
+
+impl From<SimConfigError> for Error {
+    fn from(cause: SimConfigError) -> Error {
+        Error::Open(OpenError::Sim { text: "the settings of a simulated device".to_owned(), cause })
     }
 }
 

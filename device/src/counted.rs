@@ -5,6 +5,7 @@
 //! name the device and can say what it was lost by.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::capturing_streams::CapturingStreams;
@@ -22,8 +23,8 @@ use crate::physical::PhysicalOptions;
 use crate::sim::Checks;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// How often each driver call was made.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// How often each driver call was made. Its `Debug` names those that were made: `{cuMemCreate: 2, cuMemMap: 3}`.
+#[derive(Clone, PartialEq, Eq)]
 pub struct CallCounts(Vec<u64>);
 
 impl CallCounts {
@@ -46,6 +47,16 @@ impl CallCounts {
     #[must_use]
     pub fn since(&self, earlier: &CallCounts) -> CallCounts {
         CallCounts(self.0.iter().zip(&earlier.0).map(|(now, then)| now - then).collect())
+    }
+}
+
+impl fmt::Debug for CallCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut calls = f.debug_map();
+        for (operation, count) in self.iter() {
+            calls.entry(&format_args!("{operation}"), &count);
+        }
+        calls.finish()
     }
 }
 

@@ -11,7 +11,7 @@ use crate::fork;
 pub enum Unavailable {
     /// The program was built without CUDA.
     #[error(
-        "this program was built without CUDA; build aquifer-device with its feature `cuda` on a 64-bit machine, \
+        "this program was built without CUDA; build aquifer (or aquifer-device) with its feature `cuda`, which is on by default, on a 64-bit machine, \
          or use sim for a simulated GPU"
     )]
     NotBuilt,

@@ -127,6 +127,9 @@ pub enum Command {
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.
     Oom(OomArgs),
+    /// List the options of allocators, which --config and AQUIFER_ALLOC_CONF take.
+    #[command(after_long_help = aquifer_allocator::internal::OPTIONS)]
+    Options,
     /// Demonstrate on recorded programs why memory runs out while much of it is free, and what helps (the default).
     Demo(DemoArgs),
 }

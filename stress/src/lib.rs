@@ -69,6 +69,7 @@ fn told(ended: Result<Outcome, Failure>) -> Outcome {
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
     let session = match &cli.command {
         None | Some(Command::Demo(_)) => Session::resizable(&cli.global, "demo"),
+        Some(Command::Options) => Session::without_device(&cli.global),
         Some(Command::Fit(_)) => Session::resizable(&cli.global, "fit").map(Session::unchecked),
         Some(Command::Compare(_)) => Session::resizable(&cli.global, "compare").map(Session::unchecked),
         Some(
@@ -91,5 +92,6 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Soak(args)) => commands::soak::run(&session, args),
         Some(Command::Transfer(args)) => commands::transfer::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),
+        Some(Command::Options) => session.show(aquifer_allocator::internal::OPTIONS).map(|()| Outcome::Done),
     }
 }

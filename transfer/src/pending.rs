@@ -48,7 +48,7 @@ pub(crate) struct Shared {
 /// assert_eq!(back, [1.0, 2.0, 3.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[must_use = "what the transfer gives is lost; it goes on all the same"]
+#[must_use = "the copy goes on without it: `.wait()?` waits for it, and `let _ =` says that nothing has to"]
 pub struct Pending<T> {
     /// Those that are not known to be complete, in the order in which they are waited for: one for each of many transfers.
     steps: VecDeque<Step>,

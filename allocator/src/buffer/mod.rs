@@ -160,7 +160,10 @@ impl<T: Copy> Buffer<T> {
     /// If the range reaches beyond the end or is reversed.
     #[track_caller]
     pub fn slice(&self, range: impl RangeBounds<usize>) -> View<'_, T> {
-        self.try_slice(range).unwrap_or_else(|error| panic!("{error}"))
+        match self.try_slice(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     /// A part of it, borrowed for writing.
@@ -169,7 +172,10 @@ impl<T: Copy> Buffer<T> {
     /// If the range reaches beyond the end or is reversed.
     #[track_caller]
     pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> ViewMut<'_, T> {
-        self.try_slice_mut(range).unwrap_or_else(|error| panic!("{error}"))
+        match self.try_slice_mut(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     /// As [`Buffer::slice`], with an error instead of a panic.

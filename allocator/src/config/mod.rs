@@ -5,46 +5,7 @@
 //! else is taken literally, and what is not understood is an error that points at it. If an option is given twice, the
 //! later one counts. The option strings of PyTorch work unchanged, with the ranges that PyTorch checks.
 //!
-//! All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb` and `headroom_mb`, which may have a fraction (`1.5`)
-//! that is whole bytes. *Inert* options are checked and then have no effect here. Others have one on one kind of memory only: on segments or
-//! on mapped memory. [`Config::ignored`] lists those that were given in vain.
-//!
-//! | option | value, range | default | effect |
-//! | --- | --- | --- | --- |
-//! | `large_segment_size_mb` | MiB, > 10, ≤ 1048576 | 20 | segments only: size of the segments that serve requests from 1 to 10 MiB |
-//! | `max_split_size_mb` | MiB, ≥ `large_segment_size_mb` | unlimited | segments only: blocks of at least this size are never split, and serve only requests of at least this size |
-//! | `max_non_split_rounding_mb` | MiB, ≥ `large_segment_size_mb` | as `large_segment_size_mb` | segments only: a request that must not split a block takes one that is less than this much larger |
-//! | `garbage_collection_threshold` | (0, 1) | off | segments only: share of the limit above which unused segments are released by age; without a limit, share of the device's memory |
-//! | `roundup_power2_divisions` | power of two or 0, or a list | 0 = off | see [`Config::roundup_power2_divisions`] |
-//! | `per_process_memory_fraction` | [0, 1] | 1 = no limit | limit, as a share of the device's memory |
-//! | `throw_on_cudamalloc_oom` | `True`, `False` | `False` | [`Config::fail_fast`] |
-//! | `backing` | `paged`, `segments` | `paged` | where memory comes from: [`Backing`] |
-//! | `granule_mb` | a power of two, at least 2 | 2, more above 512 GiB | mapped memory only: [`Config::granule`] |
-//! | `frame_mb` | a power of two, at least 2 | up to 8 granules | mapped memory only: [`Config::frame`] |
-//! | `cross_stream` | `off`, `ready`, `wait` | `ready` | reuse between streams: [`CrossStream`]; PyTorch's is `off` |
-//! | `limit_mb` | MiB, > 0 | none | limit in bytes |
-//! | `limit_free_fraction` | (0, 1] | none | limit, as a share of what is free on the device at the start |
-//! | `headroom_mb` | MiB | 0 | left free on the device for libraries |
-//! | `history` | entries, 0 to 4294967295 | 0 = off | length of the ring of trace entries |
-//! | `tags` | `off`, `scope`, `span` | `scope` | where names of allocations come from: [`TagSource`] |
-//! | `no_cache` | `True`, `False` | `False` | every allocation goes straight to the driver, and what was dropped goes back at the next one; private pools keep theirs |
-//! | `backend` | `native` | `native` | nothing; `cudaMallocAsync` is an error |
-//! | `release_lock_on_cudamalloc`, `release_lock_on_hipmalloc` | `True`, `False` | | nothing: no lock is ever held during a driver call |
-//! | `expandable_segments` | `True`, `False` | `False` | inert: what it asks for is what `backing:paged` does anyway |
-//! | `expandable_segments_reserve` | fraction > 0, or GiB with `G` | | inert |
-//! | `expandable_segments_reserve_by_class` | list `[class:reserve,…]` | | inert |
-//! | `graph_capture_record_stream_reuse` | `True`, `False` | `False` | inert |
-//! | `pinned_use_background_threads` | `True`, `False` | `False` | inert |
-//! | `pinned_max_round_threshold_mb` | MiB | | inert |
-//! | `pinned_max_cached_size_mb` | MiB | | inert |
-//! | `pinned_use_cuda_host_register`, `pinned_use_hip_host_register` | `True`, `False` | `False` | inert |
-//! | `pinned_num_register_threads` | power of two, 1 to 128 | 1 | inert |
-//! | `pinned_reserve_segment_size_mb` | MiB, > 0 | | inert |
-//! | `pinned_free_catch_all` | `True`, `False` | `False` | inert |
-//!
-//! Some malformed options that PyTorch accepts are errors here: numbers with text behind them (PyTorch reads `12abc` as 12), negative
-//! numbers (which it wraps), sizes of 2^64 bytes and more (which it cuts off), missing colons (after which it misassigns words), commas at
-//! the end (which it skips), and a reserve that cannot be read (of which it only warns).
+//! [`Config`] lists the options and their ranges.
 
 mod choices;
 mod display;
@@ -70,7 +31,10 @@ pub(crate) use options::listed;
 use crate::size_class;
 use keys::Key;
 
-/// The configuration of an [`Allocator`](crate::Allocator). The [module](self) lists the options and their ranges.
+/// The options in words, as the documentation of [`Config`] has them.
+pub const OPTIONS: &str = include_str!("options.md");
+
+/// The configuration of an [`Allocator`](crate::Allocator).
 ///
 /// It is parsed from an option string, taken from the environment ([`Config::from_env`]), or set field by field in code. The allocator
 /// checks it with [`Config::validate`].
@@ -97,6 +61,10 @@ use keys::Key;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # Options
+///
+#[doc = include_str!("options.md")]
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Config {

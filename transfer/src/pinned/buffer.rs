@@ -185,7 +185,10 @@ impl<T: Pod> PinnedBuffer<T> {
     /// If the range reaches beyond the end or is reversed.
     #[track_caller]
     pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> PinnedSliceMut<'_, T> {
-        self.try_slice_mut(range).unwrap_or_else(|error| panic!("{error}"))
+        match self.try_slice_mut(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     /// As [`PinnedBuffer::slice`], with an error instead of a panic.

@@ -113,7 +113,10 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
     /// If the range reaches beyond the end or is reversed.
     #[track_caller]
     pub fn slice(self, range: impl RangeBounds<usize>) -> PinnedSlice<'a, T> {
-        self.try_slice(range).unwrap_or_else(|error| panic!("{error}"))
+        match self.try_slice(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     /// As [`PinnedSlice::slice`], with an error instead of a panic.
