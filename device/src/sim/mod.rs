@@ -88,6 +88,7 @@ mod work;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -123,6 +124,8 @@ pub struct SimDriver {
     vmm: bool,
     export: bool,
     panic_on_violation: bool,
+    /// How many violations somebody has seen.
+    seen: AtomicUsize,
     /// Of all devices made of this.
     capturing: Arc<CapturingStreams>,
     machine: Mutex<Machine>,
@@ -151,6 +154,7 @@ impl SimDriver {
             vmm: config.vmm,
             export: config.vmm && config.export,
             panic_on_violation: config.panic_on_violation,
+            seen: AtomicUsize::new(0),
             capturing: Arc::default(),
             machine: Mutex::new(Machine::new(&config)),
         })
@@ -214,7 +218,9 @@ impl SimDriver {
 
     /// The violations found and not taken yet, oldest first. At most 4096 are kept.
     pub fn violations(&self) -> Vec<Violation> {
-        self.machine.lock().detector.violations().to_vec()
+        let found = self.machine.lock().detector.violations().to_vec();
+        self.seen.store(found.len(), Ordering::Relaxed);
+        found
     }
 
     /// Takes the violations found, oldest first.
@@ -264,6 +270,16 @@ impl Drop for SimDriver {
             && let Some(violation) = self.machine.get_mut().detector.raise()
         {
             panic!("{violation}");
+        }
+        let found = self.machine.get_mut().detector.violations();
+        if !self.panic_on_violation && found.len() > *self.seen.get_mut() {
+            eprintln!(
+                "aquifer: {} found {} that nobody asked about, of which this is the first; `violations=panic` or \
+                 `Device::assert_no_violations` make a test fail: {}",
+                self.info.name,
+                if found.len() == 1 { "a violation".to_owned() } else { format!("{} violations", found.len()) },
+                found[0],
+            );
         }
     }
 }
