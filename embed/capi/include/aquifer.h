@@ -141,6 +141,9 @@ int aquifer_save_snapshot(int device,
 void aquifer_on_oom(aquifer_oom_callback callback,
                     void *data);
 
+// Lets another device access the memory of this one, now and later.
+int aquifer_enable_peer_access(int device, int peer);
+
 // Creates a pool of memory that is kept apart, with `AQUIFER_POOL_USE_ON_OOM`, `AQUIFER_POOL_NO_SPLIT`, both or 0 as options. Returns its
 // number, or 0 after an error.
 uint64_t aquifer_pool_create(int device,

@@ -240,6 +240,17 @@ pub unsafe extern "C" fn aquifer_on_oom(callback: aquifer_oom_callback, data: *m
     });
 }
 
+/// Lets another device access the memory of this one, now and later.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_enable_peer_access(device: c_int, peer: c_int) -> c_int {
+    status(|| {
+        let gpu = Gpu::here(device)?;
+        let peer =
+            u32::try_from(peer).map_err(|_| Failure::invalid(format!("{peer} is not the ordinal of a device")))?;
+        Ok(gpu.memory.enable_peer_access(peer)?)
+    })
+}
+
 /// Other requests may take free memory of the pool rather than fail.
 pub const AQUIFER_POOL_USE_ON_OOM: c_int = 1;
 /// Each allocation of the pool has a segment of its own.
