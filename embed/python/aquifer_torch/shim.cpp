@@ -204,8 +204,11 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
         fractions_[device] = fraction;
     }
 
-    void emptyCache(MempoolId_t /*mempool_id*/ = {0, 0}) override {
-        check(api.empty_cache(-1));
+    // A pool's unused memory goes back when the pool is released.
+    void emptyCache(MempoolId_t id = {0, 0}) override {
+        if (id == MempoolId_t{0, 0}) {
+            check(api.empty_cache(-1));
+        }
     }
 
     // Free memory of any address serves a large request, because it is moved there.
@@ -370,7 +373,8 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
     void set_option(DeviceIndex device, MempoolId_t id, int option, bool on) {
         const std::lock_guard<std::mutex> lock(mutex_);
         Pool &pool = pools_[{device, id}];
-        TORCH_CHECK(pool.pool == 0, "Aquifer: the options of a pool must be set before memory is asked of it");
+        // PyTorch turns options off as it destroys a pool, when there must be no exception.
+        TORCH_CHECK(pool.pool == 0 || !on, "Aquifer: the options of a pool must be set before memory is asked of it");
         pool.options = on ? pool.options | option : pool.options & ~option;
     }
 
