@@ -84,12 +84,13 @@ impl Gpu {
 
     /// Calls `request` with the stream of this handle: 0 and 1 are the legacy default stream, 2 is that of the calling thread.
     pub(crate) fn with_stream<R>(&self, handle: *mut c_void, request: impl FnOnce(&Stream) -> R) -> Result<R, Failure> {
-        let handle = handle.addr() as u64;
+        let address = handle.addr();
+        let handle = address as u64;
         if handle <= 1 {
             return Ok(request(self.device.default_stream()));
         }
         let generation = GENERATION.load(Ordering::Acquire);
-        let place = (handle >> 4 ^ handle >> 12 ^ self.ordinal as u64) as usize % CACHED;
+        let place = (address >> 4 ^ address >> 12 ^ self.ordinal.unsigned_abs() as usize) % CACHED;
         let is_it = |cached: &&Cached| {
             cached.handle == handle && cached.ordinal == self.ordinal && cached.generation == generation
         };

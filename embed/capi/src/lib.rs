@@ -194,7 +194,7 @@ pub unsafe extern "C" fn aquifer_stats_json(device: c_int, buffer: *mut c_char, 
     guarded(0, || {
         let text = json(&Gpu::here(device)?.memory.stats().to_map())?;
         // SAFETY: passed on to the caller.
-        Ok(unsafe { put(&text, buffer, capacity) })
+        Ok(unsafe { put(text, buffer, capacity) })
     })
 }
 
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn aquifer_snapshot_json(device: c_int, buffer: *mut c_cha
     guarded(0, || {
         let text = json(&Gpu::here(device)?.memory.snapshot())?;
         // SAFETY: passed on to the caller.
-        Ok(unsafe { put(&text, buffer, capacity) })
+        Ok(unsafe { put(text, buffer, capacity) })
     })
 }
 
@@ -332,13 +332,14 @@ fn json(value: &impl serde::Serialize) -> Result<String, Failure> {
 ///
 /// # Safety
 /// `buffer` must be writable for `capacity` bytes.
-unsafe fn put(text: &str, buffer: *mut c_char, capacity: usize) -> usize {
+unsafe fn put(text: String, buffer: *mut c_char, capacity: usize) -> usize {
+    let length = text.len();
     if !buffer.is_null() && capacity > 0 {
-        let bytes = text.len().min(capacity - 1);
-        // SAFETY: that many bytes are in both, and the caller's buffer is not the text.
-        unsafe { buffer.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), bytes) };
-        // SAFETY: `bytes` is less than the capacity.
-        unsafe { buffer.add(bytes).write(0) };
+        let mut bytes = text.into_bytes();
+        bytes.truncate(capacity - 1);
+        bytes.push(0);
+        // SAFETY: at most `capacity` bytes, and the caller's buffer is not the text.
+        unsafe { buffer.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
-    text.len()
+    length
 }

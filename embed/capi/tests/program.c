@@ -105,11 +105,13 @@ static void order(void *later, void *after)
 static void no_violations(void)
 {
     char text[4096];
-    Text buffer = {text, sizeof text, 0};
-    CHECK(violations(0, 0, &buffer) == 0);
-    if (buffer.length) {
-        fprintf(stderr, "violations: %s\n", text);
-        exit(1);
+    for (unsigned device = 0; device < 2; device++) {
+        Text buffer = {text, sizeof text, 0};
+        CHECK(violations(device, 0, &buffer) == 0);
+        if (buffer.length) {
+            fprintf(stderr, "violations: %s\n", text);
+            exit(1);
+        }
     }
 }
 
@@ -163,6 +165,19 @@ static void threads(void)
     CHECK(aquifer_memory_allocated(0) == 0);
     CHECK(aquifer_memory_reserved(0) > 0 && aquifer_max_memory_allocated(0) > 0);
     CHECK(aquifer_empty_cache(-1) == AQUIFER_OK && aquifer_memory_reserved(0) == 0);
+}
+
+/* What a missing aquifer_record_stream leads to: the stand-in finds the race. */
+static void careless(void)
+{
+    void *own = new_stream(), *other = new_stream(), *ptr = torch_alloc(1 << 20, 0, own);
+    fill(ptr, 1 << 20, own);
+    order(other, own);
+    fill(ptr, 1 << 20, other);
+    torch_free(ptr, 1 << 20, 0, own);
+    ptr = torch_alloc(1 << 20, 0, own);
+    fill(ptr, 1 << 20, own);
+    torch_free(ptr, 1 << 20, 0, own);
 }
 
 /* Handles of streams come back, for new streams. */
@@ -281,6 +296,27 @@ static void pools(void)
     CHECK(aquifer_memory_reserved(0) == 0);
 }
 
+static void devices(void)
+{
+    void *other, *stream = new_stream(), *ptrs[2];
+    CHECK(retain(&other, 1) == 0 && set_current(other) == 0);
+    void *streams[] = {stream, new_stream()};
+    for (int i = 0; i < 2; i++) {
+        ptrs[i] = torch_alloc(1 << 20, i, streams[i]);
+        CHECK(ptrs[i] && aquifer_memory_allocated(i) == 1 << 20);
+        CHECK(set_current(i ? other : context) == 0);
+        fill(ptrs[i], 1 << 20, streams[i]);
+    }
+    /* These find the device by the pointer. */
+    torch_record_stream(ptrs[1], NULL);
+    for (int i = 0; i < 2; i++) {
+        torch_free(ptrs[i], 1 << 20, -1, NULL);
+        CHECK(aquifer_memory_allocated(i) == 0);
+    }
+    CHECK(aquifer_empty_cache(-1) == AQUIFER_OK && aquifer_memory_reserved(0) == 0 && aquifer_memory_reserved(1) == 0);
+    CHECK(aquifer_enable_peer_access(0, 1) == AQUIFER_OK && aquifer_enable_peer_access(0, -1) == AQUIFER_INVALID);
+}
+
 static void ort(void)
 {
     void *stream = new_stream();
@@ -383,7 +419,7 @@ int main(int arguments, char **argument)
 {
     const struct { const char *name; void (*run)(void); } all[] = {
         {"wrong", wrong}, {"threads", threads}, {"forget", forget}, {"oom", oom}, {"reports", reports}, {"pools", pools},
-        {"ort", ort}, {"forked", forked}, {"at_the_end", at_the_end}, {"bench", bench},
+        {"careless", careless}, {"devices", devices}, {"ort", ort}, {"forked", forked}, {"at_the_end", at_the_end}, {"bench", bench},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (arguments == 2 && !strcmp(argument[1], all[i].name)) {

@@ -47,6 +47,12 @@ impl Program {
 
     /// Runs it and returns what it printed to stdout and stderr.
     fn run(&self, arguments: &[&str]) -> (String, String) {
+        let (succeeded, out, err) = self.output(arguments);
+        assert!(succeeded, "{arguments:?}:\n{out}{err}");
+        (out, err)
+    }
+
+    fn output(&self, arguments: &[&str]) -> (bool, String, String) {
         let mut path = self.folder.clone().into_os_string();
         path.push(":");
         path.push(&self.libraries);
@@ -55,23 +61,24 @@ impl Program {
             .current_dir(&self.folder)
             .env("LD_LIBRARY_PATH", path)
             .env("AQUIFER_STANDIN_LIBRARY", self.libraries.join("libaquifer_standin.so"))
-            .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5")
+            .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5;1GiB,seed=6")
             .env_remove("AQUIFER_ALLOC_CONF")
             .output()
             .expect("the program runs");
         let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        assert!(output.status.success(), "{arguments:?}: {}\n{out}{err}", output.status);
-        (out, err)
+        (output.status.success(), out, err)
     }
 }
 
 #[test]
 fn a_c_program() {
     let Some(program) = Program::build("cc", "program.c", &["-std=c11"]) else { return };
-    for what in ["threads", "forget", "oom", "reports", "pools", "ort", "forked", "at_the_end"] {
+    for what in ["threads", "forget", "oom", "reports", "pools", "devices", "ort", "forked", "at_the_end"] {
         let (_, err) = program.run(&[what]);
         assert_eq!(err, "", "{what}");
     }
+    let (succeeded, _, err) = program.output(&["careless"]);
+    assert!(!succeeded && err.contains("violations: "), "{err}");
     let (_, err) = program.run(&["wrong"]);
     assert!(err.contains("aquifer_free: ") && err.contains("aquifer_record_stream: "), "{err}");
 }
