@@ -83,7 +83,7 @@ impl Gpu {
     }
 
     /// Calls `request` with the stream of this handle: 0 and 1 are the legacy default stream, 2 is that of the calling thread.
-    pub(crate) fn with_stream<R>(&self, handle: *mut c_void, request: impl FnOnce(&Stream) -> R) -> Result<R, Failure> {
+    pub(crate) fn with_stream<R>(&self, handle: *mut c_void, request: impl Fn(&Stream) -> R) -> Result<R, Failure> {
         let address = handle.addr();
         let handle = address as u64;
         if handle <= 1 {
@@ -94,23 +94,20 @@ impl Gpu {
         let is_it = |cached: &&Cached| {
             cached.handle == handle && cached.ordinal == self.ordinal && cached.generation == generation
         };
-        let mut request = Some(request);
         // The borrow is shared, because the request may run a callback that comes here again.
         let served = CACHE.try_with(|cache| {
             let cache = cache.try_borrow().ok()?;
-            let cached = cache[place].as_ref().filter(is_it)?;
-            request.take().map(|request| request(&cached.stream))
+            cache[place].as_ref().filter(is_it).map(|cached| request(&cached.stream))
         });
         if let Ok(Some(served)) = served {
             return Ok(served);
         }
         let stream = self.find_stream(handle)?;
         let cached = Cached { ordinal: self.ordinal, handle, generation, stream: stream.clone() };
-        // Within a callback the cache is borrowed. While the thread ends it is gone. Both can do without.
+        // Within a callback the cache is borrowed, and while the thread ends it is gone. Both can do without.
         let old =
             CACHE.try_with(|cache| cache.try_borrow_mut().ok().and_then(|mut cache| cache[place].replace(cached)));
         drop(old);
-        let request = request.take().ok_or_else(|| Failure::invalid("the request was served twice"))?;
         Ok(request(&stream))
     }
 

@@ -72,7 +72,7 @@ def enable(plain=False):
     shim = None
     if not plain:
         try:
-            shim = _build("aquifer_torch_shim", [], _cuda_includes(), ["-lc10_cuda", "-ltorch_cuda"])
+            shim = _build("aquifer_torch_shim", _SHIM, [], _cuda_includes(), ["-lc10_cuda", "-ltorch_cuda"])
         except Exception as error:
             text = str(error).strip().splitlines()
             reason = next((line for line in text if "error:" in line), text[0] if text else repr(error))
@@ -86,7 +86,7 @@ def enable(plain=False):
         _connect(shim, path)
         _raise(_text_function(shim, "aquifer_torch_enable")())
     else:
-        shim = _build("aquifer_torch_plain", ["-DAQUIFER_PLAIN"], [], [])
+        shim = _build("aquifer_torch_plain", _SHIM, ["-DAQUIFER_PLAIN"], [], [])
         _connect(shim, path)
         allocator = torch.cuda.memory.CUDAPluggableAllocator(shim._name, "aquifer_torch_malloc", "aquifer_torch_free")
         record = ctypes.cast(library.aquifer_record_stream, ctypes.c_void_p).value
@@ -188,7 +188,7 @@ def _declare(library):
     return library
 
 
-def _build(name, flags, includes, libraries):
+def _build(name, source, flags, includes, libraries):
     from torch.utils import cpp_extension
 
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
@@ -196,7 +196,7 @@ def _build(name, flags, includes, libraries):
     folder.mkdir(parents=True, exist_ok=True)
     cpp_extension.load(
         name,
-        [str(_SHIM)],
+        [str(source)],
         extra_cflags=["-O2", *flags],
         extra_include_paths=includes,
         extra_ldflags=[*libraries, "-ldl"],

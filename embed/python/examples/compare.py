@@ -44,8 +44,8 @@ def pairs(allocator):
     if allocator in ("aquifer", "plain"):
         aquifer_torch.enable(plain=allocator == "plain")
     torch.empty(1, device="cuda")
-    aquifer_torch._SHIM = HERE / "pairs.cpp"
-    library = aquifer_torch._build("aquifer_pairs", [], aquifer_torch._cuda_includes(), ["-lc10_cuda"])
+    includes = aquifer_torch._cuda_includes()
+    library = aquifer_torch._build("aquifer_pairs", HERE / "pairs.cpp", [], includes, ["-lc10_cuda"])
     library.hot.restype = library.churn.restype = ctypes.c_double
     rows = {f"hot {name}": library.hot(ctypes.c_size_t(size), 200_000) for name, size in (("512 B", 512), ("1 MiB", 1 << 20))}
     rows |= {f"churn {n}": library.churn(ctypes.c_size_t(n), 200_000) for n in (100, 1000, 10000)}
@@ -60,7 +60,7 @@ def main():
     if options.names[0] == "one":
         return pairs(options.names[1])
     gib = 2**30
-    print("| program | allocator | reserved GiB | of requested | device calls | ms a step |\n| --- | --- | --- | --- | --- | --- |")
+    print("| program | allocator | reserved GiB | of requested | device calls | CPU ms a step |\n| --- | --- | --- | --- | --- | --- |")
     for name in options.names:
         if name == "pairs":
             continue
