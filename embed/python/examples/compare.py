@@ -60,7 +60,7 @@ def main():
     if options.names[0] == "one":
         return pairs(options.names[1])
     gib = 2**30
-    print("| program | allocator | reserved GiB | of requested | device calls | CPU ms a step |\n| --- | --- | --- | --- | --- | --- |")
+    print("| program | allocator | reserved GiB | of requested | device allocs + frees | CPU ms a step |\n| --- | --- | --- | --- | --- | --- |")
     for name in options.names:
         if name == "pairs":
             continue
