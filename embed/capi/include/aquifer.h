@@ -1,0 +1,182 @@
+/* The C interface to Aquifer. Written by ci/header from embed/capi/src/lib.rs: do not edit. */
+
+#ifndef AQUIFER_H
+#define AQUIFER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+// The version of this interface. Functions are added without a change of it.
+#define AQUIFER_VERSION 1
+
+// The call succeeded.
+#define AQUIFER_OK 0
+
+// The caller gave a wrong argument, or the environment a wrong configuration.
+#define AQUIFER_INVALID 1
+
+// There was not enough memory. Freeing some may help.
+#define AQUIFER_OUT_OF_MEMORY 2
+
+// A driver call failed, or was refused because a stream captures.
+#define AQUIFER_DEVICE_ERROR 3
+
+// This process was forked from one that had opened a device.
+#define AQUIFER_FORKED 4
+
+// Aquifer has a bug: the text says where.
+#define AQUIFER_PANIC 5
+
+// Other requests may take free memory of the pool rather than fail.
+#define AQUIFER_POOL_USE_ON_OOM 1
+
+// Each allocation of the pool has a segment of its own.
+#define AQUIFER_POOL_NO_SPLIT 2
+
+// A function that gets the report of an allocation that found no memory, and the data that was registered with it.
+typedef void (*aquifer_oom_callback)(const char *report, void *data);
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The version of the library's interface, to be compared with `AQUIFER_VERSION`.
+int aquifer_version(void);
+
+// Status of the last call of this thread that failed.
+int aquifer_last_status(void);
+
+// Text of the last call of this thread that failed; for `AQUIFER_OUT_OF_MEMORY`, the report. It is valid until the next failure of this
+// thread. Empty if no call failed.
+const char *aquifer_last_error(void);
+
+// Allocates memory that is ready for work of `stream`. Returns NULL for `size` 0, and after an error.
+//
+// `stream` is a live `cudaStream_t` or `CUstream` of the device's primary context; 0 and 1 are the legacy default stream, 2 is that of the
+// calling thread. Before its owner destroys it, call `aquifer_forget_stream`.
+//
+// This function, `aquifer_free` and `aquifer_record_stream` have the signatures that `torch.cuda.memory.CUDAPluggableAllocator` takes.
+void *aquifer_malloc(size_t size,
+                     int device,
+                     void *stream);
+
+// Frees memory from this library. It may be called while work that uses the memory is enqueued: the memory is reused after that work. Work on
+// other streams than that of the allocation counts if `aquifer_record_stream` was called. `stream` must be that of the allocation, `size` is
+// not used, and NULL is ignored. With `device` -1, the device is found by the pointer. Errors go to stderr.
+void aquifer_free(void *ptr,
+                  size_t size,
+                  int device,
+                  void *stream);
+
+// Notes that `stream` uses memory from another stream. Call it after that use was enqueued and before `aquifer_free`. The device is found by
+// the pointer. Errors go to stderr.
+void aquifer_record_stream(void *ptr,
+                           void *stream);
+
+// Lets a stream go. Call it before the stream is destroyed; no other thread may use the stream with this library meanwhile.
+int aquifer_forget_stream(int device,
+                          void *stream);
+
+// Gives unused memory back to the device, or with `device` -1 to all that are open.
+int aquifer_empty_cache(int device);
+
+// As `aquifer_empty_cache`, but only until at most `bytes` are held from the device.
+int aquifer_trim_to(int device, uint64_t bytes);
+
+// Limits the bytes held from the device. `UINT64_MAX` removes the limit.
+int aquifer_set_limit(int device, uint64_t bytes);
+
+// Limits the bytes held to a share of the device's memory, from 0 to 1. 1 removes the limit.
+int aquifer_set_memory_fraction(int device, double fraction);
+
+// Bytes in live allocations, rounded up as they are; 0 after an error.
+uint64_t aquifer_memory_allocated(int device);
+
+// Bytes held from the device; 0 after an error.
+uint64_t aquifer_memory_reserved(int device);
+
+// Peak of `aquifer_memory_allocated` since the start, or the last `aquifer_reset_peak`; 0 after an error.
+uint64_t aquifer_max_memory_allocated(int device);
+
+// Peak of `aquifer_memory_reserved` since the start, or the last `aquifer_reset_peak`; 0 after an error.
+uint64_t aquifer_max_memory_reserved(int device);
+
+// Makes peaks start from now.
+int aquifer_reset_peak(int device);
+
+// Makes counts of what happened start from 0.
+int aquifer_reset_accumulated(int device);
+
+// Writes the statistics as a JSON object, under the names of PyTorch's `memory_stats()`.
+//
+// As much as fits goes into `buffer`, with a closing NUL. Returns the length of the whole text without it, or 0 after an error: a result of
+// at least `capacity` means that the text was cut. `buffer` must be writable for `capacity` bytes; it may be NULL if that is 0.
+//
+// # Safety
+// As above.
+size_t aquifer_stats_json(int device,
+                          char *buffer,
+                          size_t capacity);
+
+// Writes a snapshot of all blocks as JSON, in the form of PyTorch's `memory_snapshot()`, as `aquifer_stats_json` does.
+//
+// # Safety
+// As `aquifer_stats_json`.
+size_t aquifer_snapshot_json(int device,
+                             char *buffer,
+                             size_t capacity);
+
+// Saves a snapshot for PyTorch's memory viewer as a file whose name, in UTF-8, ends in .pickle, .pkl or .json.
+//
+// # Safety
+// `path` must be a string with a closing NUL.
+int aquifer_save_snapshot(int device,
+                          const char *path);
+
+// Registers a function that is called with the report before an allocation fails for lack of memory, on its thread. It may free memory. It
+// replaces the one before; NULL removes it.
+//
+// # Safety
+// Any thread may call it with `data`, until another one is registered and the calls under way have returned.
+void aquifer_on_oom(aquifer_oom_callback callback,
+                    void *data);
+
+// Lets another device access the memory of this one, now and later.
+int aquifer_enable_peer_access(int device, int peer);
+
+// Creates a pool of memory that is kept apart, with `AQUIFER_POOL_USE_ON_OOM`, `AQUIFER_POOL_NO_SPLIT`, both or 0 as options. Returns its
+// number, or 0 after an error.
+uint64_t aquifer_pool_create(int device,
+                             int options);
+
+// As `aquifer_malloc`, from a pool. The stream may be capturing: the memory is then the graph's, and stays in the pool until that is released.
+// Free it with `aquifer_free`.
+void *aquifer_pool_malloc(uint64_t pool,
+                          size_t size,
+                          void *stream);
+
+// Notes that the captures that allocated from a pool have ended.
+int aquifer_pool_end_captures(uint64_t pool);
+
+// Releases a pool. Its live allocations stay valid. Graphs that use its memory must not be launched any more.
+int aquifer_pool_release(uint64_t pool);
+
+// Sets the device and the stream of the three functions below, for the process: those of ONNX Runtime's CUDA provider have neither. Sessions
+// that use them must compute on this stream (`user_compute_stream`).
+int aquifer_ort_bind(int device,
+                     void *stream);
+
+// For the option `gpu_external_alloc`. NULL after an error.
+void *aquifer_ort_alloc(size_t size);
+
+// For the option `gpu_external_free`. Errors go to stderr.
+void aquifer_ort_free(void *ptr);
+
+// For the option `gpu_external_empty_cache`. Errors go to stderr.
+void aquifer_ort_empty_cache(void);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* AQUIFER_H */

@@ -1,0 +1,68 @@
+//! Private pools by number, for PyTorch's `MemPool` and for graphs.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use aquifer::device::DevicePtr;
+use aquifer::memory::{PoolOptions, PrivatePool};
+
+use crate::failure::Failure;
+use crate::gpu::{Gpu, refuse_forked};
+
+struct Pool {
+    gpu: &'static Gpu,
+    pool: PrivatePool,
+    /// Announcements of the captures that allocate from the pool.
+    captures: Mutex<Vec<Box<dyn Any + Send>>>,
+}
+
+static POOLS: Mutex<BTreeMap<u64, Arc<Pool>>> = Mutex::new(BTreeMap::new());
+
+/// The pools, locked, but not in a forked child, where the lock's holder may be gone.
+fn pools() -> Result<MutexGuard<'static, BTreeMap<u64, Arc<Pool>>>, Failure> {
+    refuse_forked()?;
+    Ok(POOLS.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn find(number: u64) -> Result<Arc<Pool>, Failure> {
+    pools()?.get(&number).cloned().ok_or_else(|| unknown(number))
+}
+
+fn unknown(number: u64) -> Failure {
+    Failure::invalid(format!("{number} is not the number of a pool"))
+}
+
+pub(crate) fn create(gpu: &'static Gpu, options: PoolOptions) -> Result<u64, Failure> {
+    let pool = gpu.memory.create_pool(options)?;
+    let number = pool.id().1;
+    pools()?.insert(number, Arc::new(Pool { gpu, pool, captures: Mutex::default() }));
+    Ok(number)
+}
+
+pub(crate) fn alloc(number: u64, bytes: u64, stream: *mut c_void) -> Result<DevicePtr, Failure> {
+    let Pool { gpu, pool, captures } = &*find(number)?;
+    gpu.with_stream(stream, |stream| {
+        if !stream.is_capturing()
+            && let Ok(announced) = stream.announce_capture()
+        {
+            captures.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(announced));
+        }
+        pool.alloc_raw(bytes, stream)
+    })?
+    .map_err(Failure::from)
+}
+
+pub(crate) fn end_captures(number: u64) -> Result<(), Failure> {
+    let pool = find(number)?;
+    let ended = std::mem::take(&mut *pool.captures.lock().unwrap_or_else(PoisonError::into_inner));
+    drop(ended);
+    Ok(())
+}
+
+pub(crate) fn release(number: u64) -> Result<(), Failure> {
+    // Dropped without the lock, as it may call the driver.
+    let pool = pools()?.remove(&number);
+    pool.map(drop).ok_or_else(|| unknown(number))
+}

@@ -1,0 +1,259 @@
+"""PyTorch's tensors in memory of Aquifer.
+
+    import aquifer_torch
+    aquifer_torch.enable()      # before the first CUDA tensor
+
+AQUIFER_ALLOC_CONF, else PYTORCH_CUDA_ALLOC_CONF, configures it. The README says what PyTorch does not let an allocator do.
+"""
+
+import ctypes
+import json
+import os
+import pathlib
+import warnings
+
+import torch
+
+__all__ = [
+    "Error",
+    "empty_cache",
+    "enable",
+    "is_enabled",
+    "library_path",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+    "on_oom",
+    "reset_peak_memory_stats",
+    "set_limit",
+    "snapshot",
+    "stats",
+    "trim_to",
+]
+
+_NAME = "libaquifer_c.so"
+_SHIM = pathlib.Path(__file__).with_name("shim.cpp")
+_OOM_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
+
+_library = None
+_kept = []  # what native code refers to
+
+
+class Error(RuntimeError):
+    """Aquifer could not be loaded, or refused a request."""
+
+
+def library_path():
+    """The library's path: AQUIFER_LIBRARY, or beside this package, or in the target folder of the checkout that it is in."""
+    chosen = os.environ.get("AQUIFER_LIBRARY")
+    here = pathlib.Path(__file__).resolve().parent
+    targets = [pathlib.Path(os.environ["CARGO_TARGET_DIR"])] if "CARGO_TARGET_DIR" in os.environ else []
+    targets += [folder / "target" for folder in here.parents if (folder / "Cargo.lock").is_file()]
+    candidates = [pathlib.Path(chosen)] if chosen else [here / _NAME, *(target / "release" / _NAME for target in targets)]
+    for path in candidates:
+        if path.is_file():
+            return path
+    looked = ", ".join(map(str, candidates))
+    raise Error(f"no library at {looked}: build it with `cargo build --release -p aquifer-capi`, or set AQUIFER_LIBRARY")
+
+
+def enable(plain=False):
+    """Makes Aquifer the allocator of CUDA tensors. Call it before the first one is made. Once is enough.
+
+    The first call builds a small C++ library with this PyTorch (about a minute; kept in the cache folder). Where that fails, or with
+    `plain`, it uses PyTorch's pluggable allocator instead, which lacks statistics, pools and graphs, and says so.
+    """
+    global _library
+    if _library is not None:
+        return
+    path = str(library_path())
+    library = _declare(ctypes.CDLL(path))
+    shim = None
+    if not plain:
+        try:
+            shim = _build("aquifer_torch_shim", _SHIM, [], _cuda_includes(), ["-lc10_cuda", "-ltorch_cuda"])
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            reason = next((line for line in text if "error:" in line), text[0] if text else repr(error))
+            warnings.warn(
+                "aquifer_torch: falling back to PyTorch's pluggable allocator, without torch.cuda.memory_stats(), MemPool and graphs: "
+                f"the extension did not build ({reason}). It needs g++ and CUDA's headers, which `pip install nvidia-cuda-runtime "
+                "nvidia-cuda-crt` brings.",
+                stacklevel=2,
+            )
+    if shim is not None:
+        _connect(shim, path)
+        _raise(_text_function(shim, "aquifer_torch_enable")())
+    else:
+        shim = _build("aquifer_torch_plain", _SHIM, ["-DAQUIFER_PLAIN"], [], [])
+        _connect(shim, path)
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(shim._name, "aquifer_torch_malloc", "aquifer_torch_free")
+        record = ctypes.cast(library.aquifer_record_stream, ctypes.c_void_p).value
+        allocator.allocator().set_record_stream_fn(record)
+        torch.cuda.memory.change_current_allocator(allocator)
+        _kept.append(allocator)
+    _library = library
+
+
+def is_enabled():
+    """Whether CUDA tensors come from Aquifer."""
+    return _library is not None
+
+
+def stats(device=None):
+    """The statistics, under the names of `torch.cuda.memory_stats()`."""
+    length = _checked(_enabled().aquifer_stats_json(_index(device), None, 0))
+    buffer = ctypes.create_string_buffer(length + 256)
+    _checked(_library.aquifer_stats_json(_index(device), buffer, len(buffer)))
+    return json.loads(buffer.value)
+
+
+def snapshot(path, device=None):
+    """Saves a snapshot for PyTorch's memory viewer; `path` ends in .pickle, .pkl or .json. `history:100000` in AQUIFER_ALLOC_CONF adds the
+    last 100000 events."""
+    _status(_enabled().aquifer_save_snapshot(_index(device), os.fsencode(path)))
+
+
+def empty_cache(device=None):
+    """Gives unused memory of a device, or of all, back."""
+    _status(_enabled().aquifer_empty_cache(-1 if device is None else _index(device)))
+
+
+def trim_to(bytes, device=None):
+    """Gives unused memory back until at most so many bytes are held."""
+    _status(_enabled().aquifer_trim_to(_index(device), bytes))
+
+
+def set_limit(bytes, device=None):
+    """Limits the bytes held; `None` removes the limit."""
+    _status(_enabled().aquifer_set_limit(_index(device), 2**64 - 1 if bytes is None else bytes))
+
+
+def memory_allocated(device=None):
+    """Bytes in live tensors, as they are rounded."""
+    return _enabled().aquifer_memory_allocated(_index(device))
+
+
+def memory_reserved(device=None):
+    """Bytes held from the device."""
+    return _enabled().aquifer_memory_reserved(_index(device))
+
+
+def max_memory_allocated(device=None):
+    """Peak of `memory_allocated`."""
+    return _enabled().aquifer_max_memory_allocated(_index(device))
+
+
+def max_memory_reserved(device=None):
+    """Peak of `memory_reserved`."""
+    return _enabled().aquifer_max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device=None):
+    """Makes peaks start from now."""
+    _status(_enabled().aquifer_reset_peak(_index(device)))
+
+
+def on_oom(callback):
+    """Calls `callback(report)` before an allocation fails for lack of memory; `None` removes it."""
+    function = _OOM_CALLBACK() if callback is None else _OOM_CALLBACK(lambda report, _: callback(report.decode()))
+    _enabled().aquifer_on_oom(function, None)
+    _kept.append(function)  # another thread may be calling the one before
+
+
+def _declare(library):
+    size, number, pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
+    results = {
+        "memory_allocated": number,
+        "memory_reserved": number,
+        "max_memory_allocated": number,
+        "max_memory_reserved": number,
+        "stats_json": size,
+        "last_error": ctypes.c_char_p,
+        "on_oom": None,
+    }
+    arguments = {
+        "last_error": [],
+        "on_oom": [_OOM_CALLBACK, pointer],
+        "stats_json": [ctypes.c_int, ctypes.c_char_p, size],
+        "save_snapshot": [ctypes.c_int, ctypes.c_char_p],
+        "trim_to": [ctypes.c_int, number],
+        "set_limit": [ctypes.c_int, number],
+    }
+    for name in {*results, *arguments, "empty_cache", "reset_peak"}:
+        function = getattr(library, f"aquifer_{name}")
+        function.restype = results.get(name, ctypes.c_int)
+        function.argtypes = arguments.get(name, [ctypes.c_int])
+    return library
+
+
+def _build(name, source, flags, includes, libraries):
+    from torch.utils import cpp_extension
+
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = cache / "aquifer_torch" / f"torch-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(
+        name,
+        [str(source)],
+        extra_cflags=["-O2", *flags],
+        extra_include_paths=includes,
+        extra_ldflags=[*libraries, "-ldl"],
+        build_directory=str(folder),
+        with_cuda=False,
+        is_python_module=False,
+    )
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
+def _cuda_includes():
+    """Folders with CUDA's headers: of a toolkit, or of NVIDIA's wheels."""
+    from torch.utils import cpp_extension
+
+    site = pathlib.Path(torch.__file__).parent.parent
+    folders = [*site.glob("nvidia/cu*/include"), site / "nvidia" / "cuda_runtime" / "include"]
+    if cpp_extension.CUDA_HOME:
+        folders.append(pathlib.Path(cpp_extension.CUDA_HOME) / "include")
+    return [str(folder) for folder in folders if (folder / "cuda_runtime_api.h").is_file()]
+
+
+def _connect(shim, path):
+    connect = _text_function(shim, "aquifer_torch_connect")
+    connect.argtypes = [ctypes.c_char_p]
+    _raise(connect(os.fsencode(path)))
+
+
+def _text_function(shim, name):
+    function = getattr(shim, name)
+    function.restype = ctypes.c_char_p
+    return function
+
+
+def _raise(error):
+    if error:
+        raise Error(error.decode())
+
+
+def _enabled():
+    if _library is None:
+        raise Error("call aquifer_torch.enable() first")
+    return _library
+
+
+def _index(device):
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+def _status(status):
+    if status:
+        raise Error(_library.aquifer_last_error().decode())
+
+
+def _checked(length):
+    if not length:
+        raise Error(_library.aquifer_last_error().decode())
+    return length
