@@ -37,10 +37,10 @@ pub(crate) enum Why {
 }
 
 const REASONS: [(Why, &str); 4] = [
-    (Why::Option, "as the option `pass` says"),
-    (Why::Capture, "while the stream was captured"),
-    (Why::Context, "in other contexts than the primary one, or after a reset"),
-    (Why::Pool, "from pools of the program's own"),
+    (Why::Option, "AQUIFER_PASS names the function"),
+    (Why::Capture, "the stream was being captured"),
+    (Why::Context, "the context was not the device's primary one, or was reset"),
+    (Why::Pool, "the pool was the program's own"),
 ];
 
 static PASSED: [AtomicU64; REASONS.len()] = [const { AtomicU64::new(0) }; REASONS.len()];
@@ -121,10 +121,13 @@ fn text() -> String {
     for gpu in gpu::opened() {
         describe(&mut text, gpu);
     }
+    if gpu::opened().next().is_none() {
+        text.push_str("  no allocation was served\n");
+    }
     for ((_, reason), count) in REASONS.iter().zip(&PASSED) {
         let count = count.load(Ordering::Relaxed);
         if count > 0 {
-            let _ = writeln!(text, "  {count} allocations by the driver, {reason}");
+            let _ = writeln!(text, "  allocations left to the driver because {reason}: {count}");
         }
     }
     if let Some(refusal) = FIRST_REFUSAL.get() {
@@ -139,7 +142,7 @@ fn describe(text: &mut String, gpu: &Gpu) {
     let of = |bytes| Bytes(bytes).to_string();
     let _ = writeln!(
         text,
-        "  cuda:{} ({}): {} allocations served, {} refused for lack of memory\n    \
+        "  cuda:{} ({}): allocations served {}, refused for lack of memory {}\n    \
          peak: allocated {}, reserved {}\n    at the end: allocated {}, reserved {}",
         gpu.ordinal,
         gpu.device.info().name,
@@ -159,11 +162,11 @@ fn describe(text: &mut String, gpu: &Gpu) {
     owners.sort_by_key(|((bytes, _), count)| std::cmp::Reverse(bytes * count));
     for ((bytes, stream), count) in owners.iter().take(SHOWN) {
         let total = of(bytes * count);
-        let _ = writeln!(text, "      {total} in {count} blocks of {} each, on stream {stream}", of(*bytes));
+        let _ = writeln!(text, "      {total}: {count} × {}, stream {stream}", of(*bytes));
     }
     if owners.len() > SHOWN {
         let rest: u64 = owners[SHOWN..].iter().map(|((bytes, _), count)| bytes * count).sum();
-        let _ = writeln!(text, "      {} in blocks of other sizes", of(rest));
+        let _ = writeln!(text, "      {}: other sizes", of(rest));
     }
 }
 
