@@ -47,7 +47,11 @@ pub(crate) fn served() -> impl Iterator<Item = &'static Gpu> {
 /// The GPU of a live allocation that was served, by its first address.
 pub(crate) fn owner(ptr: u64) -> Served<&'static Gpu> {
     let owns = |gpu: &&Gpu| gpu.allocator.size_of_raw(DevicePtr(ptr)).is_ok();
-    if ptr == 0 { None } else { served().find(owns) }.ok_or(Instead::Driver(Why::Foreign))
+    match served().find(owns) {
+        Some(gpu) if ptr != 0 => Ok(gpu),
+        _ if served().any(|gpu| gpu.has_in_segment(ptr)) => Err(Instead::Code(INVALID_VALUE)),
+        _ => Err(Instead::Driver(Why::Foreign)),
+    }
 }
 
 /// The calling thread's current context.
@@ -152,6 +156,16 @@ pub(crate) fn choose_pool(device: c_int, pool: Handle) {
 }
 
 impl Gpu {
+    /// Whether an address is in a segment that the allocator holds. The driver knows these as allocations: a block that the program frees
+    /// twice must not reach it.
+    fn has_in_segment(&self, ptr: u64) -> bool {
+        let holds = || {
+            let segments = self.allocator.snapshot().segments;
+            segments.iter().any(|segment| (segment.address..segment.address + segment.total_size).contains(&ptr))
+        };
+        self.allocator.why_segments().is_some() && holds()
+    }
+
     /// Whether the program chose another pool than the default one.
     pub(crate) fn has_other_pool(&self) -> bool {
         OTHER_POOLS.load(Ordering::Acquire) >> self.ordinal & 1 != 0

@@ -109,11 +109,11 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
     }
     let serve = || {
         let (owner, context) = find(ptr)?;
-        for place in 0..count as usize {
-            // SAFETY: the driver has accepted the array.
-            let attribute = unsafe { *attributes.add(place) };
-            // SAFETY: as above.
-            let data = unsafe { *data.add(place) };
+        // SAFETY: not null, and the driver has accepted the array.
+        let attributes = unsafe { std::slice::from_raw_parts(attributes, count as usize) };
+        // SAFETY: as above.
+        let data = unsafe { std::slice::from_raw_parts(data, count as usize) };
+        for (&attribute, &data) in attributes.iter().zip(data) {
             // SAFETY: passed on to the program.
             unsafe { correct(attribute, data, &owner, context) };
         }

@@ -62,7 +62,7 @@ impl Folder {
             .args(["-Wall", "-Werror", "-o"])
             .args([&program, &source])
             .arg(libraries.join("libaquifer_standin.so"))
-            .arg("-ldl")
+            .args(["-ldl", "-lpthread"])
             .output();
         let Ok(output) = compiled else {
             eprintln!("skipped: there is no C compiler `cc`");
@@ -109,12 +109,14 @@ fn a_program_of_cudarc_is_served() {
 fn a_c_program_is_served_in_the_order_of_its_streams() {
     let folder = Folder::new("c");
     let Some(program) = folder.compile() else { return };
-    let (output, report) = folder.run(&mut Command::new(&program), "");
-    assert_eq!(count(&report, SERVED), 642, "{report}");
-    assert_eq!(count(&report, "the stream was being captured: "), 1, "{report}");
-    assert_eq!(count(&report, "the pool was the program's own: "), 1, "{report}");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("AQUIFER_PASS=cuMemAlloc"), "{said}");
+    for options in ["", "backing:segments", "cross_stream:wait", "no_cache:True"] {
+        let (output, report) = folder.run(Command::new(&program).env("AQUIFER_ALLOC_CONF", options), "");
+        assert_eq!(count(&report, SERVED), 842, "{options}: {report}");
+        assert_eq!(count(&report, "the stream was being captured: "), 1, "{options}: {report}");
+        assert_eq!(count(&report, "the pool was the program's own: "), 1, "{options}: {report}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains("AQUIFER_PASS=cuMemAlloc"), "{said}");
+    }
     // The detector sees what is not ordered, so the runs above show that all was.
     folder.run(Command::new(&program).arg("race"), "");
 }

@@ -2,6 +2,7 @@
  * With the argument `race` it frees memory in the order of a stream that does not wait for the work on it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -91,6 +92,35 @@ static void hand_over(int orders) {
     }
 }
 
+/* Each thread has a stream of its own. */
+static void *thread(void *context) {
+    Handle own;
+    CUdeviceptr block;
+    OK(cuCtxSetCurrent(context));
+    OK(cuStreamCreate(&own, 1));
+    for (int step = 1; step <= 50; step++) {
+        if (step % 10 == 0) {
+            OK(cuMemAlloc_v2(&block, step * 4096));
+        } else {
+            OK(cuMemAllocAsync(&block, step * 4096, own));
+        }
+        OK(cuMemsetD8Async(block, step, step * 4096, own));
+        if (step % 10 == 1) {
+            OK(cuMemFree_v2(block));
+        } else {
+            OK(cuMemFreeAsync(block, own));
+        }
+    }
+    OK(cuStreamDestroy_v2(own));
+    return NULL;
+}
+
+static void in_threads(Handle context) {
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++) OK(pthread_create(&threads[i], NULL, thread, context));
+    for (int i = 0; i < 4; i++) OK(pthread_join(threads[i], NULL));
+}
+
 static void plain(void) {
     CUdeviceptr blocks[8];
     for (int round = 0; round < 5; round++) {
@@ -178,6 +208,7 @@ int main(int count, char **arguments) {
     OK(cuCtxSetCurrent(context));
     OK(cuEventCreate(&event, 2));
     for (int i = 0; i < 3; i++) OK(cuStreamCreate(&streams[i], 1));
+    if (!races) in_threads(context);
     hand_over(!races);
     if (!races) {
         plain();
