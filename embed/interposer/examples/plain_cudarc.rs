@@ -7,7 +7,7 @@ use std::ffi::c_char;
 use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 
-const N: usize = 1 << 16;
+const N: u32 = 1 << 16;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let context = CudaContext::new(0)?;
@@ -15,14 +15,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     let axpy = module.load_function("axpy_f32")?;
     let (one, mut two) = (context.new_stream()?, context.new_stream()?);
     for step in 0..100_u16 {
-        let host = vec![f32::from(step); N];
+        let host = vec![f32::from(step); N as usize];
         let x = one.clone_htod(&host)?;
-        let mut y = two.alloc_zeros::<f32>(N)?;
-        let (alpha, n) = (2.0_f32, N as u64);
+        let mut y = two.alloc_zeros::<f32>(N as usize)?;
+        let (alpha, n) = (2.0_f32, u64::from(N));
         let mut launch = two.launch_builder(&axpy);
         launch.arg(&mut y).arg(&x).arg(&alpha).arg(&n);
         // SAFETY: these are the kernel's parameters, and both slices have `n` elements.
-        unsafe { launch.launch(LaunchConfig::for_num_elems(N as u32)) }?;
+        unsafe { launch.launch(LaunchConfig::for_num_elems(N)) }?;
         if step % 10 == 0 {
             assert!(two.clone_dtoh(&y)?.iter().all(|&found| found == alpha * f32::from(step)));
         }

@@ -43,7 +43,7 @@ impl Folder {
             .env("AQUIFER_REPORT", &report)
             .env("AQUIFER_SNAPSHOT", self.0.join("snapshot.json"))
             .env("AQUIFER_PASS", pass)
-            .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5")
+            .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5;1GiB")
             .output()
             .unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -111,9 +111,10 @@ fn a_c_program_is_served_in_the_order_of_its_streams() {
     let Some(program) = folder.compile() else { return };
     for options in ["", "backing:segments", "cross_stream:wait", "no_cache:True"] {
         let (output, report) = folder.run(Command::new(&program).env("AQUIFER_ALLOC_CONF", options), "");
-        assert_eq!(count(&report, SERVED), 842, "{options}: {report}");
+        assert_eq!(count(&report, SERVED), 844, "{options}: {report}");
         assert_eq!(count(&report, "the stream was being captured: "), 1, "{options}: {report}");
         assert_eq!(count(&report, "the pool was the program's own: "), 1, "{options}: {report}");
+        assert_eq!(count(&report, "not the device's primary one, or was reset: "), 1, "{options}: {report}");
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(said.contains("AQUIFER_PASS=cuMemAlloc"), "{said}");
     }

@@ -17,6 +17,9 @@ int cuDevicePrimaryCtxRetain(Handle *, int);
 int cuDevicePrimaryCtxReset_v2(int);
 int cuCtxSetCurrent(Handle);
 int cuCtxSynchronize(void);
+int cuCtxCreate_v2(Handle *, unsigned, int);
+int cuCtxDestroy_v2(Handle);
+int cuCtxEnablePeerAccess(Handle, unsigned);
 int cuStreamCreate(Handle *, unsigned);
 int cuStreamDestroy_v2(Handle);
 int cuStreamSynchronize(Handle);
@@ -193,6 +196,39 @@ static void pools_and_capture(void) {
     cuStreamEndCapture(streams[0], &graph);
 }
 
+/* Memory of another context than the primary one is the driver's. */
+static void other_context(Handle primary) {
+    Handle context;
+    CUdeviceptr block;
+    OK(cuCtxCreate_v2(&context, 0, 0));
+    OK(cuMemAlloc_v2(&block, MIB));
+    OK(cuMemFree_v2(block));
+    OK(cuCtxDestroy_v2(context));
+    OK(cuCtxSetCurrent(primary));
+}
+
+/* The second device reaches the first one's memory, from before and after it was let in. */
+static void peers(void *driver, Handle primary) {
+    struct {
+        uint64_t start, bytes, devices;
+        char rest[8];
+    } mapped;
+    int (*mapping)(int, uint64_t, void *) = (int (*)(int, uint64_t, void *))dlsym(driver, "standin_mapping");
+    Handle other;
+    CUdeviceptr blocks[2];
+    OK(cuMemAlloc_v2(&blocks[0], 200 * MIB));
+    OK(cuDevicePrimaryCtxRetain(&other, 1));
+    OK(cuCtxSetCurrent(other));
+    OK(cuCtxEnablePeerAccess(primary, 0));
+    OK(cuCtxSetCurrent(primary));
+    OK(cuMemAlloc_v2(&blocks[1], 300 * MIB));
+    for (int i = 0; i < 2; i++) {
+        /* Memory in segments is no mapping, and the driver lets the device in. */
+        if (mapping(0, blocks[i], &mapped) == 0) CHECK(mapped.devices == 3);
+        OK(cuMemFree_v2(blocks[i]));
+    }
+}
+
 struct buffer {
     char *start;
     size_t capacity, length;
@@ -216,6 +252,9 @@ int main(int count, char **arguments) {
         describe(driver);
         names(driver);
         pools_and_capture();
+        other_context(context);
+        OK(cuCtxSynchronize());
+        peers(driver, context);
     }
     OK(cuCtxSynchronize());
 
