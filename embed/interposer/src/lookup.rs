@@ -45,7 +45,7 @@ fn find(name: &str, version: c_int, per_thread: bool) -> Option<*const ()> {
         11020 "cuMemFreeAsync" => memory::cuMemFreeAsync;
         11020 "cuMemPoolSetAccess" => memory::cuMemPoolSetAccess;
         11020 "cuDeviceSetMemPool" => memory::cuDeviceSetMemPool;
-        11000 "cuDevicePrimaryCtxReset" => memory::cuDevicePrimaryCtxReset_v2;
+        7000 "cuDevicePrimaryCtxReset" => memory::cuDevicePrimaryCtxReset_v2;
         4000 "cuStreamDestroy" => memory::cuStreamDestroy_v2;
         4000 "cuCtxEnablePeerAccess" => memory::cuCtxEnablePeerAccess;
         3020 "cuMemGetAddressRange" => pointers::cuMemGetAddressRange_v2;
