@@ -2,6 +2,7 @@
 
 mod compare;
 mod hardware;
+mod run;
 mod shows;
 mod transfer;
 
@@ -16,6 +17,7 @@ use clap::{Args, Parser, Subcommand};
 
 pub use compare::CompareArgs;
 pub use hardware::{CallsArgs, SoakArgs};
+pub use run::RunArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 pub use transfer::{Part, TransferArgs};
 
@@ -34,7 +36,8 @@ Examples:
   aquifer-stress bench --filter churn
   aquifer-stress calls --device sim:a100
   aquifer-stress transfer --device sim:h100 --max-mb 16
-  aquifer-stress soak --minutes 5 --threads 4";
+  aquifer-stress soak --minutes 5 --threads 4
+  aquifer-stress run --snapshot train.pickle -- python train.py";
 
 const SIMULATED: &str = "\
 Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
@@ -130,6 +133,8 @@ pub enum Command {
     /// List the options of allocators, which --config and AQUIFER_ALLOC_CONF take.
     #[command(after_long_help = aquifer_allocator::internal::OPTIONS)]
     Options,
+    /// Run a program that is already built, with its GPU memory from this allocator, and report on it.
+    Run(RunArgs),
     /// Demonstrate on recorded programs why memory runs out while much of it is free, and what helps (the default).
     Demo(DemoArgs),
 }

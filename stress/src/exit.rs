@@ -21,7 +21,8 @@ Exit codes (if several apply, the last one in this list):
   1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot
      be written, memory that `oom` or `soak` found damaged or could not get back
   2  incorrect usage: an unknown command or option, or an invalid device or option string
-  5  hazards: the simulated device's race detector found unordered work";
+  5  hazards: the simulated device's race detector found unordered work
+`run` ends as its program does.";
 
 /// How the program ended. Graver ones are greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,6 +40,8 @@ pub enum Outcome {
     Usage,
     /// The race detector found hazards.
     Hazards,
+    /// A program that was run ended with this code.
+    Program(u8),
 }
 
 impl Outcome {
@@ -51,6 +54,7 @@ impl Outcome {
             Outcome::OutOfMemory => 3,
             Outcome::BadInput => 4,
             Outcome::Hazards => 5,
+            Outcome::Program(code) => code,
         }
     }
 }
@@ -71,6 +75,9 @@ pub enum Failure {
     /// The input is damaged or cannot be read.
     #[error(transparent)]
     Input(#[from] InputError),
+    /// A library that a program needs is missing.
+    #[error("{0}")]
+    Library(String),
     /// The device cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
@@ -151,7 +158,8 @@ impl Failure {
             Failure::Transfer(TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. }) => {
                 Outcome::OutOfMemory
             }
-            Failure::Open(_)
+            Failure::Library(_)
+            | Failure::Open(_)
             | Failure::NotShown(_)
             | Failure::Alloc { .. }
             | Failure::Device(_)

@@ -75,6 +75,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(
             Command::Oom(OomArgs { list: true, .. }) | Command::Fragmentation(FragmentationArgs { list: true, .. }),
         ) => Session::without_device(&cli.global),
+        Some(Command::Run(_)) => Session::without_device(&cli.global),
         Some(Command::Bench(_) | Command::Replay(_) | Command::Transfer(_)) => {
             Session::new(&cli.global).map(Session::unchecked)
         }
@@ -89,6 +90,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Calls(args)) => commands::calls::run(&session, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
         Some(Command::Oom(args)) => commands::oom::run(&session, args),
+        Some(Command::Run(args)) => commands::run::run(&session, args),
         Some(Command::Soak(args)) => commands::soak::run(&session, args),
         Some(Command::Transfer(args)) => commands::transfer::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),

@@ -8,6 +8,7 @@ pub mod fit;
 pub mod fragmentation;
 pub mod oom;
 pub mod replay;
+pub mod run;
 pub mod soak;
 pub mod transfer;
 

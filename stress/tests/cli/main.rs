@@ -7,6 +7,7 @@ mod compare;
 mod gpu;
 mod no_fake_driver;
 mod replay;
+mod run;
 mod shows;
 mod snapshots;
 mod terms;

@@ -1,0 +1,132 @@
+//! Programs that are already built, on the stand-in driver with the interposer before it, watched by its race detector.
+#![cfg(all(target_os = "linux", target_pointer_width = "64"))]
+#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The folder of the test programs' libraries, and that of the examples.
+fn folders() -> (PathBuf, PathBuf) {
+    let program = std::env::current_exe().unwrap();
+    let libraries = program.parent().unwrap().to_owned();
+    let examples = libraries.with_file_name("examples");
+    (libraries, examples)
+}
+
+/// A folder with the names of the driver, as `aquifer-stress run` makes it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let folder = Folder(std::env::temp_dir().join(format!("aquifer-interposer-{}-{name}", std::process::id())));
+        fs::create_dir(&folder.0).unwrap();
+        let (libraries, _) = folders();
+        for (name, library) in [
+            ("libcuda.so", "libaquifer_interposer.so"),
+            ("libcuda.so.1", "libaquifer_interposer.so"),
+            ("libaquifer_driver.so", "libaquifer_standin.so"),
+        ] {
+            let library = libraries.join(library);
+            assert!(library.is_file(), "{} is built with the tests", library.display());
+            symlink(library, folder.0.join(name)).unwrap();
+        }
+        folder
+    }
+
+    /// Runs a program, which must end with 0; what it wrote, and the report.
+    fn run(&self, command: &mut Command, pass: &str) -> (Output, String) {
+        let report = self.0.join("report");
+        let output = command
+            .env("LD_LIBRARY_PATH", &self.0)
+            .env("AQUIFER_REPORT", &report)
+            .env("AQUIFER_SNAPSHOT", self.0.join("snapshot.json"))
+            .env("AQUIFER_PASS", pass)
+            .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5;1GiB")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{:?}: {said}", output.status);
+        let text = fs::read_to_string(&report).unwrap_or_else(|error| panic!("no report: {error}: {said}"));
+        fs::remove_file(report).unwrap();
+        (output, text)
+    }
+
+    /// Compiles the C program, linked to the driver by its name. `None` where there is no compiler.
+    fn compile(&self) -> Option<PathBuf> {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/memory.c");
+        let (libraries, _) = folders();
+        let program = self.0.join("memory");
+        let compiled = Command::new("cc")
+            .args(["-Wall", "-Werror", "-o"])
+            .args([&program, &source])
+            .arg(libraries.join("libaquifer_standin.so"))
+            .args(["-ldl", "-lpthread"])
+            .output();
+        let Ok(output) = compiled else {
+            eprintln!("skipped: there is no C compiler `cc`");
+            return None;
+        };
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Some(program)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The number behind some words of a report.
+fn count(report: &str, words: &str) -> u64 {
+    let behind = report.split(words).nth(1).unwrap_or("0");
+    let digits = behind.find(|c: char| !c.is_ascii_digit()).map_or(behind, |end| &behind[..end]);
+    digits.parse().unwrap()
+}
+
+const SERVED: &str = "allocations served ";
+
+#[test]
+fn a_program_of_cudarc_is_served() {
+    let folder = Folder::new("cudarc");
+    let (_, examples) = folders();
+    let (output, report) = folder.run(&mut Command::new(examples.join("plain_cudarc")), "");
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("of 1073741824 bytes are free; 0 violations"), "{said}");
+    assert_eq!(count(&report, SERVED), 200, "{report}");
+    assert!(
+        report.contains("refused for lack of memory 0") && report.contains("at the end: allocated 0 bytes"),
+        "{report}"
+    );
+    assert!(!report.contains("left to the driver"), "{report}");
+    let snapshot = fs::read_to_string(folder.0.join("snapshot.json")).unwrap();
+    assert!(snapshot.matches("\"alloc\"").count() >= 200);
+}
+
+#[test]
+fn a_c_program_is_served_in_the_order_of_its_streams() {
+    let folder = Folder::new("c");
+    let Some(program) = folder.compile() else { return };
+    for options in ["", "backing:segments", "cross_stream:wait", "no_cache:True"] {
+        let (output, report) = folder.run(Command::new(&program).env("AQUIFER_ALLOC_CONF", options), "");
+        assert_eq!(count(&report, SERVED), 844, "{options}: {report}");
+        assert_eq!(count(&report, "the stream was being captured: "), 1, "{options}: {report}");
+        assert_eq!(count(&report, "the pool was the program's own: "), 1, "{options}: {report}");
+        assert_eq!(count(&report, "not the device's primary one, or was reset: "), 1, "{options}: {report}");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(said.contains("AQUIFER_PASS=cuMemAlloc"), "{said}");
+    }
+    // The detector sees what is not ordered, so the runs above show that all was.
+    folder.run(Command::new(&program).arg("race"), "");
+}
+
+#[test]
+fn functions_can_be_left_to_the_driver() {
+    let folder = Folder::new("pass");
+    let (_, examples) = folders();
+    let (_, report) = folder.run(&mut Command::new(examples.join("plain_cudarc")), "cuMemAllocAsync");
+    assert_eq!(count(&report, SERVED), 0, "{report}");
+    assert_eq!(count(&report, "AQUIFER_PASS names the function: "), 200, "{report}");
+}

@@ -1,0 +1,45 @@
+//! `run`, with this program itself as the one that is run: what it measures of the driver's own pool comes from the allocator then.
+#![cfg(target_os = "linux")]
+
+use super::*;
+
+fn run(options: &[&str], program: &[&str]) -> Output {
+    let driver = Path::new(env!("CARGO_BIN_EXE_aquifer-stress")).with_file_name("deps").join("libaquifer_standin.so");
+    let mut command = super::program(&["run"]);
+    command.arg("--driver").arg(driver).args(options).arg("--").args(program);
+    command.env_remove("CUDA_VISIBLE_DEVICES").env("AQUIFER_STANDIN_DEVICES", "16GiB").output().unwrap()
+}
+
+const THIS: &str = env!("CARGO_BIN_EXE_aquifer-stress");
+
+#[test]
+fn a_program_is_served_and_a_report_follows() {
+    let (file, snapshot) = (data("fsdp_start.trace"), Scratch::new("run.json", b""));
+    let replay = [THIS, "replay", "--json", "--repeat", "1", "--device", "cuda:0", "--driver-pool", &file];
+    let output = run(&["--config", "limit_mb:8192", "--snapshot", snapshot.path()], &replay);
+    let row = rows_of(0, &output).remove(0);
+    let served = format!("allocations served {}, refused for lack of memory 0", bytes(&row, "allocs"));
+    let said = errors(&output);
+    assert!(said.contains(&served) && said.contains("peak: allocated 6.89 GiB, reserved "), "{said}");
+    let saved: Value = serde_json::from_slice(&std::fs::read(snapshot.path()).unwrap()).unwrap();
+    assert_eq!(
+        saved["device_traces"][0].as_array().unwrap().iter().filter(|entry| entry["action"] == "alloc").count(),
+        861
+    );
+    let passed = run(&["--pass", "cuMemAllocAsync"], &replay);
+    assert!(errors(&passed).contains("AQUIFER_PASS names the function: 861"), "{}", errors(&passed));
+}
+
+#[test]
+fn it_ends_as_the_program_does() {
+    let ended = |script: &str| run(&[], &["sh", "-c", script]);
+    let output = ended("echo written; exit 7");
+    assert_eq!((output.status.code(), &output.stdout[..]), (Some(7), &b"written\n"[..]));
+    assert!(errors(&output).contains("no report"), "{}", errors(&output));
+    assert_eq!(ended("kill -9 $$").status.code(), Some(137));
+    let folder = String::from_utf8(ended("echo ${LD_LIBRARY_PATH%%:*}").stdout).unwrap();
+    assert!(folder.contains("aquifer-run-") && !Path::new(folder.trim()).exists(), "{folder}");
+    assert_eq!(run(&[], &["/no/such/program"]).status.code(), Some(1));
+    assert_eq!(run(&["--library", "/no/such/library"], &["true"]).status.code(), Some(1));
+    assert_eq!(run(&["--pass", "cuMemFree"], &["true"]).status.code(), Some(2));
+}
