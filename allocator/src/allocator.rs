@@ -46,8 +46,8 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 /// let buffer = allocator.alloc_bytes(100 << 20, &stream)?;
 /// stream.fill(buffer.ptr(), 0, buffer.bytes())?;
 /// drop(buffer); // legal at once: later work of the stream comes after the fill
-/// assert_eq!(allocator.allocated_bytes(), 0);
-/// assert_eq!(allocator.reserved_bytes(), 100 << 20);
+/// assert_eq!(allocator.memory_allocated(), 0);
+/// assert_eq!(allocator.memory_reserved(), 100 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
@@ -527,13 +527,13 @@ impl Allocator {
     }
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
-    pub fn allocated_bytes(&self) -> u64 {
+    pub fn memory_allocated(&self) -> u64 {
         self.inner.shell.apply_queued_frees();
         self.inner.shell.read(Hot::Bytes).all.current
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
-    pub fn reserved_bytes(&self) -> u64 {
+    pub fn memory_reserved(&self) -> u64 {
         self.inner.shell.counters.reserved_bytes.read().all.current
     }
 

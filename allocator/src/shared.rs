@@ -26,7 +26,7 @@ pub trait DeviceAllocator {
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (memory, stream) = (device.allocator()?, device.stream()?);
     /// let buffer = memory.alloc::<f32>(1000, &stream)?;
-    /// assert_eq!(device.allocator()?.allocated_bytes(), memory.allocated_bytes());
+    /// assert_eq!(device.allocator()?.memory_allocated(), memory.memory_allocated());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
@@ -119,10 +119,10 @@ mod tests {
         let device = device();
         let stream = device.stream().unwrap();
         let buffer = device.allocator().unwrap().alloc::<u8>(1000, &stream).unwrap();
-        assert_eq!(device.allocator().unwrap().allocated_bytes(), 1024);
+        assert_eq!(device.allocator().unwrap().memory_allocated(), 1024);
         let allocator = Arc::downgrade(buffer.allocator().inner());
         drop(buffer);
         assert!(allocator.upgrade().is_none());
-        assert_eq!(device.allocator().unwrap().reserved_bytes(), 0);
+        assert_eq!(device.allocator().unwrap().memory_reserved(), 0);
     }
 }

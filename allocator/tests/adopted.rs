@@ -25,8 +25,8 @@ fn a_stream_adopted_for_each_call_reuses_its_memory() {
         drop(last.replace(output));
     }
     drop(last);
-    assert!(allocator.reserved_bytes() <= 8 * MIB, "{} bytes", allocator.reserved_bytes());
+    assert!(allocator.memory_reserved() <= 8 * MIB, "{} bytes", allocator.memory_reserved());
     device.driver().destroy_stream(raw).unwrap();
     allocator.empty_cache().unwrap();
-    assert_eq!((allocator.reserved_bytes(), driver.violations()), (0, vec![]));
+    assert_eq!((allocator.memory_reserved(), driver.violations()), (0, vec![]));
 }

@@ -54,7 +54,7 @@ fn a_second_turn_is_refused_on_the_same_thread_and_only_while_the_first_lasts() 
             let turn = Turn::take(&bench.stream, &[(buffer.storage(), first)]).unwrap();
             let refused = Turn::take(&bench.stream, &[(other.storage(), Write), (part.storage(), second)]).unwrap_err();
             assert!(matches!(refused, AllocError::TurnHeld), "{refused}");
-            assert!(refused.to_string().contains("drop that turn before"), "{refused}");
+            assert!(refused.to_string().contains("end that first"), "{refused}");
             drop(Turn::take(&bench.stream, &[(other.storage(), Write)]).unwrap());
             drop(turn);
             drop(Turn::take(&bench.stream, &[(other.storage(), Write), (buffer.storage(), second)]).unwrap());

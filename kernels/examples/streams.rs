@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "{} events recorded, {} waits, {} bytes held",
         counts.events_recorded,
         counts.waits_inserted,
-        allocator.reserved_bytes()
+        allocator.memory_reserved()
     );
     match device.driver().take_violation() {
         Some(violation) => Err(violation.into()),

@@ -131,7 +131,6 @@ pub enum Command {
     /// Run out of memory in several ways, read the reports, and recover.
     Oom(OomArgs),
     /// List the options of allocators, which --config and AQUIFER_ALLOC_CONF take.
-    #[command(after_long_help = aquifer_allocator::internal::OPTIONS)]
     Options,
     /// Run a program that is already built, with its GPU memory from this allocator, and report on it.
     Run(RunArgs),
@@ -316,7 +315,7 @@ Benchmarks; a pair is one allocation and one free:
   handover                             one thread allocates blocks of 512 B to 1 MiB, another frees
                                        them, through a ring of 256 places; offset-allocator is
                                        behind a lock
-  raw_hot, raw_churn_10000, raw_two_threads
+  raw_hot, raw_churn_10000, raw_parallel
                                        as hot_1mib, churn_10000 and threads2_streams2, with raw
                                        pointers; the yardstick is the same with handles
 JSON keys, per benchmark and allocator (aquifer and, alternating with it, the yardstick: the bare

@@ -94,6 +94,6 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Soak(args)) => commands::soak::run(&session, args),
         Some(Command::Transfer(args)) => commands::transfer::run(&session, args),
         Some(Command::Demo(args)) => commands::demo::run(&session, args),
-        Some(Command::Options) => session.show(aquifer_allocator::internal::OPTIONS).map(|()| Outcome::Done),
+        Some(Command::Options) => commands::options::run(&session),
     }
 }

@@ -58,7 +58,7 @@ impl Room {
             }
         }
         // Granules that are mapped nowhere.
-        let spare = allocator.reserved_bytes().saturating_sub(in_segments);
+        let spare = allocator.memory_reserved().saturating_sub(in_segments);
         room.movable += spare;
         room.headroom = allocator.config().headroom.min(room.device);
         room.device -= room.headroom;

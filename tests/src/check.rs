@@ -114,7 +114,7 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     let [requested, allocated, active, reserved] =
         [stats.requested_bytes, stats.allocated_bytes, stats.active_bytes, stats.reserved_bytes].map(|s| s.all.current);
     assert!(allocated <= active && requested <= active && active <= reserved, "{stats:?}");
-    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (allocated, reserved));
+    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (allocated, reserved));
 }
 
 /// Blocks tile their segments, and segments do not overlap.

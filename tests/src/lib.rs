@@ -91,7 +91,7 @@ impl Bench {
     /// Panics unless everything is given back: nothing reserved, and the device as free as at the start.
     pub fn assert_returned(&self) {
         self.allocator.empty_cache().unwrap_or_else(|error| panic!("{error}"));
-        assert_eq!(self.allocator.reserved_bytes(), 0, "bytes are still reserved");
+        assert_eq!(self.allocator.memory_reserved(), 0, "bytes are still reserved");
         assert_eq!(self.device_free(), self.device.info().total_bytes, "memory is missing on the device");
         self.driver.assert_no_reservation();
         self.assert_no_violation();

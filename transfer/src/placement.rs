@@ -90,7 +90,7 @@ impl Candidate {
     pub(crate) fn free(&self) -> Result<u64, TransferError> {
         let on_device = self.device.memory_info()?.free;
         let Some(allocator) = &self.allocator else { return Ok(on_device) };
-        let (allocated, reserved) = (allocator.allocated_bytes(), allocator.reserved_bytes());
+        let (allocated, reserved) = (allocator.memory_allocated(), allocator.memory_reserved());
         let growth = allocator.limit().map_or(on_device, |limit| on_device.min(limit.saturating_sub(reserved)));
         Ok(growth.saturating_add(reserved.saturating_sub(allocated)))
     }

@@ -33,7 +33,7 @@ impl Allocator {
         let first = self.trim_done(bytes)?;
         // Addresses without memory may wait to be given back, too.
         let is_enough = bytes > 0 || self.shell().core().paged.as_ref().is_none_or(|paged| paged.retired.is_empty());
-        if self.reserved_bytes() <= bytes && is_enough {
+        if self.memory_reserved() <= bytes && is_enough {
             return Ok(first);
         }
         let waited = self.synchronize_pending(Which::All)?;

@@ -132,14 +132,14 @@ mod tests {
             let mut copy = buffer.like(&two).unwrap();
             two.with([read(&buffer), write(&mut copy)], |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), 4096))
                 .unwrap();
-            let (again, kept) = (buffer.share(), memory.allocated_bytes());
+            let (again, kept) = (buffer.share(), memory.memory_allocated());
             drop(buffer);
-            assert_eq!(memory.allocated_bytes(), kept);
+            assert_eq!(memory.memory_allocated(), kept);
             drop(again);
         }
         device.synchronize().unwrap();
         assert_eq!(driver.violations(), []);
-        assert_eq!(memory.allocated_bytes(), 0);
+        assert_eq!(memory.memory_allocated(), 0);
     }
 
     #[test]

@@ -315,7 +315,7 @@ mod tests {
                     drop(allocator.alloc_bytes(1 << 20, stream).unwrap());
                 }
             }
-            let reserved = allocator.reserved_bytes();
+            let reserved = allocator.memory_reserved();
             assert!(reserved >= 2 * granule, "{reserved} bytes in granules of {granule}");
         }
     }
@@ -349,7 +349,7 @@ mod tests {
             .map(|_| {
                 let loans = loans(&allocator, 0);
                 allocator.empty_cache().unwrap();
-                assert_eq!(allocator.reserved_bytes(), 0);
+                assert_eq!(allocator.memory_reserved(), 0);
                 loans
             })
             .collect();

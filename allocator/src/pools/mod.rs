@@ -38,7 +38,7 @@ use crate::shell::special;
 /// let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
 /// drop(pool.alloc_bytes(48 << 20, &stream)?); // the pool keeps it
 /// let lent = allocator.alloc_bytes(40 << 20, &stream)?; // there is no other memory for this
-/// assert_eq!(allocator.reserved_bytes(), 48 << 20);
+/// assert_eq!(allocator.memory_reserved(), 48 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

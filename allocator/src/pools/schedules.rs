@@ -33,7 +33,7 @@ fn explore(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 'static
         model(&Setup { sim: sim.clone(), pool, streams });
         device.synchronize().unwrap();
         allocator.empty_cache().unwrap();
-        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0));
+        assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
         assert_eq!(sim.violations(), []);
     };
     let run = Arc::new(run);

@@ -65,7 +65,7 @@ fn nothing_is_left_of_pools_that_are_gone() {
             assert_eq!((whole.pools.iter().count(), whole.pools.lenders().count(), whole.pools.places()), (0, 0, 0));
             check(&whole, false).unwrap();
         }
-        assert_eq!(allocator.reserved_bytes(), 0);
+        assert_eq!(allocator.memory_reserved(), 0);
     }
 }
 

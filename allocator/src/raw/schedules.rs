@@ -64,6 +64,6 @@ fn of_calls_that_free_a_pointer_one_succeeds() {
         assert!(matches!(size, Ok(4096) | Err(AllocError::InvalidPointer { .. })));
         let freed: u32 = threads.into_iter().map(|thread| thread.join().unwrap()).sum();
         assert_eq!(freed, 1);
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
     });
 }

@@ -57,7 +57,7 @@ fn a_free_in_another_streams_order_waits_for_that_stream() {
     world.fill_late(ptr, MIB, &two);
     let before = world.sim.now_ns();
     world.memory.free_raw_on(ptr, &two).unwrap();
-    assert_eq!(world.memory.allocated_bytes(), 0);
+    assert_eq!(world.memory.memory_allocated(), 0);
     let other = world.memory.alloc_raw(MIB, &one).unwrap();
     assert_ne!(other, ptr, "its use may not be done");
     one.fill(other, 2, MIB).unwrap();

@@ -63,16 +63,16 @@ fn frees_that_race_with_an_allocation_and_readers_are_all_counted() {
             drop_in_thread(two),
             thread::spawn(move || drop(allocating.alloc_bytes(SIZE, &stream).unwrap())),
             thread::spawn(move || {
-                let bytes = reading.allocated_bytes();
+                let bytes = reading.memory_allocated();
                 assert!((SIZE..=4 * SIZE).contains(&bytes), "{bytes}");
             }),
         ];
         join(threads);
-        assert_eq!(allocator.allocated_bytes(), SIZE, "exact with no call in flight");
+        assert_eq!(allocator.memory_allocated(), SIZE, "exact with no call in flight");
         let shell = allocator.shell();
         assert_eq!(shell.whole().live(), 1);
         drop(kept);
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
         drop(allocator);
         assert_idle_once(shell);
     });
@@ -123,7 +123,7 @@ fn the_last_handles_race_with_each_other_and_with_a_reader() {
         join([
             drop_in_thread(last),
             thread::spawn(move || drop(clone)),
-            thread::spawn(move || assert!(reading.allocated_bytes() <= SIZE)),
+            thread::spawn(move || assert!(reading.memory_allocated() <= SIZE)),
             thread::spawn(move || drop(allocator)),
         ]);
         assert_idle_once(shell);
@@ -143,11 +143,11 @@ fn a_shell_is_not_shared_by_allocators_that_open_while_others_close() {
                 let allocator = open(&device);
                 let stream = device.stream().unwrap();
                 let kept = allocator.alloc_bytes(SIZE, &stream).unwrap();
-                assert_eq!(allocator.allocated_bytes(), SIZE);
+                assert_eq!(allocator.memory_allocated(), SIZE);
                 drop(allocator.alloc_bytes(SIZE, &stream).unwrap());
-                assert_eq!(allocator.allocated_bytes(), SIZE, "nobody else allocates from it");
+                assert_eq!(allocator.memory_allocated(), SIZE, "nobody else allocates from it");
                 drop(kept);
-                assert_eq!(allocator.allocated_bytes(), 0);
+                assert_eq!(allocator.memory_allocated(), 0);
             })
         };
         let threads = [live(&device), drop_in_thread(last), live(&device), thread::spawn(move || drop(allocator))];
@@ -183,7 +183,7 @@ fn memory_shared_by_two_streams_is_reused_without_a_race() {
         join([work(0), work(1)]);
         let found = sim.violations();
         assert!(found.is_empty(), "{}", found[0]);
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
         let blocks = streams.each_ref().map(|stream| allocator.alloc_bytes(SIZE, stream).unwrap());
         for (block, stream) in blocks.iter().zip(&streams) {
             stream.fill(block.ptr(), 3, SIZE).unwrap();
@@ -248,7 +248,7 @@ fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
         assert_eq!(whole.live(), 2, "no free is left in a queue");
         drop(whole);
         drop(kept);
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
         drop(allocator);
         assert_idle_once(shell);
     });
@@ -277,7 +277,7 @@ fn memory_handed_to_another_stream_is_freed_in_its_order() {
         ]);
         let found = sim.violations();
         assert!(found.is_empty(), "{}", found[0]);
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
     });
 }
 
@@ -357,6 +357,6 @@ fn counters_hold_while_arenas_begin_to_count_for_themselves() {
         allocator.reset_peak_stats();
         assert_eq!(allocator.stats().allocation.all.peak, 1, "exact again");
         drop(two);
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
     });
 }

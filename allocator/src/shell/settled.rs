@@ -274,7 +274,7 @@ mod tests {
                     String::new()
                 }
                 Step::Trim { share } => {
-                    let bytes = self.allocator.reserved_bytes() / 4 * share;
+                    let bytes = self.allocator.memory_reserved() / 4 * share;
                     self.allocator.trim_to(bytes).unwrap().to_string()
                 }
                 Step::Refuse { stream } => {

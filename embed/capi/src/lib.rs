@@ -143,13 +143,13 @@ pub extern "C" fn aquifer_set_memory_fraction(device: c_int, fraction: f64) -> c
 /// Bytes in live allocations, rounded up as they are; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_memory_allocated(device: c_int) -> u64 {
-    guarded(0, || Ok(Gpu::here(device)?.memory.allocated_bytes()))
+    guarded(0, || Ok(Gpu::here(device)?.memory.memory_allocated()))
 }
 
 /// Bytes held from the device; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_memory_reserved(device: c_int) -> u64 {
-    guarded(0, || Ok(Gpu::here(device)?.memory.reserved_bytes()))
+    guarded(0, || Ok(Gpu::here(device)?.memory.memory_reserved()))
 }
 
 /// Peak of `aquifer_memory_allocated` since the start, or the last `aquifer_reset_peak`; 0 after an error.

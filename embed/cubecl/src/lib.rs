@@ -26,7 +26,7 @@
 //! managed.mode(MemoryAllocationMode::Dedicated); // Aquifer pools; a second layer of pools would only hold more
 //! let handle = managed.reserve(1 << 20, PageUpdate::Allow, &mut ErrorGraph::default()).expect("there is room");
 //! let resource = managed.get_resource(handle.binding(), None, None).expect("it was just reserved");
-//! assert_eq!((resource.size, memory.allocated_bytes()), (1 << 20, 1 << 20));
+//! assert_eq!((resource.size, memory.memory_allocated()), (1 << 20, 1 << 20));
 //! # Ok::<(), aquifer::Error>(())
 //! ```
 //!

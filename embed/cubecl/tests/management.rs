@@ -56,7 +56,7 @@ fn peaks(name: &str, config: MemoryConfiguration, dedicated: bool) -> (u64, u64)
     held.clear();
     managed.cleanup(Cleanup::Explicit, &mut failures);
     managed.storage().flush();
-    assert_eq!(memory.allocated_bytes(), 0, "{name}: everything went back");
+    assert_eq!(memory.memory_allocated(), 0, "{name}: everything went back");
     println!("{name}: {} MiB requested, {} MiB held", requested / MIB, peak / MIB);
     (requested, peak)
 }

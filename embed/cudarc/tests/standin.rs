@@ -135,8 +135,8 @@ fn slices_are_ordered_by_cudarc_and_their_memory_is_reused_in_order() {
         // Dropped with the launch in flight; `one` gets the memory at once.
     }
     gpu.assert_no_violation();
-    assert!(gpu.memory.reserved_bytes() <= 2 << 20, "{}", gpu.memory.summary());
-    assert_eq!(gpu.memory.allocated_bytes(), 0);
+    assert!(gpu.memory.memory_reserved() <= 2 << 20, "{}", gpu.memory.summary());
+    assert_eq!(gpu.memory.memory_allocated(), 0);
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn slices_that_nothing_orders_are_refused() {
     // What there was before goes back once the whole context is done.
     drop(two);
     drop(alone);
-    assert_eq!(gpu.memory.allocated_bytes(), 0);
+    assert_eq!(gpu.memory.memory_allocated(), 0);
     gpu.assert_no_violation();
 }
 
@@ -160,9 +160,9 @@ fn a_leaked_slice_is_freed_by_its_address() {
     let [stream] = gpu.streams();
     let slice = gpu.memory.alloc_slice_zeros::<f32>(N, &stream).unwrap();
     let ptr = slice.leak();
-    assert!(gpu.memory.allocated_bytes() >= 4 * N as u64);
+    assert!(gpu.memory.memory_allocated() >= 4 * N as u64);
     gpu.memory.free_raw(aquifer::device::DevicePtr(ptr)).unwrap();
-    assert_eq!(gpu.memory.allocated_bytes(), 0);
+    assert_eq!(gpu.memory.memory_allocated(), 0);
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn everyone_gets_one_allocator_and_one_stream() {
     let [stream] = gpu.streams();
     let again = aquifer_cudarc::allocator(&CudaContext::new(gpu.standin.ordinal() as usize).unwrap()).unwrap();
     let held = again.alloc_on::<u8>(1000, &stream).unwrap();
-    assert_eq!(gpu.memory.allocated_bytes(), again.allocated_bytes());
+    assert_eq!(gpu.memory.memory_allocated(), again.memory_allocated());
     let ids = [(); 2].map(|()| aquifer_cudarc::stream(&stream).unwrap().id());
     assert_eq!(ids[0], ids[1]);
     drop(held);

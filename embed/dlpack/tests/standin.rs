@@ -52,7 +52,7 @@ fn memory_is_shared_and_ordered_between_two_libraries() {
     }
     gpu.device.synchronize().unwrap();
     assert_eq!(gpu.standin.violations(), Vec::<String>::new());
-    assert_eq!(gpu.memory.allocated_bytes(), 0);
+    assert_eq!(gpu.memory.memory_allocated(), 0);
 }
 
 #[test]

@@ -103,7 +103,7 @@ fn free_async(ptr: u64, raw: Handle) -> u32 {
 
 /// What the program can allocate: what the device has free, and what is cached here unused, within the limit of the options.
 fn free_bytes(gpu: &Gpu, free: u64) -> u64 {
-    let (allocated, reserved) = (gpu.allocator.allocated_bytes(), gpu.allocator.reserved_bytes());
+    let (allocated, reserved) = (gpu.allocator.memory_allocated(), gpu.allocator.memory_reserved());
     let free = free + reserved.saturating_sub(allocated);
     gpu.allocator.limit().map_or(free, |limit| free.min(limit.saturating_sub(allocated)))
 }

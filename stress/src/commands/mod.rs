@@ -7,6 +7,7 @@ pub mod demo;
 pub mod fit;
 pub mod fragmentation;
 pub mod oom;
+pub mod options;
 pub mod replay;
 pub mod run;
 pub mod soak;

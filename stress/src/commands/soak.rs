@@ -119,7 +119,7 @@ fn one(
     sum.tally.add(soaked?);
     saved?;
     allocator.empty_cache()?;
-    sum.kept += allocator.reserved_bytes();
+    sum.kept += allocator.memory_reserved();
     drop(allocator);
     sum.hazards += hazards(session, &format!("seed {seed}"), &device);
     (sum.limit, sum.seeds) = (limit, sum.seeds + 1);

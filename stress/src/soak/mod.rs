@@ -142,7 +142,7 @@ mod tests {
                     "{tally:?}"
                 );
                 assert!(tally.peak_reserved_bytes <= 16 << 20);
-                assert_eq!(allocator.allocated_bytes(), 0);
+                assert_eq!(allocator.memory_allocated(), 0);
                 allocator.empty_cache().unwrap();
                 let memory = allocator.device().memory_info().unwrap();
                 assert_eq!(memory.free, memory.total);

@@ -246,7 +246,7 @@ impl<'a> Worker<'a> {
     fn release(&mut self) -> Result<(), Failure> {
         self.tally.releases += 1;
         let allocator = self.shared.allocator;
-        let kept = if self.random.below(2) == 0 { 0 } else { allocator.reserved_bytes() / 2 };
+        let kept = if self.random.below(2) == 0 { 0 } else { allocator.memory_reserved() / 2 };
         allocator.trim_to(kept)?;
         Ok(())
     }

@@ -180,7 +180,7 @@ impl Stand {
     /// # Errors
     /// When something other than a lack of memory comes up.
     pub fn request(&self, bytes: u64) -> Result<Refusal, Failure> {
-        let figures = || (self.allocator.allocated_bytes(), self.allocator.reserved_bytes());
+        let figures = || (self.allocator.memory_allocated(), self.allocator.memory_reserved());
         let before = figures();
         let answer = self.allocator.alloc_bytes(bytes, &self.stream);
         let snapshot = self.takes_snapshots.then(|| Box::new(self.allocator.snapshot()));
@@ -228,10 +228,10 @@ impl Stand {
     pub fn is_usable(&mut self) -> Result<bool, Failure> {
         self.marked.clear();
         self.allocator.empty_cache()?;
-        let empty = self.allocator.allocated_bytes() == 0 && self.allocator.reserved_bytes() == 0;
+        let empty = self.allocator.memory_allocated() == 0 && self.allocator.memory_reserved() == 0;
         let free = self.allocator.device().memory_info()?.free.saturating_sub(self.allocator.config().headroom);
         let most = free.min(self.allocator.limit().unwrap_or(u64::MAX));
-        Ok(empty && self.is_served(self.unrounded(most / 10 * 9))? && self.allocator.allocated_bytes() == 0)
+        Ok(empty && self.is_served(self.unrounded(most / 10 * 9))? && self.allocator.memory_allocated() == 0)
     }
 }
 

@@ -128,7 +128,7 @@ impl World {
     pub(super) fn nap(&mut self, save: bool, frees: usize) {
         // What another process was said to hold, and what is not there, it would take now. And who watches over the memory of a device
         // that lags does not know of sleep.
-        let is_lacking = self.allocator.reserved_bytes() + self.other > self.device.info().total_bytes;
+        let is_lacking = self.allocator.memory_reserved() + self.other > self.device.info().total_bytes;
         if is_lacking || self.lagging.is_some() {
             return;
         }

@@ -76,7 +76,7 @@ impl World {
 
     fn assert_returned(&self, allocator: &Allocator) {
         self.assert_no_hazard();
-        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "memory is not given back");
+        assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0), "memory is not given back");
         let (free, total) = (self.driver.free(), self.device.info().total_bytes);
         assert_eq!(free, total, "memory is missing on the device");
         self.driver.assert_no_reservation();

@@ -122,7 +122,7 @@ impl World {
 
     /// Takes one step and checks what must hold.
     pub fn step(&mut self, op: &Op) {
-        let reserved = self.allocator.reserved_bytes();
+        let reserved = self.allocator.memory_reserved();
         self.lagging.iter().for_each(|lagging| lagging.advance());
         match *op {
             Op::Alloc { stream, bytes, align, on_thread } => self.alloc(stream, bytes, align, on_thread),
@@ -201,7 +201,7 @@ impl World {
         self.assert_no_hazard();
         self.pins.assert_kept();
         check::statistics(&self.allocator, self.blocks.totals());
-        let reserved = self.allocator.reserved_bytes();
+        let reserved = self.allocator.memory_reserved();
         if reserved > reserved_before {
             let limit = self.allocator.limit();
             assert!(limit.is_none_or(|limit| reserved <= limit), "{reserved} bytes reserved, limit {limit:?}");

@@ -91,7 +91,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
         fail(&bench.driver, Operation::EndCapture, 4, Code(999));
         drop(capture);
         assert!(bench.device.is_capturing() && bench.side.is_capturing(), "{name}");
-        assert_eq!(bench.allocator.reserved_bytes(), 8 * MIB);
+        assert_eq!(bench.allocator.memory_reserved(), 8 * MIB);
         bench.driver.clear_faults();
         then(&bench);
         assert!(!bench.device.is_capturing() && !bench.side.is_capturing(), "{name}");

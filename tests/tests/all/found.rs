@@ -148,7 +148,7 @@ fn streams_that_come_and_go_take_over_what_others_left() {
             // Where it is not known which work is done by then, all of it is.
             let pause = Duration::from_micros(round * 13 % 60);
             bench.driver.advance(if Subject::keeps_time() { pause } else { Duration::from_secs(1) });
-            reserved.push(bench.allocator.reserved_bytes());
+            reserved.push(bench.allocator.memory_reserved());
         }
         assert_eq!(reserved[30], reserved[59], "{backing}: {reserved:?}");
         drop(keep);
@@ -174,7 +174,7 @@ fn blocks_known_to_be_done_are_lent_too() {
     bench.stream.synchronize().unwrap();
     let one = bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap();
     let other = bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap();
-    assert_eq!(bench.allocator.reserved_bytes(), 20 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 20 * MIB);
     drop((one, other));
     bench.assert_returned();
 }

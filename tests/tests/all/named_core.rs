@@ -11,12 +11,12 @@ use aquifer_tests::{Bench, GIB, KIB, MIB, Subject, check, write_on};
 #[test]
 fn item_01_memory_allocation() {
     let bench = Bench::new(GIB, "");
-    let before = bench.allocator.allocated_bytes();
+    let before = bench.allocator.memory_allocated();
     let held = bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap();
-    assert_eq!(bench.allocator.allocated_bytes(), before + 100 * MIB);
-    assert!(bench.allocator.reserved_bytes() >= bench.allocator.allocated_bytes());
+    assert_eq!(bench.allocator.memory_allocated(), before + 100 * MIB);
+    assert!(bench.allocator.memory_reserved() >= bench.allocator.memory_allocated());
     drop(held);
-    assert_eq!(bench.allocator.allocated_bytes(), before);
+    assert_eq!(bench.allocator.memory_allocated(), before);
     bench.assert_returned();
 }
 
@@ -69,7 +69,7 @@ fn item_04_peaks_and_monotone_reserved() {
     let (mut held, mut most, mut reserved) = (Vec::new(), 0, 0);
     for step in 1..40_u64 {
         held.push(bench.allocator.alloc_bytes(step * 300 * KIB, &bench.stream).unwrap());
-        most = most.max(bench.allocator.allocated_bytes());
+        most = most.max(bench.allocator.memory_allocated());
         if step % 4 == 0 {
             held.drain(..3);
         }
@@ -89,9 +89,9 @@ fn item_05_devices_have_their_own_statistics() {
     let (one, other) = (Bench::new(GIB, ""), Bench::new(GIB, ""));
     let first = one.allocator.alloc_bytes(MIB, &one.stream).unwrap();
     let second = other.allocator.alloc_bytes(30 * MIB, &other.stream).unwrap();
-    assert_eq!((one.allocator.allocated_bytes(), other.allocator.allocated_bytes()), (MIB, 30 * MIB));
+    assert_eq!((one.allocator.memory_allocated(), other.allocator.memory_allocated()), (MIB, 30 * MIB));
     drop(first);
-    assert_eq!((one.allocator.allocated_bytes(), other.allocator.allocated_bytes()), (0, 30 * MIB));
+    assert_eq!((one.allocator.memory_allocated(), other.allocator.memory_allocated()), (0, 30 * MIB));
     let wrong = one.allocator.alloc_bytes(MIB, &other.stream);
     assert!(matches!(wrong, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
     drop(second);
@@ -239,7 +239,7 @@ fn item_15_allocator_backend() {
 fn item_20_raw_alloc() {
     let bench = Bench::new(GIB, "");
     let ptr = bench.allocator.alloc_raw(1025, &bench.stream).unwrap();
-    assert_eq!((bench.allocator.size_of_raw(ptr).unwrap(), bench.allocator.allocated_bytes()), (1536, 1536));
+    assert_eq!((bench.allocator.size_of_raw(ptr).unwrap(), bench.allocator.memory_allocated()), (1536, 1536));
     write_on(&bench.stream, ptr, 1025);
     bench.allocator.record_stream_raw(ptr, &bench.side).unwrap();
     let foreign = bench.allocator.free_raw(ptr.offset(512)).unwrap_err();
@@ -279,7 +279,7 @@ fn item_24_empty_cache_keeps_segments_in_use() {
     let large = bench.allocator.alloc_bytes(2 * MIB, &bench.stream).unwrap();
     drop([30, 40].map(|mib| bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap()));
     assert_eq!(bench.allocator.empty_cache().unwrap(), 70 * MIB);
-    assert_eq!(bench.allocator.reserved_bytes(), 22 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 22 * MIB);
     drop((small, large));
     bench.assert_returned();
 }

@@ -34,12 +34,12 @@ fn item_75_segments_of_a_pool() {
         let mut held: Vec<_> = (0..count).map(|_| pool.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
         let id = pool.id();
         assert_eq!(bench.allocator.reserved_by_private_pools()[&id], reserved, "{bytes} × {count}");
-        assert_eq!(bench.allocator.reserved_bytes(), reserved);
+        assert_eq!(bench.allocator.memory_reserved(), reserved);
         // The result stays usable after its pool.
         let last = held.pop().unwrap();
         drop(held);
         drop(pool);
-        assert_eq!(bench.allocator.reserved_bytes(), left, "{bytes} × {count}");
+        assert_eq!(bench.allocator.memory_reserved(), left, "{bytes} × {count}");
         write_on(&bench.stream, last.ptr(), bytes);
         drop(last);
         bench.assert_returned();
@@ -90,7 +90,7 @@ fn item_80_pools_give_memory_back() {
     assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
     drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     drop(pool);
-    assert_eq!(bench.allocator.reserved_bytes(), 0);
+    assert_eq!(bench.allocator.memory_reserved(), 0);
     bench.assert_returned();
 }
 

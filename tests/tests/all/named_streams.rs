@@ -144,7 +144,7 @@ fn item_42_a_stream_of_another_device_is_refused() {
     held.record_stream(&other.stream).unwrap_err();
     one.allocator.record_stream_raw(held.ptr(), &other.stream).unwrap_err();
     held.drop_on(&other.stream).unwrap_err();
-    assert_eq!(one.allocator.allocated_bytes(), 0, "given back all the same");
+    assert_eq!(one.allocator.memory_allocated(), 0, "given back all the same");
     one.assert_returned();
 }
 

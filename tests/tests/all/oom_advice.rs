@@ -204,7 +204,7 @@ fn exportable_segments_are_no_pool_of_the_callers() {
     let bench = Bench::new(64 * MIB, "backing:segments");
     let share = |bytes| bench.allocator.alloc_exportable(bytes, HandleKind::PosixFd, &bench.stream);
     let shared = share(3 * MIB).unwrap();
-    let taken = (bench.allocator.reserved_bytes(), bench.allocator.allocated_bytes());
+    let taken = (bench.allocator.memory_reserved(), bench.allocator.memory_allocated());
     assert_eq!(taken, (4 * MIB, 4 * MIB), "whole granules, as where memory is mapped");
     let of_block = refused(&bench, 62 * MIB);
     assert_eq!((&of_block.advice[..], of_block.reserved_by_private_pools), (&[free(2 * MIB)][..], 0), "{of_block}");

@@ -162,9 +162,9 @@ impl Scene {
 
     /// Frees live blocks, the oldest first, until the request is served. Returns the bytes freed, or `None` if that does not help.
     fn free_until_served(&mut self) -> Option<u64> {
-        let before = self.bench.allocator.allocated_bytes();
+        let before = self.bench.allocator.memory_allocated();
         loop {
-            let live = self.bench.allocator.allocated_bytes();
+            let live = self.bench.allocator.memory_allocated();
             if self.request().is_ok() {
                 return Some(before - live);
             }

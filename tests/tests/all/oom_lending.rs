@@ -23,7 +23,7 @@ fn a_pool_is_reused_without_a_cache_too() {
     for bench in Bench::on_both(64 * MIB, "no_cache:True") {
         let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
         (0..20).for_each(|_| drop(pool.alloc_bytes(10 * MIB, &bench.stream).unwrap()));
-        assert_eq!(bench.allocator.reserved_bytes(), 10 * MIB);
+        assert_eq!(bench.allocator.memory_reserved(), 10 * MIB);
         drop(bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap());
         drop(pool);
         bench.assert_returned();

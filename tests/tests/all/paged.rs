@@ -40,7 +40,7 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
     ] {
         let bench = bench(capacity, options);
         let held = comb(&bench, 32);
-        assert_eq!(bench.allocator.reserved_bytes(), 64 * MIB, "{options}");
+        assert_eq!(bench.allocator.memory_reserved(), 64 * MIB, "{options}");
         let whole = block(&bench, 32);
         let stats = bench.allocator.stats();
         assert_eq!(stats.reserved_bytes.all.peak, 64 * MIB, "{options}");
@@ -86,7 +86,7 @@ fn free_memory_of_a_closed_pool_moves() {
     drop(large);
     // Not known done when the pool is closed, so it could not be released then.
     drop(pool);
-    assert_eq!(bench.allocator.reserved_bytes(), 32 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 32 * MIB);
     let outside = block(&bench, 60);
     assert_eq!(of_pool(&bench, (0, 0)).iter().map(|segment| segment.active_size).sum::<u64>(), 60 * MIB);
     assert!(bench.allocator.stats().granules_moved > 0);
@@ -102,9 +102,9 @@ fn trimming_takes_what_is_free_and_no_more() {
     drop((second, rest));
     assert_eq!(bench.allocator.trim_to(24 * MIB).unwrap(), 8 * MIB);
     assert_eq!(bench.allocator.trim_to(24 * MIB).unwrap(), 0);
-    assert_eq!((bench.allocator.reserved_bytes(), GIB - bench.device_free()), (24 * MIB, 24 * MIB));
+    assert_eq!((bench.allocator.memory_reserved(), GIB - bench.device_free()), (24 * MIB, 24 * MIB));
     assert_eq!(bench.allocator.empty_cache().unwrap(), 8 * MIB);
-    assert_eq!(bench.allocator.reserved_bytes(), 16 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 16 * MIB);
     drop((first, third));
     bench.assert_returned();
 }
@@ -182,7 +182,7 @@ fn a_device_that_cannot_map_memory_has_segments() {
     let held = allocator.alloc_bytes(5 * MIB, &stream).unwrap();
     write_on(&stream, held.ptr(), held.bytes());
     assert!(allocator.snapshot().segments.iter().all(|segment| !segment.is_expandable));
-    assert_eq!((allocator.stats().segment.all.current, allocator.reserved_bytes()), (1, 20 * MIB));
+    assert_eq!((allocator.stats().segment.all.current, allocator.memory_reserved()), (1, 20 * MIB));
     drop(held);
     assert_eq!(allocator.empty_cache().unwrap(), 20 * MIB);
     driver.assert_no_violation();
@@ -280,6 +280,6 @@ fn addresses_that_could_not_go_back_go_later() {
     drop(block(&bench, 8));
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Unreserve), nth: 1, code: Code(999) });
     bench.allocator.empty_cache().unwrap_err();
-    assert_eq!(bench.allocator.reserved_bytes(), 0, "the memory went back all the same");
+    assert_eq!(bench.allocator.memory_reserved(), 0, "the memory went back all the same");
     bench.assert_returned();
 }

@@ -68,7 +68,7 @@ fn pytorch_166116_physical_memory_is_used_again_when_it_moves() {
     assert_eq!((made(Operation::CreatePhysical), made(Operation::ReleasePhysical)), (0, 0));
     let moved = bench.allocator.stats().granules_moved;
     assert!(moved > 0 && made(Operation::Map) == moved, "{moved} granules moved");
-    assert_eq!(bench.allocator.reserved_bytes(), 64 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 64 * MIB);
     drop((keeps, whole));
     bench.assert_returned();
 }

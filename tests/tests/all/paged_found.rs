@@ -160,7 +160,7 @@ fn devices_of_odd_sizes_are_used_up_to_the_last_granule() {
             write_on(&bench.stream, block.ptr(), block.bytes());
             held.push(block);
         }
-        assert_eq!(bench.allocator.reserved_bytes(), capacity / (2 * MIB) * 2 * MIB, "of {capacity}");
+        assert_eq!(bench.allocator.memory_reserved(), capacity / (2 * MIB) * 2 * MIB, "of {capacity}");
         drop(held);
         bench.allocator.empty_cache().unwrap();
         bench.assert_no_violation();
@@ -173,7 +173,7 @@ fn a_limit_below_a_granule_refuses_and_no_more() {
     bench.allocator.set_limit(Some(MIB));
     let error = bench.allocator.alloc_bytes(512, &bench.stream).unwrap_err();
     assert_eq!(error.report().unwrap().refusal, Some(Refusal::Limit), "{error}");
-    assert_eq!(bench.allocator.reserved_bytes(), 0);
+    assert_eq!(bench.allocator.memory_reserved(), 0);
     bench.allocator.set_limit(None);
     drop(block(&bench, 1));
     bench.assert_returned();
@@ -217,7 +217,7 @@ fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
     // The first mapping that is taken back is the stuck one, which stays stuck.
     bench.driver.inject(fault(Operation::Unmap, 1));
     bench.allocator.empty_cache().unwrap_err();
-    assert_eq!(bench.allocator.reserved_bytes(), 10 * MIB, "the stuck one is held beside what is live");
+    assert_eq!(bench.allocator.memory_reserved(), 10 * MIB, "the stuck one is held beside what is live");
     drop(rest);
     bench.assert_returned();
 }
@@ -272,7 +272,7 @@ fn peaks_of_phases(refused: u64) -> (u64, u64) {
             at % 2 == 0
         });
         bench.stream.synchronize().unwrap();
-        while bench.allocator.allocated_bytes() + mib * MIB <= 10 * GIB {
+        while bench.allocator.memory_allocated() + mib * MIB <= 10 * GIB {
             blocks.push(alloc(mib));
         }
         for at in (1..blocks.len()).rev() {
@@ -311,7 +311,7 @@ fn emptying_or_dropping_a_pool_leaves_what_is_nobodys() {
     let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
     assert_eq!(pool.empty_cache().unwrap(), 0);
     drop(pool);
-    assert_eq!(bench.allocator.reserved_bytes(), 100 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 100 * MIB);
     drop((cache, other));
     bench.assert_returned();
 }

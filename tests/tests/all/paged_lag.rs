@@ -71,7 +71,7 @@ fn crowded(seed: u64) -> u64 {
     check::statistics(&allocator, live);
     drop(held);
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.reserved_bytes(), 0);
+    assert_eq!(allocator.memory_reserved(), 0);
     driver.assert_no_violation();
     moved
 }

@@ -21,9 +21,9 @@ fn soak(seed: u64) -> Tally {
     let tally = soak::run(&allocator, &plan).unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
     let damaged: Vec<String> = tally.mismatches.iter().map(ToString::to_string).collect();
     assert!(damaged.is_empty(), "seed {seed}: {}", damaged.join("\n"));
-    assert_eq!((tally.operations, allocator.allocated_bytes()), (OPERATIONS, 0), "seed {seed}");
+    assert_eq!((tally.operations, allocator.memory_allocated()), (OPERATIONS, 0), "seed {seed}");
     allocator.empty_cache().unwrap();
-    assert_eq!((allocator.reserved_bytes(), driver.free()), (0, driver.info().total_bytes), "seed {seed}");
+    assert_eq!((allocator.memory_reserved(), driver.free()), (0, driver.info().total_bytes), "seed {seed}");
     driver.assert_no_violation();
     tally
 }

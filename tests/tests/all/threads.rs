@@ -138,11 +138,11 @@ fn nothing_grows_while_another_thread_has_given_enough_back() {
         for (count, bytes) in [(1, 600 * KIB), (7, 600 * KIB), (15, 512), (200, 4 * KIB), (3, 9 * MIB)] {
             let bench = Bench::new(64 * MIB, options);
             given_back_elsewhere(&bench, count, bytes);
-            let reserved = bench.allocator.reserved_bytes();
+            let reserved = bench.allocator.memory_reserved();
             let again: Vec<_> =
                 (0..count).map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
             again.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
-            assert_eq!(bench.allocator.reserved_bytes(), reserved, "{count} of {bytes} with {options:?}");
+            assert_eq!(bench.allocator.memory_reserved(), reserved, "{count} of {bytes} with {options:?}");
             drop(again);
             bench.assert_returned();
         }
@@ -154,7 +154,7 @@ fn whoever_asks_sees_what_another_thread_gave_back() {
     let bench = Bench::new(64 * MIB, "history:100");
     let allocator = &bench.allocator;
     given_back_elsewhere(&bench, 9, 4 * KIB);
-    assert_eq!(allocator.allocated_bytes(), 0);
+    assert_eq!(allocator.memory_allocated(), 0);
     given_back_elsewhere(&bench, 9, 4 * KIB);
     let stats = allocator.stats();
     assert_eq!((stats.allocation.all.current, stats.allocation.all.freed), (0, 18));
@@ -166,7 +166,7 @@ fn whoever_asks_sees_what_another_thread_gave_back() {
     assert_eq!(freed.addr, Some(places[0]));
     given_back_elsewhere(&bench, 9, 4 * KIB);
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.reserved_bytes(), 0);
+    assert_eq!(allocator.memory_reserved(), 0);
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn a_thread_that_only_frees_is_not_waited_for() {
     let allocator = &bench.allocator;
     // Far more than a queue holds, with nobody at work who could empty it.
     given_back_elsewhere(&bench, 5000, 4 * KIB);
-    assert_eq!(allocator.allocated_bytes(), 0);
+    assert_eq!(allocator.memory_allocated(), 0);
     // And again, after the allocator was closed.
     let Bench { driver, device, allocator, stream, side } = bench;
     let blocks: Vec<Allocation> = (0..5000).map(|_| allocator.alloc_bytes(4 * KIB, &stream).unwrap()).collect();
@@ -243,7 +243,7 @@ fn limits_hold_while_threads_grow() {
             scope.spawn(move || {
                 for x in numbers(seed).take(300) {
                     let held = bench.allocator.alloc_bytes(x % (40 * MIB) + 1, &bench.stream);
-                    assert!(bench.allocator.reserved_bytes() <= 64 * MIB);
+                    assert!(bench.allocator.memory_reserved() <= 64 * MIB);
                     assert!(bench.device_free() >= GIB - 64 * MIB, "the device gave more than the limit");
                     if let Err(error) = held {
                         assert!(error.is_out_of_memory(), "{error}");
@@ -294,7 +294,7 @@ fn memory_on_its_way_to_the_device_is_not_counted() {
     let observer = bench.allocator.observe_mappings(move |change| {
         if let MappingChange::BeforeUnmap { .. } = change {
             let listed: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
-            sender.send((allocator.reserved_bytes(), listed)).unwrap();
+            sender.send((allocator.memory_reserved(), listed)).unwrap();
         }
     });
     bench.allocator.empty_cache().unwrap();

@@ -28,9 +28,9 @@ fn both_backings_serve_reuse_and_give_back() {
             assert_eq!(found, [u8::try_from(round).unwrap(); 512]);
             blocks[3].record_stream(&two).unwrap();
         }
-        assert!(allocator.reserved_bytes() >= 25 * MIB);
+        assert!(allocator.memory_reserved() >= 25 * MIB);
         allocator.empty_cache().unwrap();
-        assert_eq!(allocator.reserved_bytes(), 0, "{options}");
+        assert_eq!(allocator.memory_reserved(), 0, "{options}");
         drop(allocator);
         let info = gpu.device.memory_info().unwrap();
         assert_eq!(info.free, info.total, "{options}");

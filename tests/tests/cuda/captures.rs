@@ -124,13 +124,13 @@ fn memory_of_a_foreign_graph_waits_for_every_stream() {
     gpu.standin.stall(other.raw().0, Duration::from_millis(50)).unwrap();
     other.fill(work.ptr(), 1, MIB).unwrap();
     stream.synchronize().unwrap();
-    let held = allocator.reserved_bytes();
+    let held = allocator.memory_reserved();
     drop(pool);
-    assert_eq!(allocator.reserved_bytes(), held, "the other stream is not done, and may have launched it");
+    assert_eq!(allocator.memory_reserved(), held, "the other stream is not done, and may have launched it");
     other.synchronize().unwrap();
     drop(work);
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.reserved_bytes(), 0);
+    assert_eq!(allocator.memory_reserved(), 0);
     gpu.assert_no_violation();
 }
 

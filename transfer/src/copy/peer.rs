@@ -165,7 +165,7 @@ mod tests {
         }
 
         fn reserved(&self) -> u64 {
-            self.transfer.allocator().reserved_bytes()
+            self.transfer.allocator().memory_reserved()
         }
     }
 

@@ -34,7 +34,7 @@ impl Stand {
     fn settled(self) {
         self.device.synchronize().unwrap();
         assert_eq!(self.device.driver().take_violation(), None);
-        assert_eq!(self.transfer.allocator().allocated_bytes(), 0);
+        assert_eq!(self.transfer.allocator().memory_allocated(), 0);
         assert_unused(&self.transfer);
     }
 }
@@ -83,7 +83,7 @@ fn memory_is_bounded_though_the_host_runs_ahead() {
         stand.kernels.spin(&stand.stream, Duration::from_millis(20)).unwrap();
         stand.kernels.fill(&stand.stream, &mut batch, 1u8).unwrap();
         // Not the peak, which is only a bound where several threads are at work.
-        let allocated = stand.transfer.allocator().allocated_bytes();
+        let allocated = stand.transfer.allocator().memory_allocated();
         assert!(allocated <= 3 * bytes as u64, "{allocated}");
     }
     let reserved = stand.transfer.allocator().stats().to_map()["reserved_bytes.all.peak"];

@@ -233,7 +233,7 @@ fn it_can_be_dropped_in_any_state() {
     drop(buffers);
     stand.device.synchronize().unwrap();
     // One access was forgotten, and with it its handle.
-    assert_eq!(stand.transfer.allocator().allocated_bytes(), 10 * MIB);
+    assert_eq!(stand.transfer.allocator().memory_allocated(), 10 * MIB);
     assert_unused(&stand.transfer);
     stand.quiet();
 }
@@ -342,7 +342,7 @@ proptest! {
         }
         drop(model);
         stand.device.synchronize().unwrap();
-        prop_assert_eq!(stand.transfer.allocator().allocated_bytes(), 0);
+        prop_assert_eq!(stand.transfer.allocator().memory_allocated(), 0);
         assert_unused(&stand.transfer);
         stand.quiet();
     }

@@ -324,7 +324,7 @@ fn a_failed_move_leaves_everything_as_it_was() {
         assert_eq!(bytes(&again), bytes(&host), "call {call}");
         drop(again);
         device.synchronize().unwrap();
-        assert_eq!(allocator.allocated_bytes(), 0, "call {call}");
+        assert_eq!(allocator.memory_allocated(), 0, "call {call}");
         assert_eq!(device.driver().take_violation(), None, "call {call}");
     }
 }

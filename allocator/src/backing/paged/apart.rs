@@ -91,7 +91,7 @@ impl Allocator {
     /// How many bytes may stay reserved if the device is to give so many more, within the limit and beside the headroom. As many go at least:
     /// the device may refuse memory that it says is free.
     fn may_stay_beside(&self, bytes: u64) -> u64 {
-        let reserved = self.reserved_bytes();
+        let reserved = self.memory_reserved();
         let free = self.device().memory_info().map_or(u64::MAX, |memory| memory.free);
         let on_device = reserved.saturating_add(free).saturating_sub(self.config().headroom);
         self.limit().unwrap_or(u64::MAX).min(on_device).min(reserved).saturating_sub(bytes)

@@ -63,7 +63,7 @@ impl Allocator {
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let shared = allocator.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;
     /// let physical = shared.handle().expect("memory is mapped here"); // for `cuMemExportToShareableHandle`
-    /// assert_eq!(allocator.reserved_bytes(), 4 << 20);
+    /// assert_eq!(allocator.memory_reserved(), 4 << 20);
     /// # drop((shared, physical));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```

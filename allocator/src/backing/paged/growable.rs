@@ -55,9 +55,9 @@ use crate::tags::Tag;
 /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
 /// assert_eq!((half.len(), cache.buffer::<f32>().len()), (25 << 20, 50 << 20));
 /// drop(half); // before it shrinks
-/// assert_eq!((cache.bytes(), allocator.reserved_bytes()), (200 << 20, 200 << 20));
+/// assert_eq!((cache.bytes(), allocator.memory_reserved()), (200 << 20, 200 << 20));
 /// cache.shrink_to(50 << 20, &stream)?; // what is beyond may serve others once the fill is done
-/// assert_eq!(allocator.allocated_bytes(), 50 << 20);
+/// assert_eq!(allocator.memory_allocated(), 50 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

@@ -77,10 +77,10 @@ impl Allocator {
     /// assert_eq!(pinned.range().end - pinned.range().start, 4 << 20); // two granules: register these with the network card
     /// drop(buffer);
     /// allocator.empty_cache()?;
-    /// assert_eq!(allocator.reserved_bytes(), 4 << 20); // they stay
+    /// assert_eq!(allocator.memory_reserved(), 4 << 20); // they stay
     /// drop(pinned);
     /// allocator.empty_cache()?;
-    /// assert_eq!(allocator.reserved_bytes(), 0);
+    /// assert_eq!(allocator.memory_reserved(), 0);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///

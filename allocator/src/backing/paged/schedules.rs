@@ -33,9 +33,9 @@ fn explore_with(options: &'static str, model: impl Fn(&Setup) + Send + Sync + 's
         let setup = Setup { sim, allocator, streams };
         model(&setup);
         let Setup { sim, allocator, .. } = setup;
-        assert_eq!(allocator.allocated_bytes(), 0);
+        assert_eq!(allocator.memory_allocated(), 0);
         allocator.empty_cache().unwrap();
-        assert_eq!(allocator.reserved_bytes(), 0);
+        assert_eq!(allocator.memory_reserved(), 0);
         assert_eq!(device.memory_info().unwrap().free, CAPACITY);
         assert_eq!(sim.violations(), []);
     };

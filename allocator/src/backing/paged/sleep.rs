@@ -76,7 +76,7 @@ impl Allocator {
     /// let weights = allocator.alloc_bytes(4 << 20, &stream)?;
     /// stream.fill(weights.ptr(), 7, 4 << 20)?;
     /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
-    /// assert_eq!(allocator.reserved_bytes(), 0); // another program may use the device now
+    /// assert_eq!(allocator.memory_reserved(), 0); // another program may use the device now
     /// allocator.wake()?;
     /// let mut byte = [0];
     /// stream.download_blocking(&mut byte, weights.ptr())?;

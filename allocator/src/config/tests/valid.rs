@@ -77,7 +77,7 @@ fn play(config: Config) {
     assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranges:?}");
     drop(held);
     allocator.empty_cache().unwrap();
-    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0));
+    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
     assert_eq!(driver.take_violations(), []);
 }
 

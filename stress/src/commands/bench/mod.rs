@@ -97,7 +97,7 @@ const BENCHMARKS: [Benchmark; 18] = [
     Benchmark { kind: Kind::HandOver, ..Benchmark::new("handover", 2, handover::RING, Sizes::between(512, MIB)) },
     Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_hot", 1, 1, Sizes::one(MIB)) },
     Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_churn_10000", 1, 10_000, Sizes::between(512, 64 * MIB)) },
-    Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_two_threads", 2, 1, Sizes::one(MIB)) },
+    Benchmark { kind: Kind::Raw, ..Benchmark::new("raw_parallel", 2, 1, Sizes::one(MIB)) },
 ];
 
 /// Runs the command.

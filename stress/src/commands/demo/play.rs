@@ -48,7 +48,7 @@ impl Subject for Watched {
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
         let allocation = self.stage.alloc(bytes, stream);
         self.allocations += 1;
-        let reserved = self.stage.allocator.reserved_bytes();
+        let reserved = self.stage.allocator.memory_reserved();
         if reserved > self.most.0 {
             self.most = (reserved, self.allocations);
         }
@@ -89,7 +89,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
     Ok(Roomy {
         device_bytes,
         reserved,
-        live: stage.allocator.allocated_bytes(),
+        live: stage.allocator.memory_allocated(),
         segments: segments.len(),
         unused: segments
             .iter()

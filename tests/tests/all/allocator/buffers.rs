@@ -31,7 +31,7 @@ impl Bench {
     fn end(self) {
         self.allocator.empty_cache().unwrap();
         self.device.settle();
-        assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
+        assert_eq!((self.allocator.memory_allocated(), self.allocator.memory_reserved()), (0, 0));
         assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
         self.driver.assert_no_violation();
     }
@@ -84,7 +84,7 @@ fn it_does_not_grow_below_a_turn_of_the_same_thread() {
     let buffer: Buffer<u8> = cache.buffer();
     let turn = Turn::take(one, &[(buffer.storage(), AccessKind::Write)]).unwrap();
     assert!(matches!(cache.grow_to(40 * MIB, one), Err(AllocError::TurnHeld)));
-    assert_eq!((cache.bytes(), bench.allocator.reserved_bytes()), (4 * MIB, 4 * MIB));
+    assert_eq!((cache.bytes(), bench.allocator.memory_reserved()), (4 * MIB, 4 * MIB));
     drop(turn);
     cache.grow_to(40 * MIB, one).unwrap();
     write(one, &cache.buffer(), 1).unwrap();
@@ -101,7 +101,7 @@ fn it_does_not_shrink_below_buffers() {
     let buffer: Buffer<u32> = cache.buffer();
     assert_eq!((buffer.bytes(), buffer.len()), (30 * MIB, (30 << 20) / 4));
     assert!(matches!(cache.shrink_to(20 * MIB, one), Err(AllocError::Shared { .. })));
-    assert_eq!((cache.bytes(), bench.allocator.allocated_bytes()), (30 * MIB, 30 * MIB));
+    assert_eq!((cache.bytes(), bench.allocator.memory_allocated()), (30 * MIB, 30 * MIB));
     cache.grow_to(40 * MIB, one).unwrap();
     bench.driver.stall(two, Duration::from_secs(1)).unwrap();
     let bytes = buffer.reinterpret().unwrap().share();

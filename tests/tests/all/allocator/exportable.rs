@@ -36,7 +36,7 @@ fn it_is_one_piece_of_physical_memory_created_for_export() {
     );
     assert_eq!(mapped.options, PhysicalOptions::default().rdma(mapped.options.rdma).exportable(FD));
     assert!(shared.handle().is_some());
-    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (6 * MIB, 6 * MIB));
+    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (6 * MIB, 6 * MIB));
     let segment = &allocator.snapshot().segments[0];
     assert_eq!((segment.address, segment.total_size, segment.active_size), (shared.ptr().0, 6 * MIB, 6 * MIB));
     peers.iter().for_each(|peer| allocator.enable_peer_access(peer.ordinal()).unwrap());
@@ -56,16 +56,16 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
     let calls = driver.calls_made();
     drop(shared);
     assert_eq!(driver.calls_made(), calls, "dropping it makes no driver call");
-    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 40 * MIB));
+    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 40 * MIB));
     assert!(driver.mapping_at(ptr).is_some(), "its last use is not done");
     let other = allocator.alloc_bytes(80 * MIB, &stream).unwrap();
     // Only its memory makes room for this.
     let more = allocator.alloc_bytes(20 * MIB, &stream).unwrap();
     assert!(driver.mapping_at(ptr).is_none());
-    assert_eq!(allocator.reserved_bytes(), 100 * MIB);
+    assert_eq!(allocator.memory_reserved(), 100 * MIB);
     drop((other, more));
     allocator.empty_cache().unwrap();
-    assert_eq!((allocator.reserved_bytes(), device.memory_info().unwrap().free), (0, 128 * MIB));
+    assert_eq!((allocator.memory_reserved(), device.memory_info().unwrap().free), (0, 128 * MIB));
     driver.assert_no_violation();
 }
 
@@ -75,7 +75,7 @@ fn it_makes_room_like_any_other_request() {
     let stream = device.default_stream();
     drop(allocator.alloc_bytes(90 * MIB, stream).unwrap());
     let shared = allocator.alloc_exportable(60 * MIB, FD, stream).unwrap();
-    assert!(allocator.reserved_bytes() <= 100 * MIB);
+    assert!(allocator.memory_reserved() <= 100 * MIB);
     let error = allocator.alloc_exportable(50 * MIB, FD, stream).unwrap_err();
     assert_eq!(error.report().unwrap().requested, 50 * MIB);
     let held = std::sync::Mutex::new(Some(shared));
@@ -94,7 +94,7 @@ fn a_device_without_handles_says_what_is_missing() {
         matches!(error, AllocError::Request(RequestError::Unsupported { what }) if what.contains("POSIX file descriptors")),
         "{error}"
     );
-    assert_eq!(allocator.reserved_bytes(), 0);
+    assert_eq!(allocator.memory_reserved(), 0);
 }
 
 #[test]
@@ -148,13 +148,13 @@ fn every_failing_call_is_rolled_back() {
         drop(first);
         let emptied = allocator.empty_cache();
         driver.clear_faults();
-        assert_eq!((allocator.allocated_bytes(), allocator.limit()), (0, None), "{operation:?}");
+        assert_eq!((allocator.memory_allocated(), allocator.limit()), (0, None), "{operation:?}");
         let second = allocator.alloc_exportable(90 * MIB, FD, stream).unwrap();
-        assert_eq!(allocator.allocated_bytes(), 90 * MIB, "{operation:?} {at_first} {emptied:?}");
+        assert_eq!(allocator.memory_allocated(), 90 * MIB, "{operation:?} {at_first} {emptied:?}");
         drop(second);
         allocator.empty_cache().unwrap();
         device.settle();
-        let left = (allocator.reserved_bytes(), device.memory_info().unwrap().free);
+        let left = (allocator.memory_reserved(), device.memory_info().unwrap().free);
         assert_eq!(left, (0, 128 * MIB), "{operation:?} {code:?}");
         driver.assert_no_violation();
     }

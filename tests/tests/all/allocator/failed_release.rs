@@ -27,7 +27,7 @@ fn other_streams_still_wait_for_its_last_use() {
     drop(first);
     assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
     driver.clear_faults();
-    assert_eq!(allocator.reserved_bytes(), 40 << 20);
+    assert_eq!(allocator.memory_reserved(), 40 << 20);
     // Something of another stream that must be asked for makes the search look at every stream's blocks.
     let three = device.stream().unwrap();
     driver.stall(&three, Duration::from_secs(1)).unwrap();

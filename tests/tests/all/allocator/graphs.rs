@@ -55,7 +55,7 @@ impl Bench {
         self.device.synchronize().unwrap();
         self.allocator.empty_cache().unwrap();
         self.device.settle();
-        assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
+        assert_eq!((self.allocator.memory_allocated(), self.allocator.memory_reserved()), (0, 0));
         assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
         self.driver.assert_no_violation();
     }
@@ -96,7 +96,7 @@ fn dropping_a_pool_does_not_wait_for_launches() {
     let graph = bench.graph(&pool);
     bench.launch_late(&graph, &bench.streams[1]);
     drop((graph, pool));
-    assert_eq!(bench.allocator.reserved_bytes(), 8 * MIB, "its launch is not done");
+    assert_eq!(bench.allocator.memory_reserved(), 8 * MIB, "its launch is not done");
     bench.streams[1].synchronize().unwrap();
     drop(bench.allocator.alloc_bytes(CAPACITY, &bench.streams[0]).unwrap());
     bench.end();
@@ -112,7 +112,7 @@ fn programs_that_capture_again_and_again_do_not_run_out_of_memory() {
             graph.launch(&bench.streams[1]).unwrap();
             bench.streams[1].synchronize().unwrap();
         }
-        assert!(bench.allocator.reserved_bytes() <= 20 * MIB, "{options:?}: {}", bench.allocator.reserved_bytes());
+        assert!(bench.allocator.memory_reserved() <= 20 * MIB, "{options:?}: {}", bench.allocator.memory_reserved());
         bench.end();
     }
 }
@@ -125,8 +125,8 @@ fn emptying_a_pool_waits_for_launches() {
         let graph = bench.graph(&pool);
         bench.launch_late(&graph, &bench.streams[1]);
         drop(graph);
-        let held = bench.allocator.reserved_bytes();
-        assert_eq!((pool.empty_cache().unwrap(), bench.allocator.reserved_bytes()), (held, 0), "{options:?}");
+        let held = bench.allocator.memory_reserved();
+        assert_eq!((pool.empty_cache().unwrap(), bench.allocator.memory_reserved()), (held, 0), "{options:?}");
         drop(pool);
         bench.end();
     }
@@ -319,7 +319,7 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
         }
         drop(held);
         // Others get what is free of the pool beside what the graph uses, and captures get that of the graph.
-        let rest = bench.allocator.alloc_bytes(CAPACITY - bench.allocator.reserved_bytes(), two).unwrap();
+        let rest = bench.allocator.alloc_bytes(CAPACITY - bench.allocator.memory_reserved(), two).unwrap();
         let lent = held_on.map(|stream| bench.allocator.alloc_bytes(8 * MIB, stream).unwrap());
         assert!(matches!(bench.allocator.alloc_bytes(8 * MIB, one), Err(AllocError::OutOfMemory(_))), "{options:?}");
         let second = bench.graph(&pool);
@@ -341,10 +341,10 @@ fn memory_of_a_dropped_pool_stays_while_its_graphs_live() {
         let pool = bench.pool();
         let graph = bench.graph(&pool);
         assert_eq!(pool.empty_cache().unwrap(), 0, "{options:?}");
-        let held = bench.allocator.reserved_bytes();
+        let held = bench.allocator.memory_reserved();
         drop(pool);
         bench.allocator.empty_cache().unwrap();
-        assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}");
+        assert_eq!(bench.allocator.memory_reserved(), held, "{options:?}");
         let all = bench.allocator.alloc_bytes(CAPACITY - held, two).unwrap();
         two.fill(all.ptr(), 3, all.bytes()).unwrap();
         assert!(bench.allocator.alloc_bytes(8 * MIB, two).is_err(), "{options:?}");
@@ -420,9 +420,9 @@ fn a_graph_comes_after_what_its_memory_was_used_for_before() {
             bench.driver.stall(&bench.streams[0], Duration::from_secs(1)).unwrap();
             bench.streams[0].fill(before.ptr(), 5, 8 * MIB).unwrap();
             drop(before);
-            let held = bench.allocator.reserved_bytes();
+            let held = bench.allocator.memory_reserved();
             let graph = bench.graph(&pool);
-            assert_eq!(bench.allocator.reserved_bytes(), held, "{options:?}, {name}: it uses the same memory");
+            assert_eq!(bench.allocator.memory_reserved(), held, "{options:?}, {name}: it uses the same memory");
             launch(&bench, &graph);
             drop((graph, pool));
             bench.device.synchronize().unwrap();

@@ -39,7 +39,7 @@ impl Setup {
     fn assert_returned(&self) {
         self.allocator.empty_cache().unwrap();
         self.device.settle();
-        assert_eq!((self.allocator.allocated_bytes(), self.allocator.reserved_bytes()), (0, 0));
+        assert_eq!((self.allocator.memory_allocated(), self.allocator.memory_reserved()), (0, 0));
         assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
         self.driver.assert_no_violation();
     }
@@ -56,7 +56,7 @@ fn it_grows_in_place_and_keeps_its_contents() {
     let setup = setup("");
     let Setup { allocator, stream, .. } = &setup;
     let mut cache = setup.growable(200 * MIB);
-    assert_eq!((cache.bytes(), allocator.reserved_bytes()), (0, 0));
+    assert_eq!((cache.bytes(), allocator.memory_reserved()), (0, 0));
     let ptr = cache.ptr();
     cache.grow_to(3 * MIB, stream).unwrap();
     stream.fill(ptr, 7, 3 * MIB).unwrap();
@@ -66,8 +66,8 @@ fn it_grows_in_place_and_keeps_its_contents() {
         stream.fill(last, 9, 1).unwrap();
         assert_eq!((cache.ptr(), read(stream, ptr), read(stream, last)), (ptr, 7, 9));
         assert_eq!((cache.range(), cache.capacity()), (ptr.0..ptr.0 + mib * MIB, 200 * MIB));
-        assert_eq!(allocator.allocated_bytes(), mib.next_multiple_of(2) * MIB);
-        assert_eq!(allocator.reserved_bytes(), allocator.allocated_bytes());
+        assert_eq!(allocator.memory_allocated(), mib.next_multiple_of(2) * MIB);
+        assert_eq!(allocator.memory_reserved(), allocator.memory_allocated());
     }
     cache.grow_to(5 * MIB, stream).unwrap(); // it is larger
     assert_eq!(cache.bytes(), 100 * MIB);
@@ -92,7 +92,7 @@ fn what_it_gives_up_serves_others_once_it_is_done() {
     let calls = driver.calls_made();
     cache.shrink_to(20 * MIB, side).unwrap();
     assert_eq!(driver.calls_made(), calls, "shrinking makes no driver call");
-    assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (20 * MIB, 120 * MIB));
+    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (20 * MIB, 120 * MIB));
     assert!(driver.mapping_at(cache.ptr().offset(100 * MIB)).is_some(), "its last use is not done");
     let small = allocator.alloc_bytes(6 * MIB, stream).unwrap();
     let large = allocator.alloc_bytes(90 * MIB, stream).unwrap(); // waits
@@ -114,7 +114,7 @@ fn growing_again_takes_back_what_was_not_recycled() {
     let calls = driver.calls_made();
     cache.grow_to(50 * MIB, stream).unwrap();
     assert_eq!(driver.calls_made(), calls, "nothing to ask the driver on the same stream");
-    assert_eq!(allocator.reserved_bytes(), 100 * MIB);
+    assert_eq!(allocator.memory_reserved(), 100 * MIB);
     // Another stream waits for the last use, on the device.
     cache.grow_to(100 * MIB, side).unwrap();
     side.fill(cache.ptr().offset(60 * MIB), 6, MIB).unwrap();
@@ -194,7 +194,7 @@ fn it_takes_free_granules_before_it_buys() {
     let mut cache = setup.growable(CAPACITY);
     cache.grow_to(100 * MIB, stream).unwrap();
     assert_eq!(device.driver_calls().of(Operation::CreatePhysical), created);
-    assert_eq!(allocator.reserved_bytes(), 100 * MIB);
+    assert_eq!(allocator.memory_reserved(), 100 * MIB);
     cache.shrink_to(0, stream).unwrap();
     stream.synchronize().unwrap();
     let block = allocator.alloc_bytes(100 * MIB, stream).unwrap();
@@ -216,12 +216,12 @@ fn the_limit_holds_and_growth_makes_room() {
     let report = error.report().unwrap();
     assert_eq!((report.limit, report.requested), (Some(64 * MIB), 30 * MIB));
     assert!(report.largest_tags.contains(&(Some("keys and values".to_owned()), 20 * MIB)));
-    assert_eq!((cache.bytes(), allocator.allocated_bytes()), (20 * MIB, 50 * MIB));
+    assert_eq!((cache.bytes(), allocator.memory_allocated()), (20 * MIB, 50 * MIB));
     let freed = held.clone();
     let _reclaimer =
         allocator.register_reclaimer(0, "drop it", move |_| freed.lock().unwrap().take().map_or(0, |old| old.bytes()));
     cache.grow_to(50 * MIB, stream).unwrap();
-    assert!(allocator.reserved_bytes() <= 64 * MIB);
+    assert!(allocator.memory_reserved() <= 64 * MIB);
     assert!(matches!(cache.grow_to(CAPACITY + 1, stream), Err(AllocError::BeyondCapacity { .. })));
     drop(cache);
     setup.assert_returned();
@@ -233,7 +233,7 @@ fn a_stream_that_never_allocated_gets_a_report() {
     let mut cache = setup.growable(CAPACITY);
     let error = cache.grow_to(30 * MIB, &setup.side).unwrap_err();
     assert_eq!(error.report().unwrap().stream_id, setup.side.id());
-    assert_eq!((cache.bytes(), setup.allocator.reserved_bytes()), (0, 0));
+    assert_eq!((cache.bytes(), setup.allocator.memory_reserved()), (0, 0));
 }
 
 #[test]
@@ -284,7 +284,7 @@ fn every_failing_call_leaves_it_as_it_was() {
         driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 3, code });
         let grown = cache.grow_to(100 * MIB, stream);
         let bytes = if grown.is_ok() { 100 * MIB } else { 10 * MIB };
-        assert_eq!((cache.bytes(), allocator.allocated_bytes()), (bytes, bytes), "{operation:?} {code:?} {nth}");
+        assert_eq!((cache.bytes(), allocator.memory_allocated()), (bytes, bytes), "{operation:?} {code:?} {nth}");
         driver.clear_faults();
         cache.grow_to(90 * MIB, stream).unwrap();
         assert_eq!(read(stream, cache.ptr()), 3);
@@ -370,9 +370,9 @@ proptest! {
             }
             let grown: u64 = caches.iter().map(|cache| cache.bytes().next_multiple_of(2 * MIB)).sum();
             let held: u64 = blocks.iter().map(|block| block.bytes()).sum();
-            prop_assert_eq!(allocator.allocated_bytes(), grown + held);
+            prop_assert_eq!(allocator.memory_allocated(), grown + held);
             let reserved: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
-            prop_assert!(reserved <= allocator.reserved_bytes() && allocator.reserved_bytes() <= CAPACITY);
+            prop_assert!(reserved <= allocator.memory_reserved() && allocator.memory_reserved() <= CAPACITY);
             prop_assert!(driver.violations().is_empty());
         }
         driver.clear_faults();
@@ -417,7 +417,7 @@ fn shrinks_by_granules(options: &str, capacity: u64) {
         cache.shrink_to(2 * left * MIB, &bench.stream).unwrap();
         bench.stream.tick().synchronize().unwrap();
         bench.allocator.empty_cache().unwrap();
-        assert_eq!(bench.allocator.reserved_bytes(), 2 * left * MIB, "{options}");
+        assert_eq!(bench.allocator.memory_reserved(), 2 * left * MIB, "{options}");
     }
     cache.grow_to(6 * MIB, &bench.stream).unwrap();
     drop(cache);

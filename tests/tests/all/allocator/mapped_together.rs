@@ -101,11 +101,11 @@ fn everything_at_once() {
             scope.spawn(|| exports(&allocator, &streams[3]));
             scope.spawn(|| sleeps(&allocator, &peers));
         });
-        assert_eq!(allocator.allocated_bytes(), 0);
-        assert_eq!(told.lock().unwrap().len() as u64 * 2 * MIB, allocator.reserved_bytes() - spare(&allocator));
+        assert_eq!(allocator.memory_allocated(), 0);
+        assert_eq!(told.lock().unwrap().len() as u64 * 2 * MIB, allocator.memory_reserved() - spare(&allocator));
         allocator.empty_cache().unwrap();
         device.settle();
-        assert_eq!((allocator.reserved_bytes(), told.lock().unwrap().len()), (0, 0));
+        assert_eq!((allocator.memory_reserved(), told.lock().unwrap().len()), (0, 0));
         assert_eq!(device.memory_info().unwrap().free, CAPACITY);
         driver.assert_no_violation();
     }
@@ -114,5 +114,5 @@ fn everything_at_once() {
 /// Bytes held that are mapped nowhere.
 fn spare(allocator: &Allocator) -> u64 {
     let mapped: u64 = allocator.snapshot().segments.iter().map(|segment| segment.total_size).sum();
-    allocator.reserved_bytes() - mapped
+    allocator.memory_reserved() - mapped
 }

@@ -67,13 +67,13 @@ impl Setup {
 fn growth_remaps_and_trims_are_told() {
     let setup = setup();
     let live = setup.fragment();
-    assert_eq!(setup.told_bytes(), setup.allocator.reserved_bytes());
+    assert_eq!(setup.told_bytes(), setup.allocator.memory_reserved());
     let moved = setup.allocator.alloc_bytes(90 * MIB, setup.device.default_stream()).unwrap();
-    assert_eq!(setup.told_bytes(), setup.allocator.reserved_bytes());
+    assert_eq!(setup.told_bytes(), setup.allocator.memory_reserved());
     assert!(setup.allocator.stats().remaps > 0);
     drop((live, moved));
     setup.allocator.empty_cache().unwrap();
-    assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
+    assert_eq!((setup.told_bytes(), setup.allocator.memory_reserved()), (0, 0));
     setup.driver.assert_no_violation();
 }
 
@@ -102,14 +102,14 @@ fn mappings_that_never_became_usable_are_not_told() {
         } else {
             setup.allocator.alloc_bytes(7 * MIB, stream).unwrap_err();
         }
-        assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 8 * MIB));
+        assert_eq!((setup.told_bytes(), setup.allocator.memory_reserved()), (0, 8 * MIB));
         assert_eq!(setup.allocator.sleep(Contents::SaveToHost).unwrap(), 8 * MIB);
         setup.allocator.wake().unwrap();
         cache.grow_to(7 * MIB, stream).unwrap();
         assert_eq!(setup.told_bytes(), 8 * MIB);
         drop(cache);
         setup.allocator.empty_cache().unwrap();
-        assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
+        assert_eq!((setup.told_bytes(), setup.allocator.memory_reserved()), (0, 0));
         setup.driver.assert_no_violation();
     }
 }
@@ -129,7 +129,7 @@ fn what_a_failed_growth_got_is_told_and_told_to_go() {
     drop((cache, block));
     setup.driver.clear_faults();
     setup.allocator.empty_cache().unwrap();
-    assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
+    assert_eq!((setup.told_bytes(), setup.allocator.memory_reserved()), (0, 0));
 }
 
 #[test]
@@ -139,7 +139,7 @@ fn an_observer_may_free() {
     let (live, first) = (held.lock().unwrap().len() as u64, setup.told_bytes());
     let _registration = setup.allocator.observe_mappings(move |_| drop(held.lock().unwrap().pop()));
     drop(setup.allocator.alloc_bytes(90 * MIB, setup.device.default_stream()).unwrap());
-    assert!(setup.told_bytes() >= first && setup.allocator.allocated_bytes() < live * 10 * MIB);
+    assert!(setup.told_bytes() >= first && setup.allocator.memory_allocated() < live * 10 * MIB);
     setup.driver.assert_no_violation();
 }
 
@@ -185,7 +185,7 @@ fn an_observer_may_use_the_allocator() {
     assert!(found.iter().all(Result::is_ok), "{found:?}");
     drop((live, moved));
     setup.allocator.empty_cache().unwrap();
-    assert_eq!((setup.told_bytes(), setup.allocator.reserved_bytes()), (0, 0));
+    assert_eq!((setup.told_bytes(), setup.allocator.memory_reserved()), (0, 0));
     setup.driver.assert_no_violation();
 }
 

@@ -43,12 +43,12 @@ fn pinned_granules_are_not_trimmed_but_handed_out_again() {
     drop(block);
     drop(pin); // `again` still pins them
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.reserved_bytes(), 10 * MIB);
+    assert_eq!(allocator.memory_reserved(), 10 * MIB);
     assert!(driver.is_mapped(again.range()));
     assert_eq!(alloc(&allocator, 9 * MIB).unwrap().ptr(), ptr);
     drop(again);
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.reserved_bytes(), 0);
+    assert_eq!(allocator.memory_reserved(), 0);
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn a_pinned_segment_is_not_released() {
         drop(block);
         assert!(alloc(&allocator, 100 * MIB).unwrap_err().is_out_of_memory(), "{options}");
         allocator.empty_cache().unwrap();
-        assert_eq!(allocator.reserved_bytes(), 40 * MIB, "{options}");
+        assert_eq!(allocator.memory_reserved(), 40 * MIB, "{options}");
         drop(pin);
         drop(alloc(&allocator, 100 * MIB).unwrap());
         driver.assert_no_violation();

@@ -69,7 +69,7 @@ impl Bench {
         loop {
             pinned.empty_cache().unwrap();
             allocator.empty_cache().unwrap();
-            let held = pinned.stats().allocated_bytes.current + allocator.reserved_bytes();
+            let held = pinned.stats().allocated_bytes.current + allocator.memory_reserved();
             if held == 0 || waiting.elapsed() > std::time::Duration::from_secs(10) {
                 break;
             }
@@ -81,7 +81,7 @@ impl Bench {
             (0, 0),
             "page-locked memory is missing"
         );
-        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0), "device memory is missing");
+        assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0), "device memory is missing");
         self.driver.assert_no_violation();
     }
 }

@@ -132,7 +132,7 @@ fn copies_on_other_streams_do_not_keep_memory_147168_deepep_455() {
         let host = bench.transfer.to_pinned(&buffer).unwrap();
         drop(buffer);
         assert_eq!(host.wait().unwrap().read().unwrap(), content);
-        let reserved = bench.transfer.allocator().reserved_bytes();
+        let reserved = bench.transfer.allocator().memory_reserved();
         most = if round < 2 { reserved } else { most };
         assert!(reserved <= most, "round {round}: {reserved}, {most} before");
     }

@@ -258,7 +258,7 @@ fn a_file_that_shrinks_is_an_error() {
         has_changed(checkpoint.load_blocking(&place, Load::new()));
     }
     transfer.device().synchronize().unwrap();
-    assert_eq!(transfer.allocator().allocated_bytes(), 0);
+    assert_eq!(transfer.allocator().memory_allocated(), 0);
     std::fs::write(&path, &bytes).unwrap();
     assert_same(&model(), &checkpoint.load_blocking(&transfer, Load::new()).unwrap());
 }
@@ -287,7 +287,7 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     std::fs::OpenOptions::new().append(true).open(&path).unwrap().set_len(checkpoint.bytes() + (1 << 20)).unwrap();
     has_changed(checkpoint.load_blocking(Place::Host, Load::new()));
     transfer.device().synchronize().unwrap();
-    assert_eq!(transfer.allocator().allocated_bytes(), 0);
+    assert_eq!(transfer.allocator().memory_allocated(), 0);
 }
 
 fn has_changed(loaded: Result<ParamSet, TransferError>) {
@@ -348,7 +348,7 @@ fn loading_keeps_few_tensors_on_their_way() {
         let transfer = transfer();
         let mut first = None;
         let how = Load::new().progress(|_| {
-            first.get_or_insert_with(|| transfer.allocator().allocated_bytes());
+            first.get_or_insert_with(|| transfer.allocator().memory_allocated());
         });
         let loaded = Checkpoint::open(&path).unwrap().load_blocking(&transfer, how).unwrap();
         assert_same(&set, &loaded);

@@ -163,7 +163,7 @@ fn loading_into_a_set_is_all_or_nothing() {
         assert_same(&model(), &set);
         drop(set);
         device.synchronize().unwrap();
-        assert_eq!(allocator.allocated_bytes(), 0, "call {call}");
+        assert_eq!(allocator.memory_allocated(), 0, "call {call}");
         quiet(&transfer);
     }
     // Also where the device failed at the last, all of it could be loaded again.

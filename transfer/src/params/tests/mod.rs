@@ -173,7 +173,7 @@ fn tied_parameters_stay_tied() {
     set.insert("head", shared).unwrap();
     set.move_blocking(&transfer).unwrap();
     assert!(set.get("embed").unwrap().shares_memory_with(set.get("head").unwrap()));
-    assert_eq!(transfer.allocator().allocated_bytes(), 400_000u64.next_multiple_of(512));
+    assert_eq!(transfer.allocator().memory_allocated(), 400_000u64.next_multiple_of(512));
 }
 
 /// As weights that one matrix product computes with at once are kept, and views of them.
@@ -228,7 +228,7 @@ fn moving_is_all_or_nothing() {
             assert!(set.strays(Place::Host).is_empty(), "call {call}");
             assert_same(&host, &set);
             device.synchronize().unwrap();
-            assert_eq!(allocator.allocated_bytes(), 0, "call {call}");
+            assert_eq!(allocator.memory_allocated(), 0, "call {call}");
         }
         drop(moved);
         set.move_blocking(&transfer).unwrap();
@@ -265,7 +265,7 @@ fn a_set_too_large_stays_where_it_is() {
     let error = set.move_blocking(&transfer).unwrap_err();
     assert!(error.is_out_of_memory() && set.strays(Place::Host).is_empty(), "{error}");
     transfer.device().synchronize().unwrap();
-    assert_eq!(transfer.allocator().allocated_bytes(), 0);
+    assert_eq!(transfer.allocator().memory_allocated(), 0);
 }
 
 /// Where the driver has no call for many copies, there is one for each.

@@ -46,10 +46,10 @@ fn what_is_dense_at_both_ends_crosses_without_further_memory() {
             let way = |tensor: Tensor| if turned { tensor.transpose(0, 1).unwrap() } else { tensor };
             let from = way(host.to(&place).unwrap().wait().unwrap());
             let mut to = way(Tensor::zeros_in(transfer, DType::F32, &[512, 1024]).unwrap());
-            let peak = transfer.allocator().allocated_bytes();
+            let peak = transfer.allocator().memory_allocated();
             let launches = stands[0].device.driver_calls().of(Operation::Launch);
             to.assign_shared(&from, stream).unwrap().wait().unwrap();
-            assert_eq!(transfer.allocator().allocated_bytes(), peak);
+            assert_eq!(transfer.allocator().memory_allocated(), peak);
             assert_eq!(stands[0].device.driver_calls().of(Operation::Launch), launches, "from {place}");
             assert_eq!(floats(&to), floats(&from), "from {place}");
         }
@@ -180,7 +180,7 @@ fn a_failed_write_leaves_everything_usable() {
         assert_eq!(floats(&base.narrow(1, 32..64).unwrap()), vec![0.0; 64 * 32], "call {call}");
         drop(base);
         device.synchronize().unwrap();
-        assert_eq!(allocator.allocated_bytes(), 0, "call {call}");
+        assert_eq!(allocator.memory_allocated(), 0, "call {call}");
         assert_eq!(device.driver().take_violation(), None, "call {call}");
     }
 }

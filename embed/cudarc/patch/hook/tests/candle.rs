@@ -21,7 +21,7 @@ fn tensors_come_from_aquifer() {
     }
     let served = memory.stats().allocation.all.allocated;
     assert!(served >= 150, "{served} allocations");
-    assert_eq!(memory.allocated_bytes(), 0);
+    assert_eq!(memory.memory_allocated(), 0);
     assert_eq!(standin.calls("cuMemAllocAsync").unwrap(), 0);
     assert_eq!(standin.violations(), Vec::<String>::new());
 }

@@ -25,7 +25,7 @@ fn slices_come_from_aquifer_and_go_back_in_order() {
         assert!(empty.is_ok() || empty.is_err(), "as without the hook");
     }
     assert!(memory.stats().allocation.all.allocated >= 200, "{}", memory.summary());
-    assert_eq!(memory.allocated_bytes(), 0);
+    assert_eq!(memory.memory_allocated(), 0);
     let full = one.alloc_zeros::<u8>(1 << 30).unwrap_err();
     assert_eq!(full, DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
     assert!(driver_calls() - calls <= 200, "empty slices alone go to the driver");

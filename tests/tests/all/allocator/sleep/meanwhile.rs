@@ -252,7 +252,7 @@ fn a_growth_that_fails_while_it_falls_asleep_loses_nothing() {
         allocator.wake().unwrap();
         allocator.empty_cache().unwrap();
         let held = CAPACITY - setup.device_free();
-        assert_eq!(allocator.reserved_bytes(), held);
+        assert_eq!(allocator.memory_reserved(), held);
         let in_use = growable.bytes() + setup.cache.bytes().next_multiple_of(2 * MIB);
         drop((growable, reclaimer));
         assert!(held >= in_use);

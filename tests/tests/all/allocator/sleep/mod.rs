@@ -71,7 +71,7 @@ impl Setup {
         drop((more, self.live, self.cache));
         allocator.empty_cache().unwrap();
         device.settle();
-        assert_eq!((allocator.allocated_bytes(), allocator.reserved_bytes()), (0, 0));
+        assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
         assert_eq!(device.memory_info().unwrap().free, CAPACITY);
         driver.assert_no_violation();
     }
@@ -81,21 +81,21 @@ impl Setup {
 fn contents_and_addresses_survive() {
     let setup = setup();
     let pointers: Vec<_> = setup.live.iter().map(Allocation::ptr).collect();
-    let (allocated, in_use) = (setup.allocator.allocated_bytes(), setup.allocator.stats().allocation);
+    let (allocated, in_use) = (setup.allocator.memory_allocated(), setup.allocator.stats().allocation);
     drop(setup.allocator.alloc_bytes(10 * MIB, &setup.stream).unwrap());
     let held = CAPACITY - setup.device_free();
     let given = setup.allocator.sleep(Contents::SaveToHost).unwrap();
     assert_eq!(given, held, "cached memory included");
     assert!(setup.allocator.is_asleep());
-    assert_eq!((setup.allocator.reserved_bytes(), setup.device_free()), (0, CAPACITY));
-    assert_eq!(setup.allocator.allocated_bytes(), allocated);
+    assert_eq!((setup.allocator.memory_reserved(), setup.device_free()), (0, CAPACITY));
+    assert_eq!(setup.allocator.memory_allocated(), allocated);
     assert!(pointers.iter().all(|&ptr| setup.driver.mapping_at(ptr).is_none()));
     assert_eq!(setup.allocator.sleep(Contents::Discard).unwrap(), 0, "asleep already");
     setup.allocator.wake().unwrap();
     setup.allocator.wake().unwrap();
     assert!(!setup.allocator.is_asleep());
     let held = CAPACITY - setup.device_free();
-    assert_eq!(setup.allocator.reserved_bytes(), held);
+    assert_eq!(setup.allocator.memory_reserved(), held);
     assert!(allocated <= held && held <= given - 10 * MIB, "cached memory does not come back: {held} of {given}");
     assert_eq!(setup.allocator.stats().allocation.all.current, in_use.all.current);
     setup.assert_contents();
@@ -137,10 +137,10 @@ fn asleep_it_takes_memory_back_but_gives_none() {
     assert!(matches!(exported(&setup), Err(AllocError::Asleep)));
     assert!(matches!(setup.cache.grow_to(50 * MIB, &setup.stream), Err(AllocError::Asleep)));
     assert!(setup.allocator.alloc_bytes(0, &setup.stream).is_ok());
-    let allocated = setup.allocator.allocated_bytes();
+    let allocated = setup.allocator.memory_allocated();
     let last = setup.live.pop().unwrap();
     drop(last);
-    assert!(setup.allocator.allocated_bytes() < allocated);
+    assert!(setup.allocator.memory_allocated() < allocated);
     setup.cache.shrink_to(3 * MIB - 1, &setup.stream).unwrap();
     assert_eq!(setup.allocator.empty_cache().unwrap(), 0);
     setup.allocator.wake().unwrap();
@@ -180,7 +180,7 @@ fn without_memory_it_stays_asleep_and_can_be_woken_later() {
     for _ in 0..2 {
         let error = setup.allocator.wake().unwrap_err();
         assert!(error.is_out_of_memory() && setup.allocator.is_asleep());
-        assert_eq!((setup.allocator.reserved_bytes(), setup.device_free()), (0, 8 * MIB));
+        assert_eq!((setup.allocator.memory_reserved(), setup.device_free()), (0, 8 * MIB));
     }
     setup.driver.set_other_process_bytes(0);
     setup.allocator.wake().unwrap();
@@ -198,7 +198,7 @@ fn what_others_know_stays() {
     let segment = pool.alloc_bytes(MIB, stream).unwrap();
     allocator.sleep(Contents::Discard).unwrap();
     let stay = pin.range().end - pin.range().start + 6 * MIB + 2 * MIB;
-    assert_eq!((allocator.reserved_bytes(), CAPACITY - setup.device_free()), (stay, stay));
+    assert_eq!((allocator.memory_reserved(), CAPACITY - setup.device_free()), (stay, stay));
     assert_eq!(setup.byte(setup.live[3].ptr()), 3);
     stream.fill(shared.ptr(), 1, 5 * MIB).unwrap();
     stream.fill(segment.ptr(), 1, MIB).unwrap();
@@ -221,7 +221,7 @@ fn peers_and_observers_see_it_come_back() {
             _ => 0,
         }
     });
-    let reserved = allocator.reserved_bytes().cast_signed();
+    let reserved = allocator.memory_reserved().cast_signed();
     allocator.sleep(Contents::SaveToHost).unwrap();
     assert_eq!(*told.lock().unwrap(), -reserved);
     let peers = Subject::peers(1);
@@ -229,7 +229,7 @@ fn peers_and_observers_see_it_come_back() {
     let mut devices: Vec<_> = [driver].into_iter().chain(&peers).map(Subject::ordinal).collect();
     devices.sort_unstable();
     allocator.wake().unwrap();
-    assert_eq!(*told.lock().unwrap(), allocator.reserved_bytes().cast_signed() - reserved);
+    assert_eq!(*told.lock().unwrap(), allocator.memory_reserved().cast_signed() - reserved);
     for ptr in setup.live.iter().map(Allocation::ptr).chain([setup.cache.ptr()]) {
         assert_eq!(driver.mapping_at(ptr).unwrap().devices, devices);
     }
@@ -301,11 +301,11 @@ fn no_failing_call_loses_anything() {
                     woken += u32::from(results[1].is_err());
                 }
             }
-            assert_eq!(setup.allocator.stats().allocated_bytes.all.current, setup.allocator.allocated_bytes());
+            assert_eq!(setup.allocator.stats().allocated_bytes.all.current, setup.allocator.memory_allocated());
             let last_call = setup.driver.calls_made() - first_call;
             setup.driver.clear_faults();
             let held = CAPACITY - setup.device_free();
-            assert!(setup.allocator.reserved_bytes() >= held, "call {nth}: {results:?}");
+            assert!(setup.allocator.memory_reserved() >= held, "call {nth}: {results:?}");
             setup.allocator.wake().unwrap();
             setup.assert_contents();
             setup.assert_usable_and_returned();
@@ -333,7 +333,7 @@ fn measures_tell_what_is_held_while_it_sleeps() {
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let in_pool = pool.alloc_bytes(5 * MIB, stream).unwrap();
     let shared = allocator.alloc_exportable(4 * MIB, HandleKind::PosixFd, stream).unwrap();
-    let held = |allocator: &Allocator| (allocator.reserved_bytes(), allocator.fragmentation(1).reserved_bytes);
+    let held = |allocator: &Allocator| (allocator.memory_reserved(), allocator.fragmentation(1).reserved_bytes);
     let of_pool = |allocator: &Allocator| allocator.reserved_by_private_pools()[&pool.id()];
     let (awake, in_awake) = (held(allocator), of_pool(allocator));
     assert_eq!((awake.0, in_awake), (awake.1, 6 * MIB));
