@@ -237,5 +237,5 @@ fn less_than_the_least_to_be_freed_never_suffices() {
         assert!(freed >= least, "{seed}: served after {freed} bytes were freed: {report}");
         bounds += u64::from(least > 0);
     }
-    assert!(bounds > programs / 100, "{bounds} bounds tried");
+    assert!(bounds >= programs / 100, "{bounds} bounds tried");
 }

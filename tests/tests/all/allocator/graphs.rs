@@ -281,7 +281,7 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "it is put off");
     let error = bench.allocator.alloc_bytes(100 * MIB, &three).unwrap_err();
     let report = error.report().unwrap_or_else(|| panic!("{error}"));
-    assert!(report.kept_by_captures > 0 && report.to_string().contains("once no stream captures"), "{report}");
+    assert!(report.kept_by_captures > 0 && report.to_string().contains("wait until no stream captures"), "{report}");
     let error = bench.device.unmap(bought.ptr(), 2 * MIB).unwrap_err();
     assert!(error.kind == ErrorKind::Capture && error.to_string().starts_with("cuMemUnmap was not called"), "{error}");
     let other = Allocator::new(&bench.device, Config::default()).unwrap();
