@@ -124,7 +124,7 @@ pub struct SimDriver {
     vmm: bool,
     export: bool,
     panic_on_violation: bool,
-    /// How many violations somebody has seen.
+    /// How many violations the program has seen.
     seen: AtomicUsize,
     /// Of all devices made of this.
     capturing: Arc<CapturingStreams>,
@@ -274,8 +274,8 @@ impl Drop for SimDriver {
         let found = self.machine.get_mut().detector.violations();
         if !self.panic_on_violation && found.len() > *self.seen.get_mut() {
             eprintln!(
-                "aquifer: {} found {} that nobody asked about, of which this is the first; `violations=panic` or \
-                 `Device::assert_no_violations` make a test fail: {}",
+                "aquifer: {} found {} that the program did not ask about; `violations=panic` or \
+                 `Device::assert_no_violations` make a test fail. The first: {}",
                 self.info.name,
                 if found.len() == 1 { "a violation".to_owned() } else { format!("{} violations", found.len()) },
                 found[0],

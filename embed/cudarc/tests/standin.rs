@@ -1,6 +1,7 @@
 //! Programs of cudarc's on the stand-in driver, watched by its race detector.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
+#![expect(clippy::cast_possible_truncation, reason = "the numbers of these tests are small")]
 
 use std::sync::Arc;
 

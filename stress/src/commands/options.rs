@@ -4,6 +4,9 @@ use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 
 /// Lists the options, as the documentation of `Config` has them, for a terminal.
+///
+/// # Errors
+/// When standard output cannot be written to.
 pub fn run(session: &Session) -> Result<Outcome, Failure> {
     for line in aquifer_allocator::internal::OPTIONS.lines() {
         let line = line.replace("[`", "").replace("`]", "").replace(['`', '*'], "");
