@@ -244,35 +244,38 @@ impl Allocator {
         // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
         // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
         let at = Location::caller();
-        let Granted { arena, block, addr } = match self.grant_cached::<false>(bytes, stream, at) {
+        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream, at, false) {
             Ok(granted) => granted,
             Err(searched) => self.grant_the_long_way(bytes, stream, searched, at)?,
         };
         Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, DevicePtr(addr), bytes))
     }
 
-    /// A free block that the stream may reuse at once, `RAW` if its address is a raw pointer. If there is none, whether it was searched for.
+    /// A free block that the stream may reuse at once, to be given out by its address alone if it is `raw`. If there is none, whether it was searched for.
     #[inline]
-    pub(crate) fn grant_cached<const RAW: bool>(
+    pub(crate) fn grant_cached(
         &self,
         bytes: u64,
         stream: &Stream,
         at: &'static Location<'static>,
+        raw: bool,
     ) -> Result<Granted, bool> {
         let arena = self.inner.shell.arenas.get(stream.id()).ok_or(false)?;
-        let (block, addr) = self.take_cached::<RAW>(arena, bytes, stream, at);
+        let (block, addr) = self.take_cached(arena, bytes, stream, at, raw);
         if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
     }
 
     /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
-    /// [`BlockId::NONE`] and whether it was searched for.
+    /// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls is compiled into it only where it has no
+    /// other caller.
     #[inline(never)]
-    fn take_cached<const RAW: bool>(
+    fn take_cached(
         &self,
         own: &'static Arena,
         bytes: u64,
         stream: &Stream,
         at: &'static Location<'static>,
+        raw: bool,
     ) -> (BlockId, u64) {
         let inner = &*self.inner;
         let special = inner.shell.special().load(Ordering::Relaxed) != 0;
@@ -290,7 +293,7 @@ impl Allocator {
             Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
         let granted = arena.take_own_hot(&request);
         let milestone_is_due = arena.is_milestone_due();
-        if RAW && let Some(granted) = &granted {
+        if raw && let Some(granted) = &granted {
             own.add_raw(granted.addr, granted.block);
         }
         drop(arena);

@@ -65,7 +65,7 @@ impl Allocator {
     #[inline]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
         let at = Location::caller();
-        let searched = match self.grant_cached::<true>(bytes, stream, at) {
+        let searched = match self.grant_cached(bytes, stream, at, true) {
             Ok(granted) => return Ok(DevicePtr(granted.addr)),
             Err(searched) => searched,
         };
