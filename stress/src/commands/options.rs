@@ -11,12 +11,11 @@ pub fn run(session: &Session) -> Result<Outcome, Failure> {
     for line in aquifer_allocator::internal::OPTIONS.lines() {
         let line = line.replace("[`", "").replace("`]", "").replace(['`', '*'], "");
         match line.trim_matches('|').split(" | ").map(str::trim).collect::<Vec<_>>()[..] {
-            ["option", ..] => {}
+            ["option" | "---", ..] => {}
             [name, values, default, effect] => {
                 let default = if default.is_empty() { String::new() } else { format!("; default {default}") };
                 session.show(format_args!("  {name}: {values}{default}\n      {effect}"))?;
             }
-            [text] if text.starts_with("---") => {}
             _ => session.show(line)?,
         }
     }

@@ -135,6 +135,15 @@ fn lists_in_help_are_no_wider_than_help() {
 }
 
 #[test]
+fn options_are_listed_without_a_device() {
+    let output = stress(&["options", "--device", "cuda:99"]);
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    assert!(text.contains("  limit_mb: MiB, > 0; default none\n      limit in bytes\n"), "{text}");
+    assert!(!text.contains("---") && !text.contains('`'), "{text}");
+}
+
+#[test]
 fn lists_need_no_device() {
     for args in [&["oom", "--list"][..], &["fragmentation", "--list"]] {
         let output = stress(&[args, &["--device", "cuda:99"]].concat());
