@@ -130,8 +130,8 @@ impl Drop for Inner {
 }
 
 impl Allocator {
-    /// An allocator for `device`, configured by a [`Config`], or by options as text, such as `"limit_mb:4096"`. The rest of the process
-    /// does not share it; [`crate::DeviceAllocator::allocator`] gives one that it does.
+    /// An allocator for `device`, configured by a [`Config`], or by options as text, such as `"limit_mb:4096"`. The
+    /// rest of the process does not share it; [`crate::DeviceAllocator::allocator`] gives one that it does.
     ///
     /// # Errors
     /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
@@ -251,7 +251,8 @@ impl Allocator {
         Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, DevicePtr(addr), bytes))
     }
 
-    /// A free block that the stream may reuse at once, to be given out by its address alone if it is `raw`. If there is none, whether it was searched for.
+    /// A free block that the stream may reuse at once, to be given out by its address alone if it is `raw`. If there is
+    /// none, whether it was searched for.
     #[inline]
     pub(crate) fn grant_cached(
         &self,
@@ -266,8 +267,8 @@ impl Allocator {
     }
 
     /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
-    /// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls is compiled into it only where it has no
-    /// other caller.
+    /// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls is compiled
+    /// into it only where it has no other caller.
     #[inline(never)]
     fn take_cached(
         &self,

@@ -24,18 +24,19 @@ pub(crate) fn register(inner: &Arc<Inner>) {
     open.push(Arc::downgrade(inner));
 }
 
-/// Handles of all open allocators, in the order in which they were made. The lock is not held when they are dropped, as dropping the last
-/// handle of an allocator may call the driver.
+/// Handles of all open allocators, in the order in which they were made. The lock is not held when they are dropped, as
+/// dropping the last handle of an allocator may call the driver.
 pub(crate) fn all_open() -> Vec<Allocator> {
     let open: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
     open.into_iter().map(Allocator::of_inner).collect()
 }
 
-/// Gives the unused memory of all allocators of a device back to it, for another allocator of the process whose memory ran out: such as
-/// cudarc's or the driver's pool. Returns how many bytes that was.
+/// Gives the unused memory of all allocators of a device back to it, for another allocator of the process whose memory
+/// ran out: such as cudarc's or the driver's pool. Returns how many bytes that was.
 ///
-/// May be called on any thread, and where no allocator is known. Waits for streams that still use memory which was given back here, as
-/// [`Allocator::empty_cache`] does, so no stream may wait for the caller meanwhile. To leave some memory cached, use [`Allocator::trim_to`].
+/// May be called on any thread, and where no allocator is known. Waits for streams that still use memory which was
+/// given back here, as [`Allocator::empty_cache`] does, so no stream may wait for the caller meanwhile. To leave some
+/// memory cached, use [`Allocator::trim_to`].
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, empty_caches};
@@ -43,15 +44,15 @@ pub(crate) fn all_open() -> Vec<Allocator> {
 /// let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
 /// let memory = Allocator::new(&device, Config::default())?;
 /// drop(memory.alloc_bytes(40 << 20, device.default_stream())?);
-/// assert!(device.alloc(40 << 20).is_err()); // by somebody else
+/// assert!(device.alloc(40 << 20).is_err()); // for another library
 /// assert_eq!(empty_caches(&device)?, 40 << 20);
 /// device.alloc(40 << 20)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
 /// # Errors
-/// The first error, of the driver, or [`AllocError::Observing`] within an observer of mappings. The other allocators give their memory back
-/// all the same.
+/// The first error, of the driver, or [`AllocError::Observing`] within an observer of mappings. The other allocators
+/// give their memory back, too.
 pub fn empty_caches(device: &Device) -> Result<u64, AllocError> {
     fork::check(Operation::Free)?;
     let ours = all_open().into_iter().filter(|allocator| allocator.device().id() == device.id());

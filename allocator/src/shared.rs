@@ -34,8 +34,8 @@ pub trait DeviceAllocator {
     /// At the first call: a wrong configuration in the environment, and errors of the driver.
     fn allocator(&self) -> Result<Allocator, AllocError>;
 
-    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment: a [`Config`], or options as text,
-    /// such as `"limit_mb:4096"`. Call it before any other part of the process asks for the allocator.
+    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment: a [`Config`], or
+    /// options as text, such as `"limit_mb:4096"`. Call it before any other part of the process asks for the allocator.
     ///
     /// # Errors
     /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that contradicts itself, and errors of the

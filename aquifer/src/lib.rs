@@ -36,8 +36,9 @@
 //! # Copy
 //!
 //! The verbs `upload`, `download`, `copy_from`, `to_vec` and `item` take any source or target: slices and vectors,
-//! page-locked memory, files, buffers and their views, of any device, and strided regions of these. `upload` and `download`
-//! return a [`Pending`], which can be waited for, awaited or dropped; `to_vec`, `item` and `download_blocking` wait.
+//! page-locked memory, files, buffers and their views, of any device, and strided regions of these. `upload` and
+//! `download` return a [`Pending`], which can be waited for, awaited or dropped; `to_vec`, `item` and
+//! `download_blocking` wait.
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -143,10 +144,10 @@
 //!
 //! # Test without a GPU
 //!
-//! A simulated device runs the same program on real data, in virtual time. It finds races between streams, work beyond the
-//! bounds of a block or after its end, and reads of memory that was never written. With `violations=panic` such work panics
-//! in the call that enqueues it, and a race in the next call that waits, or when the device is dropped; the text names both
-//! places. Without it, `device.assert_no_violations()` tells:
+//! A simulated device runs the same program on real data, in virtual time. It finds races between streams, work beyond
+//! the bounds of a block or after its end, and reads of memory that was never written. With `violations=panic` such
+//! work panics in the call that enqueues it, and a race in the next call that waits, or when the device is dropped; the
+//! text names both places. Without it, `device.assert_no_violations()` tells:
 //!
 //! ```should_panic
 //! use aquifer::prelude::*;

@@ -64,9 +64,9 @@ pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<
 
 /// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses, and what it computes on a simulated device.
 ///
-/// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`. [`crate::Stream::launch`] enqueues it, in order
-/// with the rest of that stream only. The documentation of the crate `aquifer-kernels`
-/// shows a custom kernel from its PTX text to its result, ordered after what other streams do with the same memory.
+/// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`. [`crate::Stream::launch`]
+/// enqueues it, in order with the rest of that stream only. The documentation of the crate `aquifer-kernels` shows a
+/// custom kernel from its PTX text to its result, ordered after what other streams do with the same memory.
 #[derive(Clone)]
 pub struct Launch {
     /// Name of the kernel, as in its module.

@@ -45,12 +45,13 @@ impl Foreign {
 }
 
 impl Allocator {
-    /// Makes a buffer of memory that another library owns, so that verbs, kernels and [`StreamAccess::with`](crate::StreamAccess::with) work
-    /// on it. The allocator is the one that [`Buffer::like`] uses; it does not count the memory.
+    /// Makes a buffer of memory that another library owns, so that verbs, kernels and
+    /// [`StreamAccess::with`](crate::StreamAccess::with) work on it. The allocator is the one that [`Buffer::like`]
+    /// uses; it does not count the memory.
     ///
-    /// When the last handle is dropped, `release` gets the ticks of work that may still use the memory. It must see to it that the memory is
-    /// not reused before: by making the owner's stream wait for them ([`Stream::wait_for`]), or by waiting on the host
-    /// ([`Tick::synchronize`]). It must not panic.
+    /// When the last handle is dropped, `release` gets the ticks of work that may still use the memory. It must see to
+    /// it that the memory is not reused before: by making the owner's stream wait for them ([`Stream::wait_for`]), or
+    /// by waiting on the host ([`Tick::synchronize`]). It must not panic.
     ///
     /// ```
     /// # use aquifer_allocator::{Allocator, Config};
@@ -67,9 +68,9 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
-    /// It is up to the caller that there are `len` values of `T` at `ptr`, aligned, in memory of this allocator's device that lives until
-    /// `release` is called; that earlier work on it comes before what is enqueued on `stream` from now on; and that only the buffer uses
-    /// it until then.
+    /// It is up to the caller that there are `len` values of `T` at `ptr`, aligned, in memory of this allocator's
+    /// device that lives until `release` is called; that earlier work on it comes before what is enqueued on `stream`
+    /// from now on; and that only the buffer uses it until then.
     ///
     /// # Errors
     /// A stream of another device, and a length whose bytes overflow. `release` is called with no ticks then.

@@ -129,7 +129,8 @@ impl Storage {
     /// Checks that the memory is this allocator's. `what` names it in the error.
     ///
     /// # Errors
-    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it is another one's.
+    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it
+    /// is another one's.
     pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
         if std::ptr::eq(self.memory.shell(), allocator.shell()) {
             return Ok(());

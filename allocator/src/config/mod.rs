@@ -32,6 +32,7 @@ use crate::size_class;
 use keys::Key;
 
 /// The options in words, as the documentation of [`Config`] has them.
+#[doc(hidden)]
 pub const OPTIONS: &str = include_str!("options.md");
 
 /// The configuration of an [`Allocator`](crate::Allocator).

@@ -1,7 +1,7 @@
 //! The raw interface: pointers instead of handles, for bindings to code that can only hold pointers.
 //!
-//! Each arena has a table from pointer to block (`table.rs`), for this interface alone; handles need no look-up. Which arena a pointer
-//! belongs to is guessed by its address (`guess.rs`).
+//! Each arena has a table from pointer to block (`table.rs`), for this interface alone; handles need no look-up. Which
+//! arena a pointer belongs to is guessed by its address (`guess.rs`).
 
 mod guess;
 mod owner;
@@ -44,7 +44,7 @@ impl Shell {
         self.arenas.iter().find_map(|arena| Some((arena, arena.raw.remove(ptr.0)?)))
     }
 
-    /// Looks at a live raw allocation, which nobody can free meanwhile.
+    /// Looks at a live raw allocation, which no thread can free meanwhile.
     fn look_at_raw<R>(&self, ptr: DevicePtr, look: impl Fn(&'static Arena, BlockId) -> R) -> Result<R, AllocError> {
         let look_in = |arena: &'static Arena| arena.raw.look(ptr.0, |block| look(arena, block));
         let guessed = self.arenas.get(self.guesses.slot_of(ptr.0)).and_then(look_in);
@@ -54,10 +54,11 @@ impl Shell {
 }
 
 impl Allocator {
-    /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null pointer.
+    /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null
+    /// pointer.
     ///
-    /// Free the pointer before the last handle of the allocator is dropped. Afterwards it can no longer be freed, and its memory and device
-    /// stay in use until the process ends.
+    /// Free the pointer before the last handle of the allocator is dropped. Afterwards it can no longer be freed, and
+    /// its memory and device stay in use until the process ends.
     ///
     /// # Errors
     /// As [`Allocator::alloc_bytes`].
@@ -97,12 +98,13 @@ impl Allocator {
         Ok(())
     }
 
-    /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work enqueued on `stream` until now may still use
-    /// the memory. Nothing waits.
+    /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work enqueued on `stream`
+    /// until now may still use the memory. Nothing waits.
     ///
-    /// The memory is reused once that work is done, or by streams that are ordered after it; also once the work is done that the streams
-    /// noted by [`Allocator::record_stream_raw`] have until now. The stream of the allocation itself always counts, as of now. So `stream`
-    /// need not be ordered after any other one. On the stream of the allocation, this is [`Allocator::free_raw`].
+    /// The memory is reused once that work is done, or by streams that are ordered after it; also once the work is done
+    /// that the streams noted by [`Allocator::record_stream_raw`] have until now. The stream of the allocation itself
+    /// always counts, as of now. So `stream` need not be ordered after any other one. On the stream of the allocation,
+    /// this is [`Allocator::free_raw`].
     ///
     /// # Errors
     /// As [`Allocator::free_raw`]; a stream of another device. The pointer is live afterwards.
@@ -150,7 +152,7 @@ impl Allocator {
         if theirs == ours { Ok(()) } else { Err(AllocError::wrong_device("stream", theirs, ours)) }
     }
 
-    /// Notes that a stream uses a live block, which nobody else can free meanwhile.
+    /// Notes that a stream uses a live block, which no other thread can free meanwhile.
     fn note_use(&self, arena: &'static Arena, block: BlockId, stream: &Stream) {
         let mut core = self.shell().core();
         let slot = core.slot(stream);

@@ -18,11 +18,11 @@ pub struct RawOwner {
     pub bytes: u64,
 }
 
-/// Finds the live raw allocation that contains an address, among those of all allocators of the process: for `free(ptr)` without a device,
-/// `cuMemGetAddressRange` and the like. `None` for other memory, and in a forked child.
+/// Finds the live raw allocation that contains an address, among those of all allocators of the process: for
+/// `free(ptr)` without a device, `cuMemGetAddressRange` and the like. `None` for other memory, and in a forked child.
 ///
-/// The first address of an allocation is found at once. For another one, all raw pointers of the process are looked at, without a lock.
-/// Simulated devices may use the same addresses; the allocator that was made first is found.
+/// The first address of an allocation is found at once. For another one, all raw pointers of the process are looked at,
+/// without a lock. Simulated devices may use the same addresses; the allocator that was made first is found.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, owner_of};
@@ -30,7 +30,7 @@ pub struct RawOwner {
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let memory = Allocator::new(&device, Config::default())?;
 /// let ptr = memory.alloc_raw(1000, device.default_stream())?;
-/// let owner = owner_of(ptr.offset(999)).ok_or("nobody's")?;
+/// let owner = owner_of(ptr.offset(999)).ok_or("not a raw allocation")?;
 /// assert_eq!((owner.ptr, owner.bytes), (ptr, 1000));
 /// owner.allocator.free_raw(owner.ptr)?;
 /// assert!(owner_of(ptr).is_none());

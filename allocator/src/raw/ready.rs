@@ -5,19 +5,20 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 
-/// The stream that such memory is allocated for. Nothing is enqueued on it but waits, so memory that it owns is unused as soon as what it
-/// waits for is done.
+/// The stream that such memory is allocated for. Nothing is enqueued on it but waits, so memory that it owns is unused
+/// as soon as what it waits for is done.
 struct Ready(Stream);
 
 impl Allocator {
-    /// Allocates raw memory that may be used at once on every stream, and by the host's blocking copies, as that of the synchronous
-    /// `cuMemAlloc`: whatever used the memory before is done. Memory of which that is known is taken first, then memory of the device; the
-    /// host waits only before it would run out. (With `cross_stream:wait` memory of other streams comes before that of the device, and is
-    /// waited for.)
+    /// Allocates raw memory that may be used at once on every stream, and by the host's blocking copies, as that of the
+    /// synchronous `cuMemAlloc`: whatever used the memory before is done. Memory of which that is known is taken first,
+    /// then memory of the device; the host waits only before it would run out. (With `cross_stream:wait` memory of
+    /// other streams comes before that of the device, and is waited for.)
     ///
-    /// [`Allocator::free_raw`] gives it back for use at once, so before that **the caller must wait for all work that uses it**, as
-    /// `cuMemFree` does, such as with [`aquifer_device::Device::synchronize`]. [`Allocator::free_raw_on`] gives it back in the order
-    /// of a stream, without waiting, if no other stream uses it or those that do are recorded.
+    /// [`Allocator::free_raw`] gives it back for use at once, so before that **the caller must wait for all work that
+    /// uses it**, as `cuMemFree` does, such as with [`aquifer_device::Device::synchronize`]. [`Allocator::free_raw_on`]
+    /// gives it back in the order of a stream, without waiting, if no other stream uses it or those that do are
+    /// recorded.
     ///
     /// # Errors
     /// As [`Allocator::alloc_raw`]; a driver that refuses a stream, or to wait for one.

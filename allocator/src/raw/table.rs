@@ -1,10 +1,12 @@
-//! Which block of an arena a raw pointer is: a hash table to which one thread adds at a time, and from which all remove, without a lock.
+//! Which block of an arena a raw pointer is: a hash table to which one thread adds at a time, and from which all
+//! remove, without a lock.
 //!
-//! A pointer has four buckets in each *level*, a table twice as long as the one before. Pointers enter the newest level; if all of their
-//! buckets there are full, a level is added. Entries never move. A look-up mostly reads one bucket.
+//! A pointer has four buckets in each *level*, a table twice as long as the one before. Pointers enter the newest
+//! level; if all of their buckets there are full, a level is added. Entries never move. A look-up mostly reads one
+//! bucket.
 //!
-//! Adding needs no atomic read-modify-write, as the caller holds the arena's lock: of the two that a pair of calls would make otherwise,
-//! one is 7 to 10 ns.
+//! Adding needs no atomic read-modify-write, as the caller holds the arena's lock: of the two that a pair of calls
+//! would make otherwise, one is 7 to 10 ns.
 //!
 //! Memory: levels are kept, with their arena. One is added when half of the newest one is in use, so the table takes at
 //! most some 128 bytes for each pointer of the largest number that were live at one time.
@@ -211,8 +213,8 @@ impl RawTable {
         }
     }
 
-    /// The last pointer up to an address. Reads the whole table, without making another thread wait; a pointer that is added
-    /// or removed meanwhile may be missed.
+    /// The last pointer up to an address. Reads the whole table, without making another thread wait; a pointer that is
+    /// added or removed meanwhile may be missed.
     pub(crate) fn last_until(&self, addr: u64) -> Option<u64> {
         let buckets = self.levels.iter().filter_map(OnceLock::get).flat_map(|level| level.buckets.iter());
         let keys = buckets.flat_map(|bucket| &bucket.keys).map(|key| key.load(Ordering::Acquire) & !BUSY);

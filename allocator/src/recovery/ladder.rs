@@ -176,8 +176,9 @@ impl Allocator {
         self.trim_paged(0)
     }
 
-    /// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which other parts of the process used. Does
-    /// not help where our own limit refused. An error is no reason to fail: the request is refused for lack of memory.
+    /// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which other parts of
+    /// the process used. Does not help where our own limit refused. An error is no reason to fail: the request is
+    /// refused for lack of memory.
     fn trim_driver_pools(&self, request: &Request, tried: &mut Tried) -> Rung {
         if !matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
             return Ok(None);

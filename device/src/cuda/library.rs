@@ -21,17 +21,17 @@ struct Choice {
 
 static CHOICE: Mutex<Choice> = Mutex::new(Choice { path: None, is_open: false });
 
-/// Chooses the CUDA driver's library, by its path or by a name that the system's loader looks for. Without this call it is the one that the
-/// environment variable `AQUIFER_CUDA_LIBRARY` names, else the installed one.
+/// Chooses the CUDA driver's library, by its path or by a name that the system's loader looks for. Without this call it
+/// is the one that the environment variable `AQUIFER_CUDA_LIBRARY` names, else the installed one.
 ///
-/// This is for libraries that stand before the driver under its name and call Aquifer, which would find them instead of the driver. If the
-/// library cannot be loaded, there is no GPU ([`Unavailable::NoDriver`]); no other one is tried.
+/// This is for libraries that stand before the driver under its name and call Aquifer, which would find them instead of
+/// the driver. If the library cannot be loaded, there is no GPU ([`Unavailable::NoDriver`]); no other one is tried.
 ///
 /// cudarc loads the driver by itself, by name.
 ///
 /// # Safety
-/// The library is a CUDA driver: its functions have the signatures and do what CUDA documents. If objects are passed to and from
-/// cudarc, or other users of CUDA in the process, it knows the handles of the driver that these load.
+/// The library is a CUDA driver: its functions have the signatures and do what CUDA documents. If objects are passed to
+/// and from cudarc, or other users of CUDA in the process, it knows the handles of the driver that these load.
 ///
 /// # Errors
 /// When the driver has been loaded already: call this before anything asks for a GPU.
@@ -53,9 +53,11 @@ const NAMES: [&str; 1] = ["nvcuda.dll"];
 #[cfg(not(windows))]
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
-/// Opens the driver's library: the one that was chosen, else one that the process has loaded already, else the one that the system finds.
+/// Opens the driver's library: the one that was chosen, else one that the process has loaded already, else the one that
+/// the system finds.
 ///
-/// What is loaded already comes before what is found, because two drivers in one process do not know each other's handles.
+/// What is loaded already comes before what is found, because two drivers in one process do not know each other's
+/// handles.
 pub(super) fn open() -> std::result::Result<Library, Unavailable> {
     let mut choice = CHOICE.lock();
     let named = || env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);

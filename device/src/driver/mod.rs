@@ -273,8 +273,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// left is in use.
     fn trim_pool(&self, keep: u64) -> Result<()>;
 
-    /// Makes the driver give back memory that it keeps for graphs with allocations of their own, and that none of them uses now. Does
-    /// nothing where there is no such memory.
+    /// Makes the driver give back memory that it keeps for graphs with allocations of their own, and that none of them
+    /// uses now. Does nothing where there is no such memory.
     fn trim_graph_memory(&self) -> Result<()> {
         Ok(())
     }

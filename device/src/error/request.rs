@@ -6,7 +6,8 @@ use crate::label::DeviceMismatch;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// The caller passed a stream or memory of another device. Use one of the device that is needed, or copy the memory there.
+    /// The caller passed a stream or memory of another device. Use one of the device that is needed, or copy the memory
+    /// there.
     #[error("the {what} belongs to {devices}")]
     WrongDevice {
         /// What was passed.

@@ -160,7 +160,7 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
 }
 
-/// Bytes that the driver keeps although nobody uses them, until it is asked to give them back.
+/// Bytes that the driver keeps although nothing uses them, until it is asked to give them back.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Kept {
     /// By its stream-ordered pool.

@@ -185,8 +185,9 @@ impl SimDriver {
         self.machine.lock().memory.set_other(bytes);
     }
 
-    /// The bytes that the driver keeps from now on although nobody uses them, until it is asked to give them back: in its stream-ordered pool,
-    /// as another part of the process may leave there, and for graphs with allocations of their own.
+    /// The bytes that the driver keeps from now on although nothing uses them, until it is asked to give them back: in
+    /// its stream-ordered pool, as another part of the process may leave there, and for graphs with allocations of
+    /// their own.
     pub fn set_kept_bytes(&self, pool: u64, graphs: u64) {
         self.machine.lock().memory.kept = memory::Kept { pool, graphs };
     }

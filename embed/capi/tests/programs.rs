@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// A folder with a built program and the stand-in under the driver's names. Cargo builds both libraries beside the tests.
+/// A folder with a built program and the stand-in under the driver's names. Cargo builds both libraries beside the
+/// tests.
 struct Program {
     folder: PathBuf,
     libraries: PathBuf,

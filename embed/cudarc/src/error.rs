@@ -20,8 +20,9 @@ pub enum Error {
     /// A library that the caller's work called failed: see [`Error::library`].
     #[error("a library call failed: {0}")]
     Library(String),
-    /// The caller asked for a [`PoolSlice`](crate::PoolSlice) although nothing would order its uses: cudarc's event tracking is off, and
-    /// the context has several streams. Turn it on, or use a [`Buffer`](aquifer::Buffer) with [`StreamExt::with`](crate::StreamExt::with).
+    /// The caller asked for a [`PoolSlice`](crate::PoolSlice) although nothing would order its uses: cudarc's event
+    /// tracking is off, and the context has several streams. Turn it on, or use a [`Buffer`](aquifer::Buffer) with
+    /// [`StreamExt::with`](crate::StreamExt::with).
     #[error(
         "cudarc's event tracking is off and the context has several streams, so nothing orders what they do with a PoolSlice: turn it on, or \
          use a Buffer with StreamExt::with"
@@ -40,7 +41,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error of a library, such as cuBLAS or NCCL, for work that calls some. Not all of them have a text for people.
+    /// The error of a library, such as cuBLAS or NCCL, for work that calls some. Its `Debug` form is kept, as not all
+    /// of them have another one.
     pub fn library(error: impl fmt::Debug) -> Error {
         Error::Library(format!("{error:?}"))
     }
@@ -55,32 +57,21 @@ impl Error {
     }
 }
 
-impl From<DeviceError> for Error {
-    fn from(error: DeviceError) -> Error {
-        Error::Aquifer(error.into())
-    }
+/// Errors of Aquifer's parts.
+macro_rules! from_parts {
+    ($($part:ty),*) => {
+        $(impl From<$part> for Error {
+            fn from(error: $part) -> Error {
+                Error::Aquifer(error.into())
+            }
+        })*
+    };
 }
+from_parts!(DeviceError, RequestError, AllocError, TransferError);
 
-impl From<AllocError> for Error {
-    fn from(error: AllocError) -> Error {
-        Error::Aquifer(error.into())
-    }
-}
-
-impl From<RequestError> for Error {
-    fn from(error: RequestError) -> Error {
-        Error::Aquifer(error.into())
-    }
-}
-
-impl From<TransferError> for Error {
-    fn from(error: TransferError) -> Error {
-        Error::Aquifer(error.into())
-    }
-}
-
-/// For functions that return cudarc's error. It has room for a code alone: out of memory stays that, a failed driver call keeps
-/// `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes `CUDA_ERROR_INVALID_VALUE`. Log the error before, if its text matters.
+/// For functions that return cudarc's error. It has room for a code alone: out of memory stays that, a failed driver
+/// call keeps `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes `CUDA_ERROR_INVALID_VALUE`. Log the error
+/// before, if its text matters.
 impl From<Error> for DriverError {
     fn from(error: Error) -> DriverError {
         let is_out_of_memory = error.is_out_of_memory();

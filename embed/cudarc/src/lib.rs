@@ -37,9 +37,9 @@
 //!
 //! # Two pools in one process
 //!
-//! cudarc allocates from the driver's default memory pool, which keeps what was freed until a synchronisation. What Aquifer caches is not
-//! there for cudarc, and the reverse. Where both run short, call [`Allocator::empty_cache`] before cudarc allocates much, or allocate
-//! from Aquifer alone.
+//! cudarc allocates from the driver's default memory pool, which keeps what was freed until a synchronisation. What
+//! Aquifer caches is not there for cudarc, and the reverse. Where both run short, call [`Allocator::empty_cache`]
+//! before cudarc allocates much, or allocate from Aquifer alone.
 //!
 //! [cudarc]: https://docs.rs/cudarc
 //! [`Buffer`]: aquifer::Buffer
@@ -64,8 +64,8 @@ pub use stream::{Bound, Lent, StreamExt};
 #[cfg(doc)]
 use cudarc::driver::{CudaSlice, DriverError};
 
-/// The process's allocator of a context's device: the same for everyone who asks. It is configured by the environment, or with
-/// `Device::allocator_with` before its first use.
+/// The process's allocator of a context's device: the same for everyone who asks. It is configured by the environment,
+/// or with `Device::allocator_with` before its first use.
 ///
 /// # Errors
 /// When the context's GPU cannot be asked about, or the environment configures what cannot be.

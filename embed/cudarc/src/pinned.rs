@@ -11,7 +11,8 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, HostSlice, SyncOnDrop, 
 
 use crate::Error;
 
-/// A [`PinnedBuffer`] that copies of cudarc's read and write, which return at once: the host waits for them when it looks at the content.
+/// A [`PinnedBuffer`] that copies of cudarc's read and write, which return at once: the host waits for them when it
+/// looks at the content.
 ///
 /// ```no_run
 /// use aquifer::prelude::*;
@@ -89,8 +90,8 @@ impl<T: Pod> HostPinned<T> {
 }
 
 impl<T> HostPinned<T> {
-    /// Orders `stream` after the copies that used the memory before. What the caller drops once it has enqueued its copy notes that; where
-    /// cudarc does not record events, it waits instead.
+    /// Orders `stream` after the copies that used the memory before. What the caller drops once it has enqueued its
+    /// copy notes that; where cudarc does not record events, it waits instead.
     fn begin<'a>(&'a self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
         let ordered = stream.wait(&self.used);
         if ordered.is_ok() && stream.context().is_managing_stream_synchronization() {

@@ -13,11 +13,12 @@ use crate::{Error, stream};
 
 /// What Aquifer adds to streams of cudarc's.
 pub trait StreamExt {
-    /// Calls `work` to enqueue work of cudarc's on the stream. It comes after everything that was enqueued on these buffers before, on
-    /// any stream, and whatever uses them next comes after it. They can be dropped when this returns.
+    /// Calls `work` to enqueue work of cudarc's on the stream. It comes after everything that was enqueued on these
+    /// buffers before, on any stream, and whatever uses them next comes after it. They can be dropped when this
+    /// returns.
     ///
-    /// `work` gets the stream and the addresses of the buffers in the order of `accesses`. It should only enqueue: other threads wait for
-    /// it when they use the same buffers.
+    /// `work` gets the stream and the addresses of the buffers in the order of `accesses`. It should only enqueue:
+    /// other threads wait for it when they use the same buffers.
     ///
     /// ```no_run
     /// use aquifer::prelude::*;
@@ -40,8 +41,9 @@ pub trait StreamExt {
     /// ```
     ///
     /// # Errors
-    /// What `work` returns. If it was not called: a buffer of another device than the stream's, a thread that is within such a call with one of them,
-    /// an allocator that sleeps, a stream that captures and is not ordered after the buffers' last work, or a failing driver.
+    /// What `work` returns. If it was not called: a buffer of another device than the stream's, a thread that is within
+    /// such a call with one of them, an allocator that sleeps, a stream that captures and is not ordered after the
+    /// buffers' last work, or a failing driver.
     fn with<const N: usize, R, E: Into<Error>>(
         &self,
         accesses: [Access<'_>; N],
@@ -86,11 +88,11 @@ impl<'a> Bound<'a> {
         self.bytes
     }
 
-    /// The memory as a slice of cudarc's, for its copies and libraries. What is [`read`](aquifer::memory::read) must not be written through
-    /// it.
+    /// The memory as a slice of cudarc's, for its copies and libraries. What is [`read`](aquifer::memory::read) must
+    /// not be written through it.
     ///
-    /// With cudarc's event tracking on, this creates two events, for which there is no need here: prefer [`Bound::device_ptr`] where the
-    /// address is enough.
+    /// With cudarc's event tracking on, this creates two events, for which there is no need here: prefer
+    /// [`Bound::device_ptr`] where the address is enough.
     ///
     /// # Errors
     /// [`Error::BadCast`] if the bytes are no whole number of aligned `T`.

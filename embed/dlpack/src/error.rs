@@ -10,7 +10,8 @@ pub enum Error {
         /// The device.
         device: String,
     },
-    /// The caller imports memory of another device than the allocator's, which is named. Use the allocator of its device.
+    /// The caller imports memory of another device than the allocator's, which is named. Use the allocator of its
+    /// device.
     #[error("the tensor is on DLPack device {is}, and the allocator on {needed}")]
     WrongDevice {
         /// Type and number of the tensor's device, as DLPack counts.

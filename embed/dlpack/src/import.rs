@@ -18,7 +18,8 @@ use crate::{Dlpack, Error, data_type, typed};
 /// The tensor is what it says: its memory is there, and nothing else writes it. What is read-only must not be written.
 ///
 /// # Errors
-/// A tensor on another device than the allocator's, of other elements than `T`, or not in row-major order; a stream of another device.
+/// A tensor on another device than the allocator's, of other elements than `T`, or not in row-major order; a stream of
+/// another device.
 pub unsafe fn import_buffer<T: DlpackElement + Copy>(
     dlpack: Dlpack,
     memory: &Allocator,
@@ -50,7 +51,8 @@ pub unsafe fn import_buffer<T: DlpackElement + Copy>(
     })?)
 }
 
-/// Imports a tensor, which shares the memory: device memory as [`import_buffer`] does, and host memory, which needs no stream.
+/// Imports a tensor, which shares the memory: device memory as [`import_buffer`] does, and host memory, which needs no
+/// stream.
 ///
 /// # Safety
 /// As [`import_buffer`].

@@ -15,7 +15,8 @@
 //!
 //! # Streams
 //!
-//! A DLPack tensor does not tell which stream its data is ready on; both sides agree on one. Each function here takes that stream.
+//! A DLPack tensor does not tell which stream its data is ready on; both sides agree on one. Each function here takes
+//! that stream.
 //!
 //! * **Export**: work that the consumer enqueues on `stream`, or orders after it, comes after all work on the memory so far. Later verbs on other
 //!   handles come after what is enqueued on `stream` by then. In Python's protocol it is the stream that the consumer passes to
@@ -25,8 +26,8 @@
 //!
 //! # Limits
 //!
-//! Elements lie in row-major order without gaps: make other tensors contiguous first. Device memory is that of CUDA devices; memory of a simulated
-//! device means nothing to others, and is refused. Elements are those of [`DType`].
+//! Elements lie in row-major order without gaps: make other tensors contiguous first. Device memory is that of CUDA
+//! devices; memory of a simulated device means nothing to others, and is refused. Elements are those of [`DType`].
 //!
 //! [DLPack]: https://dmlc.github.io/dlpack/latest/
 

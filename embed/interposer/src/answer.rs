@@ -56,7 +56,8 @@ thread_local! {
 
 /// Answers a call with `serve`, or with `pass` where the driver is to answer.
 ///
-/// A driver might call functions that it exports by name and find those here, while Aquifer calls it. Such calls go back to it.
+/// A driver might call functions that it exports by name and find those here, while Aquifer calls it. Such calls go
+/// back to it.
 pub(crate) fn answer(serve: impl FnOnce() -> Served, pass: impl FnOnce(Why) -> u32) -> u32 {
     if INSIDE.replace(true) {
         return pass(Why::Inside);

@@ -4,8 +4,8 @@
 //! aquifer-stress run -- PROGRAM ARGS…
 //! ```
 //!
-//! It exports the driver's functions about memory, and serves them. What it serves, passes through and refuses is listed in
-//! `docs/embedding.md`.
+//! It exports the driver's functions about memory, and serves them. What it serves, passes through and refuses is
+//! listed in `docs/embedding.md`.
 //!
 //! # How it takes the driver's place
 //!
@@ -16,10 +16,11 @@
 //! | `libcuda.so`, `libcuda.so.1` | this library, whose `SONAME` is `libcuda.so.1` |
 //! | `libaquifer_driver.so` | the driver, on which this library depends by this name (`DT_NEEDED`) |
 //!
-//! Where a program looks a function up, with `dlsym` on the library's handle or because it is linked to `libcuda.so.1`, the system's loader
-//! searches this library, then what it depends on. It finds the functions here, and all others in the driver itself: calls that
-//! pass through take no detour, those of newer drivers included, and what a driver lacks is not there. `cuGetProcAddress` is answered by the
-//! driver, and the functions here replace the driver's in its answers.
+//! Where a program looks a function up, with `dlsym` on the library's handle or because it is linked to `libcuda.so.1`,
+//! the system's loader searches this library, then what it depends on. It finds the functions here, and all others in
+//! the driver itself: calls that pass through take no detour, those of newer drivers included, and what a driver lacks
+//! is not there. `cuGetProcAddress` is answered by the driver, and the functions here replace the driver's in its
+//! answers.
 //!
 //! Aquifer's own calls go to `libaquifer_driver.so`, so that they do not come back here.
 //!
@@ -37,8 +38,8 @@
 //!
 //! # Order
 //!
-//! `lookup` finds functions · `memory` and `pointers` serve them · `answer` decides who answers · `gpu` knows contexts and streams · `driver` calls
-//! what is behind · `report` tells at the end.
+//! `lookup` finds functions · `memory` and `pointers` serve them · `answer` decides who answers · `gpu` knows contexts
+//! and streams · `driver` calls what is behind · `report` tells at the end.
 //!
 //! It is built for 64-bit Linux. Elsewhere the crate is empty.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]

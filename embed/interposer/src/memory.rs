@@ -12,12 +12,14 @@ use crate::gpu::{self, Gpu};
 use crate::options::{Family, options};
 use crate::report::{self, Why};
 
-/// The legacy default stream is 0; in functions whose names end in `_ptsz`, 0 is the calling thread's, which elsewhere is 2.
+/// The legacy default stream is 0; in functions whose names end in `_ptsz`, 0 is the calling thread's, which elsewhere
+/// is 2.
 fn per_thread(stream: Handle) -> Handle {
     if stream == 0 { 2 } else { stream }
 }
 
-/// Serves an allocation, or has the driver make it. If the driver lacks memory, it gets what is cached here, and is asked again.
+/// Serves an allocation, or has the driver make it. If the driver lacks memory, it gets what is cached here, and is
+/// asked again.
 fn allocate(
     family: Family,
     out: *mut u64,
@@ -101,7 +103,8 @@ fn free_async(ptr: u64, raw: Handle) -> u32 {
     answer(serve, |_| unsafe { driver().cuMemFreeAsync(ptr, raw) })
 }
 
-/// What the program can allocate: what the device has free, and what is cached here unused, within the limit of the options.
+/// What the program can allocate: what the device has free, and what is cached here unused, within the limit of the
+/// options.
 fn free_bytes(gpu: &Gpu, free: u64) -> u64 {
     let (allocated, reserved) = (gpu.allocator.memory_allocated(), gpu.allocator.memory_reserved());
     let free = free + reserved.saturating_sub(allocated);

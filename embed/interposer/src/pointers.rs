@@ -1,4 +1,5 @@
-//! What a pointer means. The driver would describe served memory as part of the whole range of addresses that Aquifer reserved.
+//! What a pointer means. The driver would describe served memory as part of the whole range of addresses that Aquifer
+//! reserved.
 
 use std::ffi::c_void;
 use std::sync::Once;
@@ -122,7 +123,8 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
     answer(serve, |_| code)
 }
 
-/// A handle with which another process opens memory: refused for served memory, which is mapped, or part of a larger allocation.
+/// A handle with which another process opens memory: refused for served memory, which is mapped, or part of a larger
+/// allocation.
 ///
 /// # Safety
 /// As the driver's function.

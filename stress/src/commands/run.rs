@@ -31,7 +31,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if !cfg!(all(target_os = "linux", feature = "cuda")) {
         return Err(Failure::Usage("run works on Linux, in builds with the feature `cuda`".to_owned()));
     }
-    let library = library(args.library.as_deref())?;
+    let library = library(args.interposer.as_deref())?;
     let driver = driver(args.driver.as_deref(), &library)?;
     let folder = Folder::new()?;
     for name in DRIVER {

@@ -1,4 +1,5 @@
-//! `run`, with this program itself as the one that is run: what it measures of the driver's own pool comes from the allocator then.
+//! `run`, with this program itself as the one that is run: what it measures of the driver's own pool comes from the
+//! allocator then.
 #![cfg(target_os = "linux")]
 
 use super::*;

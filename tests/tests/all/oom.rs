@@ -212,7 +212,7 @@ fn report_fragmented() {
     says(&report, "Tried to allocate 20.00 MiB for a request of 8.00 MiB. GPU ");
     says(&report, "\n  unallocated in segments that other memory uses in part: 8.00 MiB");
     says(&report, "\n  free in its pool: 8.00 MiB in 2 pieces, the largest of 4.00 MiB");
-    says(&report, "try: free live memory: enough is unused, but not in one piece");
+    says(&report, "try: free live memory: larger pieces come together then");
     drop(held);
 
     // Mapped memory comes in frames.
@@ -222,7 +222,7 @@ fn report_fragmented() {
     let report = refused(&bench, 2 * MIB);
     says(&report, "Tried to allocate 2.00 MiB. GPU ");
     says(&report, "\n  unallocated in frames that other memory uses in part: 2.00 MiB");
-    says(&report, "try: free live memory: enough is unused, but not in one piece");
+    says(&report, "try: free live memory: larger pieces come together then");
 }
 
 #[test]

@@ -160,7 +160,8 @@ impl Scene {
         true
     }
 
-    /// Frees live blocks, the oldest first, until the request is served. Returns the bytes freed, or `None` if that does not help.
+    /// Frees live blocks, the oldest first, until the request is served. Returns the bytes freed, or `None` if that
+    /// does not help.
     fn free_until_served(&mut self) -> Option<u64> {
         let before = self.bench.allocator.memory_allocated();
         loop {
@@ -176,7 +177,8 @@ impl Scene {
     }
 }
 
-/// What becomes of the request of a program once all of the advice on it is followed; `None` where that takes another program.
+/// What becomes of the request of a program once all of the advice on it is followed; `None` where that takes another
+/// program.
 fn followed(seed: u64, report: &OomReport) -> Option<Result<(), AllocError>> {
     let lowers = report.advice.iter().any(|advice| matches!(advice, Advice::LowerHeadroom { .. }));
     let mut scene = Scene::new(seed, if lowers { report.headroom } else { 0 });

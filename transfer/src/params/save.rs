@@ -25,8 +25,8 @@ impl ParamSet {
     /// reads it. A file that is replaced leaves its permissions to the new one.
     ///
     /// # Errors
-    /// [`TransferError::File`] where the file cannot be written or is a directory, [`RequestError::LengthOverflow`] where broadcast tensors are
-    /// more bytes than a file can have, and as [`Tensor::to`].
+    /// [`TransferError::File`] where the file cannot be written or is a directory, [`RequestError::LengthOverflow`]
+    /// where broadcast tensors are more bytes than a file can have, and as [`Tensor::to`].
     #[track_caller]
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let _place = self.called_here();

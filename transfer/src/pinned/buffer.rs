@@ -54,7 +54,8 @@ impl PinnedPool {
     /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of the driver.
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of
+    /// the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
@@ -138,11 +139,11 @@ impl<T: Pod> PinnedBuffer<T> {
         self.as_slice_mut().into_write()
     }
 
-    /// Its address, for copies out of it that others enqueue on `stream`, such as cudarc. They come after earlier copies into the buffer. Later
-    /// copies into it, and [`PinnedBuffer::write`], come after what is enqueued on `stream` by then, and so does reuse once the buffer was
-    /// dropped. Nothing waits for the device.
+    /// Its address, for copies out of it that others enqueue on `stream`, such as cudarc. They come after earlier
+    /// copies into the buffer. Later copies into it, and [`PinnedBuffer::write`], come after what is enqueued on
+    /// `stream` by then, and so does reuse once the buffer was dropped. Nothing waits for the device.
     ///
-    /// Keep the buffer borrowed until the copies are enqueued. Through the address nobody may read or write on the host.
+    /// Keep the buffer borrowed until the copies are enqueued. The host must not read or write through the address.
     ///
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.
@@ -151,7 +152,8 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(self.memory.ptr().as_ptr().cast::<T>().cast_const())
     }
 
-    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all later uses come after them.
+    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all later uses come after
+    /// them.
     ///
     /// # Errors
     /// As [`PinnedBuffer::lend`].

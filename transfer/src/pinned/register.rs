@@ -105,7 +105,8 @@ impl PinnedPool {
     /// the same.
     ///
     /// # Errors
-    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all; [`RequestError::LengthOverflow`]; a lost device.
+    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all; [`RequestError::LengthOverflow`]; a
+    /// lost device.
     pub fn alloc_or_pageable<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let bytes = bytes_of::<T>(len)?;
         let error = match self.alloc_zeroed(len) {

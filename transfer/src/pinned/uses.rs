@@ -5,7 +5,7 @@
 //! * a copy into the memory comes after all copies noted before it; a copy out of it after the last one into it;
 //! * whoever enqueues a copy holds the memory's turn, which notes the stream's tick when it ends, whether the copy was enqueued
 //!   or not: the call may return with an error after the driver took the copy;
-//! * what is claimed is used by nobody else in a way that conflicts;
+//! * what is claimed is not used by others in a way that conflicts;
 //! * memory is lent to a stream while its whole buffer is borrowed, and a use that conflicts needs a borrow that conflicts. So by then all is
 //!   enqueued, and the stream's tick of that moment covers it.
 
@@ -106,7 +106,8 @@ impl Noted {
         }
     }
 
-    /// Notes the copies of streams to which the memory is lent that must come before such a use. Those that conflict are enqueued by now.
+    /// Notes the copies of streams to which the memory is lent that must come before such a use. Those that conflict
+    /// are enqueued by now.
     fn note_lent(&mut self, kind: AccessKind) {
         let conflicts = |lent: &mut (Stream, AccessKind)| kind == AccessKind::Write || lent.1 == AccessKind::Write;
         let lent: Vec<_> = self.lent.extract_if(.., conflicts).collect();
@@ -187,9 +188,9 @@ impl PinnedMemory {
         Ok(Some(HostTurn { stream, kind, noted }))
     }
 
-    /// Lends the memory to a stream on which the caller has copies enqueued that the pool does not know: they come after the copies that must
-    /// come before, and later uses that conflict come after what is enqueued on the stream by then. The caller's buffer is borrowed as
-    /// `kind` says, until the copies are enqueued.
+    /// Lends the memory to a stream on which the caller has copies enqueued that the pool does not know: they come
+    /// after the copies that must come before, and later uses that conflict come after what is enqueued on the stream
+    /// by then. The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
     ///
     /// # Errors
     /// As [`PinnedMemory::turn`].

@@ -1,7 +1,8 @@
 //! Where the elements of a tensor lie: shape, strides and offset, all in elements.
 //!
-//! Invariant: no number that follows from a layout overflows a `usize`: neither how many elements it has, even with its empty dimensions
-//! counted as 1, nor the place of its last one. So views of a layout need no checks of their own, except for what callers pass.
+//! Invariant: no number that follows from a layout overflows a `usize`: neither how many elements it has, even with its
+//! empty dimensions counted as 1, nor the place of its last one. So views of a layout need no checks of their own,
+//! except for what callers pass.
 
 use std::fmt;
 
@@ -66,7 +67,8 @@ impl Layout {
     /// Elements at any places.
     ///
     /// # Errors
-    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and numbers that overflow a `usize`.
+    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and numbers that overflow a
+    /// `usize`.
     pub fn strided(shape: &[usize], strides: &[usize], offset: usize) -> Result<Layout, LayoutError> {
         if shape.len() > MAX_DIMENSIONS {
             return Err(LayoutError::TooManyDimensions { shape: shape.to_vec() });

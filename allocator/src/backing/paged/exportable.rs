@@ -69,7 +69,8 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as [`Allocator::alloc_bytes`].
+    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as
+    /// [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;

@@ -85,8 +85,8 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for an allocation of another allocator;
-    /// [`AllocError::Asleep`] while there is no memory.
+    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for
+    /// an allocation of another allocator; [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
         fork::check(aquifer_device::Operation::Map)?;
         // Not while the allocator falls asleep, which looks at what is pinned once.

@@ -89,8 +89,9 @@ pub enum Advice {
     },
     /// Free live memory of this allocator.
     FreeMore {
-        /// No less than this many bytes will do, wherever they are. More is needed if what is freed lies between blocks that stay. 0 if
-        /// there is enough free memory already, in pieces.
+        /// No less than this many bytes will do, wherever they are. More is needed if what is freed lies between blocks
+        /// that stay. 0 if there is enough free memory already, in pieces, or the driver did not tell how much there
+        /// is.
         least: u64,
         /// The tag that holds most, with its bytes; `None` if memory without a tag holds most.
         largest: Option<(String, u64)>,
@@ -143,7 +144,8 @@ pub(super) struct Held {
     pub(super) addresses_apart: u64,
     /// True if a stream of the device captures.
     pub(super) captures: bool,
-    /// The streams among those that still use freed memory that capture: nobody can learn that they are done before the capture has ended.
+    /// The streams among those that still use freed memory that capture: whether they are done cannot be learned before
+    /// the capture has ended.
     pub(super) capturing: Vec<u32>,
 }
 
@@ -219,9 +221,9 @@ impl OomReport {
             self.memory.map_or(0, |memory| self.from_device.saturating_add(self.headroom).saturating_sub(memory.free));
     }
 
-    /// Adds what helps, most helpful first: what there is to be had without a loss, then options, then what others lose. `from_blocks` comes
-    /// from a look at free blocks that rules keep from the request. `fail_fast` tells whether the limit refuses at once
-    /// (`throw_on_cudamalloc_oom`), before anything goes back.
+    /// Adds what helps, most helpful first: what there is to be had without a loss, then options, then what others
+    /// lose. `from_blocks` comes from a look at free blocks that rules keep from the request. `fail_fast` tells whether
+    /// the limit refuses at once (`throw_on_cudamalloc_oom`), before anything goes back.
     pub(super) fn advise(&mut self, from_blocks: Vec<Advice>, held: &Held, fail_fast: bool) {
         let mut advice = Vec::new();
         if self.memory.is_some_and(|memory| self.growth.saturating_add(held.own) > memory.total) {
@@ -251,7 +253,7 @@ impl OomReport {
     }
 
     fn advise_on_memory(&self, advice: &mut Vec<Advice>, held: &Held, fail_fast: bool) {
-        let is_lacking = self.lacking_below_limit > 0 || self.lacking_on_device > 0;
+        let is_lacking = self.lacking_below_limit > 0 || self.lacking_on_device > 0 || self.memory.is_none();
         if !is_lacking {
             let free = self.memory.map_or(0, |memory| memory.free);
             let is_refused = self.refusal == Some(Refusal::Device) && self.from_device > 0 && self.memory.is_some();
@@ -363,7 +365,7 @@ impl fmt::Display for Advice {
             }
             Advice::FreeMore { least, largest } => {
                 match least {
-                    0 => write!(f, "free live memory: enough is unused, but not in one piece")?,
+                    0 => write!(f, "free live memory: larger pieces come together then")?,
                     least => write!(f, "free at least {}", Exactly(*least))?,
                 }
                 match largest {

@@ -81,7 +81,8 @@ pub struct OomReport {
     pub requested_live: u64,
     /// Bytes of physical memory held from the device.
     pub reserved: u64,
-    /// Bytes of it that no block uses but that cannot go elsewhere, because other memory uses the rest of their frame, or segment.
+    /// Bytes of it that no block uses but that cannot go elsewhere, because other memory uses the rest of their frame,
+    /// or segment.
     pub unused_in_part: u64,
     /// The part of them that private pools keep from others: those that are open, or that graphs use.
     pub reserved_by_private_pools: u64,
@@ -203,7 +204,8 @@ impl Core {
 impl fmt::Display for OomReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let OomReport { device, reserved, allocated, .. } = *self;
-        // As PyTorch's, it names the segment that would have been taken from the device; unlike PyTorch's, also what for.
+        // As PyTorch's, it names the segment that would have been taken from the device; unlike PyTorch's, also what
+        // for.
         let tried = if self.is_mapped { self.requested } else { self.growth };
         let [tried, requested] = [tried, self.requested].map(|bytes| Bytes(bytes).to_string());
         write!(f, "out of memory. Tried to allocate {tried}")?;

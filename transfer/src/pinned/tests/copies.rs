@@ -210,7 +210,7 @@ fn views_stay_inside_and_casts_are_checked() {
     assert_eq!(buffer.as_bytes_mut().bytes(), 10);
 }
 
-/// A copy out of lent memory, enqueued as by somebody who knows nothing of the pool.
+/// A copy out of lent memory, enqueued as by code that knows nothing of the pool.
 #[allow(unsafe_code, reason = "raw driver copies, as others make them")]
 fn foreign_upload(bench: &Bench, from: *const u8, bytes: usize) {
     // SAFETY: the memory is lent to the stream.
