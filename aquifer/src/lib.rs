@@ -163,8 +163,13 @@
 //! | feature | default | what it does |
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs through the CUDA driver, which is loaded at run time. Building needs no toolkit |
+//! | `metrics` | no | `aquifer::metrics` records statistics through the crate `metrics` |
+//!
+//! Events go to `tracing` whatever the features; the guide lists targets and fields.
 
 mod error;
+#[cfg(feature = "metrics")]
+pub mod metrics;
 
 pub use aquifer_allocator::{Allocator, Buffer, View, ViewMut};
 pub use aquifer_device::{Device, Stream};

@@ -276,7 +276,12 @@ impl Device {
             }
         };
         device.note_choice(reason);
-        tracing::info!(device = %device.label(), reason = device.chosen_because(), "a device was chosen");
+        tracing::info!(
+            target: "aquifer::device",
+            device = %device.label(),
+            reason = device.chosen_because(),
+            "a device was chosen"
+        );
         Ok(device)
     }
 }

@@ -112,6 +112,7 @@ impl Allocator {
         let granted = whole.take_lent(request, place);
         drop(whole);
         tracing::debug!(
+            target: "aquifer::wait",
             stream = request.slot,
             waits_for = lender.timeline.id(),
             bytes = request.size,

@@ -217,6 +217,12 @@ thread_local! {
 fn run(reclaimer: &Reclaimer, request: &ReclaimRequest) -> Option<u64> {
     let _within = Within::enter(&RECLAIMING);
     let freed = contained(&format_args!("the reclaimer {:?}", reclaimer.name), || (reclaimer.reclaim)(request));
-    tracing::debug!(reclaimer = %reclaimer.name, bytes = request.bytes, freed, "a reclaimer was asked for memory");
+    tracing::debug!(
+        target: "aquifer::reclaim",
+        reclaimer = %reclaimer.name,
+        bytes = request.bytes,
+        freed,
+        "a reclaimer was asked for memory"
+    );
     freed
 }

@@ -212,6 +212,11 @@ impl Allocator {
         allowed.ahead &= bought_though_movable || plan.buys_ahead;
         let (work, held) = plan.part();
         let done = carry_out(self.device(), self.hooks(), work);
+        if done.unmapped > 0 {
+            let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
+            let (stream, bytes) = (request.slot, request.size);
+            tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
+        }
         let mut whole = self.shell().part(Some(request.slot));
         if let Some(window) = whole.settle_plan(request, held, &done) {
             let granted = whole.arena(request.slot).take(request, window);
@@ -237,6 +242,7 @@ impl Allocator {
             }
         }
         tracing::debug!(
+            target: "aquifer::wait",
             stream = request.slot,
             bytes = request.size,
             "a stream was made to wait for the uses of its own memory"
@@ -250,7 +256,7 @@ impl Allocator {
 
     /// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
     pub(crate) fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
-        tracing::debug!(stream = timeline.id(), "the host waits so that memory can move");
+        tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
         if let Some(paged) = &mut self.shell().core().paged {
             paged.stalls += 1;
         }

@@ -155,7 +155,14 @@ impl Allocator {
             from_blocks.extend(self.advice_on_segments(request, &report));
         }
         report.advise(from_blocks, &held, self.config().fail_fast);
-        tracing::debug!(requested = report.requested, reserved = report.reserved, "out of memory");
+        tracing::debug!(
+            target: "aquifer::oom",
+            stream = request.slot,
+            requested = report.requested,
+            allocated = report.allocated,
+            reserved = report.reserved,
+            "out of memory"
+        );
         self.hooks().notify(&report);
         AllocError::OutOfMemory(Box::new(report))
     }

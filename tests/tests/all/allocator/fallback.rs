@@ -1,57 +1,18 @@
 //! Where memory cannot be mapped it comes in segments, and one warning says so and why.
 
-use std::fmt::Debug;
-use std::sync::{Arc, Mutex};
-
 use aquifer::device::sim::{Fault, SimConfig};
 use aquifer::memory::{AllocError, Config, Contents};
 use aquifer::{Allocator, Device};
 use aquifer_allocator::config::Backing;
 use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
-use tracing::field::{Field, Visit};
-use tracing::span;
-use tracing::{Event, Level, Metadata, Subscriber};
+use tracing::Level;
 
-/// Keeps the warnings and errors that it is told.
-#[derive(Clone, Default)]
-struct Warnings(Arc<Mutex<Vec<String>>>);
-
-struct Text(String);
-
-impl Visit for Text {
-    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        self.0 += &format!("{}={value:?} ", field.name());
-    }
-}
-
-impl Subscriber for Warnings {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::WARN
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-    fn event(&self, event: &Event<'_>) {
-        let mut text = Text(String::new());
-        event.record(&mut text);
-        self.0.lock().unwrap().push(text.0);
-    }
-
-    fn enter(&self, _: &span::Id) {}
-
-    fn exit(&self, _: &span::Id) {}
-}
+use crate::allocator::events::Events;
 
 /// What is logged while an allocator is made on a device, and used a little, and where its memory came from.
 fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
-    let warnings = Warnings::default();
+    let warnings = Events::up_to(Level::WARN);
     let is_mapped = tracing::subscriber::with_default(warnings.clone(), || {
         let allocator = Allocator::new(device, Config::parse(options).unwrap()).unwrap();
         let stream = device.stream().unwrap();
@@ -61,8 +22,7 @@ fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
         allocator.empty_cache().unwrap();
         is_mapped
     });
-    let found = warnings.0.lock().unwrap().clone();
-    (found, is_mapped)
+    (warnings.take(), is_mapped)
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! blocks that wait, and what happens where the driver refuses.
 
 mod buffers;
+mod events;
 mod exportable;
 mod failed_release;
 mod fallback;
