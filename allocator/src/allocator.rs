@@ -1,35 +1,30 @@
-//! The handle of an allocator: allocation, limits, release.
+//! The handle of an allocator: opening and closing one, what it consists of, its limit.
 
 use std::any::Any;
 use std::fmt;
-use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use aquifer_device::fork::Mutex;
-use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
+use aquifer_device::fork::{self, Mutex};
+use aquifer_device::{Device, Operation};
 
 use crate::accounting::counters::Hot;
-use crate::allocation::{Allocation, CHECKED};
-use crate::backing::paged::{Gate, record_milestone};
-use crate::backing::{self, WhySegments};
+use crate::allocation::CHECKED;
+use crate::backing::choose::choose;
+use crate::backing::paged::Gate;
+use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
-use crate::heap::BlockId;
 use crate::history::History;
-use crate::open::register;
-use crate::pools::capture::refuse_capture;
 use crate::recovery::hooks::Hooks;
-use crate::shell::arena::Arena;
-use crate::shell::core::{Core, Granted, Request};
-use crate::shell::{Shell, close_abandoned, leave_services, special};
-use crate::size_class::{MIN_BLOCK, REQUEST_LIMIT, SizeClasses};
+use crate::request::Request;
+use crate::shell::core::Core;
+use crate::shell::{Service, Shell, close_abandoned, leave_services, special};
+use crate::size_class::{MIN_BLOCK, SizeClasses};
 use crate::tags::Tag;
 
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;
-/// The largest alignment that can be asked for, in bytes.
-const ALIGNMENT_MAX: u64 = 2 << 20;
 
 /// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle of the same allocator.
 ///
@@ -80,27 +75,24 @@ impl Drop for AtLast {
 }
 
 pub(crate) struct Inner {
-    shell: &'static Shell,
-    device: Device,
+    pub(crate) shell: &'static Shell,
+    pub(crate) device: Device,
     config: Config,
-    classes: SizeClasses,
+    pub(crate) classes: SizeClasses,
     /// Bytes that may be held from the device; `u64::MAX` is no limit.
-    limit: AtomicU64,
+    pub(crate) limit: AtomicU64,
     hooks: Arc<Hooks>,
     /// Who may change mappings.
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
     /// [`CHECKED`] if the device is a simulated one that checks how work uses blocks, else 0.
-    mark: u32,
+    pub(crate) mark: u32,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
     /// What other crates keep for the allocator's buffers, one of each type.
     services: Mutex<Vec<Service>>,
 }
-
-/// See [`Allocator::service`].
-pub(crate) type Service = Arc<dyn Any + Send + Sync>;
 
 impl fmt::Debug for Allocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -114,7 +106,7 @@ impl fmt::Debug for Allocator {
 impl Inner {
     /// The tag that the thread's scopes give an allocation.
     #[inline]
-    fn scope_tag(&self) -> Tag {
+    pub(crate) fn scope_tag(&self) -> Tag {
         if self.tagged { Tag::current() } else { Tag::default() }
     }
 }
@@ -151,7 +143,7 @@ impl Allocator {
         let memory = device.memory_info()?;
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
-            backing::choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
+            choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
         let mut ignored = config.ignored(if paged.is_some() { Backing::Paged } else { Backing::Segments });
         if let Some(WhySegments::GranuleTooLarge { .. }) = segments {
             // That was told with the reason for segments.
@@ -231,239 +223,6 @@ impl Allocator {
         Allocator { inner: self.inner.clone(), _at_last: None }
     }
 
-    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. The memory is uninitialised. A request of zero bytes gives a handle
-    /// with a null pointer and no memory.
-    ///
-    /// # Errors
-    /// [`AllocError::OutOfMemory`], with a report, after everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
-    /// a stream of another device, or one that captures while the thread is not routed to a private pool
-    /// ([`Allocator::capture`]); a failing driver.
-    #[track_caller]
-    #[inline]
-    pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
-        // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
-        let at = Location::caller();
-        let Granted { arena, block, addr } = match self.grant_cached(bytes, stream, at, false) {
-            Ok(granted) => granted,
-            Err(searched) => self.grant_the_long_way(bytes, stream, searched, at)?,
-        };
-        Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, DevicePtr(addr), bytes))
-    }
-
-    /// A free block that the stream may reuse at once, to be given out by its address alone if it is `raw`. If there is
-    /// none, whether it was searched for.
-    #[inline]
-    pub(crate) fn grant_cached(
-        &self,
-        bytes: u64,
-        stream: &Stream,
-        at: &'static Location<'static>,
-        raw: bool,
-    ) -> Result<Granted, bool> {
-        let arena = self.inner.shell.arenas.get(stream.id()).ok_or(false)?;
-        let (block, addr) = self.take_cached(arena, bytes, stream, at, raw);
-        if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
-    }
-
-    /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
-    /// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls is compiled
-    /// into it only where it has no other caller.
-    #[inline(never)]
-    fn take_cached(
-        &self,
-        own: &'static Arena,
-        bytes: u64,
-        stream: &Stream,
-        at: &'static Location<'static>,
-        raw: bool,
-    ) -> (BlockId, u64) {
-        let inner = &*self.inner;
-        let special = inner.shell.special().load(Ordering::Relaxed) != 0;
-        if bytes == 0
-            || bytes >= REQUEST_LIMIT
-            || stream.timeline().device_id_unless_capturing() != inner.device.id()
-            || special
-        {
-            return (BlockId::NONE, 0);
-        }
-        let Some(mut arena) = own.enter() else { return (BlockId::NONE, 0) };
-        let size = inner.classes.round(bytes);
-        let pool = inner.classes.pool(size) as u16;
-        let request =
-            Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
-        let granted = arena.take_own_hot(&request);
-        let milestone_is_due = arena.is_milestone_due();
-        if raw && let Some(granted) = &granted {
-            own.add_raw(granted.addr, granted.block);
-        }
-        drop(arena);
-        if milestone_is_due {
-            record_milestone(stream);
-        }
-        let Some(granted) = granted else { return (BlockId::NONE, 1) };
-        if inner.mark != 0 {
-            own.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
-        }
-        (granted.block, granted.addr)
-    }
-
-    /// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a request that no free block serves,
-    /// anything special.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn grant_the_long_way(
-        &self,
-        bytes: u64,
-        stream: &Stream,
-        searched: bool,
-        at: &'static Location<'static>,
-    ) -> Result<Granted, AllocError> {
-        fork::check(Operation::Alloc)?;
-        let inner = &*self.inner;
-        if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-            return Ok(Granted { arena: self.arena_for_zero(bytes, stream)?, block: BlockId::NONE, addr: 0 });
-        }
-        let granted = self.grant_rounded(bytes, inner.classes.round(bytes), stream, searched)?;
-        granted.arena.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
-        Ok(granted)
-    }
-
-    /// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
-    /// searched for in vain.
-    fn grant_rounded(&self, bytes: u64, size: u64, stream: &Stream, searched: bool) -> Result<Granted, AllocError> {
-        let inner = &*self.inner;
-        let shell = inner.shell;
-        if shell.special().load(Ordering::Relaxed) != 0 {
-            return self.alloc_specially(bytes, size, stream);
-        }
-        refuse_capture(stream)?;
-        let pool = inner.classes.pool(size) as u16;
-        let is_regular = size == inner.classes.round(bytes);
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular };
-        let hopeless = searched && !shell.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
-        let granted = if hopeless { None } else { shell.enter(stream).take_own(&request) };
-        granted.map_or_else(|| self.climb(&request), Ok)
-    }
-
-    /// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
-    #[cold]
-    fn arena_for_zero(&self, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
-        if stream.device_id() != self.inner.device.id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.inner.device.id()));
-        }
-        if bytes >= REQUEST_LIMIT {
-            return Err(AllocError::TooLarge { requested: bytes });
-        }
-        Ok(self.inner.shell.enter(stream).arena)
-    }
-
-    /// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
-    #[cold]
-    fn alloc_specially(&self, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
-        fork::check(Operation::Alloc)?;
-        let shell = self.inner.shell;
-        if shell.has_left() {
-            // Taking the locks applies what was left.
-            drop(shell.part(None));
-        }
-        let special = shell.special().load(Ordering::Relaxed);
-        if special & special::ASLEEP != 0 {
-            return Err(AllocError::Asleep);
-        }
-        let waits = special & special::WAITING != 0;
-        let asked = waits && shell.core().waiting.is_to_be_asked_for();
-        if asked {
-            self.poll_waiting()?;
-        }
-        let tag = if special & special::SPANS != 0 { Tag::of_span() } else { self.inner.scope_tag() };
-        let kind = self.inner.classes.pool(size);
-        loop {
-            let private = if special & special::ROUTED != 0 { self.route_and_note(stream) } else { None };
-            let private = private.map(|numbers| numbers[kind as usize]);
-            if private.is_none() {
-                refuse_capture(stream)?;
-            }
-            let pool = private.unwrap_or(kind as u16);
-            let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular: false };
-            let granted = self.serve_specially(&request, stream, special, waits && !asked)?;
-            if private.is_none() || !self.came_from_a_graph(pool, stream) {
-                return Ok(granted);
-            }
-            // Nobody has used it.
-            granted.arena.free(granted.block, None, bytes);
-        }
-    }
-
-    /// Serves a request that was routed; `asks` whether blocks that wait are asked about if there is nothing for it.
-    fn serve_specially(
-        &self,
-        request: &Request,
-        stream: &Stream,
-        special: u32,
-        asks: bool,
-    ) -> Result<Granted, AllocError> {
-        let shell = self.inner.shell;
-        let mut arena = shell.enter(stream);
-        // Private pools keep their memory also without a cache.
-        let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
-        let granted = if caches { arena.take_own(request) } else { None };
-        drop(arena);
-        if special & special::NO_CACHE != 0 {
-            self.release_where(|whole| whole.releasable())?;
-        }
-        if granted.is_none() && asks {
-            self.poll_waiting()?;
-            if let Some(granted) = shell.enter(stream).take_own(request) {
-                return Ok(granted);
-            }
-        }
-        match granted {
-            Some(granted) => Ok(granted),
-            None => self.climb(request),
-        }
-    }
-
-    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the request by the alignment less 512 bytes.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc_bytes`], and an invalid alignment.
-    #[track_caller]
-    #[inline]
-    pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
-            return Err(AllocError::InvalidAlignment { alignment });
-        }
-        let padded = bytes.saturating_add(alignment.saturating_sub(ALIGNMENT));
-        if alignment <= ALIGNMENT
-            || bytes == 0
-            || padded >= REQUEST_LIMIT
-            || stream.device_id() != self.inner.device.id()
-        {
-            return self.alloc_bytes(bytes, stream);
-        }
-        let Granted { arena, block, addr } =
-            self.grant_rounded(bytes, self.inner.classes.round(padded), stream, false)?;
-        let ptr = DevicePtr(addr.next_multiple_of(alignment));
-        arena.tell_of_block(block, ptr, bytes, Location::caller());
-        Ok(Allocation::new((arena, block), stream.id() | self.inner.mark, ptr, bytes))
-    }
-
-    /// Allocates memory and enqueues a fill with zeros on `stream`.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc_bytes`]; a failing fill gives the memory back.
-    #[track_caller]
-    pub fn alloc_bytes_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        if bytes == 0 {
-            return self.alloc_bytes(bytes, stream);
-        }
-        let _awake = self.keep_awake()?;
-        let allocation = self.alloc_bytes(bytes, stream)?;
-        stream.fill(allocation.ptr(), 0, bytes)?;
-        Ok(allocation)
-    }
-
     /// The device.
     pub fn device(&self) -> &Device {
         &self.inner.device
@@ -541,8 +300,38 @@ impl Allocator {
         self.inner.shell.counters.reserved_bytes.read().all.current
     }
 
+    /// That memory has to be mapped for `what`, and why it is not.
+    pub(crate) fn not_mapped(&self, what: &'static str) -> AllocError {
+        // There is a reason wherever there is no mapped memory.
+        let why = self.why_segments().cloned().unwrap_or(WhySegments::DeviceCannot);
+        AllocError::NotMapped { what, why: Box::new(why) }
+    }
+
     /// As [`Core::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.shell().core().paged_granule_for(request)
     }
+}
+
+#[cfg(not(aquifer_shuttle))]
+static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+
+// A scheduler's locks are bound to one execution.
+#[cfg(aquifer_shuttle)]
+shuttle::lazy_static! {
+    static ref OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+}
+
+/// Enters an allocator.
+pub(crate) fn register(inner: &Arc<Inner>) {
+    let mut open = OPEN.lock();
+    open.retain(|inner| inner.strong_count() > 0);
+    open.push(Arc::downgrade(inner));
+}
+
+/// Handles of all open allocators, in the order in which they were made. The lock is not held when they are dropped, as
+/// dropping the last handle of an allocator may call the driver.
+pub(crate) fn all_open() -> Vec<Allocator> {
+    let open: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+    open.into_iter().map(Allocator::of_inner).collect()
 }

@@ -2,9 +2,9 @@
 
 use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
-use crate::backing::WhySegments;
+use crate::backing::why_segments::WhySegments;
 use crate::config::ConfigError;
-use crate::recovery::oom::OomReport;
+use crate::recovery::oom::report::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -45,8 +45,10 @@
 #![deny(unsafe_code)]
 
 mod accounting;
+mod alloc;
 mod allocation;
 mod allocator;
+mod api;
 mod backing;
 mod buffer;
 pub mod config;
@@ -55,10 +57,12 @@ mod error;
 mod format;
 mod heap;
 mod history;
+mod keep_awake;
 mod open;
 mod pools;
 mod raw;
 mod recovery;
+mod request;
 mod shared;
 mod shell;
 pub mod size_class;
@@ -75,12 +79,12 @@ pub use config::Config;
 pub use error::AllocError;
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
+pub use keep_awake::Awake;
 pub use open::empty_caches;
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use shared::DeviceAllocator;
-pub use shell::awake::Awake;
 pub use snapshot::Snapshot;
 pub use tags::TagScope;
 

@@ -1,35 +1,9 @@
-//! The open allocators of the process.
+//! Giving the unused memory of all open allocators back.
 
-use std::sync::{Arc, Weak};
-
-use aquifer_device::fork::Mutex;
 use aquifer_device::{Device, Operation, fork};
 
-use crate::allocator::{Allocator, Inner};
+use crate::allocator::all_open;
 use crate::error::AllocError;
-
-#[cfg(not(aquifer_shuttle))]
-static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
-
-// A scheduler's locks are bound to one execution.
-#[cfg(aquifer_shuttle)]
-shuttle::lazy_static! {
-    static ref OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
-}
-
-/// Enters an allocator.
-pub(crate) fn register(inner: &Arc<Inner>) {
-    let mut open = OPEN.lock();
-    open.retain(|inner| inner.strong_count() > 0);
-    open.push(Arc::downgrade(inner));
-}
-
-/// Handles of all open allocators, in the order in which they were made. The lock is not held when they are dropped, as
-/// dropping the last handle of an allocator may call the driver.
-pub(crate) fn all_open() -> Vec<Allocator> {
-    let open: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
-    open.into_iter().map(Allocator::of_inner).collect()
-}
 
 /// Gives the unused memory of all allocators of a device back to it, for another allocator of the process whose memory
 /// ran out: such as cudarc's or the driver's pool. Returns how many bytes that was.

@@ -82,102 +82,70 @@ pub struct FreeSizes {
     pub bytes: u64,
 }
 
-impl Allocator {
-    /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes` cannot use.
-    ///
-    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads allocate, each
-    /// block counts as it was at some moment of the call, and no byte of memory in blocks counts twice.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let small = allocator.alloc_bytes(600, device.default_stream())?;
-    /// let fragmentation = allocator.fragmentation(4 << 20);
-    /// assert_eq!(fragmentation.internal_waste, 1024 - 600);
-    /// assert_eq!(fragmentation.largest_free_block, (2 << 20) - 1024);
-    /// assert_eq!((fragmentation.external, fragmentation.unusable), (0.0, 1.0));
-    /// println!("{fragmentation}");
-    /// # drop(small);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn fragmentation(&self, request_bytes: u64) -> Fragmentation {
-        self.measure(request_bytes, |_| true)
-    }
-
-    /// As [`Allocator::fragmentation`], for the pools of one kind.
-    pub fn fragmentation_in(&self, kind: PoolKind, request_bytes: u64) -> Fragmentation {
-        self.measure(request_bytes, |other| other == kind)
-    }
-
-    fn measure(&self, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
-        let request_bytes = self.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
-        let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
-        let mut free = Free { request_bytes, ..Free::default() };
-        let core = self.shell().core();
-        core.add_shared(&mut found, &mut free, &counts);
-        let is_asleep = core.is_asleep();
-        drop(core);
-        self.shell().walk(|core, heap, passed| {
-            if counts(kind_of(passed.block.pool)) {
-                core.add_block(&mut found, &mut free, heap, passed);
-            }
-        });
-        free.tell(&mut found);
-        if is_asleep {
-            (found.releasable_segments, found.releasable_bytes) = (0, 0);
+pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
+    let request_bytes = allocator.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
+    let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
+    let mut free = Free { request_bytes, ..Free::default() };
+    let core = allocator.shell().core();
+    add_shared(&core, &mut found, &mut free, &counts);
+    let is_asleep = core.is_asleep();
+    drop(core);
+    allocator.shell().walk(|core, heap, passed| {
+        if counts(kind_of(passed.block.pool)) {
+            add_block(core, &mut found, &mut free, heap, passed);
         }
-        found
+    });
+    free.tell(&mut found);
+    if is_asleep {
+        (found.releasable_segments, found.releasable_bytes) = (0, 0);
+    }
+    found
+}
+
+/// Adds what is not in heaps, and how much of mapped memory is held.
+fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
+    let Some(paged) = &core.paged else { return };
+    for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
+        found.reserved_bytes += paged.mapped_bytes[kind as usize];
+    }
+    if !counts(PoolKind::Large) {
+        return;
+    }
+    found.address_bytes += paged.apart_address_bytes();
+    found.spare_bytes = paged.spare_bytes();
+    found.reserved_bytes += found.spare_bytes;
+    for (range, owned) in paged.apart() {
+        found.segments += 1;
+        found.allocated_bytes += owned.size;
+        found.internal_waste += owned.size.saturating_sub(owned.requested);
+        let given_up = range.end - range.start - owned.size;
+        if given_up > 0 {
+            free.add(given_up, &Releasable { whole: owned.size == 0, bytes: given_up, pinned: 0 });
+        }
     }
 }
 
-impl Core {
-    /// Adds what is not in heaps, and how much of mapped memory is held.
-    fn add_shared(&self, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
-        let Some(paged) = &self.paged else { return };
-        for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
-            found.reserved_bytes += paged.mapped_bytes[kind as usize];
-        }
-        if !counts(PoolKind::Large) {
-            return;
-        }
-        found.address_bytes += paged.apart_address_bytes();
-        found.spare_bytes = paged.spare_bytes();
-        found.reserved_bytes += found.spare_bytes;
-        for (range, owned) in paged.apart() {
-            found.segments += 1;
-            found.allocated_bytes += owned.size;
-            found.internal_waste += owned.size.saturating_sub(owned.requested);
-            let given_up = range.end - range.start - owned.size;
-            if given_up > 0 {
-                free.add(given_up, &Releasable { whole: owned.size == 0, bytes: given_up, pinned: 0 });
-            }
-        }
+/// Adds a block, and with the first one of a region what depends on the region.
+fn add_block(core: &Core, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
+    let block = &passed.block;
+    if passed.is_first {
+        let region = heap.region(block.region);
+        let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
+        *bytes += region.bytes;
     }
-
-    /// Adds a block, and with the first one of a region what depends on the region.
-    fn add_block(&self, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
-        let block = &passed.block;
-        if passed.is_first {
-            let region = heap.region(block.region);
-            let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
-            *bytes += region.bytes;
+    found.segments += u64::from(passed.begins_range);
+    match block.state {
+        State::Live => {
+            found.allocated_bytes += block.size;
+            found.internal_waste += block.size.saturating_sub(block.requested);
         }
-        found.segments += u64::from(passed.begins_range);
-        match block.state {
-            State::Live => {
-                found.allocated_bytes += block.size;
-                found.internal_waste += block.size.saturating_sub(block.requested);
-            }
-            State::Waiting => found.waiting_bytes += block.size,
-            State::Free => free.add(block.size, &self.releasable_part(heap, block)),
-            State::Hole => {
-                found.address_holes += 1;
-                found.largest_address_hole = found.largest_address_hole.max(block.size);
-            }
-            State::Vacant | State::Held | State::Filling => {}
+        State::Waiting => found.waiting_bytes += block.size,
+        State::Free => free.add(block.size, &releasable_part(core, heap, block)),
+        State::Hole => {
+            found.address_holes += 1;
+            found.largest_address_hole = found.largest_address_hole.max(block.size);
         }
+        State::Vacant | State::Held | State::Filling => {}
     }
 }
 
@@ -226,35 +194,33 @@ pub(crate) struct Releasable {
     pub(crate) pinned: u64,
 }
 
-impl Core {
-    pub(crate) fn releasable_part(&self, heap: &Heap, block: &Block) -> Releasable {
-        let is_paged = heap.region(block.region).is_paged();
-        let Some(paged) = self.paged.as_ref().filter(|_| is_paged) else {
-            let whole = !block.is_split();
-            let (bytes, pinned) = match (whole, self.pins.contains(block.addr)) {
-                (false, _) => (0, 0),
-                (true, false) => (block.size, 0),
-                (true, true) => (0, block.size),
-            };
-            return Releasable { whole, bytes, pinned };
+pub(crate) fn releasable_part(core: &Core, heap: &Heap, block: &Block) -> Releasable {
+    let is_paged = heap.region(block.region).is_paged();
+    let Some(paged) = core.paged.as_ref().filter(|_| is_paged) else {
+        let whole = !block.is_split();
+        let (bytes, pinned) = match (whole, core.pins.contains(block.addr)) {
+            (false, _) => (0, 0),
+            (true, false) => (block.size, 0),
+            (true, true) => (0, block.size),
         };
-        let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
-        let whole = !has_memory(block.prev) && !has_memory(block.next);
-        let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
-        let range = frames.range();
-        let pinned = paged.pinned_bytes(&self.pins, range.clone());
-        Releasable { whole, bytes: range.end - range.start - pinned, pinned }
-    }
+        return Releasable { whole, bytes, pinned };
+    };
+    let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
+    let whole = !has_memory(block.prev) && !has_memory(block.next);
+    let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
+    let range = frames.range();
+    let pinned = paged.pinned_bytes(&core.pins, range.clone());
+    Releasable { whole, bytes: range.end - range.start - pinned, pinned }
+}
 
-    /// Bytes that a region holds from the device now.
-    pub(crate) fn held_in(&self, region: &Region) -> u64 {
-        let Some(paged) = self.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
-        let range = region.addr..region.addr + region.bytes;
-        let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
-        // Stuck frames count as spare.
-        let stuck = paged.stuck.iter().flat_map(|stuck| &stuck.frames).filter(|frame| range.contains(&frame.start));
-        mapped - stuck.map(|frame| frame.end - frame.start).sum::<u64>()
-    }
+/// Bytes that a region holds from the device now.
+pub(crate) fn held_in(core: &Core, region: &Region) -> u64 {
+    let Some(paged) = core.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
+    let range = region.addr..region.addr + region.bytes;
+    let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
+    // Stuck frames count as spare.
+    let stuck = paged.stuck.iter().flat_map(|stuck| &stuck.frames).filter(|frame| range.contains(&frame.start));
+    mapped - stuck.map(|frame| frame.end - frame.start).sum::<u64>()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::accounting::counter::Counter;
 use crate::accounting::counters::Hot;
+use crate::accounting::fragmentation::held_in;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 use crate::shell::Shell;
@@ -164,57 +165,30 @@ fn integer(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-impl Allocator {
-    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and
-    /// must be applied first. With segments it looks into every arena in which anything happened, because pieces of
-    /// segments are counted when blocks are merged.
-    pub fn stats(&self) -> MemoryStats {
-        if self.counts_pieces() {
-            drop(self.shell().part(None));
-        } else {
-            self.shell().apply_queued_frees();
-        }
-        MemoryStats::read(self.shell(), self.classes().max_split_size())
+/// See [`Allocator::stats`].
+pub(crate) fn stats(allocator: &Allocator) -> MemoryStats {
+    if allocator.counts_pieces() {
+        drop(allocator.shell().part(None));
+    } else {
+        allocator.shell().apply_queued_frees();
     }
+    MemoryStats::read(allocator.shell(), allocator.classes().max_split_size())
+}
 
-    /// The most bytes that were allocated at once since the last [`Allocator::reset_peak_stats`], as PyTorch's
-    /// `max_memory_allocated()`.
-    pub fn max_memory_allocated(&self) -> u64 {
-        self.stats().allocated_bytes.all.peak
-    }
-
-    /// The most bytes that were reserved from the device at once since the last [`Allocator::reset_peak_stats`], as
-    /// PyTorch's `max_memory_reserved()`.
-    pub fn max_memory_reserved(&self) -> u64 {
-        self.stats().reserved_bytes.all.peak
-    }
-
-    /// Sets every peak to the current value.
-    pub fn reset_peak_stats(&self) {
-        self.shell().whole().reset_peaks();
-    }
-
-    /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`) from zero.
-    pub fn reset_accumulated_stats(&self) {
-        self.shell().whole().reset_accumulated();
-    }
-
-    /// Bytes that each private pool holds from the device, by its id, for open pools and for closed ones that still hold memory. They are
-    /// part of `reserved_bytes`.
-    pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
-        let core = self.shell().core();
-        let open = core.pools.iter().filter(|private| private.open);
-        let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-        drop(core);
-        self.shell().each_arena(|core, arena| {
-            for region in arena.heap.regions() {
-                let Some(private) = core.pools.owner_of(region.pool) else { continue };
-                let held = core.held_in(region);
-                if held > 0 {
-                    *bytes.entry(private.id).or_default() += held;
-                }
+/// See [`Allocator::reserved_by_private_pools`].
+pub(crate) fn reserved_by_private_pools(allocator: &Allocator) -> BTreeMap<(u64, u64), u64> {
+    let core = allocator.shell().core();
+    let open = core.pools.iter().filter(|private| private.open);
+    let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
+    drop(core);
+    allocator.shell().each_arena(|core, arena| {
+        for region in arena.heap.regions() {
+            let Some(private) = core.pools.owner_of(region.pool) else { continue };
+            let held = held_in(core, region);
+            if held > 0 {
+                *bytes.entry(private.id).or_default() += held;
             }
-        });
-        bytes
-    }
+        }
+    });
+    bytes
 }

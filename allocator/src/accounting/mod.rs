@@ -6,11 +6,11 @@
 
 pub(crate) mod counter;
 pub(crate) mod counters;
-mod fragmentation;
-mod memory_stats;
+pub(crate) mod fragmentation;
+pub(crate) mod memory_stats;
 mod reserved;
 mod stat;
-mod summary;
+pub(crate) mod summary;
 pub(crate) mod tally;
 
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Write};
 
-use crate::accounting::memory_stats::MemoryStats;
+use crate::accounting::memory_stats::{MemoryStats, stats};
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 
@@ -74,23 +74,11 @@ impl Table {
     }
 }
 
-impl Allocator {
-    /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so on, each with the
-    /// current value, the peak, and the sums of increases and decreases.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// print!("{}", allocator.summary());
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn summary(&self) -> String {
-        let info = self.device().info();
-        let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
-        write_summary(&title, &self.stats())
-    }
+/// See [`Allocator::summary`].
+pub(crate) fn summary(allocator: &Allocator) -> String {
+    let info = allocator.device().info();
+    let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
+    write_summary(&title, &stats(allocator))
 }
 
 /// The table of [`Allocator::summary`].

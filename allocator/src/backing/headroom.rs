@@ -8,51 +8,13 @@
 use std::time::Duration;
 
 use crate::allocator::Allocator;
+use crate::backing::growing::{Growing, Refusal};
 use crate::error::AllocError;
 use crate::shell::core::Core;
 
 /// How often it is asked again while others take memory, and how long after each time: about as long as a driver call takes.
 pub(crate) const ASKS: u32 = 64;
 const BETWEEN_ASKS: Duration = Duration::from_micros(50);
-
-/// What refused a growth.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Refusal {
-    /// The device has no such piece of memory.
-    Device,
-    /// The limit on the bytes held from the device.
-    Limit,
-    /// The bytes to be left free for libraries.
-    Headroom,
-    /// The device's address space.
-    Addresses,
-}
-
-/// Bytes that threads take from the device.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Growing {
-    /// By those that are about to.
-    now: u64,
-    /// By all, those included that are done.
-    begun: u64,
-}
-
-impl Growing {
-    pub(crate) fn now(&self) -> u64 {
-        self.now
-    }
-
-    pub(crate) fn begin(&mut self, bytes: u64) {
-        self.now += bytes;
-        self.begun = self.begun.wrapping_add(bytes);
-    }
-
-    /// They are taken, or not, and what is held says so.
-    pub(crate) fn end(&mut self, bytes: u64) {
-        self.now -= bytes;
-    }
-}
 
 /// What was free on the device beyond the headroom, and who was about to take how much before that was asked.
 #[derive(Clone, Copy, Debug)]
@@ -86,24 +48,22 @@ impl Room {
     }
 }
 
-impl Allocator {
-    /// Asks the driver.
-    pub(crate) fn room(&self) -> Result<Room, AllocError> {
-        let headroom = self.config().headroom;
-        let growing = self.shell().core().growing;
-        let free = match headroom {
-            0 => None,
-            _ => Some(self.device().memory_info()?.free.saturating_sub(headroom)),
-        };
-        Ok(Room { free, growing })
-    }
+/// Asks the driver.
+pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
+    let headroom = allocator.config().headroom;
+    let growing = allocator.shell().core().growing;
+    let free = match headroom {
+        0 => None,
+        _ => Some(allocator.device().memory_info()?.free.saturating_sub(headroom)),
+    };
+    Ok(Room { free, growing })
+}
 
-    /// Bytes that may still be taken from the device, and what would refuse more. To be asked under the lock under which `growing` is
-    /// raised, so that threads that grow together keep the limit and the headroom.
-    pub(crate) fn buyable(&self, core: &Core, room: &Room) -> (u64, Refusal) {
-        let held = core.reserved.saturating_add(core.leaving).saturating_add(core.growing.now());
-        let by_limit = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
-        let by_room = room.left(core);
-        if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
-    }
+/// Bytes that may still be taken from the device, and what would refuse more. To be asked under the lock under which `growing` is
+/// raised, so that threads that grow together keep the limit and the headroom.
+pub(crate) fn buyable(allocator: &Allocator, core: &Core, room: &Room) -> (u64, Refusal) {
+    let held = core.reserved.saturating_add(core.leaving).saturating_add(core.growing.now());
+    let by_limit = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
+    let by_room = room.left(core);
+    if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
 }

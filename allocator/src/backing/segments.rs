@@ -10,13 +10,18 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{ASKS, Refusal, Room};
+use crate::backing::growing::Refusal;
+use crate::backing::growth::{Growth, segment_bytes};
+use crate::backing::headroom::{ASKS, Room, buyable, room};
+use crate::cross_stream::lending::forget_unborrowed;
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, State, kind_of};
 use crate::history::{Action, Subject};
+use crate::pools::lookup::{heap_with_pool, heaps_with, look_for_in};
 use crate::pools::table::Which;
+use crate::request::{Place, Request};
 use crate::shell::Shell;
-use crate::shell::core::{Core, Granted, Place, Request};
+use crate::shell::core::Core;
 use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 use crate::tags::Tag;
@@ -34,228 +39,206 @@ struct Releasing {
 /// The most segments that are taken out of heaps while locks are held without a break.
 const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
-/// How an attempt to grow ended.
-pub(crate) enum Growth {
-    /// The request was served from the new segment.
-    Grown(Granted),
-    /// The device, or a limit, does not have that much.
-    Refused(Refusal),
+/// Takes a segment for the request from the device and serves the request from it.
+pub(crate) fn grow_segment(allocator: &Allocator, request: &Request) -> Result<Growth, AllocError> {
+    grow_segment_of(allocator, request, segment_bytes(allocator, request.size))
 }
 
-impl Allocator {
-    /// Takes a segment for the request from the device and serves the request from it.
-    pub(crate) fn grow_segment(&self, request: &Request) -> Result<Growth, AllocError> {
-        self.grow_segment_of(request, self.segment_bytes(request.size))
+/// The same, with a segment of so many bytes.
+pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
+    // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before this, and refuses it, or after it.
+    let is_paged = allocator.shell().core().paged.is_some();
+    let _awake = if is_paged { Some(allocator.gate()?.shared()) } else { None };
+    if allocator.shell().core().is_asleep() {
+        return Err(AllocError::Asleep);
     }
+    if let Some(refusal) = begin_growing(allocator, bytes)? {
+        return Ok(Growth::Refused(refusal));
+    }
+    let allocated = allocator.device().alloc(bytes);
+    let mut whole = allocator.shell().part(Some(request.slot));
+    whole.growing.end(bytes);
+    match allocated {
+        Ok(ptr) => {
+            allocator.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
+            let first = add_segment(&mut whole, request, ptr.0, bytes);
+            Ok(Growth::Grown(whole.arena(request.slot).take(request, first)))
+        }
+        Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
+        Err(error) => Err(error.into()),
+    }
+}
 
-    /// The same, with a segment of so many bytes.
-    pub(crate) fn grow_segment_of(&self, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
-        // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before this, and refuses it, or after it.
-        let is_paged = self.shell().core().paged.is_some();
-        let _awake = if is_paged { Some(self.gate()?.shared()) } else { None };
-        if self.shell().core().is_asleep() {
-            return Err(AllocError::Asleep);
+/// Notes that so many bytes are about to be taken, or tells what refuses that.
+fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, AllocError> {
+    for _ in 0..ASKS {
+        let room = room(allocator)?;
+        let mut core = allocator.shell().core();
+        let (buyable, refusal) = buyable(allocator, &core, &room);
+        if bytes <= buyable {
+            core.growing.begin(bytes);
+            return Ok(None);
         }
-        if let Some(refusal) = self.begin_growing(bytes)? {
-            return Ok(Growth::Refused(refusal));
+        if refusal != Refusal::Headroom || !room.is_uncertain(&core) {
+            return Ok(Some(refusal));
         }
-        let allocated = self.device().alloc(bytes);
-        let mut whole = self.shell().part(Some(request.slot));
-        whole.growing.end(bytes);
-        match allocated {
-            Ok(ptr) => {
-                self.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
-                let first = whole.add_segment(request, ptr.0, bytes);
-                Ok(Growth::Grown(whole.arena(request.slot).take(request, first)))
-            }
-            Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
-            Err(error) => Err(error.into()),
-        }
+        drop(core);
+        Room::wait_for_others();
     }
+    Ok(Some(Refusal::Headroom))
+}
 
-    /// Size of the segment for a request: its own size without caching, where nothing is shared.
-    pub(crate) fn segment_bytes(&self, size: u64) -> u64 {
-        if self.config().no_cache { size } else { self.classes().segment_bytes(size) }
+/// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
+///
+/// The driver waits for the device before it frees a segment, so blocks that are not done may be among them. While a stream
+/// captures, waiting would break that: none goes then.
+pub(crate) fn release_where(
+    allocator: &Allocator,
+    choose: impl FnOnce(&mut Whole) -> Vec<Place>,
+) -> Result<u64, AllocError> {
+    if allocator.device().is_capturing() {
+        return Ok(0);
     }
-
-    /// Bytes that the device must give for a request that nothing cached helps to serve.
-    pub(crate) fn growth_bytes(&self, core: &Core, request: &Request) -> u64 {
-        match core.paged_granule_for(request) {
-            Some(granule) => request.size.next_multiple_of(granule),
-            None => self.segment_bytes(request.size),
+    let mut whole = allocator.shell().part(None);
+    let chosen = choose(&mut whole);
+    let chosen: Vec<(Place, u64)> = chosen.into_iter().map(|place| (place, whole.block(place).addr)).collect();
+    let mut segments = Vec::with_capacity(chosen.len());
+    for (at, &(place, addr)) in chosen.iter().enumerate() {
+        if at > 0 && at.is_multiple_of(BATCH) {
+            drop(whole);
+            whole = allocator.shell().part(None);
         }
+        segments.extend(begin_release(&mut whole, place, addr));
     }
-
-    /// Notes that so many bytes are about to be taken, or tells what refuses that.
-    fn begin_growing(&self, bytes: u64) -> Result<Option<Refusal>, AllocError> {
-        for _ in 0..ASKS {
-            let room = self.room()?;
-            let mut core = self.shell().core();
-            let (buyable, refusal) = self.buyable(&core, &room);
-            if bytes <= buyable {
-                core.growing.begin(bytes);
-                return Ok(None);
-            }
-            if refusal != Refusal::Headroom || !room.is_uncertain(&core) {
-                return Ok(Some(refusal));
-            }
-            drop(core);
-            Room::wait_for_others();
+    drop(whole);
+    let mut released = 0;
+    let mut segments = segments.into_iter();
+    while let Some(segment) = segments.next() {
+        let freed = allocator.device().free(DevicePtr(segment.region.addr));
+        if let Err(error) = freed {
+            let mut whole = allocator.shell().part(None);
+            std::iter::once(segment).chain(segments).for_each(|segment| cancel_release(&mut whole, segment));
+            // A capture that began meanwhile.
+            return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
         }
-        Ok(Some(Refusal::Headroom))
+        released += segment.region.bytes;
+        segment_released(&mut allocator.shell().core(), allocator.shell(), &segment.region);
     }
-
-    /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
-    ///
-    /// The driver waits for the device before it frees a segment, so blocks that are not done may be among them. While a stream
-    /// captures, waiting would break that: none goes then.
-    pub(crate) fn release_where(&self, choose: impl FnOnce(&mut Whole) -> Vec<Place>) -> Result<u64, AllocError> {
-        if self.device().is_capturing() {
-            return Ok(0);
-        }
-        let mut whole = self.shell().part(None);
-        let chosen = choose(&mut whole);
-        let chosen: Vec<(Place, u64)> = chosen.into_iter().map(|place| (place, whole.block(place).addr)).collect();
-        let mut segments = Vec::with_capacity(chosen.len());
-        for (at, &(place, addr)) in chosen.iter().enumerate() {
-            if at > 0 && at.is_multiple_of(BATCH) {
-                drop(whole);
-                whole = self.shell().part(None);
-            }
-            segments.extend(whole.begin_release(place, addr));
-        }
-        drop(whole);
-        let mut released = 0;
-        let mut segments = segments.into_iter();
-        while let Some(segment) = segments.next() {
-            let freed = self.device().free(DevicePtr(segment.region.addr));
-            if let Err(error) = freed {
-                let mut whole = self.shell().part(None);
-                std::iter::once(segment).chain(segments).for_each(|segment| whole.cancel_release(segment));
-                // A capture that began meanwhile.
-                return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
-            }
-            released += segment.region.bytes;
-            self.shell().core().segment_released(self.shell(), &segment.region);
-        }
-        Ok(released)
-    }
+    Ok(released)
 }
 
 impl Whole {
-    fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
-        self.counters().num_device_alloc.add(1);
-        self.count_segment(request.pool, request.slot, request.tag, addr, bytes);
-        self.pools.note_region(request.pool, request.slot);
-        self.heap_with_pool(request.slot, request.pool).add_region(addr, bytes, request.pool)
-    }
-
-    fn count_segment(&mut self, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
-        let (kind, counters) = (kind_of(pool), &self.shell.counters);
-        self.reserved += bytes;
-        counters.segment.add(kind, 1);
-        counters.reserved_bytes.add(kind, bytes);
-        if self.classes.is_oversize(bytes) {
-            counters.oversize_segments.add(1);
-        }
-        self.segments.insert(addr, tag);
-        let pool = self.pools.history_id(pool);
-        let subject = Subject { addr, size: bytes, slot, tag, pool };
-        self.shell.history.lock().note(Action::SegmentAlloc, subject);
-    }
-
-    /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use it by now.
-    fn begin_release(&mut self, place: Place, addr: u64) -> Option<Releasing> {
-        self.try_arena(place.arena)?;
-        let (block, heap) = (self.block(place), self.heap_of(place.arena));
-        if block.state != State::Free || block.addr != addr || !self.is_whole_segment(heap, block) {
-            return None;
-        }
-        if self.pools.owner_of(block.pool).is_some_and(|private| private.keeps_for_our_graphs(block.pool)) {
-            return None;
-        }
-        let heap = &mut self.arena(place.arena).heap;
-        let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
-        let region = heap.remove_region(place.block);
-        let (kind, reserved) = (kind_of(region.pool), self.reserved - region.bytes);
-        self.forget_unborrowed(reserved);
-        self.reserved = reserved;
-        self.leaving += region.bytes;
-        let counters = &self.shell.counters;
-        counters.segment.sub(kind, 1);
-        counters.reserved_bytes.sub(kind, region.bytes);
-        if self.classes.is_oversize(region.bytes) {
-            counters.oversize_segments.sub(1);
-        }
-        let tag = self.segments.remove(&region.addr).unwrap_or_default();
-        let pool = self.pools.history_id(region.pool);
-        let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
-        self.shell.history.lock().note(Action::SegmentFree, subject);
-        Some(Releasing { region, tag, owner, after })
-    }
-
-    /// The driver did not take a segment back.
-    fn cancel_release(&mut self, Releasing { region, tag, owner, after }: Releasing) {
-        self.leaving -= region.bytes;
-        self.count_segment(region.pool, region.home, tag, region.addr, region.bytes);
-        self.heap_with_pool(region.home, region.pool).restore_region(&region, owner, after);
-    }
-
-    /// Wholly free segments of some pools that are not pinned.
-    pub(crate) fn whole_segments(&mut self, which: Which) -> Vec<Place> {
-        self.look_for_in(which, Sought::Free(1));
-        self.heaps_with(which).flat_map(|(heap, pool)| self.whole_segments_in(heap, pool)).collect()
-    }
-
     /// Wholly free segments of one pool in a heap that are not pinned.
     pub(crate) fn whole_segments_in<'a>(&'a self, heap: &'a Heap, pool: u16) -> impl Iterator<Item = Place> + 'a {
-        let whole = heap.free_blocks(pool).filter(move |key| self.is_whole_segment(heap, &heap.blocks[key.block()]));
+        let whole = heap.free_blocks(pool).filter(move |key| is_whole_segment(self, heap, &heap.blocks[key.block()]));
         whole.map(|key| Place { arena: heap.home, block: key.block() })
-    }
-
-    /// Whether a free block is a whole segment that may go back to the device.
-    fn is_whole_segment(&self, heap: &Heap, block: &Block) -> bool {
-        !block.is_split() && !heap.region(block.region).is_paged() && !self.pins.contains(block.addr)
-    }
-
-    /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
-    pub(crate) fn releasable(&mut self) -> Vec<Place> {
-        self.whole_segments(Which::Unpromised)
-    }
-
-    /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
-    /// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
-    pub(crate) fn oversize_to_release(&mut self, request: &Request) -> Option<Vec<Place>> {
-        self.try_arena(request.slot)?;
-        let least = self.classes.max_split_size()?;
-        if self.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
-            return None;
-        }
-        let need = request.size.max(least);
-        let heap = self.heap_of(request.slot);
-        let index = heap.index(request.pool, request.slot)?;
-        let whole = |key: &Key| self.is_whole_segment(heap, &heap.blocks[key.block()]);
-        let place = |key: Key| Place { arena: request.slot, block: key.block() };
-        if let Some(key) = index.iter_from(need).find(whole) {
-            return Some(vec![place(key)]);
-        }
-        let oversize: Vec<Key> = index.iter_from(least).filter(whole).collect();
-        let (mut chosen, mut sum) = (Vec::new(), 0);
-        for key in oversize.into_iter().rev() {
-            if sum >= need {
-                break;
-            }
-            chosen.push(place(key));
-            sum += key.size();
-        }
-        Some(chosen)
     }
 }
 
-impl Core {
-    fn segment_released(&mut self, shell: &Shell, region: &Region) {
-        self.leaving -= region.bytes;
-        self.pools.forget_region(region.pool, region.home);
-        shell.counters.num_device_free.add(1);
+fn add_segment(whole: &mut Whole, request: &Request, addr: u64, bytes: u64) -> BlockId {
+    whole.counters().num_device_alloc.add(1);
+    count_segment(whole, request.pool, request.slot, request.tag, addr, bytes);
+    whole.pools.note_region(request.pool, request.slot);
+    heap_with_pool(whole, request.slot, request.pool).add_region(addr, bytes, request.pool)
+}
+
+fn count_segment(whole: &mut Whole, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
+    let (kind, counters) = (kind_of(pool), &whole.shell.counters);
+    whole.reserved += bytes;
+    counters.segment.add(kind, 1);
+    counters.reserved_bytes.add(kind, bytes);
+    if whole.classes.is_oversize(bytes) {
+        counters.oversize_segments.add(1);
     }
+    whole.segments.insert(addr, tag);
+    let pool = whole.pools.history_id(pool);
+    let subject = Subject { addr, size: bytes, slot, tag, pool };
+    whole.shell.history.lock().note(Action::SegmentAlloc, subject);
+}
+
+/// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use it by now.
+fn begin_release(whole: &mut Whole, place: Place, addr: u64) -> Option<Releasing> {
+    whole.try_arena(place.arena)?;
+    let (block, heap) = (whole.block(place), whole.heap_of(place.arena));
+    if block.state != State::Free || block.addr != addr || !is_whole_segment(whole, heap, block) {
+        return None;
+    }
+    if whole.pools.owner_of(block.pool).is_some_and(|private| private.keeps_for_our_graphs(block.pool)) {
+        return None;
+    }
+    let heap = &mut whole.arena(place.arena).heap;
+    let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
+    let region = heap.remove_region(place.block);
+    let (kind, reserved) = (kind_of(region.pool), whole.reserved - region.bytes);
+    forget_unborrowed(whole, reserved);
+    whole.reserved = reserved;
+    whole.leaving += region.bytes;
+    let counters = &whole.shell.counters;
+    counters.segment.sub(kind, 1);
+    counters.reserved_bytes.sub(kind, region.bytes);
+    if whole.classes.is_oversize(region.bytes) {
+        counters.oversize_segments.sub(1);
+    }
+    let tag = whole.segments.remove(&region.addr).unwrap_or_default();
+    let pool = whole.pools.history_id(region.pool);
+    let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
+    whole.shell.history.lock().note(Action::SegmentFree, subject);
+    Some(Releasing { region, tag, owner, after })
+}
+
+/// The driver did not take a segment back.
+fn cancel_release(whole: &mut Whole, Releasing { region, tag, owner, after }: Releasing) {
+    whole.leaving -= region.bytes;
+    count_segment(whole, region.pool, region.home, tag, region.addr, region.bytes);
+    heap_with_pool(whole, region.home, region.pool).restore_region(&region, owner, after);
+}
+
+/// Wholly free segments of some pools that are not pinned.
+pub(crate) fn whole_segments(whole: &mut Whole, which: Which) -> Vec<Place> {
+    look_for_in(whole, which, Sought::Free(1));
+    heaps_with(whole, which).flat_map(|(heap, pool)| whole.whole_segments_in(heap, pool)).collect()
+}
+
+/// Whether a free block is a whole segment that may go back to the device.
+fn is_whole_segment(whole: &Whole, heap: &Heap, block: &Block) -> bool {
+    !block.is_split() && !heap.region(block.region).is_paged() && !whole.pins.contains(block.addr)
+}
+
+/// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
+pub(crate) fn releasable(whole: &mut Whole) -> Vec<Place> {
+    whole_segments(whole, Which::Unpromised)
+}
+
+/// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
+/// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
+pub(crate) fn oversize_to_release(whole: &mut Whole, request: &Request) -> Option<Vec<Place>> {
+    whole.try_arena(request.slot)?;
+    let least = whole.classes.max_split_size()?;
+    if whole.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
+        return None;
+    }
+    let need = request.size.max(least);
+    let heap = whole.heap_of(request.slot);
+    let index = heap.index(request.pool, request.slot)?;
+    let whole = |key: &Key| is_whole_segment(whole, heap, &heap.blocks[key.block()]);
+    let place = |key: Key| Place { arena: request.slot, block: key.block() };
+    if let Some(key) = index.iter_from(need).find(whole) {
+        return Some(vec![place(key)]);
+    }
+    let oversize: Vec<Key> = index.iter_from(least).filter(whole).collect();
+    let (mut chosen, mut sum) = (Vec::new(), 0);
+    for key in oversize.into_iter().rev() {
+        if sum >= need {
+            break;
+        }
+        chosen.push(place(key));
+        sum += key.size();
+    }
+    Some(chosen)
+}
+
+fn segment_released(core: &mut Core, shell: &Shell, region: &Region) {
+    core.leaving -= region.bytes;
+    core.pools.forget_region(region.pool, region.home);
+    shell.counters.num_device_free.add(1);
 }

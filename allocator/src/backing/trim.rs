@@ -6,63 +6,50 @@ use std::cmp::Reverse;
 use aquifer_device::{Operation, fork};
 
 use crate::allocator::Allocator;
+use crate::backing::paged::trim::{synchronize_free, trim_paged};
+use crate::backing::segments::{releasable, release_where};
+use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
+use crate::pools::capture::poll_launches;
 use crate::pools::table::Which;
-use crate::shell::core::Place;
+use crate::request::Place;
 use crate::shell::whole::Whole;
 
-impl Allocator {
-    /// Gives unused memory back to the device and returns how many bytes that was: whole unused segments, or where memory is mapped the
-    /// granules that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    pub fn empty_cache(&self) -> Result<u64, AllocError> {
-        self.trim_to(0)
+/// See [`Allocator::trim_to`].
+pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
+    fork::check(Operation::Free)?;
+    allocator.device().settle();
+    poll_launches(allocator)?;
+    let first = trim_done(allocator, bytes)?;
+    // Addresses without memory may wait to be given back, too.
+    let is_enough = bytes > 0 || allocator.shell().core().paged.as_ref().is_none_or(|paged| paged.retired.is_empty());
+    if allocator.memory_reserved() <= bytes && is_enough {
+        return Ok(first);
     }
-
-    /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the largest segments first. Returns
-    /// how many bytes went back. Waits for blocks that other streams still use only if unused memory does not suffice.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
-        fork::check(Operation::Free)?;
-        self.device().settle();
-        self.poll_launches()?;
-        let first = self.trim_done(bytes)?;
-        // Addresses without memory may wait to be given back, too.
-        let is_enough = bytes > 0 || self.shell().core().paged.as_ref().is_none_or(|paged| paged.retired.is_empty());
-        if self.memory_reserved() <= bytes && is_enough {
-            return Ok(first);
-        }
-        let waited = self.synchronize_pending(Which::All)?;
-        if !self.synchronize_free(Which::All)? && !waited {
-            return Ok(first);
-        }
-        Ok(first + self.trim_done(bytes)?)
+    let waited = synchronize_pending(allocator, Which::All)?;
+    if !synchronize_free(allocator, Which::All)? && !waited {
+        return Ok(first);
     }
-
-    /// As [`Allocator::trim_to`], of what is known done.
-    fn trim_done(&self, bytes: u64) -> Result<u64, AllocError> {
-        self.shell().core().pools.forget_those_over();
-        let segments = self.release_where(|whole| whole.excess(bytes))?;
-        Ok(segments + self.trim_paged(bytes)?)
-    }
+    Ok(first + trim_done(allocator, bytes)?)
 }
 
-impl Whole {
-    /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
-    fn excess(&mut self, bytes: u64) -> Vec<Place> {
-        let mut segments = self.releasable();
-        let size = |place: &Place| self.block(*place).size;
-        segments.sort_by_key(|place| (Reverse(size(place)), self.block(*place).addr));
-        let mut left = self.reserved;
-        segments.retain(|place| {
-            let take = left > bytes;
-            left -= if take { size(place) } else { 0 };
-            take
-        });
-        segments
-    }
+/// As [`Allocator::trim_to`], of what is known done.
+fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
+    allocator.shell().core().pools.forget_those_over();
+    let segments = release_where(allocator, |whole| excess(whole, bytes))?;
+    Ok(segments + trim_paged(allocator, bytes)?)
+}
+
+/// Unused segments to release, largest first, for at most `bytes` to stay reserved.
+fn excess(whole: &mut Whole, bytes: u64) -> Vec<Place> {
+    let mut segments = releasable(whole);
+    let size = |place: &Place| whole.block(*place).size;
+    segments.sort_by_key(|place| (Reverse(size(place)), whole.block(*place).addr));
+    let mut left = whole.reserved;
+    segments.retain(|place| {
+        let take = left > bytes;
+        left -= if take { size(place) } else { 0 };
+        take
+    });
+    segments
 }

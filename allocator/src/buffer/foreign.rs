@@ -44,57 +44,27 @@ impl Foreign {
     }
 }
 
-impl Allocator {
-    /// Makes a buffer of memory that another library owns, so that verbs, kernels and
-    /// [`StreamAccess::with`](crate::StreamAccess::with) work on it. The allocator is the one that [`Buffer::like`]
-    /// uses; it does not count the memory.
-    ///
-    /// When the last handle is dropped, `release` gets the ticks of work that may still use the memory. It must see to
-    /// it that the memory is not reused before: by making the owner's stream wait for them ([`Stream::wait_for`]), or
-    /// by waiting on the host ([`Tick::synchronize`]). It must not panic.
-    ///
-    /// ```
-    /// # use aquifer_allocator::{Allocator, Config};
-    /// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// # let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
-    /// let theirs = memory.alloc_bytes(4000, &stream)?; // stands for memory of another library
-    /// let (ptr, owner) = (theirs.ptr(), stream.clone());
-    /// let buffer = memory.import::<f32>(ptr, 1000, &stream, move |ticks| {
-    ///     ticks.iter().for_each(|tick| owner.wait_for(tick).expect("the device is there"));
-    ///     drop(theirs); // it goes back in the order of its stream
-    /// })?;
-    /// assert_eq!(buffer.len(), 1000);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// It is up to the caller that there are `len` values of `T` at `ptr`, aligned, in memory of this allocator's
-    /// device that lives until `release` is called; that earlier work on it comes before what is enqueued on `stream`
-    /// from now on; and that only the buffer uses it until then.
-    ///
-    /// # Errors
-    /// A stream of another device, and a length whose bytes overflow. `release` is called with no ticks then.
-    pub fn import<T: Copy>(
-        &self,
-        ptr: DevicePtr,
-        len: usize,
-        stream: &Stream,
-        release: impl FnOnce(&[Tick]) + Send + 'static,
-    ) -> Result<Buffer<T>, AllocError> {
-        let (count, size) = (len as u64, size_of::<T>() as u64);
-        let refused = match count.checked_mul(size) {
-            Some(bytes) if stream.device_id() == self.device().id() => {
-                let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
-                let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };
-                let storage = Arc::new(Storage::new(Memory::Foreign(foreign), stream));
-                return Ok(Buffer { storage, start: 0, len, element: PhantomData });
-            }
-            Some(_) => AllocError::wrong_device("stream", stream.device_id(), self.device().id()),
-            None => RequestError::LengthOverflow { len: count, size }.into(),
-        };
-        release(&[]);
-        Err(refused)
-    }
+/// See [`Allocator::import`].
+pub(crate) fn import<T: Copy>(
+    allocator: &Allocator,
+    ptr: DevicePtr,
+    len: usize,
+    stream: &Stream,
+    release: impl FnOnce(&[Tick]) + Send + 'static,
+) -> Result<Buffer<T>, AllocError> {
+    let (count, size) = (len as u64, size_of::<T>() as u64);
+    let refused = match count.checked_mul(size) {
+        Some(bytes) if stream.device_id() == allocator.device().id() => {
+            let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
+            let foreign = Foreign { ptr, bytes, allocator: allocator.kept_open(), release };
+            let storage = Arc::new(Storage::new(Memory::Foreign(foreign), stream));
+            return Ok(Buffer { storage, start: 0, len, element: PhantomData });
+        }
+        Some(_) => AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()),
+        None => RequestError::LengthOverflow { len: count, size }.into(),
+    };
+    release(&[]);
+    Err(refused)
 }
 
 impl fmt::Debug for Foreign {

@@ -1,8 +1,22 @@
 //! Typed device memory.
 
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Range, RangeBounds};
+use std::sync::Arc;
+
+use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
+
+use crate::alloc::alloc_aligned;
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::buffer::storage::Memory;
+use crate::error::AllocError;
+use crate::pools::PrivatePool;
+
 mod access;
 mod claim;
-mod foreign;
+pub(crate) mod foreign;
 pub(crate) mod held;
 pub(crate) mod ranges;
 pub(crate) mod storage;
@@ -14,19 +28,6 @@ pub use claim::Claim;
 pub use storage::Storage;
 pub use turn::Turn;
 pub use view::{View, ViewMut};
-
-use std::fmt;
-use std::marker::PhantomData;
-use std::ops::{Range, RangeBounds};
-use std::sync::Arc;
-
-use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
-
-use crate::allocation::Allocation;
-use crate::allocator::Allocator;
-use crate::buffer::storage::Memory;
-use crate::error::AllocError;
-use crate::pools::PrivatePool;
 
 /// A typed buffer of device memory: `len` values of `T`.
 ///
@@ -56,59 +57,42 @@ pub struct Buffer<T> {
     element: PhantomData<fn() -> T>,
 }
 
-impl Allocator {
-    /// Allocates memory for `len` values of `T`, for work of `stream` and of others. The content is undefined until it is
-    /// written.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc_bytes`], and a length whose bytes overflow.
-    #[track_caller]
-    pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        let (count, size) = (len as u64, size_of::<T>() as u64);
-        let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;
-        let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
-        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?, self.kept_open());
-        let storage = Arc::new(Storage::new(memory, stream));
-        Ok(Buffer { storage, start: 0, len, element: PhantomData })
-    }
+/// See [`Allocator::alloc`].
+#[track_caller]
+pub(crate) fn alloc<T: Copy>(allocator: &Allocator, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
+    let (count, size) = (len as u64, size_of::<T>() as u64);
+    let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;
+    let alignment = (align_of::<T>() as u64).max(crate::ALIGNMENT);
+    let memory = Memory::Block(alloc_aligned(allocator, bytes, alignment, stream)?, allocator.kept_open());
+    let storage = Arc::new(Storage::new(memory, stream));
+    Ok(Buffer { storage, start: 0, len, element: PhantomData })
+}
 
-    /// Allocates memory for `len` values of `T` of which every byte is zero.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc`], and errors of the driver.
-    #[track_caller]
-    pub fn alloc_zeros<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        let mut buffer = self.alloc(len, stream)?;
-        buffer.zero(stream)?;
-        Ok(buffer)
-    }
+/// See [`Allocator::alloc_zeros`].
+#[track_caller]
+pub(crate) fn alloc_zeros<T: Copy>(
+    allocator: &Allocator,
+    len: usize,
+    stream: &Stream,
+) -> Result<Buffer<T>, AllocError> {
+    let mut buffer = alloc(allocator, len, stream)?;
+    buffer.zero(stream)?;
+    Ok(buffer)
+}
 
-    /// Makes a buffer of an allocation of this allocator: as many whole values as it holds. The memory counts as written
-    /// by the work enqueued on `stream` until now, so earlier work of other streams with it must be ordered before that.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
-    /// let allocation = allocator.alloc_bytes(4000, &stream)?;
-    /// stream.fill(allocation.ptr(), 0, 4000)?;
-    /// let zeros = allocator.buffer_of::<f32>(allocation, &stream)?;
-    /// assert_eq!(zeros.len(), 1000);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// When the stream belongs to another device, or the allocation to another allocator. The allocation is then dropped.
-    pub fn buffer_of<T: Copy>(&self, allocation: Allocation, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
-        allocation.record_stream(stream)?;
-        let storage = Storage::new(Memory::Block(allocation, self.kept_open()), stream);
-        storage.check_allocator("allocation", self)?;
-        Ok(Buffer::of_all(&Arc::new(storage)))
+/// See [`Allocator::buffer_of`].
+pub(crate) fn buffer_of<T: Copy>(
+    allocator: &Allocator,
+    allocation: Allocation,
+    stream: &Stream,
+) -> Result<Buffer<T>, AllocError> {
+    if stream.device_id() != allocator.device().id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
     }
+    allocation.record_stream(stream)?;
+    let storage = Storage::new(Memory::Block(allocation, allocator.kept_open()), stream);
+    storage.check_allocator("allocation", allocator)?;
+    Ok(Buffer::of_all(&Arc::new(storage)))
 }
 
 impl PrivatePool {
@@ -119,7 +103,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
         let _route = self.route_thread();
-        self.allocator.alloc(len, stream)
+        alloc(&self.allocator, len, stream)
     }
 }
 
@@ -138,7 +122,7 @@ impl<T: Copy> Buffer<T> {
     /// As [`Allocator::alloc`].
     #[track_caller]
     pub fn like(&self, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        self.allocator().alloc(self.len, stream)
+        alloc(self.allocator(), self.len, stream)
     }
 
     /// Enqueues setting every byte to zero.

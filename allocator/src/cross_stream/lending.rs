@@ -16,10 +16,15 @@ use std::sync::Arc;
 use aquifer_device::internal::{Clock, Timeline};
 
 use crate::allocator::Allocator;
-use crate::cross_stream::progress::{Pending, cannot_be_asked};
+use crate::backing::growth::growth_bytes;
+use crate::cross_stream::progress::{Pending, cannot_be_asked, poll};
+use crate::cross_stream::waiting::{send_strays_home, sweep_ordered, unknown};
 use crate::error::AllocError;
-use crate::heap::{Heap, IndexView, Key, kind_of};
-use crate::shell::core::{Core, Granted, Place, Request};
+use crate::heap::{Heap, IndexView, Key};
+use crate::pools::lookup::heap_with_pool;
+use crate::request::{Place, Request};
+use crate::shell::arena::Granted;
+use crate::shell::core::Core;
 use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 
@@ -52,216 +57,205 @@ struct Lendable {
     ticks: Pending,
 }
 
-impl Allocator {
-    /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes
-    /// several locks each time, so a stream that borrows often gets more memory of its own.
-    pub(crate) fn growth_instead_of_borrowing(&self, whole: &mut Whole, request: &Request) -> u64 {
-        let often = whole
-            .try_arena(request.slot)
-            .is_some_and(|arena| arena.borrows >= BORROW_ADVANCE + arena.milestones.searches / BORROW_SPACING);
-        if !often {
-            return 0;
-        }
-        let bytes = self.growth_bytes(whole, request);
-        let sum = whole.unborrowed.saturating_add(bytes);
-        let granules = whole.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
-        if sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
+/// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes
+/// several locks each time, so a stream that borrows often gets more memory of its own.
+pub(crate) fn growth_instead_of_borrowing(allocator: &Allocator, whole: &mut Whole, request: &Request) -> u64 {
+    let often = whole
+        .try_arena(request.slot)
+        .is_some_and(|arena| arena.borrows >= BORROW_ADVANCE + arena.milestones.searches / BORROW_SPACING);
+    if !often {
+        return 0;
     }
+    let bytes = growth_bytes(allocator, whole, request);
+    let sum = whole.unborrowed.saturating_add(bytes);
+    let granules = whole.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
+    if sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
+}
 
-    /// Serves the request from strays of its own stream or from blocks of other streams, without waiting. Releases the locks.
-    pub(crate) fn borrow(&self, request: &Request, mut whole: Whole) -> Result<Option<Granted>, AllocError> {
-        if let Some(place) = whole.best_stray(request) {
-            return Ok(Some(whole.take_lent(request, place)));
-        }
-        let Lendable { fits, ticks } = whole.lendable(request);
-        if !fits && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
-            return Ok(None);
-        }
-        let own = whole.timeline(request.slot).cloned();
-        drop(whole);
-        self.poll(&ticks)?;
-        let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
-        let mut whole = self.shell().part(Some(request.slot));
-        whole.send_strays_home();
-        whole.sweep_ordered(request.slot, &clock);
-        if let Some(granted) = whole.take_own(request) {
-            return Ok(Some(granted));
-        }
-        let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
-        if whole.block(place).owner != request.slot {
-            whole.counters().cross_stream_reuses.add(1);
-        }
-        Ok(Some(whole.take_lent(request, place)))
+/// Serves the request from strays of its own stream or from blocks of other streams, without waiting. Releases the locks.
+pub(crate) fn borrow(
+    allocator: &Allocator,
+    request: &Request,
+    mut whole: Whole,
+) -> Result<Option<Granted>, AllocError> {
+    if let Some(place) = best_stray(&mut whole, request) {
+        return Ok(Some(take_lent(&mut whole, request, place)));
     }
-
-    /// Serves the request from a block of another stream, for which it makes the request's stream wait.
-    pub(crate) fn borrow_waiting(&self, request: &Request) -> Result<Option<Granted>, AllocError> {
-        let mut whole = self.shell().part(Some(request.slot));
-        let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
-        let Some(lender) = whole.best_of_any(request).and_then(|place| whole.lender(place)) else { return Ok(None) };
-        drop(whole);
-        if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
-            return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
-        }
-        let clock = own.clock();
-        let mut whole = self.shell().part(Some(request.slot));
-        // Another thread may have taken the block meanwhile; any block that is ordered now will do.
-        let Some(place) = whole.best_ordered(request, &clock) else { return Ok(None) };
+    let Lendable { fits, ticks } = lendable(&mut whole, request);
+    if !fits && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
+        return Ok(None);
+    }
+    let own = whole.timeline(request.slot).cloned();
+    drop(whole);
+    poll(&ticks)?;
+    let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
+    let mut whole = allocator.shell().part(Some(request.slot));
+    send_strays_home(&mut whole);
+    sweep_ordered(&mut whole, request.slot, &clock);
+    if let Some(granted) = whole.take_own(request) {
+        return Ok(Some(granted));
+    }
+    let Some(place) = best_ordered(&mut whole, request, &clock) else { return Ok(None) };
+    if whole.block(place).owner != request.slot {
         whole.counters().cross_stream_reuses.add(1);
-        whole.counters().cross_stream_waits.add(1);
-        let granted = whole.take_lent(request, place);
-        drop(whole);
-        tracing::debug!(
-            target: "aquifer::wait",
-            stream = request.slot,
-            waits_for = lender.timeline.id(),
-            bytes = request.size,
-            "a stream was made to wait for another one to reuse its memory"
-        );
-        Ok(Some(granted))
+    }
+    Ok(Some(take_lent(&mut whole, request, place)))
+}
+
+/// Serves the request from a block of another stream, for which it makes the request's stream wait.
+pub(crate) fn borrow_waiting(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
+    let mut whole = allocator.shell().part(Some(request.slot));
+    let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
+    let Some(lender) = best_of_any(&mut whole, request).and_then(|place| lender(&whole, place)) else {
+        return Ok(None);
+    };
+    drop(whole);
+    if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
+        return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
+    }
+    let clock = own.clock();
+    let mut whole = allocator.shell().part(Some(request.slot));
+    // Another thread may have taken the block meanwhile; any block that is ordered now will do.
+    let Some(place) = best_ordered(&mut whole, request, &clock) else { return Ok(None) };
+    whole.counters().cross_stream_reuses.add(1);
+    whole.counters().cross_stream_waits.add(1);
+    let granted = take_lent(&mut whole, request, place);
+    drop(whole);
+    tracing::debug!(
+        target: "aquifer::wait",
+        stream = request.slot,
+        waits_for = lender.timeline.id(),
+        bytes = request.size,
+        "a stream was made to wait for another one to reuse its memory"
+    );
+    Ok(Some(granted))
+}
+
+/// Reserved memory is about to become `reserved` bytes. Of what goes back to the device, memory that streams got instead of borrowing is
+/// taken to be as large a share as of all.
+pub(crate) fn forget_unborrowed(core: &mut Core, reserved: u64) {
+    if reserved < core.reserved {
+        let left = u128::from(core.unborrowed) * u128::from(reserved) / u128::from(core.reserved);
+        core.unborrowed = u64::try_from(left).unwrap_or(u64::MAX);
     }
 }
 
-impl Core {
-    /// Reserved memory is about to become `reserved` bytes. Of what goes back to the device, memory that streams got instead of borrowing is
-    /// taken to be as large a share as of all.
-    pub(crate) fn forget_unborrowed(&mut self, reserved: u64) {
-        if reserved < self.reserved {
-            let left = u128::from(self.unborrowed) * u128::from(reserved) / u128::from(self.reserved);
-            self.unborrowed = u64::try_from(left).unwrap_or(u64::MAX);
+/// The blocks that other streams have for the request, in any heap.
+fn lendable(whole: &mut Whole, request: &Request) -> Lendable {
+    look_for_lenders(whole, request);
+    whole.look_for(Sought::Strays);
+    let (mut fits, mut latest) = (false, Latest::default());
+    for heap in whole.heaps() {
+        for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
+            if index.best_fit(request.size).is_none() {
+                continue;
+            }
+            let mut tick = 0;
+            for key in candidates(index, request) {
+                fits |= whole.classes.fits(key.size(), request.size);
+                tick = heap.blocks[key.block()].after.max(tick);
+                // No block's tick is later than its owner's one now.
+                if fits && tick >= whole.tick_of(owner) {
+                    break;
+                }
+            }
+            latest.raise(owner, tick);
         }
+        // Strays can merge once they are done.
+        let strays = heap.strays().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
+        strays.for_each(|block| latest.raise(block.owner, block.after));
     }
+    Lendable { fits, ticks: unknown(whole, latest.0.into_iter()) }
 }
 
-impl Whole {
-    /// The blocks that other streams have for the request, in any heap.
-    fn lendable(&mut self, request: &Request) -> Lendable {
-        self.look_for_lenders(request);
-        self.look_for(Sought::Strays);
-        let (mut fits, mut latest) = (false, Latest::default());
-        for heap in self.heaps() {
-            for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
-                if index.best_fit(request.size).is_none() {
-                    continue;
-                }
-                let mut tick = 0;
-                for key in candidates(index, request) {
-                    fits |= self.classes.fits(key.size(), request.size);
-                    tick = heap.blocks[key.block()].after.max(tick);
-                    // No block's tick is later than its owner's one now.
-                    if fits && tick >= self.tick_of(owner) {
-                        break;
-                    }
-                }
-                latest.raise(owner, tick);
-            }
-            // Strays can merge once they are done.
-            let strays = heap.strays().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
-            strays.for_each(|block| latest.raise(block.owner, block.after));
-        }
-        Lendable { fits, ticks: self.unknown(latest.0.into_iter()) }
-    }
+/// Takes the locks of arenas that may have a block to lend for the request.
+fn look_for_lenders(whole: &mut Whole, request: &Request) {
+    // The stream's own blocks at home are not lent.
+    whole.try_arena(request.slot);
+    whole.look_for(Sought::Lent { pool: request.pool, size: request.size });
+}
 
-    /// Takes the locks of arenas that may have a block to lend for the request.
-    fn look_for_lenders(&mut self, request: &Request) {
-        // The stream's own blocks at home are not lent.
-        self.try_arena(request.slot);
-        self.look_for(Sought::Lent { pool: request.pool, size: request.size });
-    }
-
-    /// Returns strays that are done to their home streams.
-    pub(crate) fn send_strays_home(&mut self) {
-        self.look_for(Sought::Strays);
-        let (core, arenas) = self.core_and_arenas();
-        for arena in arenas {
-            for (pool, change) in arena.heap.send_home(|owner, after| core.is_known_done(owner, after)) {
-                arena.split_changed(kind_of(pool), change);
+/// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
+/// that its block may have.
+fn best_lent(whole: &mut Whole, request: &Request, until: impl Fn(&Core, u32) -> u64) -> Option<Place> {
+    look_for_lenders(whole, request);
+    let mut best = None;
+    for heap in whole.heaps() {
+        for (owner, index) in heap.indexes(request.pool) {
+            if owner != request.slot || owner != heap.home {
+                best = better(best, best_in(whole, heap, index, request, || until(whole, owner)));
             }
         }
     }
+    best.map(|(_, place)| place)
+}
 
-    /// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
-    /// that its block may have.
-    fn best_lent(&mut self, request: &Request, until: impl Fn(&Core, u32) -> u64) -> Option<Place> {
-        self.look_for_lenders(request);
-        let mut best = None;
-        for heap in self.heaps() {
-            for (owner, index) in heap.indexes(request.pool) {
-                if owner != request.slot || owner != heap.home {
-                    best = better(best, self.best_in(heap, index, request, || until(self, owner)));
-                }
-            }
+/// The best of the request's own stream's blocks away from home.
+fn best_stray(whole: &mut Whole, request: &Request) -> Option<Place> {
+    whole.look_for(Sought::StraysOf(request.slot));
+    let mut best = None;
+    for heap in whole.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
+        if let Some(index) = heap.index(request.pool, request.slot) {
+            best = better(best, best_in(whole, heap, index, request, || u64::MAX));
         }
-        best.map(|(_, place)| place)
     }
+    best.map(|(_, place)| place)
+}
 
-    /// The best of the request's own stream's blocks away from home.
-    fn best_stray(&mut self, request: &Request) -> Option<Place> {
-        self.look_for(Sought::StraysOf(request.slot));
-        let mut best = None;
-        for heap in self.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
-            if let Some(index) = heap.index(request.pool, request.slot) {
-                best = better(best, self.best_in(heap, index, request, || u64::MAX));
-            }
-        }
-        best.map(|(_, place)| place)
-    }
+/// The best of the blocks that are done, or after whose uses the later work of a stream with this clock is ordered.
+fn best_ordered(whole: &mut Whole, request: &Request, clock: &Clock) -> Option<Place> {
+    best_lent(whole, request, |core, owner| core.done_until(owner).max(clock.of(owner)))
+}
 
-    /// The best of the blocks that are done, or after whose uses the later work of a stream with this clock is ordered.
-    fn best_ordered(&mut self, request: &Request, clock: &Clock) -> Option<Place> {
-        self.best_lent(request, |core, owner| core.done_until(owner).max(clock.of(owner)))
-    }
+/// The best of all blocks, including those that must be waited for.
+fn best_of_any(whole: &mut Whole, request: &Request) -> Option<Place> {
+    best_lent(whole, request, |_, _| u64::MAX)
+}
 
-    /// The best of all blocks, including those that must be waited for.
-    fn best_of_any(&mut self, request: &Request) -> Option<Place> {
-        self.best_lent(request, |_, _| u64::MAX)
-    }
+/// The first block of an owner that fits the request and whose tick is at most the result of `until`, which is called only if some
+/// block is large enough.
+fn best_in(
+    whole: &Whole,
+    heap: &Heap,
+    index: IndexView<'_>,
+    request: &Request,
+    until: impl FnOnce() -> u64,
+) -> Option<(Key, Place)> {
+    index.best_fit(request.size)?;
+    let until = until();
+    let serves = |key: &Key| whole.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
+    let key = candidates(index, request).find(serves)?;
+    Some((key, Place { arena: heap.home, block: key.block() }))
+}
 
-    /// The first block of an owner that fits the request and whose tick is at most the result of `until`, which is called only if some
-    /// block is large enough.
-    fn best_in(
-        &self,
-        heap: &Heap,
-        index: IndexView<'_>,
-        request: &Request,
-        until: impl FnOnce() -> u64,
-    ) -> Option<(Key, Place)> {
-        index.best_fit(request.size)?;
-        let until = until();
-        let serves = |key: &Key| self.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
-        let key = candidates(index, request).find(serves)?;
-        Some((key, Place { arena: heap.home, block: key.block() }))
-    }
+/// The owner of the block that would serve the request best, and the tick that the request's stream would have to wait for.
+pub(crate) fn tick_of_lender(whole: &mut Whole, request: &Request) -> Option<(u32, u64)> {
+    let place = best_of_any(whole, request)?;
+    let block = whole.block(place);
+    Some((block.owner, block.after))
+}
 
-    /// The owner of the block that would serve the request best, and the tick that the request's stream would have to wait for.
-    pub(crate) fn tick_of_lender(&mut self, request: &Request) -> Option<(u32, u64)> {
-        let place = self.best_of_any(request)?;
-        let block = self.block(place);
-        Some((block.owner, block.after))
-    }
+fn lender(whole: &Whole, place: Place) -> Option<Lender> {
+    let block = whole.block(place);
+    Some(Lender { timeline: whole.timeline(block.owner)?.clone(), after: block.after })
+}
 
-    fn lender(&self, place: Place) -> Option<Lender> {
-        let block = self.block(place);
-        Some(Lender { timeline: self.timeline(block.owner)?.clone(), after: block.after })
+fn take_lent(whole: &mut Whole, request: &Request, place: Place) -> Granted {
+    whole.arena(request.slot).borrows += 1;
+    let block = whole.block(place);
+    let is_segment = !block.is_split() && !whole.heap_of(place.arena).region(block.region).is_paged();
+    if is_segment && whole.is_known_done(block.owner, block.after) {
+        let region = whole.arena(place.arena).heap.remove_region(place.block);
+        whole.pools.note_region(region.pool, request.slot);
+        whole.pools.forget_region(region.pool, region.home);
+        let own = heap_with_pool(whole, request.slot, region.pool);
+        let block = own.add_region(region.addr, region.bytes, region.pool);
+        return whole.arena(request.slot).take(request, block);
     }
-
-    fn take_lent(&mut self, request: &Request, place: Place) -> Granted {
-        self.arena(request.slot).borrows += 1;
-        let block = self.block(place);
-        let is_segment = !block.is_split() && !self.heap_of(place.arena).region(block.region).is_paged();
-        if is_segment && self.is_known_done(block.owner, block.after) {
-            let region = self.arena(place.arena).heap.remove_region(place.block);
-            self.pools.note_region(region.pool, request.slot);
-            self.pools.forget_region(region.pool, region.home);
-            let own = self.heap_with_pool(request.slot, region.pool);
-            let block = own.add_region(region.addr, region.bytes, region.pool);
-            return self.arena(request.slot).take(request, block);
-        }
-        let borrower = self.timeline(request.slot).cloned();
-        let lender = self.arena(place.arena);
-        borrower.iter().for_each(|borrower| lender.know(borrower));
-        lender.take(request, place.block)
-    }
+    let borrower = whole.timeline(request.slot).cloned();
+    let lender = whole.arena(place.arena);
+    borrower.iter().for_each(|borrower| lender.know(borrower));
+    lender.take(request, place.block)
 }
 
 /// The blocks of an index that are considered for a request: the first one that is large enough, and the next ones by size.

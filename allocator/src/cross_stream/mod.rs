@@ -7,3 +7,4 @@ pub(crate) mod lending;
 pub(crate) mod progress;
 pub(crate) mod ticks;
 pub(crate) mod waiting;
+pub(crate) mod waiting_list;

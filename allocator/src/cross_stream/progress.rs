@@ -8,38 +8,35 @@ use std::sync::Arc;
 use aquifer_device::internal::Timeline;
 use aquifer_device::{DeviceError, ErrorKind};
 
-use crate::allocator::Allocator;
 use crate::error::AllocError;
 
 /// Timelines, each with the tick that it must reach for memory to become free.
 pub(crate) type Pending = Vec<(Arc<Timeline>, u64)>;
 
-impl Allocator {
-    /// Asks whether the given ticks are done. Skips streams that cannot be asked now.
-    pub(crate) fn poll(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
-        for (timeline, after) in ticks {
-            let n = after.saturating_sub(1);
-            match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
-                Ok(_) => {}
-                Err(error) if cannot_be_asked(&error) => {
-                    tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
-                }
-                Err(error) => return Err(error.into()),
+/// Asks whether the given ticks are done. Skips streams that cannot be asked now.
+pub(crate) fn poll(ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
+    for (timeline, after) in ticks {
+        let n = after.saturating_sub(1);
+        match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
+            Ok(_) => {}
+            Err(error) if cannot_be_asked(&error) => {
+                tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
             }
+            Err(error) => return Err(error.into()),
         }
-        Ok(())
     }
+    Ok(())
+}
 
-    /// Waits on the host until the given ticks are done. Skips streams that cannot be waited for now.
-    pub(crate) fn synchronize_all(&self, ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
-        for (timeline, after) in ticks {
-            match timeline.synchronize(after.saturating_sub(1)) {
-                Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
-                _ => {}
-            }
+/// Waits on the host until the given ticks are done. Skips streams that cannot be waited for now.
+pub(crate) fn synchronize_all(ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
+    for (timeline, after) in ticks {
+        match timeline.synchronize(after.saturating_sub(1)) {
+            Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+            _ => {}
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// True if the error only means that a stream cannot be asked or waited for now: it captures, or it is gone without a last event.

@@ -7,13 +7,12 @@
 //! writes 40 bytes in place. A free that completes at once is two actions; when a record is read, it becomes one entry for each of its
 //! actions. The ring has a place for each entry that is to be kept, so the latest entries are always there.
 
-mod clock;
-
+use clock::Stamp;
 use serde::Serialize;
 
-use crate::allocator::Allocator;
 use crate::tags::Tag;
-use clock::Stamp;
+
+mod clock;
 
 /// Kind of a history entry, under PyTorch's names of trace actions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -117,7 +116,7 @@ struct Record {
 
 const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare");
 
-/// Options of [`Allocator::record_history`].
+/// Options of [`Allocator::record_history`](crate::Allocator::record_history).
 ///
 /// ```
 /// use aquifer_allocator::{Action, Allocator, Config, HistoryOptions};
@@ -139,26 +138,6 @@ pub struct HistoryOptions {
     pub skip: Vec<Action>,
     /// True to forget the entries recorded before.
     pub clear: bool,
-}
-
-impl Allocator {
-    /// Starts recording history, or changes how it is recorded. Snapshots contain it.
-    ///
-    /// Entries recorded before are kept, as far as there is room, unless `clear` is set.
-    pub fn record_history(&self, options: HistoryOptions) {
-        let mut whole = self.shell().whole();
-        let mut history = self.shell().history.lock();
-        if options.clear {
-            history.clear();
-        }
-        history.record(options.entries, &options.skip);
-        whole.record_history(history.is_on());
-    }
-
-    /// Stops recording history and forgets all entries.
-    pub fn stop_history(&self) {
-        self.record_history(HistoryOptions::default());
-    }
 }
 
 /// The ring. Empty and off by default.

@@ -12,19 +12,15 @@ use std::thread::{self, ThreadId};
 use aquifer_device::internal::Launches;
 
 use crate::error::AllocError;
-use crate::heap::{Heap, HeapPoolOptions, kind_of};
-use crate::pools::PoolOptions;
-use crate::pools::graphs::{Graphs, Launched};
-use crate::shell::core::Core;
-use crate::shell::settled::Sought;
-use crate::shell::whole::Whole;
+use crate::heap::{HeapPoolOptions, kind_of};
+use crate::pools::graphs::Graphs;
 use crate::size_class::PoolKind;
 
 /// A private pool: its id, and its place in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PoolKey {
     pub(crate) id: (u64, u64),
-    place: u16,
+    pub(crate) place: u16,
 }
 
 /// The record of a private pool.
@@ -38,7 +34,7 @@ pub(crate) struct Private {
     pub(crate) options: PoolOptions,
     pub(crate) open: bool,
     /// The graphs whose captures allocated from it.
-    graphs: Graphs,
+    pub(crate) graphs: Graphs,
     /// How many regions it has by number in the heap and stream, those on their way back to the driver included: if that refuses one, it
     /// returns.
     regions: BTreeMap<(u16, u32), usize>,
@@ -54,9 +50,9 @@ pub(crate) struct PoolTable {
     /// Places in it that no pool has.
     vacant: BTreeSet<u16>,
     /// Places of closed pools.
-    closed: BTreeSet<u16>,
+    pub(crate) closed: BTreeSet<u16>,
     /// Places of open pools that lend.
-    lenders: BTreeSet<u16>,
+    pub(crate) lenders: BTreeSet<u16>,
     /// The pools that each thread is routed to, innermost scope last, each with a number by which its scope is ended.
     routes: HashMap<ThreadId, Vec<(u64, PoolKey)>>,
 }
@@ -104,7 +100,7 @@ impl PoolTable {
         self.private.get(usize::from(key.place))?.as_ref().filter(|private| private.id == key.id)
     }
 
-    fn find_mut(&mut self, key: PoolKey) -> Option<&mut Private> {
+    pub(crate) fn find_mut(&mut self, key: PoolKey) -> Option<&mut Private> {
         self.private.get_mut(usize::from(key.place))?.as_mut().filter(|private| private.id == key.id)
     }
 
@@ -113,7 +109,7 @@ impl PoolTable {
         self.private.iter().flatten()
     }
 
-    fn at(&self, places: impl Iterator<Item = u16>) -> impl Iterator<Item = &Private> {
+    pub(crate) fn at(&self, places: impl Iterator<Item = u16>) -> impl Iterator<Item = &Private> {
         places.filter_map(move |place| self.private.get(usize::from(place))?.as_ref())
     }
 
@@ -229,7 +225,7 @@ impl PoolTable {
     }
 
     /// Forgets a closed pool that holds no memory and will not hold any again.
-    fn forget_if_over(&mut self, place: u16) {
+    pub(crate) fn forget_if_over(&mut self, place: u16) {
         let Some(private) = self.private.get(usize::from(place)).and_then(Option::as_ref) else { return };
         if !private.is_released() || private.routes > 0 || !private.regions.is_empty() {
             return;
@@ -340,7 +336,7 @@ impl Private {
         self.graphs.known()
     }
 
-    fn heap_options(&self) -> HeapPoolOptions {
+    pub(crate) fn heap_options(&self) -> HeapPoolOptions {
         HeapPoolOptions { no_split: self.options.no_split, history_id: self.history_id() }
     }
 
@@ -350,63 +346,25 @@ impl Private {
     }
 }
 
-impl Core {
-    /// The work that must be done before memory of a pool may go that was used by graphs which are not launched any more.
-    pub(super) fn launches_of(&self, private: &Private) -> Launched {
-        self.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
-    }
-
-    /// Closes a pool. Returns the launches that its memory waits for.
-    pub(super) fn close_pool(&mut self, key: PoolKey) -> Launched {
-        let Core { pools, device: Some(device), .. } = self else { return Launched::default() };
-        let Some(private) = pools.find_mut(key) else { return Launched::default() };
-        let now = device.wait_mark();
-        private.open = false;
-        private.graphs.close(now.clone());
-        let launched = private.graphs.launched(now);
-        pools.lenders.remove(&key.place);
-        pools.closed.insert(key.place);
-        pools.forget_if_over(key.place);
-        launched
-    }
-
-    /// The launches that memory of closed pools still waits for: of all of them, or of one.
-    pub(crate) fn awaited_launches(&self, of: Option<PoolKey>) -> Launched {
-        let closed =
-            self.pools.at(self.pools.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
-        let closed = closed.filter(|private| of.is_none_or(|key| key.id == private.id) && private.graphs.any());
-        closed.map(|private| self.launches_of(private)).fold(Launched::default(), Launched::and)
-    }
-}
-
-impl Whole {
-    /// The heap of a stream that has allocated, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
-    pub(crate) fn heap_with_pool(&mut self, slot: u32, pool: u16) -> &mut Heap {
-        let options = self.pools.owner_of(pool).map(Private::heap_options);
-        let heap = &mut self.arena(slot).heap;
-        options.into_iter().for_each(|options| heap.add_private_pool(pool, options));
-        heap
-    }
-
-    /// Takes the locks of settled arenas that may have what is sought in some pools. Called before
-    /// [`Whole::heaps_with`].
-    pub(crate) fn look_for_in(&mut self, which: Which, sought: Sought) {
-        if which.has_default() {
-            self.look_for(sought);
-            return;
-        }
-        let slots: BTreeSet<u32> = self.pools.with_regions(which).map(|(_, slot)| slot).collect();
-        for slot in slots {
-            self.try_arena(slot);
-        }
-    }
-
-    /// The heaps that have regions in some pools, of those whose locks are held, each with the number of such a pool:
-    /// the default pools first, then by pool.
-    pub(crate) fn heaps_with(&self, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
-        let default = [0, 1].into_iter().filter(move |_| which.has_default());
-        let default = default.flat_map(|pool| self.heaps().map(move |heap| (heap, pool)));
-        let private = self.pools.with_regions(which);
-        default.chain(private.filter_map(|(pool, slot)| Some((self.held_heap(slot)?, pool))))
-    }
+/// Options of a private pool.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, PoolOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let stream = device.stream()?;
+/// let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
+/// drop(pool.alloc_bytes(48 << 20, &stream)?); // the pool keeps it
+/// let lent = allocator.alloc_bytes(40 << 20, &stream)?; // there is no other memory for this
+/// assert_eq!(allocator.memory_reserved(), 48 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// Other requests may take free blocks of this pool rather than fail, unless a graph may use them. A request gets blocks that its own
+    /// stream freed last, whatever `cross_stream` says.
+    pub use_on_oom: bool,
+    /// Blocks are handed out whole: each allocation has a segment of its own.
+    pub no_split: bool,
 }

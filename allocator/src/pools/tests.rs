@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::pools::table::Private;
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
 use proptest::prelude::*;

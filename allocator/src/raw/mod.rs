@@ -5,7 +5,7 @@
 
 mod guess;
 mod owner;
-mod ready;
+pub(crate) mod ready;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod table;
@@ -16,12 +16,14 @@ use std::panic::Location;
 
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
+use crate::alloc::grant_cached;
+use crate::alloc::grant_the_long_way;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::shell::Shell;
+use crate::shell::arena::Granted;
 use crate::shell::arena::{Arena, UNKNOWN};
-use crate::shell::core::Granted;
 
 pub(crate) use guess::Guesses;
 pub use owner::{RawOwner, owner_of};
@@ -53,109 +55,82 @@ impl Shell {
     }
 }
 
-impl Allocator {
-    /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null
-    /// pointer.
-    ///
-    /// Free the pointer before the last handle of the allocator is dropped. Afterwards it can no longer be freed, and
-    /// its memory and device stay in use until the process ends.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc_bytes`].
-    #[track_caller]
-    #[inline]
-    pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
-        let at = Location::caller();
-        let searched = match self.grant_cached(bytes, stream, at, true) {
-            Ok(granted) => return Ok(DevicePtr(granted.addr)),
-            Err(searched) => searched,
-        };
-        let Granted { arena, block, addr } = self.grant_the_long_way(bytes, stream, searched, at)?;
-        if block != BlockId::NONE {
-            arena.look(|_| arena.add_raw(addr, block));
-        }
-        Ok(DevicePtr(addr))
+/// See [`Allocator::alloc_raw`].
+#[track_caller]
+#[inline]
+pub(crate) fn alloc_raw(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
+    let at = Location::caller();
+    let searched = match grant_cached(allocator, bytes, stream, at, true) {
+        Ok(granted) => return Ok(DevicePtr(granted.addr)),
+        Err(searched) => searched,
+    };
+    let Granted { arena, block, addr } = grant_the_long_way(allocator, bytes, stream, searched, at)?;
+    if block != BlockId::NONE {
+        arena.look(|_| arena.add_raw(addr, block));
     }
+    Ok(DevicePtr(addr))
+}
 
-    /// Frees a pointer from [`Allocator::alloc_raw`]. A null pointer is ignored.
-    ///
-    /// # Errors
-    /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.
-    #[track_caller]
-    #[inline]
-    pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
-        fork::check(Operation::Free)?;
-        if ptr.0 == 0 {
-            return Ok(());
-        }
-        let Some((arena, block)) = self.shell().remove_raw(ptr) else {
-            return Err(AllocError::InvalidPointer { ptr: ptr.0 });
-        };
-        if self.is_checked() {
-            arena.tell_of_end(ptr, Some(Location::caller()));
-        }
-        arena.free(block, None, UNKNOWN);
-        Ok(())
+/// See [`Allocator::free_raw`].
+#[track_caller]
+#[inline]
+pub(crate) fn free_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<(), AllocError> {
+    fork::check(Operation::Free)?;
+    if ptr.0 == 0 {
+        return Ok(());
     }
+    let Some((arena, block)) = allocator.shell().remove_raw(ptr) else {
+        return Err(AllocError::InvalidPointer { ptr: ptr.0 });
+    };
+    if allocator.is_checked() {
+        arena.tell_of_end(ptr, Some(Location::caller()));
+    }
+    arena.free(block, None, UNKNOWN);
+    Ok(())
+}
 
-    /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work enqueued on `stream`
-    /// until now may still use the memory. Nothing waits.
-    ///
-    /// The memory is reused once that work is done, or by streams that are ordered after it; also once the work is done
-    /// that the streams noted by [`Allocator::record_stream_raw`] have until now. The stream of the allocation itself
-    /// always counts, as of now. So `stream` need not be ordered after any other one. On the stream of the allocation,
-    /// this is [`Allocator::free_raw`].
-    ///
-    /// # Errors
-    /// As [`Allocator::free_raw`]; a stream of another device. The pointer is live afterwards.
-    #[track_caller]
-    pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
-        fork::check(Operation::Free)?;
-        self.check_stream(stream)?;
-        if ptr.0 == 0 {
-            return Ok(());
-        }
-        let removed = self.shell().remove_raw(ptr);
-        let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        self.note_use(arena, block, stream);
-        if self.is_checked() {
-            arena.tell_of_end(ptr, Some(Location::caller()));
-        }
-        arena.free(block, None, UNKNOWN);
-        Ok(())
+/// See [`Allocator::free_raw_on`].
+#[track_caller]
+pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
+    fork::check(Operation::Free)?;
+    check_stream(allocator, stream)?;
+    if ptr.0 == 0 {
+        return Ok(());
     }
+    let removed = allocator.shell().remove_raw(ptr);
+    let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
+    note_use(allocator, arena, block, stream);
+    if allocator.is_checked() {
+        arena.tell_of_end(ptr, Some(Location::caller()));
+    }
+    arena.free(block, None, UNKNOWN);
+    Ok(())
+}
 
-    /// Notes that `stream` uses a raw allocation too, as [`crate::Allocation::record_stream`].
-    ///
-    /// # Errors
-    /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another device.
-    pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
-        fork::check(Operation::Record)?;
-        self.check_stream(stream)?;
-        if ptr.0 == 0 {
-            return Ok(());
-        }
-        self.shell().look_at_raw(ptr, |arena, block| self.note_use(arena, block, stream))
+/// See [`Allocator::record_stream_raw`].
+pub(crate) fn record_stream_raw(allocator: &Allocator, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
+    fork::check(Operation::Record)?;
+    check_stream(allocator, stream)?;
+    if ptr.0 == 0 {
+        return Ok(());
     }
+    allocator.shell().look_at_raw(ptr, |arena, block| note_use(allocator, arena, block, stream))
+}
 
-    /// The size in bytes of a live raw allocation's block, rounding included.
-    ///
-    /// # Errors
-    /// [`AllocError::InvalidPointer`] for a pointer that is not live here.
-    pub fn size_of_raw(&self, ptr: DevicePtr) -> Result<u64, AllocError> {
-        fork::check(Operation::MemoryInfo)?;
-        self.shell().look_at_raw(ptr, |arena, block| arena.look(|desk| desk.heap.blocks[block].size))
-    }
+/// See [`Allocator::size_of_raw`].
+pub(crate) fn size_of_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<u64, AllocError> {
+    fork::check(Operation::MemoryInfo)?;
+    allocator.shell().look_at_raw(ptr, |arena, block| arena.look(|desk| desk.heap.blocks[block].size))
+}
 
-    fn check_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        let (theirs, ours) = (stream.device_id(), self.device().id());
-        if theirs == ours { Ok(()) } else { Err(AllocError::wrong_device("stream", theirs, ours)) }
-    }
+fn check_stream(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
+    let (theirs, ours) = (stream.device_id(), allocator.device().id());
+    if theirs == ours { Ok(()) } else { Err(AllocError::wrong_device("stream", theirs, ours)) }
+}
 
-    /// Notes that a stream uses a live block, which no other thread can free meanwhile.
-    fn note_use(&self, arena: &'static Arena, block: BlockId, stream: &Stream) {
-        let mut core = self.shell().core();
-        let slot = core.slot(stream);
-        core.note_use(arena, block, slot);
-    }
+/// Notes that a stream uses a live block, which no other thread can free meanwhile.
+fn note_use(allocator: &Allocator, arena: &'static Arena, block: BlockId, stream: &Stream) {
+    let mut core = allocator.shell().core();
+    let slot = core.slot(stream);
+    core.note_use(arena, block, slot);
 }

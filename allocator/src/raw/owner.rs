@@ -2,8 +2,7 @@
 
 use aquifer_device::{DevicePtr, fork};
 
-use crate::allocator::Allocator;
-use crate::open::all_open;
+use crate::allocator::{Allocator, all_open};
 use crate::shell::Shell;
 
 /// The owner of a live raw allocation.

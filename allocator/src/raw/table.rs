@@ -19,6 +19,7 @@
 use std::sync::OnceLock;
 
 use crate::heap::BlockId;
+use crate::size_class::MIN_BLOCK;
 use crate::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 /// Set in a key while a thread works on the entry. Pointers are aligned, so none has it.
@@ -29,8 +30,8 @@ const ENTRIES: usize = 5;
 const FIRST_BITS: usize = if cfg!(aquifer_shuttle) { 1 } else { 4 };
 /// As many levels as suffice for 2^32 blocks, rounded to a power of two.
 const LEVELS: usize = 32;
-/// A pointer is aligned to [`crate::ALIGNMENT`] at least.
-const LOW_BITS: u32 = crate::ALIGNMENT.trailing_zeros();
+/// A pointer is aligned to [`MIN_BLOCK`] at least.
+const LOW_BITS: u32 = MIN_BLOCK.trailing_zeros();
 
 #[derive(Debug, Default)]
 #[repr(align(64))]
@@ -184,7 +185,7 @@ impl RawTable {
     /// The entry of a pointer, made busy.
     #[inline]
     fn find(&self, ptr: u64) -> Option<Busy<'_>> {
-        if !ptr.is_multiple_of(crate::ALIGNMENT) || ptr == 0 {
+        if !ptr.is_multiple_of(MIN_BLOCK) || ptr == 0 {
             return None;
         }
         let hot = self.newest().and_then(|level| level.first(ptr).claim(ptr));

@@ -5,50 +5,47 @@
 //! least as old as the average, rather than stopping at the target, so that rounds are rare.
 
 use crate::allocator::Allocator;
+use crate::backing::segments::release_where;
 use crate::error::AllocError;
-use crate::shell::core::Place;
+use crate::request::Place;
 use crate::shell::whole::Whole;
 
 const LARGE_POOL: u16 = 1;
 
-impl Allocator {
-    /// Releases old segments if the threshold is set and passed.
-    pub(crate) fn collect_garbage(&self) -> Result<(), AllocError> {
-        let threshold = self.config().garbage_collection_threshold;
-        if threshold <= 0.0 {
-            return Ok(());
-        }
-        let limit = self.limit().unwrap_or(self.device().info().total_bytes);
-        let threshold_bytes = share(limit, threshold);
-        let reserved = self.shell().core().reserved;
-        let mut target = reserved.saturating_sub(threshold_bytes);
-        while target > 0 {
-            let released = self.release_where(Whole::aged)?;
-            if released == 0 {
-                break;
-            }
-            target = target.saturating_sub(released);
-        }
-        Ok(())
+/// Releases old segments if the threshold is set and passed.
+pub(crate) fn collect_garbage(allocator: &Allocator) -> Result<(), AllocError> {
+    let threshold = allocator.config().garbage_collection_threshold;
+    if threshold <= 0.0 {
+        return Ok(());
     }
+    let limit = allocator.limit().unwrap_or(allocator.device().info().total_bytes);
+    let threshold_bytes = share(limit, threshold);
+    let reserved = allocator.shell().core().reserved;
+    let mut target = reserved.saturating_sub(threshold_bytes);
+    while target > 0 {
+        let released = release_where(allocator, aged)?;
+        if released == 0 {
+            break;
+        }
+        target = target.saturating_sub(released);
+    }
+    Ok(())
 }
 
-impl Whole {
-    /// Whole free segments of the large pool that are at least as old as their average.
-    ///
-    /// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates, all arenas catch up with the busiest
-    /// one, so that segments of idle streams grow old, too.
-    fn aged(&mut self) -> Vec<Place> {
-        self.lock_all();
-        self.synchronize_searches();
-        let searches = self.heaps().map(|heap| heap.pools[LARGE_POOL].searches).max().unwrap_or(0);
-        let age = |place: &Place| searches.saturating_sub(self.region(*place).age_base);
-        let segments: Vec<Place> = self.heaps().flat_map(|heap| self.whole_segments_in(heap, LARGE_POOL)).collect();
-        let total: u128 = segments.iter().map(|place| u128::from(age(place))).sum();
-        // An average that was cut off would let segments go that are younger than it.
-        let count = segments.len() as u128;
-        segments.into_iter().filter(|place| u128::from(age(place)) * count >= total).collect()
-    }
+/// Whole free segments of the large pool that are at least as old as their average.
+///
+/// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates, all arenas catch up with the busiest
+/// one, so that segments of idle streams grow old, too.
+fn aged(whole: &mut Whole) -> Vec<Place> {
+    whole.lock_all();
+    whole.synchronize_searches();
+    let searches = whole.heaps().map(|heap| heap.pools[LARGE_POOL].searches).max().unwrap_or(0);
+    let age = |place: &Place| searches.saturating_sub(whole.region(*place).age_base);
+    let segments: Vec<Place> = whole.heaps().flat_map(|heap| whole.whole_segments_in(heap, LARGE_POOL)).collect();
+    let total: u128 = segments.iter().map(|place| u128::from(age(place))).sum();
+    // An average that was cut off would let segments go that are younger than it.
+    let count = segments.len() as u128;
+    segments.into_iter().filter(|place| u128::from(age(place)) * count >= total).collect()
 }
 
 /// A share of a number of bytes.

@@ -15,11 +15,7 @@ use std::thread::LocalKey;
 
 use aquifer_device::fork::Mutex;
 
-use crate::allocator::Allocator;
-#[cfg(doc)]
-use crate::error::AllocError;
-use crate::recovery::oom::OomReport;
-use crate::recovery::reclaim::{Reclaim, Reclaimer};
+use crate::recovery::oom::report::OomReport;
 
 /// A change of mapped memory, as observers of [`Allocator::observe_mappings`] get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,52 +40,6 @@ pub enum MappingChange {
 
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
-
-impl Allocator {
-    /// Registers the callback `observe`, which is called with the report before an out-of-memory error is returned. It runs with no lock of
-    /// the allocator held, on the thread that made the request, so it may free and allocate. An allocation that fails inside it returns an
-    /// error there and calls no observer. A panic in it is logged and goes no further: the caller gets the error all the same.
-    pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
-        self.hooks().add_observer(Arc::new(observe))
-    }
-
-    /// Registers the callback `observe`, which is called before memory is unmapped and after memory was mapped: by growth, by moving
-    /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that
-    /// keep tables of mapped memory, such as network libraries that register it. It is called neither for segments nor for memory that goes
-    /// when the allocator itself ends.
-    ///
-    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread. It may free, and allocate what
-    /// free memory serves. What would change mappings, or wait for such a change to end, returns [`AllocError::Observing`] there, because
-    /// it would wait for itself: a request that no free memory serves, [`Allocator::empty_cache`], [`Allocator::trim_to`],
-    /// [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`],
-    /// [`Allocator::wake`], [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory back later. It must
-    /// not wait for another thread that does one of these. A panic in it is logged and goes no further: the change takes place all the
-    /// same.
-    ///
-    /// ```
-    /// use std::sync::{Arc, Mutex};
-    /// use aquifer_allocator::{Allocator, Config, MappingChange};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let mapped = Arc::new(Mutex::new(0));
-    /// let seen = mapped.clone();
-    /// let registration = allocator.observe_mappings(move |change| match *change {
-    ///     MappingChange::Mapped { bytes, .. } => *seen.lock().unwrap() += bytes,
-    ///     MappingChange::BeforeUnmap { bytes, .. } => *seen.lock().unwrap() -= bytes,
-    ///     _ => {}
-    /// });
-    /// drop(allocator.alloc_bytes(100 << 20, device.default_stream())?);
-    /// assert_eq!(*mapped.lock().unwrap(), 100 << 20);
-    /// allocator.empty_cache()?;
-    /// assert_eq!(*mapped.lock().unwrap(), 0);
-    /// drop(registration); // not told any more
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn observe_mappings(&self, observe: impl Fn(&MappingChange) + Send + Sync + 'static) -> Registration {
-        self.hooks().add_mapping_observer(Arc::new(observe))
-    }
-}
 
 #[derive(Default)]
 pub(crate) struct Hooks {
@@ -253,4 +203,33 @@ impl fmt::Debug for Hooks {
         let reclaimers: Vec<_> = state.reclaimers.values().map(|of| (of.priority, &of.name)).collect();
         f.debug_struct("Hooks").field("reclaimers", &reclaimers).field("observers", &state.observers.len()).finish()
     }
+}
+
+/// The request to a reclaimer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ReclaimRequest {
+    /// Bytes to free, as far as possible. At first, these are the bytes that the failing request needs; in later rounds, more each time.
+    pub bytes: u64,
+    /// The stream that the memory is for, by its [`Stream::id`](aquifer_device::Stream::id).
+    pub stream_id: u32,
+    pub(crate) why: Mutex<Option<String>>,
+}
+
+impl ReclaimRequest {
+    /// Says why no more was freed. If memory runs out all the same, the report has it ([`Reclaimed::why`]). The last call counts.
+    pub fn explain(&self, why: impl Into<String>) {
+        *self.why.lock() = Some(why.into());
+    }
+}
+
+pub(crate) type Reclaim = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
+
+/// A registered reclaimer.
+#[derive(Clone)]
+pub(crate) struct Reclaimer {
+    pub(crate) number: u64,
+    pub(crate) priority: i32,
+    pub(crate) name: String,
+    pub(crate) reclaim: Reclaim,
 }

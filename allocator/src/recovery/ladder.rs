@@ -22,15 +22,25 @@
 //! call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::Refusal;
-use crate::backing::segments::Growth;
+use crate::backing::growing::Refusal;
+use crate::backing::growth::Growth;
+use crate::backing::paged::grow::grow_paged;
+use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
+use crate::backing::segments::{grow_segment, oversize_to_release, releasable, release_where};
 use crate::config::CrossStream;
+use crate::cross_stream::lending::{borrow, borrow_waiting, growth_instead_of_borrowing};
+use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
 use crate::heap::kind_of;
+use crate::pools::capture::{poll_launches, refuse_unannounced_capture};
+use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
-use crate::recovery::oom::Tried;
-use crate::recovery::reclaim::Reclaimed;
-use crate::shell::core::{Granted, Request};
+use crate::recovery::gc::collect_garbage;
+use crate::recovery::oom::report::Reclaimed;
+use crate::recovery::oom::{Tried, out_of_memory};
+use crate::recovery::reclaim::ask_reclaimers;
+use crate::request::Request;
+use crate::shell::arena::Granted;
 
 /// The name under which reports count what the driver's own pools gave back.
 const DRIVER_POOLS: &str = "the driver's memory pools";
@@ -38,208 +48,206 @@ const DRIVER_POOLS: &str = "the driver's memory pools";
 /// The result of a rung: the memory granted, or `None` if the rung did not serve the request.
 type Rung = Result<Option<Granted>, AllocError>;
 
-impl Allocator {
-    /// Serves a request that no cached block of its own stream serves, by the rungs of the ladder in turn.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn climb(&self, request: &Request) -> Result<Granted, AllocError> {
-        self.refuse_unannounced_capture(request.slot)?;
-        self.poll_launches()?;
-        let mut tried = Tried::default();
-        match self.climb_rungs(request, &mut tried)? {
-            Some(granted) => Ok(granted),
-            None => Err(self.out_of_memory(request, tried)),
-        }
+/// Serves a request that no cached block of its own stream serves, by the rungs of the ladder in turn.
+#[cold]
+#[inline(never)]
+pub(crate) fn climb(allocator: &Allocator, request: &Request) -> Result<Granted, AllocError> {
+    refuse_unannounced_capture(allocator, request.slot)?;
+    poll_launches(allocator)?;
+    let mut tried = Tried::default();
+    match climb_rungs(allocator, request, &mut tried)? {
+        Some(granted) => Ok(granted),
+        None => Err(out_of_memory(allocator, request, tried)),
     }
+}
 
-    fn climb_rungs(&self, request: &Request, tried: &mut Tried) -> Rung {
-        if let Some(granted) = self.cross_streams(request, tried)? {
+fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    if let Some(granted) = cross_streams(allocator, request, tried)? {
+        return Ok(Some(granted));
+    }
+    collect_garbage(allocator)?;
+    if let Some(granted) = try_grow(allocator, request, tried)? {
+        allocator.shell().core().unborrowed += tried.instead_of_borrowing;
+        return Ok(Some(granted));
+    }
+    if let Some(granted) = take_lent_by_pools(allocator, request) {
+        return Ok(Some(granted));
+    }
+    if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
+        allocator.shell().count(|counters| &counters.num_oom_rejections);
+        return Ok(None);
+    }
+    let later = [
+        release_oversize_and_grow,
+        wait_for_pending,
+        wait_for_lender,
+        release_and_grow,
+        trim_driver_pools,
+        reclaim,
+        wait_for_others,
+    ];
+    for rung in later {
+        if let Some(granted) = rung(allocator, request, tried)? {
             return Ok(Some(granted));
         }
-        self.collect_garbage()?;
-        if let Some(granted) = self.try_grow(request, tried)? {
-            self.shell().core().unborrowed += tried.instead_of_borrowing;
+    }
+    Ok(None)
+}
+
+fn cross_streams(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    if allocator.config().cross_stream == CrossStream::Off {
+        return Ok(None);
+    }
+    let mut whole = allocator.shell().part(Some(request.slot));
+    tried.instead_of_borrowing = growth_instead_of_borrowing(allocator, &mut whole, request);
+    if tried.instead_of_borrowing > 0 {
+        return Ok(None);
+    }
+    match borrow(allocator, request, whole)? {
+        None if allocator.config().cross_stream == CrossStream::Wait => borrow_waiting(allocator, request),
+        served => Ok(served),
+    }
+}
+
+fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    let growth = match allocator.paged_granule_for(request) {
+        Some(_) => grow_paged(allocator, request)?,
+        None => grow_segment(allocator, request)?,
+    };
+    match growth {
+        Growth::Grown(granted) => Ok(Some(granted)),
+        Growth::Refused(refusal) => {
+            tried.refusal = Some(refusal);
+            Ok(None)
+        }
+    }
+}
+
+/// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a private pool itself is not served from
+/// other pools.
+fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Granted> {
+    if request.pool >= 2 {
+        return None;
+    }
+    let mut whole = allocator.shell().part(Some(request.slot));
+    let lenders = whole.pools.lenders();
+    let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
+    pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }))
+}
+
+fn release_oversize_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    let mut sufficient = false;
+    let released = release_where(allocator, |whole| match oversize_to_release(whole, request) {
+        Some(chosen) => {
+            let least = whole.classes.max_split_size().unwrap_or(0);
+            let sum: u64 = chosen.iter().map(|place| whole.block(*place).size).sum();
+            sufficient = sum >= request.size.max(least);
+            chosen
+        }
+        None => Vec::new(),
+    })?;
+    tried.released += released;
+    if sufficient { try_grow(allocator, request, tried) } else { Ok(None) }
+}
+
+fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
+    if !synchronize_pending(allocator, Which::All)? {
+        return Ok(None);
+    }
+    search_again(allocator, request)
+}
+
+fn wait_for_lender(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
+    if allocator.config().cross_stream == CrossStream::Off { Ok(None) } else { borrow_waiting(allocator, request) }
+}
+
+fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    allocator.device().settle();
+    let launched = awaited_launches(&allocator.shell().core(), None);
+    wait_for_launched(allocator, &launched)?;
+    tried.released += release_where(allocator, releasable)?;
+    synchronize_free(allocator, Which::All)?;
+    tried.released += release_granules_for(allocator, request, tried)?;
+    allocator.shell().count(|counters| &counters.num_alloc_retries);
+    try_grow(allocator, request, tried)
+}
+
+/// Gives free granules back to the device where the request needs that. A request for mapped memory does not, because granules move to
+/// it anyway, but for stuck ones, which are taken back here. Only a request that lacks addresses, or one for a segment, into which
+/// granules cannot move, makes granules go.
+fn release_granules_for(allocator: &Allocator, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
+    if allocator.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
+        if let Err(error) = take_stuck_back(allocator) {
+            tracing::debug!(%error, "mappings that a failed call left behind are stuck still");
+        }
+        return Ok(0);
+    }
+    trim_paged(allocator, 0)
+}
+
+/// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which other parts of
+/// the process used. Does not help where our own limit refused. An error is no reason to fail: the request is
+/// refused for lack of memory.
+fn trim_driver_pools(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    if !matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
+        return Ok(None);
+    }
+    let driver = allocator.device().driver();
+    let free = || allocator.device().memory_info().map_or(0, |memory| memory.free);
+    let before = free();
+    for trimmed in [driver.trim_pool(0), driver.trim_graph_memory()] {
+        if let Err(error) = trimmed {
+            tracing::debug!(%error, "the driver's own pools could not be trimmed");
+        }
+    }
+    let bytes = free().saturating_sub(before);
+    if bytes == 0 {
+        return Ok(None);
+    }
+    tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
+    try_grow(allocator, request, tried)
+}
+
+fn reclaim(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    let mut reclaimers = ask_reclaimers(allocator, request);
+    while reclaimers.ask() {
+        synchronize_pending(allocator, Which::All)?;
+        if let Some(granted) = search_again(allocator, request)? {
             return Ok(Some(granted));
         }
-        if let Some(granted) = self.take_lent_by_pools(request) {
+        if let Some(granted) = release_and_grow(allocator, request, tried)? {
             return Ok(Some(granted));
         }
-        if self.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-            self.shell().count(|counters| &counters.num_oom_rejections);
-            return Ok(None);
-        }
-        let later = [
-            Self::release_oversize_and_grow,
-            Self::wait_for_pending,
-            Self::wait_for_lender,
-            Self::release_and_grow,
-            Self::trim_driver_pools,
-            Self::reclaim,
-            Self::wait_for_others,
-        ];
-        for rung in later {
-            if let Some(granted) = rung(self, request, tried)? {
-                return Ok(Some(granted));
-            }
-        }
-        Ok(None)
     }
+    tried.reclaimers.extend(reclaimers.into_answers());
+    Ok(None)
+}
 
-    fn cross_streams(&self, request: &Request, tried: &mut Tried) -> Rung {
-        if self.config().cross_stream == CrossStream::Off {
-            return Ok(None);
-        }
-        let mut whole = self.shell().part(Some(request.slot));
-        tried.instead_of_borrowing = self.growth_instead_of_borrowing(&mut whole, request);
-        if tried.instead_of_borrowing > 0 {
-            return Ok(None);
-        }
-        match self.borrow(request, whole)? {
-            None if self.config().cross_stream == CrossStream::Wait => self.borrow_waiting(request),
-            served => Ok(served),
-        }
+/// Waits until other threads have finished moving memory or giving it back, and tries again. Meanwhile such memory is neither in a heap
+/// nor on the device, so the earlier searches may have missed it.
+fn wait_for_others(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    if allocator.paged_granule_for(request).is_none() {
+        return Ok(None);
     }
+    allocator.gate()?.wait();
+    if let Some(granted) = search_again(allocator, request)? {
+        return Ok(Some(granted));
+    }
+    try_grow(allocator, request, tried)
+}
 
-    fn try_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        let growth = match self.paged_granule_for(request) {
-            Some(_) => self.grow_paged(request)?,
-            None => self.grow_segment(request)?,
-        };
-        match growth {
-            Growth::Grown(granted) => Ok(Some(granted)),
-            Growth::Refused(refusal) => {
-                tried.refusal = Some(refusal);
-                Ok(None)
-            }
-        }
+/// Searches once more after something may have become free, in pools that lend, too.
+fn search_again(allocator: &Allocator, request: &Request) -> Rung {
+    let mut whole = allocator.shell().part(Some(request.slot));
+    if let Some(granted) = whole.take_own(request) {
+        return Ok(Some(granted));
     }
-
-    /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a private pool itself is not served from
-    /// other pools.
-    fn take_lent_by_pools(&self, request: &Request) -> Option<Granted> {
-        if request.pool >= 2 {
-            return None;
-        }
-        let mut whole = self.shell().part(Some(request.slot));
-        let lenders = whole.pools.lenders();
-        let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
-        pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }))
+    if allocator.config().cross_stream == CrossStream::Off {
+        drop(whole);
+    } else if let Some(granted) = borrow(allocator, request, whole)? {
+        return Ok(Some(granted));
     }
-
-    fn release_oversize_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        let mut sufficient = false;
-        let released = self.release_where(|whole| match whole.oversize_to_release(request) {
-            Some(chosen) => {
-                let least = whole.classes.max_split_size().unwrap_or(0);
-                let sum: u64 = chosen.iter().map(|place| whole.block(*place).size).sum();
-                sufficient = sum >= request.size.max(least);
-                chosen
-            }
-            None => Vec::new(),
-        })?;
-        tried.released += released;
-        if sufficient { self.try_grow(request, tried) } else { Ok(None) }
-    }
-
-    fn wait_for_pending(&self, request: &Request, _: &mut Tried) -> Rung {
-        if !self.synchronize_pending(Which::All)? {
-            return Ok(None);
-        }
-        self.search_again(request)
-    }
-
-    fn wait_for_lender(&self, request: &Request, _: &mut Tried) -> Rung {
-        if self.config().cross_stream == CrossStream::Off { Ok(None) } else { self.borrow_waiting(request) }
-    }
-
-    fn release_and_grow(&self, request: &Request, tried: &mut Tried) -> Rung {
-        self.device().settle();
-        let launched = self.shell().core().awaited_launches(None);
-        self.wait_for_launched(&launched)?;
-        tried.released += self.release_where(|whole| whole.releasable())?;
-        self.synchronize_free(Which::All)?;
-        tried.released += self.release_granules_for(request, tried)?;
-        self.shell().count(|counters| &counters.num_alloc_retries);
-        self.try_grow(request, tried)
-    }
-
-    /// Gives free granules back to the device where the request needs that. A request for mapped memory does not, because granules move to
-    /// it anyway, but for stuck ones, which are taken back here. Only a request that lacks addresses, or one for a segment, into which
-    /// granules cannot move, makes granules go.
-    fn release_granules_for(&self, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
-        if self.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
-            if let Err(error) = self.take_stuck_back() {
-                tracing::debug!(%error, "mappings that a failed call left behind are stuck still");
-            }
-            return Ok(0);
-        }
-        self.trim_paged(0)
-    }
-
-    /// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which other parts of
-    /// the process used. Does not help where our own limit refused. An error is no reason to fail: the request is
-    /// refused for lack of memory.
-    fn trim_driver_pools(&self, request: &Request, tried: &mut Tried) -> Rung {
-        if !matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
-            return Ok(None);
-        }
-        let driver = self.device().driver();
-        let free = || self.device().memory_info().map_or(0, |memory| memory.free);
-        let before = free();
-        for trimmed in [driver.trim_pool(0), driver.trim_graph_memory()] {
-            if let Err(error) = trimmed {
-                tracing::debug!(%error, "the driver's own pools could not be trimmed");
-            }
-        }
-        let bytes = free().saturating_sub(before);
-        if bytes == 0 {
-            return Ok(None);
-        }
-        tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
-        self.try_grow(request, tried)
-    }
-
-    fn reclaim(&self, request: &Request, tried: &mut Tried) -> Rung {
-        let mut reclaimers = self.ask_reclaimers(request);
-        while reclaimers.ask() {
-            self.synchronize_pending(Which::All)?;
-            if let Some(granted) = self.search_again(request)? {
-                return Ok(Some(granted));
-            }
-            if let Some(granted) = self.release_and_grow(request, tried)? {
-                return Ok(Some(granted));
-            }
-        }
-        tried.reclaimers.extend(reclaimers.into_answers());
-        Ok(None)
-    }
-
-    /// Waits until other threads have finished moving memory or giving it back, and tries again. Meanwhile such memory is neither in a heap
-    /// nor on the device, so the earlier searches may have missed it.
-    fn wait_for_others(&self, request: &Request, tried: &mut Tried) -> Rung {
-        if self.paged_granule_for(request).is_none() {
-            return Ok(None);
-        }
-        self.gate()?.wait();
-        if let Some(granted) = self.search_again(request)? {
-            return Ok(Some(granted));
-        }
-        self.try_grow(request, tried)
-    }
-
-    /// Searches once more after something may have become free, in pools that lend, too.
-    fn search_again(&self, request: &Request) -> Rung {
-        let mut whole = self.shell().part(Some(request.slot));
-        if let Some(granted) = whole.take_own(request) {
-            return Ok(Some(granted));
-        }
-        if self.config().cross_stream == CrossStream::Off {
-            drop(whole);
-        } else if let Some(granted) = self.borrow(request, whole)? {
-            return Ok(Some(granted));
-        }
-        Ok(self.take_lent_by_pools(request))
-    }
+    Ok(take_lent_by_pools(allocator, request))
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]

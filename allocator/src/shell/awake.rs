@@ -14,12 +14,10 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
-use std::time::{Duration, Instant};
 
 use aquifer_device::fork::Mutex;
 use parking_lot::Condvar;
 
-use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::shell::Shell;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -35,12 +33,12 @@ thread_local! {
 
 /// The part of a shell that says whether it is drowsy and how much keeps it awake.
 #[derive(Debug, Default)]
-pub(super) struct Wakefulness {
+pub(crate) struct Wakefulness {
     drowsy: AtomicBool,
     keepers: AtomicU64,
     /// A leaf: see the module's documentation.
-    waking: Mutex<()>,
-    woken: Condvar,
+    pub(crate) waking: Mutex<()>,
+    pub(crate) woken: Condvar,
 }
 
 /// A count of one in what keeps an allocator awake. While there is a keeper, on any thread, the allocator does not give its memory back.
@@ -72,20 +70,6 @@ impl Drop for Keeper {
     }
 }
 
-/// Keeps an allocator from falling asleep while a thread works in several steps. Made by [`Allocator::keep_awake`].
-#[must_use = "it ends when it is dropped"]
-pub struct Awake {
-    _kept: KeptAwake,
-    /// Keeps the shell in use by this allocator.
-    _allocator: Allocator,
-}
-
-impl fmt::Debug for Awake {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Awake").finish_non_exhaustive()
-    }
-}
-
 /// A thread's hold on an allocator that keeps it awake; each of the thread's turns has one. The shell has live memory, or a handle, so it
 /// is not recycled.
 pub(crate) struct KeptAwake {
@@ -97,7 +81,7 @@ pub(crate) struct KeptAwake {
 }
 
 impl KeptAwake {
-    fn new(shell: &'static Shell) -> Result<KeptAwake, AllocError> {
+    pub(crate) fn new(shell: &'static Shell) -> Result<KeptAwake, AllocError> {
         Keeper::new(shell).map(|keeper| KeptAwake::note(shell, Some(keeper)))
     }
 
@@ -138,85 +122,6 @@ impl Drop for KeptAwake {
                 kept.swap_remove(at);
             }
         });
-    }
-}
-
-impl Allocator {
-    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that. It is for work in several steps that
-    /// would be in vain if the allocator slept in between, such as allocating memory and then using it. Work that bypasses turns may use
-    /// the memory meanwhile, too.
-    ///
-    /// ```
-    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
-    /// use aquifer_device::{Device, sim::SimDriver};
-    /// let device = Device::new(SimDriver::new(Default::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
-    /// let awake = allocator.keep_awake()?;
-    /// let control = std::thread::spawn({
-    ///     let allocator = allocator.clone();
-    ///     move || allocator.sleep(Contents::SaveToHost) // waits for the request to be served
-    /// });
-    /// let request = allocator.alloc_bytes(4 << 20, &stream)?;
-    /// stream.fill(request.ptr(), 7, 4 << 20)?;
-    /// drop(awake);
-    /// assert_eq!(control.join().unwrap()?, 4 << 20);
-    /// assert!(matches!(allocator.keep_awake(), Err(AllocError::Asleep)));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`AllocError::Asleep`] when the allocator sleeps, or is about to and this thread does not keep it awake already.
-    pub fn keep_awake(&self) -> Result<Awake, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-        Ok(Awake { _kept: KeptAwake::new(self.shell())?, _allocator: self.kept_open() })
-    }
-}
-
-impl Allocator {
-    /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and false if it sleeps still, or is about to
-    /// sleep. A thread that keeps it awake itself does not wait. It may fall asleep again before this returns, so requests after it are
-    /// still to be tried again, unless [`Allocator::keep_awake`] succeeds first.
-    ///
-    /// ```
-    /// use std::time::Duration;
-    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
-    /// use aquifer_device::{Device, sim::SimDriver};
-    /// let device = Device::new(SimDriver::new(Default::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
-    /// allocator.sleep(Contents::SaveToHost)?;
-    /// assert!(!allocator.wait_awake(Duration::from_millis(1)));
-    /// let control = std::thread::spawn({
-    ///     let allocator = allocator.clone();
-    ///     move || allocator.wake()
-    /// });
-    /// let request = loop {
-    ///     match allocator.alloc_bytes(4 << 20, &stream) {
-    ///         Err(AllocError::Asleep) if allocator.wait_awake(Duration::from_secs(60)) => {}
-    ///         done => break done?,
-    ///     }
-    /// };
-    /// # drop(request);
-    /// # control.join().unwrap()?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    #[doc(hidden)]
-    pub fn wait_awake(&self, timeout: Duration) -> bool {
-        let shell = self.shell();
-        // `None` is later than any clock tells.
-        let until = Instant::now().checked_add(timeout);
-        let mut waking = shell.wakefulness.waking.lock();
-        while shell.refuses_keepers() {
-            match until {
-                None => shell.wakefulness.woken.wait(&mut waking),
-                Some(until) if shell.wakefulness.woken.wait_until(&mut waking, until).timed_out() => {
-                    return !shell.refuses_keepers();
-                }
-                Some(_) => {}
-            }
-        }
-        true
     }
 }
 

@@ -9,47 +9,17 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{Device, Stream};
 
 use crate::accounting::tally::Writer;
-use crate::backing::headroom::Growing;
+use crate::backing::growing::Growing;
 use crate::backing::paged::{Paged, Pins};
-use crate::cross_stream::waiting::WaitingList;
+use crate::cross_stream::waiting_list::WaitingList;
 use crate::heap::BlockId;
 use crate::pools::table::PoolTable;
+use crate::request::{Place, Request};
 use crate::shell::arena::Arena;
 use crate::shell::settled::Settled;
 use crate::size_class::SizeClasses;
 use crate::sync::atomic::Ordering;
 use crate::tags::Tag;
-
-/// A request on its way through the allocator.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Request {
-    /// Bytes that the caller requested.
-    pub(crate) requested: u64,
-    /// Bytes after rounding.
-    pub(crate) size: u64,
-    /// The pool that it is served from.
-    pub(crate) pool: u16,
-    /// The stream that it is for.
-    pub(crate) slot: u32,
-    pub(crate) tag: Tag,
-    /// True if the size and the pool are those that the requested bytes have by default, so that a handle's bytes tell them.
-    pub(crate) is_regular: bool,
-}
-
-/// The data of a block that an allocation needs.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Granted {
-    pub(crate) arena: &'static Arena,
-    pub(crate) block: BlockId,
-    pub(crate) addr: u64,
-}
-
-/// A block, named by its number and the stream in whose arena it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Place {
-    pub(crate) arena: u32,
-    pub(crate) block: BlockId,
-}
 
 #[derive(Debug, Default)]
 pub(crate) struct Core {

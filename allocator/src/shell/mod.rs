@@ -18,12 +18,17 @@
 pub(crate) mod arena;
 pub(crate) mod awake;
 pub(crate) mod core;
+
+/// See [`Allocator::service`].
+pub(crate) type Service = Arc<dyn Any + Send + Sync>;
+
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 pub(crate) mod settled;
 mod table;
 pub(crate) mod whole;
 
+use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_device::sim::Checks;
@@ -89,7 +94,7 @@ pub(crate) struct Shell {
     /// Held while counters that several arenas write to are written.
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
-    wakefulness: CachePadded<Wakefulness>,
+    pub(crate) wakefulness: CachePadded<Wakefulness>,
     /// The checks of a simulated device, which are told of blocks. A leaf: under it only the checks' own lock is taken.
     checks: parking_lot::RwLock<Option<Arc<Checks>>>,
 }
@@ -107,7 +112,7 @@ mod lists {
     use aquifer_device::fork::Mutex;
 
     use super::Shell;
-    use crate::allocator::Service;
+    use crate::shell::Service;
 
     /// Shells without an allocator, to be recycled.
     pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
@@ -127,7 +132,7 @@ mod lists {
     use aquifer_device::fork::Mutex;
 
     use super::Shell;
-    use crate::allocator::Service;
+    use crate::shell::Service;
 
     shuttle::lazy_static! {
         pub(super) static ref IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
@@ -371,7 +376,7 @@ pub fn close_abandoned() {
 }
 
 /// Keeps the services of an allocator that is closed until driver calls are allowed.
-pub(crate) fn leave_services(services: Vec<crate::allocator::Service>) {
+pub(crate) fn leave_services(services: Vec<Service>) {
     if !services.is_empty() {
         SERVICES.lock().extend(services);
     }

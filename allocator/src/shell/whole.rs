@@ -5,16 +5,20 @@
 
 use std::cmp::Reverse;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering;
 
 use aquifer_device::Stream;
 
 use crate::accounting::counters::Counters;
 use crate::accounting::tally::Writer;
-use crate::heap::{Block, Heap, Passed, Region, Walk};
-use crate::shell::arena::{Arena, Desk, Guard};
-use crate::shell::core::{Core, Granted, Place, Request};
+use crate::cross_stream::waiting_list::Waiting;
+use crate::heap::{Block, Heap, Passed, Region, Walk, kind_of};
+use crate::history::Action;
+use crate::request::{Place, Request};
+use crate::shell::arena::{Arena, Desk, Granted, Guard};
+use crate::shell::core::Core;
 use crate::shell::settled::{FEW, Sought, Sums};
-use crate::shell::{SharedFree, Shell};
+use crate::shell::{SharedFree, Shell, special};
 use crate::size_class::PoolKind;
 use crate::sync::MutexGuard;
 
@@ -236,7 +240,7 @@ impl Whole {
 
     fn drain_shared(&mut self) {
         for SharedFree { arena, block, on } in self.shell.take_shared() {
-            self.free_shared(Place { arena: arena.slot, block }, on);
+            free_shared(self, Place { arena: arena.slot, block }, on);
         }
     }
 
@@ -397,4 +401,32 @@ impl Whole {
         let desks = desks.collect();
         (std::mem::take(&mut *self.core), desks)
     }
+}
+
+/// Enters a block in the list of waiting blocks, when it is freed and other streams used it, too.
+#[cold]
+pub(crate) fn free_shared(whole: &mut Whole, place: Place, on: Option<u32>) {
+    let Place { arena, block: id } = place;
+    let arena = whole.arena(arena);
+    let block = &arena.heap.blocks[id];
+    let (kind, size) = (kind_of(block.pool), block.size);
+    arena.note(Action::FreeRequested, id);
+    arena.given_back(size);
+    arena.tally().freed(kind, size, 0);
+    arena.heap.set_waiting(id);
+    // Arenas may publish meanwhile: not all of their locks are held.
+    let publishing = whole.shell.publishing.lock();
+    whole.counters().waits(kind, size);
+    drop(publishing);
+    let users = whole.shared.remove(&place);
+    if users.is_some() {
+        whole.arena(place.arena).arena.shared_blocks.fetch_sub(1, Ordering::Relaxed);
+    }
+    let block = *whole.block(place);
+    let mut streams = users.unwrap_or_default();
+    streams.extend(on.filter(|on| *on != block.owner && !streams.contains(on)));
+    let uses = streams.iter().map(|&slot| (slot, whole.tick_of(slot))).collect();
+    let own_use = whole.tick_of(block.owner);
+    whole.waiting.push(Waiting { place, block, uses, own_use });
+    whole.shell.special().fetch_or(special::WAITING, Ordering::Relaxed);
 }

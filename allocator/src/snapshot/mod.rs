@@ -13,22 +13,22 @@
 //!   unless it records the history of page-locked memory: a snapshot is of an allocator, which has none.
 //! * `entries_overwritten` is no key of PyTorch.
 
-mod pickle;
-mod save;
-mod settings;
-mod take;
-mod totals;
-
 use std::sync::Arc;
 
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 
+use crate::history::Action;
+use crate::size_class::PoolKind;
+
+mod pickle;
+mod save;
+mod settings;
+pub(crate) mod take;
+mod totals;
+
 pub use save::{FileFormat, SaveError};
 pub use settings::Settings;
 pub use totals::{PoolTotals, Totals};
-
-use crate::history::Action;
-use crate::size_class::PoolKind;
 
 /// The memory of an allocator as of one moment, with the history up to it.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]

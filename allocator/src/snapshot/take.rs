@@ -6,63 +6,43 @@ use std::sync::Arc;
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
 use crate::backing::paged::POOL;
+use crate::backing::paged::apart::in_use;
 use crate::heap::{self, Heap, Passed, State, kind_of};
 use crate::history::{Action, Entry, History, Subject};
 use crate::shell::core::Core;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
-impl Allocator {
-    /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
-    /// the first, starting from the segments, meets no contradiction.
-    ///
-    /// While the history is recorded, all locks are held as blocks and entries are copied. Otherwise they are held for
-    /// some blocks at a time: while other threads allocate, each block is as it was at some moment of the call, or a
-    /// part of it if it grew meanwhile, and the blocks of a segment lie side by side without gaps. As in PyTorch, an
-    /// [`Action::Snapshot`] is recorded, which later snapshots show.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::parse("history:1000")?)?;
-    /// let buffer = allocator.alloc_bytes((1 << 20) + 512, device.default_stream())?;
-    /// let snapshot = allocator.snapshot();
-    /// assert!(snapshot.segments[0].is_expandable);
-    /// assert_eq!(snapshot.trace().len(), 2); // segment_map and alloc
-    /// # drop(buffer);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn snapshot(&self) -> Snapshot {
-        let shell = self.shell();
-        let mut copied = Copied::default();
-        if shell.history.lock().is_on() {
-            let whole = shell.whole();
-            whole.heaps().for_each(|heap| heap.walk(|passed| copied.add(&whole, heap, passed)));
-            copied.add_shared(&whole);
-            let mut history = shell.history.lock();
-            copied.add_history(&history);
-            history.note(Action::Snapshot, Subject { size: whole.in_use(), ..Subject::default() });
-        } else {
-            shell.walk(|core, heap, passed| copied.add(core, heap, passed));
-            // No cached hit waits for the core's lock, nor for that of a history which is not recorded.
-            copied.add_shared(&shell.core());
-            copied.add_history(&shell.history.lock());
-        }
-        let settings = Settings::new(self.config(), copied.capacity, copied.overwritten);
-        let device = self.device().info().ordinal;
-        let mut names = Names::default();
-        let mut device_traces = vec![Vec::new(); device as usize];
-        device_traces.push(copied.entries.iter().map(|entry| trace_entry(entry, &mut names)).collect());
-        Snapshot {
-            entries_overwritten: copied.overwritten,
-            segments: copied.into_segments(device, &mut names),
-            device_traces,
-            allocator_settings: settings,
-            external_annotations: Nothing,
-            host_segments: Nothing,
-            host_traces: Nothing,
-        }
+/// See [`Allocator::snapshot`].
+pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
+    let shell = allocator.shell();
+    let mut copied = Copied::default();
+    if shell.history.lock().is_on() {
+        let whole = shell.whole();
+        whole.heaps().for_each(|heap| heap.walk(|passed| copied.add(&whole, heap, passed)));
+        copied.add_shared(&whole);
+        let mut history = shell.history.lock();
+        copied.add_history(&history);
+        history.note(Action::Snapshot, Subject { size: in_use(&whole), ..Subject::default() });
+    } else {
+        shell.walk(|core, heap, passed| copied.add(core, heap, passed));
+        // No cached hit waits for the core's lock, nor for that of a history which is not recorded.
+        copied.add_shared(&shell.core());
+        copied.add_history(&shell.history.lock());
+    }
+    let settings = Settings::new(allocator.config(), copied.capacity, copied.overwritten);
+    let device = allocator.device().info().ordinal;
+    let mut names = Names::default();
+    let mut device_traces = vec![Vec::new(); device as usize];
+    device_traces.push(copied.entries.iter().map(|entry| trace_entry(entry, &mut names)).collect());
+    Snapshot {
+        entries_overwritten: copied.overwritten,
+        segments: copied.into_segments(device, &mut names),
+        device_traces,
+        allocator_settings: settings,
+        external_annotations: Nothing,
+        host_segments: Nothing,
+        host_traces: Nothing,
     }
 }
 

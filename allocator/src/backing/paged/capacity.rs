@@ -1,9 +1,6 @@
 //! How much memory the device can give this allocator in all, as far as that is known. Others may take memory at any time, so what the device
 //! answers is good for a number of questions only.
 
-use crate::allocator::Allocator;
-use crate::backing::paged::granules::Paged;
-
 /// For so many plans one answer of the device is good.
 const GOOD_FOR: u32 = 16;
 
@@ -11,12 +8,12 @@ const GOOD_FOR: u32 = 16;
 #[derive(Debug, Default)]
 pub(crate) struct Capacity {
     bytes: u64,
-    good_for: u32,
+    pub(crate) good_for: u32,
 }
 
 impl Capacity {
     /// Notes that no more than so many bytes can be held now.
-    fn set(&mut self, bytes: u64) {
+    pub(crate) fn set(&mut self, bytes: u64) {
         *self = Capacity { bytes, good_for: GOOD_FOR };
     }
 
@@ -25,29 +22,6 @@ impl Capacity {
         let Some(fewer) = self.good_for.checked_sub(1) else { return 0 };
         self.good_for = fewer;
         self.bytes.saturating_sub(held)
-    }
-}
-
-impl Allocator {
-    /// Asks the device how much it can give if the next plan may want to know. If it does not answer, that stays unknown.
-    pub(super) fn learn_capacity(&self) {
-        let is_unknown = |paged: &Paged| paged.recurrence.has_settled() && paged.capacity.good_for == 0;
-        if !self.shell().core().paged.as_ref().is_some_and(is_unknown) {
-            return;
-        }
-        if let Ok(memory) = self.device().memory_info() {
-            self.note_capacity(memory.free);
-        }
-    }
-
-    /// Notes that the device has `free` bytes left: none after it refused to give more.
-    pub(super) fn note_capacity(&self, free: u64) {
-        let mut core = self.shell().core();
-        // What is being taken just now may count twice, or not at all. That matters little.
-        let held = core.reserved + core.growing.now();
-        if let Some(paged) = &mut core.paged {
-            paged.capacity.set(held.saturating_add(free));
-        }
     }
 }
 

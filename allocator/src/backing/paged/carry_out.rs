@@ -7,11 +7,10 @@
 
 use std::ops::Range;
 
-use aquifer_device::{Device, DeviceError, DevicePtr, PhysicalOptions};
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions};
 
 use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::backing::paged::layout::{Largest, Layout};
-
 use crate::recovery::hooks::Hooks;
 
 /// Up to this many granules are created without checking first that the device has that much memory.
@@ -229,4 +228,9 @@ fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<Frame>, do
     if let Some((error, mappings)) = failed.filter(|(error, _)| !error.is_device_lost()) {
         tracing::warn!(%error, mappings, "mappings without access could not be taken back; their addresses stay unused until they are");
     }
+}
+
+/// The outcome of unmapping memory that may as well stay mapped for now: it stays while a stream captures.
+pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
+    unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
 }

@@ -8,11 +8,14 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::backing::paged::apart::add_retired;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::stranded::Stranded;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
+use crate::pools::lookup::{heaps_with, look_for_in};
 use crate::pools::table::Which;
+use crate::recovery::oom::seen::is_capturing;
 use crate::shell::arena::Guard;
 use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
@@ -84,167 +87,170 @@ struct Candidate {
     block: BlockId,
 }
 
-impl Whole {
-    /// Chooses frames of `wanted` granules that may move, if there are as many, from some pools, outside the window.
-    /// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
-    pub(crate) fn donors(&mut self, wanted: u64, window: Option<&Window>, from: Which) -> Donors {
-        let mut donors = Donors::default();
-        if wanted == 0 || self.is_capturing() {
-            return donors;
-        }
-        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule) else { return donors };
-        self.look_for_in(from, Sought::Free(granule));
-        self.arenas.iter_mut().for_each(Guard::note_recent_uses);
-        let Some(paged) = &self.paged else { return donors };
-        if from.has_default() {
-            self.add_retired(&mut donors.not_done);
-        }
-        let window = window.map_or(0..0, |window| {
-            let granule = paged.granule;
-            window.start / granule * granule..window.end.next_multiple_of(granule)
-        });
-        let mut passed_over: Option<Donor> = None;
-        for candidate in self.candidates(paged, from) {
-            let heap = self.heap_of(candidate.arena);
-            let larger = self.choose_in(heap, &candidate, wanted, &window, &mut donors);
-            passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
-            if donors.granules >= wanted {
-                break;
-            }
-        }
-        if donors.granules < wanted
-            && let Some(donor) = passed_over
-        {
-            donors.granules += donor.bytes / paged.granule;
-            donors.chosen.push(donor);
-        }
-        donors
+/// Chooses frames of `wanted` granules that may move, if there are as many, from some pools, outside the window.
+/// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
+pub(crate) fn donors(whole: &mut Whole, wanted: u64, window: Option<&Window>, from: Which) -> Donors {
+    let mut donors = Donors::default();
+    if wanted == 0 || is_capturing(whole) {
+        return donors;
     }
-
-    /// As [`Whole::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more
-    /// granules than are wanted. Frames side by side may be one donor. Returns the address below which to go on; `None`
-    /// if there are no more such blocks.
-    pub(crate) fn donors_below(&mut self, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
-        let granule = self.paged.as_ref().map(|paged| paged.granule).filter(|_| !self.is_capturing());
-        let Some(granule) = granule else { return (Vec::new(), None) };
-        self.look_for_in(from, Sought::Free(granule));
-        self.arenas.iter_mut().for_each(Guard::note_recent_uses);
-        let Some(paged) = &self.paged else { return (Vec::new(), None) };
-        let mut donors = Donors::default();
-        let mut candidates = self.candidates(paged, from);
-        candidates.retain(|candidate| candidate.addr < below);
-        let more = candidates.len() > BATCH;
-        candidates.truncate(BATCH);
-        for candidate in &candidates {
-            if donors.granules >= wanted {
-                break;
-            }
-            let heap = self.heap_of(candidate.arena);
-            if !self.choose_all_of(paged, heap, candidate, wanted, &mut donors) {
-                self.choose_in(heap, candidate, wanted, &(0..0), &mut donors);
-            }
-        }
-        let next = candidates.last().filter(|_| more).map(|candidate| candidate.addr);
-        (donors.into_joined(), next)
+    let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return donors };
+    look_for_in(whole, from, Sought::Free(granule));
+    whole.arenas.iter_mut().for_each(Guard::note_recent_uses);
+    let Some(paged) = &whole.paged else { return donors };
+    if from.has_default() {
+        add_retired(whole, &mut donors.not_done);
     }
-
-    /// Chooses all frames of a block as one donor, if all of them may move and are wanted.
-    fn choose_all_of(
-        &self,
-        paged: &Paged,
-        heap: &Heap,
-        candidate: &Candidate,
-        wanted: u64,
-        donors: &mut Donors,
-    ) -> bool {
-        let block = &heap.blocks[candidate.block];
-        let range = paged.whole_frames(heap.region(block.region).addr, &block.range()).range();
-        let granules = (range.end - range.start) / paged.granule;
-        let may_move = self.is_known_done(block.owner, block.after) && !self.pins.are_in(range.clone());
-        if !may_move || donors.granules + granules > wanted {
-            return false;
-        }
-        let (addr, bytes) = (range.start, range.end - range.start);
-        donors.granules += granules;
-        donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes });
-        true
-    }
-
-    /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
-    fn candidates(&self, paged: &Paged, from: Which) -> Vec<Candidate> {
-        let mut found = Vec::new();
-        self.for_each_block_with_granules(paged.granule, from, |heap, id, block| {
-            if !paged.whole_frames(heap.region(block.region).addr, &block.range()).range().is_empty() {
-                found.push(Candidate { addr: block.addr, arena: heap.home, block: id });
-            }
-        });
-        found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
-        found
-    }
-
-    /// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
-    pub(crate) fn stranded(&mut self, from: Which) -> Stranded {
-        let mut stranded = Stranded::default();
-        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule) else { return stranded };
-        self.look_for_in(from, Sought::Free(granule));
-        let Some(paged) = &self.paged else { return stranded };
-        self.for_each_block_with_granules(paged.granule, from, |heap, _, block| {
-            stranded += paged.stranded(heap.region(block.region).addr, &block.range());
-        });
-        stranded
-    }
-
-    /// Calls a function for each free block of some pools that is as large as a granule or larger and whose memory comes in granules.
-    fn for_each_block_with_granules(&self, granule: u64, from: Which, mut with: impl FnMut(&Heap, BlockId, &Block)) {
-        for (heap, pool) in self.heaps_with(from) {
-            heap.free_blocks_from(pool, granule).for_each(|key| {
-                let block = &heap.blocks[key.block()];
-                if heap.region(block.region).is_paged() {
-                    with(heap, key.block(), block);
-                }
-            });
-        }
-    }
-
-    /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
-    /// wanted.
-    fn choose_in(
-        &self,
-        heap: &Heap,
-        candidate: &Candidate,
-        wanted: u64,
-        window: &Range<u64>,
-        donors: &mut Donors,
-    ) -> Option<Donor> {
-        let paged = self.paged.as_ref()?;
+    let window = window.map_or(0..0, |window| {
         let granule = paged.granule;
-        let block = &heap.blocks[candidate.block];
-        let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
-        let mut last_use = LastUse::of(heap.last_uses_of(block), frames.range());
-        let mut passed_over: Option<Donor> = None;
-        for frame in frames {
-            if donors.granules >= wanted {
-                break;
-            }
-            let is_in_window = frame.start < window.end && window.start < frame.end;
-            if is_in_window || self.pins.are_in(frame.clone()) {
-                continue;
-            }
-            let (bytes, after) = (frame.end - frame.start, last_use.of_frame(&frame));
-            if !self.is_known_done(block.owner, after) {
-                *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
-                continue;
-            }
-            let donor = Donor { arena: candidate.arena, block: candidate.block, addr: frame.start, bytes };
-            if donors.granules + bytes / granule <= wanted {
-                donors.granules += bytes / granule;
-                donors.chosen.push(donor);
-            } else if passed_over.is_none_or(|other| bytes < other.bytes) {
-                passed_over = Some(donor);
-            }
+        window.start / granule * granule..window.end.next_multiple_of(granule)
+    });
+    let mut passed_over: Option<Donor> = None;
+    for candidate in candidates(whole, paged, from) {
+        let heap = whole.heap_of(candidate.arena);
+        let larger = choose_in(whole, heap, &candidate, wanted, &window, &mut donors);
+        passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
+        if donors.granules >= wanted {
+            break;
         }
-        passed_over
     }
+    if donors.granules < wanted
+        && let Some(donor) = passed_over
+    {
+        donors.granules += donor.bytes / paged.granule;
+        donors.chosen.push(donor);
+    }
+    donors
+}
+
+/// As [`Whole::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more
+/// granules than are wanted. Frames side by side may be one donor. Returns the address below which to go on; `None`
+/// if there are no more such blocks.
+pub(crate) fn donors_below(whole: &mut Whole, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
+    let granule = whole.paged.as_ref().map(|paged| paged.granule).filter(|_| !is_capturing(whole));
+    let Some(granule) = granule else { return (Vec::new(), None) };
+    look_for_in(whole, from, Sought::Free(granule));
+    whole.arenas.iter_mut().for_each(Guard::note_recent_uses);
+    let Some(paged) = &whole.paged else { return (Vec::new(), None) };
+    let mut donors = Donors::default();
+    let mut candidates = candidates(whole, paged, from);
+    candidates.retain(|candidate| candidate.addr < below);
+    let more = candidates.len() > BATCH;
+    candidates.truncate(BATCH);
+    for candidate in &candidates {
+        if donors.granules >= wanted {
+            break;
+        }
+        let heap = whole.heap_of(candidate.arena);
+        if !choose_all_of(whole, paged, heap, candidate, wanted, &mut donors) {
+            choose_in(whole, heap, candidate, wanted, &(0..0), &mut donors);
+        }
+    }
+    let next = candidates.last().filter(|_| more).map(|candidate| candidate.addr);
+    (donors.into_joined(), next)
+}
+
+/// Chooses all frames of a block as one donor, if all of them may move and are wanted.
+fn choose_all_of(
+    whole: &Whole,
+    paged: &Paged,
+    heap: &Heap,
+    candidate: &Candidate,
+    wanted: u64,
+    donors: &mut Donors,
+) -> bool {
+    let block = &heap.blocks[candidate.block];
+    let range = paged.whole_frames(heap.region(block.region).addr, &block.range()).range();
+    let granules = (range.end - range.start) / paged.granule;
+    let may_move = whole.is_known_done(block.owner, block.after) && !whole.pins.are_in(range.clone());
+    if !may_move || donors.granules + granules > wanted {
+        return false;
+    }
+    let (addr, bytes) = (range.start, range.end - range.start);
+    donors.granules += granules;
+    donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes });
+    true
+}
+
+/// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
+fn candidates(whole: &Whole, paged: &Paged, from: Which) -> Vec<Candidate> {
+    let mut found = Vec::new();
+    for_each_block_with_granules(whole, paged.granule, from, |heap, id, block| {
+        if !paged.whole_frames(heap.region(block.region).addr, &block.range()).range().is_empty() {
+            found.push(Candidate { addr: block.addr, arena: heap.home, block: id });
+        }
+    });
+    found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
+    found
+}
+
+/// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
+pub(crate) fn stranded(whole: &mut Whole, from: Which) -> Stranded {
+    let mut stranded = Stranded::default();
+    let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return stranded };
+    look_for_in(whole, from, Sought::Free(granule));
+    let Some(paged) = &whole.paged else { return stranded };
+    for_each_block_with_granules(whole, paged.granule, from, |heap, _, block| {
+        stranded += paged.stranded(heap.region(block.region).addr, &block.range());
+    });
+    stranded
+}
+
+/// Calls a function for each free block of some pools that is as large as a granule or larger and whose memory comes in granules.
+fn for_each_block_with_granules(
+    whole: &Whole,
+    granule: u64,
+    from: Which,
+    mut with: impl FnMut(&Heap, BlockId, &Block),
+) {
+    for (heap, pool) in heaps_with(whole, from) {
+        heap.free_blocks_from(pool, granule).for_each(|key| {
+            let block = &heap.blocks[key.block()];
+            if heap.region(block.region).is_paged() {
+                with(heap, key.block(), block);
+            }
+        });
+    }
+}
+
+/// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
+/// wanted.
+fn choose_in(
+    whole: &Whole,
+    heap: &Heap,
+    candidate: &Candidate,
+    wanted: u64,
+    window: &Range<u64>,
+    donors: &mut Donors,
+) -> Option<Donor> {
+    let paged = whole.paged.as_ref()?;
+    let granule = paged.granule;
+    let block = &heap.blocks[candidate.block];
+    let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
+    let mut last_use = LastUse::of(heap.last_uses_of(block), frames.range());
+    let mut passed_over: Option<Donor> = None;
+    for frame in frames {
+        if donors.granules >= wanted {
+            break;
+        }
+        let is_in_window = frame.start < window.end && window.start < frame.end;
+        if is_in_window || whole.pins.are_in(frame.clone()) {
+            continue;
+        }
+        let (bytes, after) = (frame.end - frame.start, last_use.of_frame(&frame));
+        if !whole.is_known_done(block.owner, after) {
+            *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
+            continue;
+        }
+        let donor = Donor { arena: candidate.arena, block: candidate.block, addr: frame.start, bytes };
+        if donors.granules + bytes / granule <= wanted {
+            donors.granules += bytes / granule;
+            donors.chosen.push(donor);
+        } else if passed_over.is_none_or(|other| bytes < other.bytes) {
+            passed_over = Some(donor);
+        }
+    }
+    passed_over
 }
 
 /// The last uses of a block's frames, asked for from the high end down.

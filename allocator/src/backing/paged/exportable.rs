@@ -14,23 +14,28 @@ use aquifer_device::{
     Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, RequestError, Stream,
 };
 
+use crate::alloc::alloc_bytes;
 use crate::allocation::{Allocation, CHECKED};
 use crate::allocator::Allocator;
-use crate::backing::headroom::Refusal;
-use crate::backing::paged::apart::POOL;
+use crate::backing::growing::Refusal;
+use crate::backing::growth::Growth;
+use crate::backing::headroom::{buyable, room};
+use crate::backing::paged::account::{account_for_granules, note_mapping};
+use crate::backing::paged::apart::set_owned;
 use crate::backing::paged::frames::Frame;
-use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::granules::{POOL, Purpose};
 use crate::backing::paged::{MemoryApart, Owned};
-use crate::backing::segments::Growth;
+use crate::backing::segments::grow_segment_of;
 use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
-use crate::pools::PoolOptions;
-use crate::pools::capture::refuse_capture_apart;
-use crate::pools::table::Private;
-use crate::shell::core::Request;
+use crate::pools::capture::{refuse_capture_apart, refuse_unannounced_capture};
+use crate::pools::private_pool::create_pool;
+use crate::pools::table::{PoolOptions, Private};
+use crate::recovery::dedicated::climb_apart;
+use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::tags::Tag;
 
@@ -48,190 +53,172 @@ pub struct Exportable {
     physical: Option<RawPhysical>,
 }
 
-impl Allocator {
-    /// Allocates memory that can be exported as a handle of the given kind; see [`Exportable::handle`]. Its size is rounded up to the
-    /// device's granularity (2 MiB), it counts towards the limit, and it always comes from the device, never from cached memory. It is
-    /// meant for few and large buffers.
-    ///
-    /// Where memory comes in segments, it is a segment of its own, of the same size, which other processes can open by its pointer.
-    /// Statistics by pool, and snapshots, show it in a private pool of its own.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, HandleKind, sim::{SimConfig, SimDriver}};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let shared = allocator.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;
-    /// let physical = shared.handle().expect("memory is mapped here"); // for `cuMemExportToShareableHandle`
-    /// assert_eq!(allocator.memory_reserved(), 4 << 20);
-    /// # drop((shared, physical));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as
-    /// [`Allocator::alloc_bytes`].
-    #[track_caller]
-    pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
-        if bytes >= REQUEST_LIMIT {
-            return Err(AllocError::TooLarge { requested: bytes });
-        }
-        refuse_capture_apart(stream)?;
-        let core = self.shell().core();
-        let options = core.paged.as_ref().map(|paged| paged.options.exportable(kind));
-        drop(core);
-        let (Some(options), Some(granularity)) =
-            (options.filter(|_| bytes > 0), self.device().info().granularity_bytes)
-        else {
-            return self.alloc_segment_apart(bytes, stream);
-        };
-        self.can_export(kind)?;
-        let size = bytes.next_multiple_of(granularity);
-        let slot = self.shell().core().slot(stream);
-        self.refuse_unannounced_capture(slot)?;
-        let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
-        let (ptr, physical) = self.climb_apart(&request, 0, || self.try_exportable(&request, options))?;
-        let memory = Arc::new(MemoryApart::new(self, ptr, bytes, slot));
-        let at = Location::caller();
-        self.shell().tell_checks(|checks| memory.tell_of_block(checks, bytes, at));
-        let memory = Memory::Apart(memory);
-        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
+/// See [`Allocator::alloc_exportable`].
+#[track_caller]
+pub(crate) fn alloc_exportable(
+    allocator: &Allocator,
+    bytes: u64,
+    kind: HandleKind,
+    stream: &Stream,
+) -> Result<Exportable, AllocError> {
+    aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+    if stream.device_id() != allocator.device().id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
     }
+    if bytes >= REQUEST_LIMIT {
+        return Err(AllocError::TooLarge { requested: bytes });
+    }
+    refuse_capture_apart(stream)?;
+    let core = allocator.shell().core();
+    let options = core.paged.as_ref().map(|paged| paged.options.exportable(kind));
+    drop(core);
+    let (Some(options), Some(granularity)) =
+        (options.filter(|_| bytes > 0), allocator.device().info().granularity_bytes)
+    else {
+        return alloc_segment_apart(allocator, bytes, stream);
+    };
+    can_export(allocator, kind)?;
+    let size = bytes.next_multiple_of(granularity);
+    let slot = allocator.shell().core().slot(stream);
+    refuse_unannounced_capture(allocator, slot)?;
+    let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
+    let (ptr, physical) = climb_apart(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
+    let memory = Arc::new(MemoryApart::new(allocator, ptr, bytes, slot));
+    let at = Location::caller();
+    allocator.shell().tell_checks(|checks| memory.tell_of_block(checks, bytes, at));
+    let memory = Memory::Apart(memory);
+    Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
+}
 
-    /// Allocates a segment for this memory alone, in a private pool that is closed again at once. So the segment, once free, goes back to
-    /// the device the next time that unused memory does. It has the same size as mapped exportable memory, because opening it by its
-    /// pointer gives access to the driver's whole allocation.
-    #[track_caller]
-    fn alloc_segment_apart(&self, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
-        let memory = if bytes == 0 { self.alloc_bytes(0, stream)? } else { self.alloc_segment(bytes, stream)? };
-        Ok(Exportable {
-            storage: Arc::new(Storage::new(Memory::Block(memory, self.kept_open()), stream)),
-            physical: None,
+/// Allocates a segment for this memory alone, in a private pool that is closed again at once. So the segment, once free, goes back to
+/// the device the next time that unused memory does. It has the same size as mapped exportable memory, because opening it by its
+/// pointer gives access to the driver's whole allocation.
+#[track_caller]
+fn alloc_segment_apart(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
+    let memory = if bytes == 0 { alloc_bytes(allocator, 0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
+    Ok(Exportable {
+        storage: Arc::new(Storage::new(Memory::Block(memory, allocator.kept_open()), stream)),
+        physical: None,
+    })
+}
+
+#[track_caller]
+fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    let private = create_pool(allocator, PoolOptions { no_split: true, ..PoolOptions::default() })?;
+    // This makes sure that the stream has a heap for the segment.
+    let slot = allocator.shell().enter(stream).arena.slot;
+    refuse_unannounced_capture(allocator, slot)?;
+    let core = allocator.shell().core();
+    let mut numbers = core.pools.find(private.key()).into_iter().flat_map(Private::numbers);
+    let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
+    drop(core);
+    let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
+    let request = Request { requested: bytes, size, pool, slot, tag: Tag::current(), is_regular: false };
+    let granted = climb_apart(allocator, &request, 0, || {
+        Ok(match grow_segment_of(allocator, &request, size)? {
+            Growth::Grown(granted) => Ok(granted),
+            Growth::Refused(refusal) => Err(refusal),
         })
-    }
+    })?;
+    let ptr = DevicePtr(granted.addr);
+    granted.arena.tell_of_block(granted.block, ptr, bytes, Location::caller());
+    let mark = if allocator.device().checks().is_some() { CHECKED } else { 0 };
+    Ok(Allocation::new((granted.arena, granted.block), slot | mark, ptr, bytes))
+}
 
-    #[track_caller]
-    fn alloc_segment(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        let private = self.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
-        // This makes sure that the stream has a heap for the segment.
-        let slot = self.shell().enter(stream).arena.slot;
-        self.refuse_unannounced_capture(slot)?;
-        let core = self.shell().core();
-        let mut numbers = core.pools.find(private.key()).into_iter().flat_map(Private::numbers);
-        let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
-        drop(core);
-        let size = bytes.next_multiple_of(self.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
-        let request = Request { requested: bytes, size, pool, slot, tag: Tag::current(), is_regular: false };
-        let granted = self.climb_apart(&request, 0, || {
-            Ok(match self.grow_segment_of(&request, size)? {
-                Growth::Grown(granted) => Ok(granted),
-                Growth::Refused(refusal) => Err(refusal),
-            })
-        })?;
-        let ptr = DevicePtr(granted.addr);
-        granted.arena.tell_of_block(granted.block, ptr, bytes, Location::caller());
-        let mark = if self.device().checks().is_some() { CHECKED } else { 0 };
-        Ok(Allocation::new((granted.arena, granted.block), slot | mark, ptr, bytes))
+fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError> {
+    let (attribute, what) = match kind {
+        HandleKind::PosixFd => {
+            (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
+        }
+        _ => {
+            return Err(AllocError::Request(RequestError::Unsupported {
+                what: "a kind of handle that is not known here",
+            }));
+        }
+    };
+    match allocator.device().driver().attribute(attribute) {
+        Ok(0) => Err(AllocError::Request(RequestError::Unsupported { what })),
+        Err(error) if error.kind == ErrorKind::Unsupported => {
+            Err(AllocError::Request(RequestError::Unsupported { what }))
+        }
+        Ok(_) => Ok(()),
+        Err(error) => Err(error.into()),
     }
+}
 
-    fn can_export(&self, kind: HandleKind) -> Result<(), AllocError> {
-        let (attribute, what) = match kind {
-            HandleKind::PosixFd => {
-                (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
-            }
-            _ => {
-                return Err(AllocError::Request(RequestError::Unsupported {
-                    what: "a kind of handle that is not known here",
-                }));
-            }
-        };
-        match self.device().driver().attribute(attribute) {
-            Ok(0) => Err(AllocError::Request(RequestError::Unsupported { what })),
-            Err(error) if error.kind == ErrorKind::Unsupported => {
-                Err(AllocError::Request(RequestError::Unsupported { what }))
-            }
-            Ok(_) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+fn try_exportable(
+    allocator: &Allocator,
+    request: &Request,
+    options: PhysicalOptions,
+) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
+    let room = room(allocator)?;
+    let _gate = allocator.gate()?.shared();
+    let mut core = allocator.shell().core();
+    if core.is_asleep() {
+        return Err(AllocError::Asleep);
     }
-
-    fn try_exportable(
-        &self,
-        request: &Request,
-        options: PhysicalOptions,
-    ) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
-        let room = self.room()?;
-        let _gate = self.gate()?.shared();
-        let mut core = self.shell().core();
-        if core.is_asleep() {
-            return Err(AllocError::Asleep);
-        }
-        let (buyable, refusal) = self.buyable(&core, &room);
-        if request.size > buyable {
-            return Ok(Err(refusal));
-        }
-        core.growing.begin(request.size);
-        let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
-        drop(core);
-        let mapped = self.map_exportable(request.size, options, &access);
-        let mut whole = self.shell().part(None);
-        whole.growing.end(request.size);
-        let (ptr, physical) = match mapped {
-            Ok(mapped) => mapped,
-            Err(error) if error.is_out_of_memory() => return Ok(Err(Refusal::Device)),
-            Err(error) if error.kind == ErrorKind::OutOfAddresses => return Ok(Err(Refusal::Addresses)),
-            Err(error) => return Err(error.into()),
-        };
-        if let Some(paged) = &mut whole.paged {
-            paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
-            paged.put_all(ptr.0, &[Frame::new(physical, 1)]);
-            paged.mapped_bytes[PoolKind::Large as usize] += request.size;
-            paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
-        }
-        whole.counters().num_device_alloc.add(1);
-        whole.account_for_granules();
-        whole.note_mapping(Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
-        whole.set_owned(ptr.0, request.size, request.requested);
-        Ok(Ok((ptr, physical)))
+    let (buyable, refusal) = buyable(allocator, &core, &room);
+    if request.size > buyable {
+        return Ok(Err(refusal));
     }
+    core.growing.begin(request.size);
+    let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
+    drop(core);
+    let mapped = map_exportable(allocator, request.size, options, &access);
+    let mut whole = allocator.shell().part(None);
+    whole.growing.end(request.size);
+    let (ptr, physical) = match mapped {
+        Ok(mapped) => mapped,
+        Err(error) if error.is_out_of_memory() => return Ok(Err(Refusal::Device)),
+        Err(error) if error.kind == ErrorKind::OutOfAddresses => return Ok(Err(Refusal::Addresses)),
+        Err(error) => return Err(error.into()),
+    };
+    if let Some(paged) = &mut whole.paged {
+        paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
+        paged.put_all(ptr.0, &[Frame::new(physical, 1)]);
+        paged.mapped_bytes[PoolKind::Large as usize] += request.size;
+        paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
+    }
+    whole.counters().num_device_alloc.add(1);
+    account_for_granules(&mut whole);
+    note_mapping(&whole, Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
+    set_owned(&mut whole, ptr.0, request.size, request.requested);
+    Ok(Ok((ptr, physical)))
+}
 
-    /// Makes the driver calls. If one fails, the earlier ones are undone; what cannot be undone now, the device object undoes later.
-    fn map_exportable(
-        &self,
-        size: u64,
-        options: PhysicalOptions,
-        access: &[u32],
-    ) -> Result<(DevicePtr, RawPhysical), DeviceError> {
-        let (device, driver) = (self.device(), self.device().driver());
-        device.settle_unused();
-        let physical = driver.create_physical(size, options)?;
-        let ptr = match driver.reserve(size, 0) {
-            Ok(ptr) => ptr,
-            Err(error) => {
-                release(self, physical);
-                return Err(error);
+/// Makes the driver calls. If one fails, the earlier ones are undone; what cannot be undone now, the device object undoes later.
+fn map_exportable(
+    allocator: &Allocator,
+    size: u64,
+    options: PhysicalOptions,
+    access: &[u32],
+) -> Result<(DevicePtr, RawPhysical), DeviceError> {
+    let (device, driver) = (allocator.device(), allocator.device().driver());
+    device.settle_unused();
+    let physical = driver.create_physical(size, options)?;
+    let ptr = match driver.reserve(size, 0) {
+        Ok(ptr) => ptr,
+        Err(error) => {
+            release(allocator, physical);
+            return Err(error);
+        }
+    };
+    let mapped = driver.map(ptr, size, physical);
+    let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
+    match accessible {
+        Ok(()) => {
+            allocator.shell().tell_checks(|checks| checks.manage(ptr.range(size)));
+            allocator.hooks().mapped(ptr.0, size);
+            Ok((ptr, physical))
+        }
+        Err(error) => {
+            let mapped = if mapped.is_ok() { vec![(ptr, size, physical)] } else { Vec::new() };
+            if mapped.is_empty() {
+                release(allocator, physical);
             }
-        };
-        let mapped = driver.map(ptr, size, physical);
-        let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
-        match accessible {
-            Ok(()) => {
-                self.shell().tell_checks(|checks| checks.manage(ptr.range(size)));
-                self.hooks().mapped(ptr.0, size);
-                Ok((ptr, physical))
-            }
-            Err(error) => {
-                let mapped = if mapped.is_ok() { vec![(ptr, size, physical)] } else { Vec::new() };
-                if mapped.is_empty() {
-                    release(self, physical);
-                }
-                device.unreserve_later(Reservation { ptr, bytes: size, mapped });
-                Err(error)
-            }
+            device.unreserve_later(Reservation { ptr, bytes: size, mapped });
+            Err(error)
         }
     }
 }

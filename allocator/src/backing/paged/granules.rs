@@ -7,18 +7,17 @@ use std::ops::Range;
 use aquifer_device::internal::Reservation;
 use aquifer_device::{Device, DevicePtr, PhysicalOptions};
 
-use crate::backing::paged::apart::Owned;
 use crate::backing::paged::capacity::Capacity;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
-use crate::backing::paged::pin::Pins;
+use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
 use crate::backing::paged::retired::RetiredMemory;
-use crate::backing::paged::sleep::Absent;
 use crate::backing::paged::stranded::Stranded;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
+use crate::tags::Tag;
 
 /// The state of mapped memory, under the core's lock.
 #[derive(Debug)]
@@ -426,6 +425,42 @@ impl Iterator for WholeFrames<'_> {
         let frame = start..self.left.end;
         self.left.end = start;
         Some(self.addresses(&frame))
+    }
+}
+
+/// The pool that memory apart counts in: the default large one.
+pub(crate) const POOL: u16 = PoolKind::Large as u16;
+
+/// The part of a reservation that its owner has, from the first address on. All sizes are 0 while the owner has nothing yet.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Owned {
+    /// Bytes, a multiple of a granule.
+    pub(crate) size: u64,
+    /// Requested bytes.
+    pub(crate) requested: u64,
+    /// The stream that it was made for.
+    pub(crate) slot: u32,
+    pub(crate) tag: Tag,
+}
+
+/// Addresses that have no memory until the allocator wakes up.
+#[derive(Debug)]
+pub(crate) struct Absent {
+    pub(crate) range: Range<u64>,
+    pub(crate) kind: PoolKind,
+    /// Frames that exist for the range, from the lowest address on,
+    pub(crate) frames: Vec<Frame>,
+    /// and how many of them are mapped.
+    pub(crate) mapped: usize,
+    /// Granules of the largest frame that the range had.
+    pub(crate) largest: u32,
+    pub(crate) saved: Option<Vec<u8>>,
+}
+
+impl Absent {
+    /// Number of granules in the range.
+    pub(crate) fn places(&self, granule: u64) -> u64 {
+        (self.range.end - self.range.start) / granule
     }
 }
 

@@ -15,20 +15,26 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{DeviceError, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::Refusal;
-use crate::backing::headroom::Room;
+use crate::backing::growing::Refusal;
+use crate::backing::growth::Growth;
+use crate::backing::headroom::{Room, buyable, room};
+use crate::backing::paged::apart::recycle_retired;
 use crate::backing::paged::carry_out::carry_out;
-use crate::backing::paged::draft::Draft;
-use crate::backing::paged::granules::Purpose;
+use crate::backing::paged::draft::{Draft, draft};
+use crate::backing::paged::granules::{Paged, Purpose};
 use crate::backing::paged::milestones::Reason;
-use crate::backing::paged::plan::{Plan, Planned, Terms};
-use crate::backing::segments::Growth;
+use crate::backing::paged::plan::{Plan, Planned, Terms, plan};
+use crate::backing::paged::settle::settle_plan;
+use crate::backing::paged::trim::give_addresses_back;
 use crate::config::CrossStream;
-use crate::cross_stream::progress::{Pending, cannot_be_asked};
+use crate::cross_stream::lending::{borrow_waiting, tick_of_lender};
+use crate::cross_stream::progress::{Pending, cannot_be_asked, poll};
+use crate::cross_stream::waiting::{awaited, poll_waiting, sweep_ordered, uses_of_own};
 use crate::error::AllocError;
 use crate::heap::kind_of;
+use crate::pools::lookup::heap_with_pool;
 use crate::pools::table::Which;
-use crate::shell::core::Request;
+use crate::request::Request;
 use crate::shell::whole::Whole;
 
 /// Waiting is considered only if reserved memory would exceed the peak in use by more than that peak divided by this, and by more than
@@ -94,222 +100,226 @@ enum Next {
     Again,
 }
 
-impl Allocator {
-    /// Serves the request from memory that moves or that comes from the device.
-    pub(crate) fn grow_paged(&self, request: &Request) -> Result<Growth, AllocError> {
-        // While a stream captures, nothing waits that can do without.
-        let may_wait = !self.device().is_capturing();
-        let stalls = if may_wait { STALLS_PER_REQUEST } else { 0 };
-        let mut allowed =
-            Allowed { ask: true, order: may_wait, stalls, create: true, ahead: true, instead_of_moving: true };
-        for _ in 0..ROUNDS {
-            self.recycle_retired()?;
-            match self.step(request, &mut allowed)? {
-                Next::Finished(growth) => return growth,
-                Next::Ask(ticks) => {
-                    allowed.ask = false;
-                    self.poll(&ticks)?;
-                }
-                Next::Order(uses) => allowed.order = self.order_after(request, &uses)?,
-                Next::Borrow => match self.borrow_waiting(request)? {
-                    Some(granted) => return Ok(Growth::Grown(granted)),
-                    None => allowed.order = false,
-                },
-                Next::Wait(timeline, after) => {
-                    if self.stall_for(&timeline, after)? {
-                        self.poll_waiting()?;
-                        allowed.ask = true;
-                        allowed.stalls = allowed.stalls.saturating_sub(1);
-                    } else if std::mem::take(&mut allowed.stalls) == 0 {
-                        return Ok(Growth::Refused(Refusal::Device));
-                    }
-                }
-                Next::Reserve => {
-                    if !self.reserve_addresses(request)? {
-                        return Ok(Growth::Refused(Refusal::Addresses));
-                    }
-                }
-                Next::AskRoom => Room::wait_for_others(),
-                Next::Again => {}
+/// Serves the request from memory that moves or that comes from the device.
+pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Growth, AllocError> {
+    // While a stream captures, nothing waits that can do without.
+    let may_wait = !allocator.device().is_capturing();
+    let stalls = if may_wait { STALLS_PER_REQUEST } else { 0 };
+    let mut allowed =
+        Allowed { ask: true, order: may_wait, stalls, create: true, ahead: true, instead_of_moving: true };
+    for _ in 0..ROUNDS {
+        recycle_retired(allocator)?;
+        match step(allocator, request, &mut allowed)? {
+            Next::Finished(growth) => return growth,
+            Next::Ask(ticks) => {
+                allowed.ask = false;
+                poll(&ticks)?;
             }
-        }
-        Ok(Growth::Refused(Refusal::Device))
-    }
-
-    fn step(&self, request: &Request, allowed: &mut Allowed) -> Result<Next, AllocError> {
-        let room = if allowed.create { self.room()? } else { Room::NONE };
-        self.learn_capacity();
-        let _gate = self.gate()?.shared();
-        let mut whole = self.shell().part(Some(request.slot));
-        if whole.is_asleep() {
-            return Err(AllocError::Asleep);
-        }
-        // Another thread may have freed memory meanwhile.
-        if let Some(granted) = whole.take_own(request) {
-            return Ok(Next::Finished(Ok(Growth::Grown(granted))));
-        }
-        let buyable = if allowed.create { self.buyable(&whole, &room) } else { (0, Refusal::Device) };
-        if request.size > self.device().info().total_bytes {
-            // Reserving addresses for it is not worth while.
-            let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
-            return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
-        }
-        let buyable_instead = if allowed.instead_of_moving { buyable.0 } else { 0 };
-        let Some(draft) = whole.draft(request, buyable_instead) else { return Ok(Next::Reserve) };
-        if let Some(next) = self.before_buying(&mut whole, request, &draft, allowed) {
-            return Ok(next);
-        }
-        let (buyable, refusal) = buyable;
-        let terms = Terms { buyable, refusal, ahead: allowed.ahead };
-        let bought_though_movable = draft.bought_though_movable;
-        match whole.plan(request, draft, &terms) {
-            Planned::Ready(plan) => {
-                drop(whole);
-                Ok(self.carry_out_plan(request, plan, bought_though_movable, allowed))
-            }
-            Planned::NoAddresses => Ok(Next::Reserve),
-            Planned::Short { missing, not_done, refusal } => Ok(match whole.first_enough(&not_done, missing) {
-                Some((timeline, after)) => Next::Wait(timeline, after),
-                None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
-                None => Next::Finished(Ok(Growth::Refused(refusal))),
-            }),
-        }
-    }
-
-    /// The step that is worth trying before memory is bought from the device: to ask whether more work is done, or to wait for it. `None`
-    /// if there is none.
-    fn before_buying(&self, whole: &mut Whole, request: &Request, draft: &Draft, allowed: &Allowed) -> Option<Next> {
-        if draft.buy == 0 {
-            return None;
-        }
-        if allowed.ask && !draft.donors.not_done.is_empty() {
-            let ticks = whole.askable(&draft.donors.not_done);
-            if !ticks.is_empty() {
-                return Some(Next::Ask(ticks));
-            }
-        }
-        if draft.bought_though_movable {
-            return None;
-        }
-        let excess = whole.over_peak(draft)?;
-        if allowed.order
-            && self.config().cross_stream != CrossStream::Off
-            && let Some(order) = whole.worth_ordering(request)
-        {
-            return Some(order);
-        }
-        let stall = if allowed.stalls > 0 { whole.worth_stalling(draft, excess) } else { None };
-        stall.map(|(timeline, after)| Next::Wait(timeline, after))
-    }
-
-    fn carry_out_plan(
-        &self,
-        request: &Request,
-        plan: Plan,
-        bought_though_movable: bool,
-        allowed: &mut Allowed,
-    ) -> Next {
-        allowed.ahead &= bought_though_movable || plan.buys_ahead;
-        let (work, held) = plan.part();
-        let done = carry_out(self.device(), self.hooks(), work);
-        if done.unmapped > 0 {
-            let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
-            let (stream, bytes) = (request.slot, request.size);
-            tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
-        }
-        let mut whole = self.shell().part(Some(request.slot));
-        if let Some(window) = whole.settle_plan(request, held, &done) {
-            let granted = whole.arena(request.slot).take(request, window);
-            return Next::Finished(Ok(Growth::Grown(granted)));
-        }
-        drop(whole);
-        if done.at_creation && done.error.as_ref().is_some_and(DeviceError::is_out_of_memory) {
-            self.note_capacity(0);
-        }
-        refused(done.error, done.at_creation, bought_though_movable, allowed)
-    }
-
-    /// Makes the request's stream wait for other streams' uses of its own blocks, which are then free to it. Returns false if that cannot
-    /// be done now.
-    fn order_after(&self, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
-        let own = self.shell().core().timeline(request.slot).cloned();
-        let Some(own) = own else { return Ok(false) };
-        for (timeline, after) in uses {
-            match own.wait_for(timeline, after.saturating_sub(1)) {
-                Ok(()) => {}
-                Err(error) if cannot_be_asked(&error) => return Ok(false),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        tracing::debug!(
-            target: "aquifer::wait",
-            stream = request.slot,
-            bytes = request.size,
-            "a stream was made to wait for the uses of its own memory"
-        );
-        let clock = own.clock();
-        let mut whole = self.shell().part(Some(request.slot));
-        whole.counters().cross_stream_waits.add(1);
-        whole.sweep_ordered(request.slot, &clock);
-        Ok(true)
-    }
-
-    /// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
-    pub(crate) fn stall_for(&self, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
-        tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
-        if let Some(paged) = &mut self.shell().core().paged {
-            paged.stalls += 1;
-        }
-        match timeline.synchronize(after.saturating_sub(1)) {
-            Ok(()) => Ok(true),
-            Err(error) if cannot_be_asked(&error) => Ok(false),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    /// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has
-    /// memory; where these are nearly used up, a request that is larger than its share still gets as many as it needs. The first
-    /// reservation has room for all memory, and each later one takes a smaller share of the addresses that are left: after a hundred
-    /// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small requests take less, and so does any
-    /// request if that many are refused. Returns false if there are no addresses for the request.
-    fn reserve_addresses(&self, request: &Request) -> Result<bool, AllocError> {
-        let held = self
-            .shell()
-            .core()
-            .paged
-            .as_ref()
-            .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
-        let Some((granule, count, held)) = held else { return Ok(false) };
-        let left = self.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
-        let least = request.size.next_multiple_of(granule) + granule;
-        let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
-        let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
-        let mut gave_back = false;
-        self.device().settle_unused();
-        loop {
-            match self.device().driver().reserve(bytes, granule) {
-                Ok(ptr) => {
-                    self.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
-                    let mut whole = self.shell().part(Some(request.slot));
-                    if let Some(paged) = &mut whole.paged {
-                        paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
-                    }
-                    whole.pools.note_region(request.pool, request.slot);
-                    let heap = whole.heap_with_pool(request.slot, request.pool);
-                    heap.add_reservation(ptr.0, bytes, request.pool, granule);
-                    return Ok(true);
+            Next::Order(uses) => allowed.order = order_after(allocator, request, &uses)?,
+            Next::Borrow => match borrow_waiting(allocator, request)? {
+                Some(granted) => return Ok(Growth::Grown(granted)),
+                None => allowed.order = false,
+            },
+            Next::Wait(timeline, after) => {
+                if stall_for(allocator, &timeline, after)? {
+                    poll_waiting(allocator)?;
+                    allowed.ask = true;
+                    allowed.stalls = allowed.stalls.saturating_sub(1);
+                } else if std::mem::take(&mut allowed.stalls) == 0 {
+                    return Ok(Growth::Refused(Refusal::Device));
                 }
-                Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
-                    if bytes == least && std::mem::replace(&mut gave_back, true) {
-                        return Ok(false);
-                    }
-                    if bytes == least {
-                        self.give_addresses_back(Which::All)?;
-                    }
-                    bytes = (bytes / 4).next_multiple_of(granule).max(least);
-                }
-                Err(error) => return Err(error.into()),
             }
+            Next::Reserve => {
+                if !reserve_addresses(allocator, request)? {
+                    return Ok(Growth::Refused(Refusal::Addresses));
+                }
+            }
+            Next::AskRoom => Room::wait_for_others(),
+            Next::Again => {}
+        }
+    }
+    Ok(Growth::Refused(Refusal::Device))
+}
+
+fn step(allocator: &Allocator, request: &Request, allowed: &mut Allowed) -> Result<Next, AllocError> {
+    let room = if allowed.create { room(allocator)? } else { Room::NONE };
+    learn_capacity(allocator);
+    let _gate = allocator.gate()?.shared();
+    let mut whole = allocator.shell().part(Some(request.slot));
+    if whole.is_asleep() {
+        return Err(AllocError::Asleep);
+    }
+    // Another thread may have freed memory meanwhile.
+    if let Some(granted) = whole.take_own(request) {
+        return Ok(Next::Finished(Ok(Growth::Grown(granted))));
+    }
+    let buyable = if allowed.create { buyable(allocator, &whole, &room) } else { (0, Refusal::Device) };
+    if request.size > allocator.device().info().total_bytes {
+        // Reserving addresses for it is not worth while.
+        let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
+        return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
+    }
+    let buyable_instead = if allowed.instead_of_moving { buyable.0 } else { 0 };
+    let Some(draft) = draft(&mut whole, request, buyable_instead) else { return Ok(Next::Reserve) };
+    if let Some(next) = before_buying(allocator, &mut whole, request, &draft, allowed) {
+        return Ok(next);
+    }
+    let (buyable, refusal) = buyable;
+    let terms = Terms { buyable, refusal, ahead: allowed.ahead };
+    let bought_though_movable = draft.bought_though_movable;
+    match plan(&mut whole, request, draft, &terms) {
+        Planned::Ready(plan) => {
+            drop(whole);
+            Ok(carry_out_plan(allocator, request, plan, bought_though_movable, allowed))
+        }
+        Planned::NoAddresses => Ok(Next::Reserve),
+        Planned::Short { missing, not_done, refusal } => Ok(match first_enough(&whole, &not_done, missing) {
+            Some((timeline, after)) => Next::Wait(timeline, after),
+            None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
+            None => Next::Finished(Ok(Growth::Refused(refusal))),
+        }),
+    }
+}
+
+/// The step that is worth trying before memory is bought from the device: to ask whether more work is done, or to wait for it. `None`
+/// if there is none.
+fn before_buying(
+    allocator: &Allocator,
+    whole: &mut Whole,
+    request: &Request,
+    draft: &Draft,
+    allowed: &Allowed,
+) -> Option<Next> {
+    if draft.buy == 0 {
+        return None;
+    }
+    if allowed.ask && !draft.donors.not_done.is_empty() {
+        let ticks = askable(whole, &draft.donors.not_done);
+        if !ticks.is_empty() {
+            return Some(Next::Ask(ticks));
+        }
+    }
+    if draft.bought_though_movable {
+        return None;
+    }
+    let excess = over_peak(whole, draft)?;
+    if allowed.order
+        && allocator.config().cross_stream != CrossStream::Off
+        && let Some(order) = worth_ordering(whole, request)
+    {
+        return Some(order);
+    }
+    let stall = if allowed.stalls > 0 { worth_stalling(whole, draft, excess) } else { None };
+    stall.map(|(timeline, after)| Next::Wait(timeline, after))
+}
+
+fn carry_out_plan(
+    allocator: &Allocator,
+    request: &Request,
+    plan: Plan,
+    bought_though_movable: bool,
+    allowed: &mut Allowed,
+) -> Next {
+    allowed.ahead &= bought_though_movable || plan.buys_ahead;
+    let (work, held) = plan.part();
+    let done = carry_out(allocator.device(), allocator.hooks(), work);
+    if done.unmapped > 0 {
+        let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
+        let (stream, bytes) = (request.slot, request.size);
+        tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
+    }
+    let mut whole = allocator.shell().part(Some(request.slot));
+    if let Some(window) = settle_plan(&mut whole, request, held, &done) {
+        let granted = whole.arena(request.slot).take(request, window);
+        return Next::Finished(Ok(Growth::Grown(granted)));
+    }
+    drop(whole);
+    if done.at_creation && done.error.as_ref().is_some_and(DeviceError::is_out_of_memory) {
+        note_capacity(allocator, 0);
+    }
+    refused(done.error, done.at_creation, bought_though_movable, allowed)
+}
+
+/// Makes the request's stream wait for other streams' uses of its own blocks, which are then free to it. Returns false if that cannot
+/// be done now.
+fn order_after(allocator: &Allocator, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
+    let own = allocator.shell().core().timeline(request.slot).cloned();
+    let Some(own) = own else { return Ok(false) };
+    for (timeline, after) in uses {
+        match own.wait_for(timeline, after.saturating_sub(1)) {
+            Ok(()) => {}
+            Err(error) if cannot_be_asked(&error) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    tracing::debug!(
+        target: "aquifer::wait",
+        stream = request.slot,
+        bytes = request.size,
+        "a stream was made to wait for the uses of its own memory"
+    );
+    let clock = own.clock();
+    let mut whole = allocator.shell().part(Some(request.slot));
+    whole.counters().cross_stream_waits.add(1);
+    sweep_ordered(&mut whole, request.slot, &clock);
+    Ok(true)
+}
+
+/// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
+pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
+    tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
+    if let Some(paged) = &mut allocator.shell().core().paged {
+        paged.stalls += 1;
+    }
+    match timeline.synchronize(after.saturating_sub(1)) {
+        Ok(()) => Ok(true),
+        Err(error) if cannot_be_asked(&error) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has
+/// memory; where these are nearly used up, a request that is larger than its share still gets as many as it needs. The first
+/// reservation has room for all memory, and each later one takes a smaller share of the addresses that are left: after a hundred
+/// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small requests take less, and so does any
+/// request if that many are refused. Returns false if there are no addresses for the request.
+fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
+    let held = allocator
+        .shell()
+        .core()
+        .paged
+        .as_ref()
+        .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
+    let Some((granule, count, held)) = held else { return Ok(false) };
+    let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
+    let least = request.size.next_multiple_of(granule) + granule;
+    let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
+    let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
+    let mut gave_back = false;
+    allocator.device().settle_unused();
+    loop {
+        match allocator.device().driver().reserve(bytes, granule) {
+            Ok(ptr) => {
+                allocator.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
+                let mut whole = allocator.shell().part(Some(request.slot));
+                if let Some(paged) = &mut whole.paged {
+                    paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
+                }
+                whole.pools.note_region(request.pool, request.slot);
+                let heap = heap_with_pool(&mut whole, request.slot, request.pool);
+                heap.add_reservation(ptr.0, bytes, request.pool, granule);
+                return Ok(true);
+            }
+            Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
+                if bytes == least && std::mem::replace(&mut gave_back, true) {
+                    return Ok(false);
+                }
+                if bytes == least {
+                    give_addresses_back(allocator, Which::All)?;
+                }
+                bytes = (bytes / 4).next_multiple_of(granule).max(least);
+            }
+            Err(error) => return Err(error.into()),
         }
     }
 }
@@ -336,100 +346,130 @@ fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable:
     }
 }
 
-impl Whole {
-    /// Ticks at which streams may be asked how far they got: for each stream the latest one for which an event was recorded or may be
-    /// recorded now.
-    pub(crate) fn askable(&mut self, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
-        let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
-        for &(slot, after) in not_done.keys() {
-            if self.may_be_covered(slot, after) || self.may_record(slot, Reason::Question) {
-                latest.insert(slot, after);
-            }
-        }
-        let ticks: Vec<(u32, u64)> = latest.into_iter().collect();
-        self.note_questions(&ticks);
-        ticks.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
-    }
-
-    /// True if an event covers the ticks below a count, or should: recording it may have failed.
-    fn may_be_covered(&self, slot: u32, after: u64) -> bool {
-        self.timeline(slot).is_some_and(|timeline| after <= timeline.now())
-    }
-
-    /// Counts the events that will be recorded by asking about these ticks or by waiting for them.
-    fn note_questions(&mut self, ticks: &[(u32, u64)]) {
-        for &(slot, after) in ticks {
-            if !self.may_be_covered(slot, after) {
-                self.note_recorded(slot, Reason::Question);
-            }
+/// Ticks at which streams may be asked how far they got: for each stream the latest one for which an event was recorded or may be
+/// recorded now.
+pub(crate) fn askable(whole: &mut Whole, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
+    let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+    for &(slot, after) in not_done.keys() {
+        if may_be_covered(whole, slot, after) || may_record(whole, slot, Reason::Question) {
+            latest.insert(slot, after);
         }
     }
+    let ticks: Vec<(u32, u64)> = latest.into_iter().collect();
+    note_questions(whole, &ticks);
+    ticks.into_iter().filter_map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after))).collect()
+}
 
-    /// Bytes by which reserved memory would exceed the peak in use; `None` if that is within [`SLACK_SHARE`] and [`SLACK_LEAST`].
-    fn over_peak(&self, draft: &Draft) -> Option<u64> {
-        let paged = self.paged.as_ref()?;
-        let grown = self.reserved + self.growing.now() + draft.buy * paged.granule;
-        let peak = paged.in_use_peak.max(draft.point.in_use);
-        grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
+/// True if an event covers the ticks below a count, or should: recording it may have failed.
+fn may_be_covered(whole: &Whole, slot: u32, after: u64) -> bool {
+    whole.timeline(slot).is_some_and(|timeline| after <= timeline.now())
+}
+
+/// Counts the events that will be recorded by asking about these ticks or by waiting for them.
+fn note_questions(whole: &mut Whole, ticks: &[(u32, u64)]) {
+    for &(slot, after) in ticks {
+        if !may_be_covered(whole, slot, after) {
+            note_recorded(whole, slot, Reason::Question);
+        }
     }
+}
 
-    /// What the request's stream should wait for: other streams' uses of a block of its own, or another stream's free block. `None` if it
-    /// waited too often or if there is no such block.
-    fn worth_ordering(&mut self, request: &Request) -> Option<Next> {
-        let own = self.uses_of_own(request);
-        let ticks = own.clone().or_else(|| Some(vec![self.tick_of_lender(request)?]))?;
-        let searches = self.searches();
-        let few = self.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
-        let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
-            whole.may_be_covered(slot, after) || whole.may_record(slot, Reason::Question)
-        };
-        if !few || !ticks.iter().all(|tick| known(self, tick)) {
-            return None;
-        }
-        self.note_questions(&ticks);
-        self.paged.as_mut()?.orders += 1;
-        if own.is_none() {
-            return Some(Next::Borrow);
-        }
-        let uses = ticks.into_iter().map(|(slot, after)| Some((self.timeline(slot)?.clone(), after)));
-        Some(Next::Order(uses.collect::<Option<_>>()?))
+/// Bytes by which reserved memory would exceed the peak in use; `None` if that is within [`SLACK_SHARE`] and [`SLACK_LEAST`].
+fn over_peak(whole: &Whole, draft: &Draft) -> Option<u64> {
+    let paged = whole.paged.as_ref()?;
+    let grown = whole.reserved + whole.growing.now() + draft.buy * paged.granule;
+    let peak = paged.in_use_peak.max(draft.point.in_use);
+    grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
+}
+
+/// What the request's stream should wait for: other streams' uses of a block of its own, or another stream's free block. `None` if it
+/// waited too often or if there is no such block.
+fn worth_ordering(whole: &mut Whole, request: &Request) -> Option<Next> {
+    let own = uses_of_own(whole, request);
+    let ticks = own.clone().or_else(|| Some(vec![tick_of_lender(whole, request)?]))?;
+    let searches = whole.searches();
+    let few = whole.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
+    let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
+        may_be_covered(whole, slot, after) || may_record(whole, slot, Reason::Question)
+    };
+    if !few || !ticks.iter().all(|tick| known(whole, tick)) {
+        return None;
     }
-
-    /// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
-    /// often or if there is nothing to wait for.
-    fn worth_stalling(&self, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
-        let paged = self.paged.as_ref()?;
-        let peak = paged.in_use_peak.max(draft.point.in_use);
-        if excess <= peak / STALL_SLACK_SHARE {
-            return None;
-        }
-        let quarter = (peak / 4).max(1);
-        let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
-        if paged.stalls >= STALL_ADVANCE + more + self.searches() / STALL_SPACING {
-            return None;
-        }
-        let mut not_done = draft.donors.not_done.clone();
-        for (tick, bytes) in self.awaited() {
-            *not_done.entry(tick).or_default() += bytes / paged.granule;
-        }
-        self.first_enough(&not_done, draft.buy.max(self.reserved / STALL_SHARE / paged.granule))
+    note_questions(whole, &ticks);
+    whole.paged.as_mut()?.orders += 1;
+    if own.is_none() {
+        return Some(Next::Borrow);
     }
+    let uses = ticks.into_iter().map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after)));
+    Some(Next::Order(uses.collect::<Option<_>>()?))
+}
 
-    /// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest
-    /// tick of the stream that has the most.
-    pub(crate) fn first_enough(
-        &self,
-        not_done: &BTreeMap<(u32, u64), u64>,
-        granules: u64,
-    ) -> Option<(Arc<Timeline>, u64)> {
-        let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
-        for (&(slot, after), &count) in not_done {
-            let (sum, latest) = sums.entry(slot).or_default();
-            if *sum < granules {
-                (*sum, *latest) = (*sum + count, after);
-            }
+/// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
+/// often or if there is nothing to wait for.
+fn worth_stalling(whole: &Whole, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
+    let paged = whole.paged.as_ref()?;
+    let peak = paged.in_use_peak.max(draft.point.in_use);
+    if excess <= peak / STALL_SLACK_SHARE {
+        return None;
+    }
+    let quarter = (peak / 4).max(1);
+    let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
+    if paged.stalls >= STALL_ADVANCE + more + whole.searches() / STALL_SPACING {
+        return None;
+    }
+    let mut not_done = draft.donors.not_done.clone();
+    for (tick, bytes) in awaited(whole) {
+        *not_done.entry(tick).or_default() += bytes / paged.granule;
+    }
+    first_enough(whole, &not_done, draft.buy.max(whole.reserved / STALL_SHARE / paged.granule))
+}
+
+/// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest
+/// tick of the stream that has the most.
+pub(crate) fn first_enough(
+    whole: &Whole,
+    not_done: &BTreeMap<(u32, u64), u64>,
+    granules: u64,
+) -> Option<(Arc<Timeline>, u64)> {
+    let mut sums: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+    for (&(slot, after), &count) in not_done {
+        let (sum, latest) = sums.entry(slot).or_default();
+        if *sum < granules {
+            (*sum, *latest) = (*sum + count, after);
         }
-        let (&slot, &(_, after)) = sums.iter().max_by_key(|(_, (sum, _))| *sum)?;
-        Some((self.timeline(slot)?.clone(), after))
+    }
+    let (&slot, &(_, after)) = sums.iter().max_by_key(|(_, (sum, _))| *sum)?;
+    Some((whole.timeline(slot)?.clone(), after))
+}
+
+/// Asks the device how much it can give if the next plan may want to know. If it does not answer, that stays unknown.
+pub(super) fn learn_capacity(allocator: &Allocator) {
+    let is_unknown = |paged: &Paged| paged.recurrence.has_settled() && paged.capacity.good_for == 0;
+    if !allocator.shell().core().paged.as_ref().is_some_and(is_unknown) {
+        return;
+    }
+    if let Ok(memory) = allocator.device().memory_info() {
+        note_capacity(allocator, memory.free);
+    }
+}
+
+/// Notes that the device has `free` bytes left: none after it refused to give more.
+pub(super) fn note_capacity(allocator: &Allocator, free: u64) {
+    let mut core = allocator.shell().core();
+    // What is being taken just now may count twice, or not at all. That matters little.
+    let held = core.reserved + core.growing.now();
+    if let Some(paged) = &mut core.paged {
+        paged.capacity.set(held.saturating_add(free));
+    }
+}
+
+/// True if one more event on the stream is within the budget.
+pub(crate) fn may_record(whole: &mut Whole, slot: u32, reason: Reason) -> bool {
+    whole.try_arena(slot).is_some_and(|arena| arena.milestones.may_record(reason))
+}
+
+pub(crate) fn note_recorded(whole: &mut Whole, slot: u32, reason: Reason) {
+    if let Some(arena) = whole.try_arena(slot) {
+        arena.milestones.note_recorded(reason);
     }
 }

@@ -16,22 +16,28 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::Refusal;
-use crate::backing::headroom::Room;
-use crate::backing::paged::apart::POOL;
+use crate::backing::growing::Refusal;
+use crate::backing::headroom::{Room, buyable, room};
+use crate::backing::paged::account::{account_for_granules, note_mapping};
+use crate::backing::paged::apart::{recycle_retired, retire, set_owned};
 use crate::backing::paged::carry_out::carry_out;
-use crate::backing::paged::granules::Purpose;
-use crate::backing::paged::grow::ROUNDS;
+use crate::backing::paged::donors::donors;
+use crate::backing::paged::granules::{POOL, Purpose};
+use crate::backing::paged::grow::{ROUNDS, askable, first_enough, stall_for};
 use crate::backing::paged::layout::Largest;
+use crate::backing::paged::plan::{hold_all, work};
 use crate::backing::paged::retired::Retired;
+use crate::backing::paged::settle::settle_work;
 use crate::backing::paged::{Gate, MemoryApart, Owned};
 use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
+use crate::cross_stream::progress::poll;
 use crate::error::AllocError;
 use crate::history::Action;
 use crate::pools::capture::refuse_capture_apart;
 use crate::pools::table::Which;
-use crate::shell::core::Request;
+use crate::recovery::dedicated::climb_apart;
+use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::tags::Tag;
 
@@ -84,134 +90,139 @@ enum Next {
     Again,
 }
 
-impl Allocator {
-    /// Reserves addresses for `capacity` bytes, without memory yet, for work on `stream`.
-    ///
-    /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; when the stream belongs to
-    /// another device; errors of the driver, among them [`aquifer_device::ErrorKind::OutOfAddresses`].
-    pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
-        aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
-        if capacity >= REQUEST_LIMIT {
-            return Err(AllocError::TooLarge { requested: capacity });
-        }
-        let mut core = self.shell().core();
-        let slot = core.slot(stream);
-        let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else {
-            return Err(self.not_mapped("memory that grows where it is"));
-        };
-        drop(core);
-        self.recycle_retired()?;
-        self.device().settle_unused();
-        let reserved = capacity.max(1).next_multiple_of(granule);
-        let ptr = match self.device().driver().reserve(reserved, granule) {
-            Err(error) if error.kind == ErrorKind::OutOfAddresses => {
-                // This gives unused memory back, and with it the addresses at which nothing is mapped any more.
-                self.empty_cache()?;
-                self.device().driver().reserve(reserved, granule)
-            }
-            reserved => reserved,
-        }?;
-        self.shell().tell_checks(|checks| checks.manage(ptr.range(reserved)));
-        if let Some(paged) = &mut self.shell().core().paged {
-            paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
-            paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
-        }
-        let memory = Arc::new(MemoryApart::new(self, ptr, 0, slot));
-        let storage = Arc::new(Storage::new(Memory::Apart(memory.clone()), stream));
-        Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
+/// See [`Allocator::growable`].
+pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
+    aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
+    if stream.device_id() != allocator.device().id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
     }
-
-    /// Maps memory at those places of a range that have none. Plans anew after each wait.
-    fn try_fill(&self, request: &Request, base: u64, range: &Range<u64>) -> Result<Result<(), Refusal>, AllocError> {
-        let mut may_ask = true;
-        for _ in 0..ROUNDS {
-            self.recycle_retired()?;
-            match self.fill_step(request, base, range, may_ask)? {
-                Next::Finished(filled) => return Ok(filled),
-                Next::Ask(ticks) => {
-                    may_ask = false;
-                    self.poll(&ticks)?;
-                }
-                Next::Wait(timeline, after) => {
-                    if !self.stall_for(&timeline, after)? {
-                        break;
-                    }
-                    may_ask = true;
-                }
-                Next::AskRoom => Room::wait_for_others(),
-                Next::Again => {}
-            }
-        }
-        Ok(Err(Refusal::Device))
+    if capacity >= REQUEST_LIMIT {
+        return Err(AllocError::TooLarge { requested: capacity });
     }
+    let mut core = allocator.shell().core();
+    let slot = core.slot(stream);
+    let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else {
+        return Err(allocator.not_mapped("memory that grows where it is"));
+    };
+    drop(core);
+    recycle_retired(allocator)?;
+    allocator.device().settle_unused();
+    let reserved = capacity.max(1).next_multiple_of(granule);
+    let ptr = match allocator.device().driver().reserve(reserved, granule) {
+        Err(error) if error.kind == ErrorKind::OutOfAddresses => {
+            // This gives unused memory back, and with it the addresses at which nothing is mapped any more.
+            allocator.empty_cache()?;
+            allocator.device().driver().reserve(reserved, granule)
+        }
+        reserved => reserved,
+    }?;
+    allocator.shell().tell_checks(|checks| checks.manage(ptr.range(reserved)));
+    if let Some(paged) = &mut allocator.shell().core().paged {
+        paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
+        paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
+    }
+    let memory = Arc::new(MemoryApart::new(allocator, ptr, 0, slot));
+    let storage = Arc::new(Storage::new(Memory::Apart(memory.clone()), stream));
+    Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
+}
 
-    fn fill_step(&self, request: &Request, base: u64, range: &Range<u64>, may_ask: bool) -> Result<Next, AllocError> {
-        let room = self.room()?;
-        let _gate = self.gate()?.shared();
-        let mut whole = self.shell().part(None);
-        if whole.is_asleep() {
-            return Err(AllocError::Asleep);
-        }
-        let (buyable, refusal) = self.buyable(&whole, &room);
-        if range.end - range.start > self.device().info().total_bytes {
-            // Laying it out granule by granule is not worth while.
-            let refusal = if buyable < range.end - range.start { refusal } else { Refusal::Device };
-            return Ok(Next::Finished(Err(refusal)));
-        }
-        let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
-        if paged.retired.is_below(base, range.end) {
-            // Another thread was recycling this memory when it was looked for, and could not unmap it.
-            return Ok(Next::Again);
-        }
-        let (granule, at_hand) = (paged.granule, paged.spares.granules());
-        let fill = paged.unmapped_within(range);
-        let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
-        let spares = lacks.min(at_hand);
-        let donors = whole.donors(lacks - spares, None, Which::Unpromised);
-        let buy = (lacks - spares).saturating_sub(donors.granules);
-        if buy > 0 && may_ask {
-            let ticks = whole.askable(&donors.not_done);
-            if !ticks.is_empty() {
-                return Ok(Next::Ask(ticks));
+/// Maps memory at those places of a range that have none. Plans anew after each wait.
+fn try_fill(
+    allocator: &Allocator,
+    request: &Request,
+    base: u64,
+    range: &Range<u64>,
+) -> Result<Result<(), Refusal>, AllocError> {
+    let mut may_ask = true;
+    for _ in 0..ROUNDS {
+        recycle_retired(allocator)?;
+        match fill_step(allocator, request, base, range, may_ask)? {
+            Next::Finished(filled) => return Ok(filled),
+            Next::Ask(ticks) => {
+                may_ask = false;
+                poll(&ticks)?;
             }
-        }
-        if buy > buyable / granule {
-            return Ok(match whole.first_enough(&donors.not_done, buy - buyable / granule) {
-                Some((timeline, after)) => Next::Wait(timeline, after),
-                None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
-                None => Next::Finished(Err(refusal)),
-            });
-        }
-        let donors = whole.hold_all(donors.into_joined());
-        // It can shrink by a granule, so it keeps no larger frames either.
-        let work = whole.work(&donors, (spares, buy), fill, Largest::GRANULE);
-        let spares = work.spares.granules();
-        drop(whole);
-        let done = carry_out(self.device(), self.hooks(), work);
-        let mut whole = self.shell().part(None);
-        whole.settle_work(&donors, (spares, buy), POOL, &done);
-        for filled in &done.filled {
-            for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
-                whole.note_mapping(Action::SegmentMap, POOL, request.slot, at, granule);
+            Next::Wait(timeline, after) => {
+                if !stall_for(allocator, &timeline, after)? {
+                    break;
+                }
+                may_ask = true;
             }
+            Next::AskRoom => Room::wait_for_others(),
+            Next::Again => {}
         }
-        if let Some(paged) = &mut whole.paged {
-            // Nobody used it: the next call that recycles tries again to unmap it.
-            let unusable = done.filled.iter().filter(|filled| !filled.usable);
-            unusable.for_each(|filled| paged.retired.add(Retired::unusable(base, filled.range.clone())));
+    }
+    Ok(Err(Refusal::Device))
+}
+
+fn fill_step(
+    allocator: &Allocator,
+    request: &Request,
+    base: u64,
+    range: &Range<u64>,
+    may_ask: bool,
+) -> Result<Next, AllocError> {
+    let room = room(allocator)?;
+    let _gate = allocator.gate()?.shared();
+    let mut whole = allocator.shell().part(None);
+    if whole.is_asleep() {
+        return Err(AllocError::Asleep);
+    }
+    let (buyable, refusal) = buyable(allocator, &whole, &room);
+    if range.end - range.start > allocator.device().info().total_bytes {
+        // Laying it out granule by granule is not worth while.
+        let refusal = if buyable < range.end - range.start { refusal } else { Refusal::Device };
+        return Ok(Next::Finished(Err(refusal)));
+    }
+    let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
+    if paged.retired.is_below(base, range.end) {
+        // Another thread was recycling this memory when it was looked for, and could not unmap it.
+        return Ok(Next::Again);
+    }
+    let (granule, at_hand) = (paged.granule, paged.spares.granules());
+    let fill = paged.unmapped_within(range);
+    let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
+    let spares = lacks.min(at_hand);
+    let donors = donors(&mut whole, lacks - spares, None, Which::Unpromised);
+    let buy = (lacks - spares).saturating_sub(donors.granules);
+    if buy > 0 && may_ask {
+        let ticks = askable(&mut whole, &donors.not_done);
+        if !ticks.is_empty() {
+            return Ok(Next::Ask(ticks));
         }
-        whole.account_for_granules();
-        match done.error {
-            None => Ok(Next::Finished(Ok(()))),
-            Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
-            // A capture began before memory was unmapped. The next plan moves none.
-            Some(error) if error.kind == ErrorKind::Capture => Ok(Next::Again),
-            Some(error) => Err(error.into()),
+    }
+    if buy > buyable / granule {
+        return Ok(match first_enough(&whole, &donors.not_done, buy - buyable / granule) {
+            Some((timeline, after)) => Next::Wait(timeline, after),
+            None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
+            None => Next::Finished(Err(refusal)),
+        });
+    }
+    let donors = hold_all(&mut whole, donors.into_joined());
+    // It can shrink by a granule, so it keeps no larger frames either.
+    let work = work(&mut whole, &donors, (spares, buy), fill, Largest::GRANULE);
+    let spares = work.spares.granules();
+    drop(whole);
+    let done = carry_out(allocator.device(), allocator.hooks(), work);
+    let mut whole = allocator.shell().part(None);
+    settle_work(&mut whole, &donors, (spares, buy), POOL, &done);
+    for filled in &done.filled {
+        for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
+            note_mapping(&whole, Action::SegmentMap, POOL, request.slot, at, granule);
         }
+    }
+    if let Some(paged) = &mut whole.paged {
+        // Nobody used it: the next call that recycles tries again to unmap it.
+        let unusable = done.filled.iter().filter(|filled| !filled.usable);
+        unusable.for_each(|filled| paged.retired.add(Retired::unusable(base, filled.range.clone())));
+    }
+    account_for_granules(&mut whole);
+    match done.error {
+        None => Ok(Next::Finished(Ok(()))),
+        Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
+        // A capture began before memory was unmapped. The next plan moves none.
+        Some(error) if error.kind == ErrorKind::Capture => Ok(Next::Again),
+        Some(error) => Err(error.into()),
     }
 }
 
@@ -290,7 +301,7 @@ impl Growable {
         let mut whole = self.allocator().shell().part(None);
         // The stream's later work comes after all uses of the last granule.
         let rest = if bytes < size { vec![(stream.id(), whole.tick_of(stream.id()))] } else { Vec::new() };
-        whole.set_owned(self.ptr().0, size, bytes);
+        set_owned(&mut whole, self.ptr().0, size, bytes);
         drop(whole);
         self.memory.resize(bytes, Location::caller());
         self.rest = rest;
@@ -318,8 +329,8 @@ impl Growable {
         let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
         let mut whole = self.allocator().shell().part(None);
         self.memory.resize(bytes, Location::caller());
-        whole.set_owned(self.ptr().0, size, bytes);
-        whole.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
+        set_owned(&mut whole, self.ptr().0, size, bytes);
+        retire(&mut whole, self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
         let uses = if bytes < size { users } else { Vec::new() };
         let rest = uses.into_iter().map(|slot| (slot, whole.tick_of(slot))).collect();
         drop(whole);
@@ -344,7 +355,7 @@ impl Growable {
         let requested = bytes - self.bytes();
         let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
-        allocator.climb_apart(&request, self.size(), || allocator.try_fill(&request, base, &range))
+        climb_apart(allocator, &request, self.size(), || try_fill(allocator, &request, base, &range))
     }
 
     /// Makes a stream's later work come after uses of memory: streams, and where their timelines must have got to.

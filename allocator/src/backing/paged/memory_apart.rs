@@ -6,11 +6,12 @@
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::fork::Mutex;
+use aquifer_device::fork::{self, Mutex};
 use aquifer_device::sim::{Checks, NewBlock};
-use aquifer_device::{DevicePtr, Operation, Stream, fork};
+use aquifer_device::{DevicePtr, Operation, Stream};
 
 use crate::allocator::Allocator;
+use crate::backing::paged::apart::{owned_size, retire, set_owned};
 use crate::error::AllocError;
 use crate::shell::Shell;
 use crate::tags::Tag;
@@ -95,9 +96,9 @@ impl Drop for MemoryApart {
         }
         self.shell().tell_checks(|checks| checks.dropped(self.ptr, None));
         let mut whole = self.allocator.shell().part(None);
-        let size = whole.owned_size(self.ptr.0);
-        whole.set_owned(self.ptr.0, 0, 0);
-        whole.retire(self.ptr.0, self.ptr.range(size), self.users.get_mut());
+        let size = owned_size(&whole, self.ptr.0);
+        set_owned(&mut whole, self.ptr.0, 0, 0);
+        retire(&mut whole, self.ptr.0, self.ptr.range(size), self.users.get_mut());
         if let Some(paged) = &mut whole.paged {
             paged.retired.abandon(self.ptr.0);
         }

@@ -6,17 +6,17 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::backing::headroom::Refusal;
+use crate::backing::growing::Refusal;
 use crate::backing::paged::carry_out::Work;
-use crate::backing::paged::donors::{Donor, Donors};
-use crate::backing::paged::draft::Draft;
+use crate::backing::paged::donors::{Donor, Donors, stranded};
+use crate::backing::paged::draft::{Draft, bought_ahead, peak_has_settled};
 use crate::backing::paged::frame_size::{BlockLength, Prospect};
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::pools::table::Which;
-use crate::shell::core::Request;
+use crate::request::Request;
 use crate::shell::whole::Whole;
 
 /// Where memory moves again and again, frames are large whatever they strand only if the device has this share of the peak of use left: what
@@ -72,167 +72,165 @@ pub(crate) enum Planned {
     Short { missing: u64, not_done: BTreeMap<(u32, u64), u64>, refusal: Refusal },
 }
 
-impl Whole {
-    /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
-    pub(crate) fn plan(&mut self, request: &Request, draft: Draft, terms: &Terms) -> Planned {
-        let Some(paged) = &self.paged else { return Planned::NoAddresses };
-        let granule = paged.granule;
-        let buyable = terms.buyable / granule;
-        if draft.buy > buyable {
-            let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
-            return Planned::Short { missing, not_done, refusal };
-        }
-        let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
-        let bought_ahead = if more { self.bought_ahead(&draft, request.pool, buyable) } else { 0 };
-        let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
-        let is_remap = buy > 0 || !donors.chosen.is_empty();
-        let create = buy + bought_ahead;
-        let largest =
-            self.largest_in_region(request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
-        let (held, fill, changed) = self.hold_window(request.slot, &window, (ahead + bought_ahead) * granule);
-        let donors = self.hold_donors(request.slot, donors.into_joined(), &changed, window.end);
-        let work = self.work(&donors, (spares, create), fill, largest);
-        let spares = work.spares.granules();
-        Planned::Ready(Plan {
-            work,
-            held: Held { window: held, donors, create, bought_though_movable, spares, point, is_remap },
-            buys_ahead: bought_ahead > 0,
-        })
+/// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
+pub(crate) fn plan(whole: &mut Whole, request: &Request, draft: Draft, terms: &Terms) -> Planned {
+    let Some(paged) = &whole.paged else { return Planned::NoAddresses };
+    let granule = paged.granule;
+    let buyable = terms.buyable / granule;
+    if draft.buy > buyable {
+        let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
+        return Planned::Short { missing, not_done, refusal };
     }
+    let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
+    let bought_ahead = if more { bought_ahead(whole, &draft, request.pool, buyable) } else { 0 };
+    let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
+    let is_remap = buy > 0 || !donors.chosen.is_empty();
+    let create = buy + bought_ahead;
+    let largest =
+        largest_in_region(whole, request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
+    let (held, fill, changed) = hold_window(whole, request.slot, &window, (ahead + bought_ahead) * granule);
+    let donors = hold_donors(whole, request.slot, donors.into_joined(), &changed, window.end);
+    let work = work(whole, &donors, (spares, create), fill, largest);
+    let spares = work.spares.granules();
+    Planned::Ready(Plan {
+        work,
+        held: Held { window: held, donors, create, bought_though_movable, spares, point, is_remap },
+        buys_ahead: bought_ahead > 0,
+    })
+}
 
-    /// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The limits let it take `buyable` bytes.
-    fn largest_in_region(
-        &mut self,
-        request: &Request,
-        donors: &Donors,
-        (buy, create): (u64, u64),
-        (point, buyable): (Point, u64),
-        bought_though_movable: bool,
-    ) -> Largest {
-        let (reserved, growing) = (self.reserved, self.growing.now());
-        let stranded = (buy > 0 && !bought_though_movable).then(|| self.stranded(Which::Unpromised));
-        let settled = self.peak_has_settled();
-        let Some(paged) = self.paged.as_mut() else { return Largest::GRANULE };
-        let granules = |bytes: u64| bytes / paged.granule;
-        if let Some(stranded) = stranded {
-            let peak = paged.in_use_peak.max(point.in_use);
-            paged.frame_size.note(&stranded, granules(reserved) + buy, granules(peak));
+/// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The limits let it take `buyable` bytes.
+fn largest_in_region(
+    whole: &mut Whole,
+    request: &Request,
+    donors: &Donors,
+    (buy, create): (u64, u64),
+    (point, buyable): (Point, u64),
+    bought_though_movable: bool,
+) -> Largest {
+    let (reserved, growing) = (whole.reserved, whole.growing.now());
+    let stranded = (buy > 0 && !bought_though_movable).then(|| stranded(whole, Which::Unpromised));
+    let settled = peak_has_settled(whole);
+    let Some(paged) = whole.paged.as_mut() else { return Largest::GRANULE };
+    let granules = |bytes: u64| bytes / paged.granule;
+    if let Some(stranded) = stranded {
+        let peak = paged.in_use_peak.max(point.in_use);
+        paged.frame_size.note(&stranded, granules(reserved) + buy, granules(peak));
+    }
+    let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
+    let (held, peak) = (reserved + growing, paged.in_use_peak.max(point.in_use));
+    let recurs = settled && paged.recurrence.recurs_at(point);
+    let prospect = if recurs && paged.capacity.left(held).min(buyable) >= peak / ROOM_SHARE {
+        Prospect::Recurs
+    } else if buy == 0 || bought_though_movable || donors.move_ever() {
+        Prospect::Moves
+    } else {
+        Prospect::Grows
+    };
+    let block = BlockLength::new(request.size, paged.granule);
+    let largest = Largest::in_region(paged.frame_size.largest(pool, block, prospect));
+    if prospect == Prospect::Recurs { largest.joining() } else { largest }
+}
+
+/// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
+/// ranges `fill`, in frames that are no larger than `largest` allows.
+pub(crate) fn work(
+    whole: &mut Whole,
+    donors: &[Donor],
+    (spares, create): (u64, u64),
+    fill: Vec<Range<u64>>,
+    largest: Largest,
+) -> Work {
+    let Some(paged) = whole.paged.as_mut() else { return Work::default() };
+    let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
+    let unmap = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
+    let spares = paged.spares.take(spares);
+    paged.in_hands += spares.granules();
+    let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
+    whole.growing.begin(create * granule);
+    Work { granule, options, access, create, largest, unmap, spares, fill }
+}
+
+/// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to be filled, and the remainders of the
+/// blocks of which only a part was held.
+fn hold_window(
+    whole: &mut Whole,
+    slot: u32,
+    window: &Window,
+    ahead: u64,
+) -> (Vec<BlockId>, Vec<Range<u64>>, BTreeMap<BlockId, Holding>) {
+    let granule = whole.paged.as_ref().map_or(1, |paged| paged.granule);
+    let heap = &mut whole.arena(slot).heap;
+    let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
+    let mut fill: Vec<Range<u64>> = Vec::new();
+    let mut pieces = window.pieces.clone();
+    let filled_to = window.end.next_multiple_of(granule) + ahead;
+    // The hole that memory is taken ahead in may begin where the window ends.
+    let beyond = window.pieces.last().and_then(|&id| heap.blocks[id].next.some());
+    pieces.extend(beyond.filter(|&id| ahead > 0 && heap.blocks[id].state == State::Hole));
+    for id in pieces {
+        let block = heap.blocks[id];
+        let is_hole = block.state == State::Hole;
+        let (from, to) =
+            if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
+        let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
+        if from >= to {
+            continue;
         }
-        let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
-        let (held, peak) = (reserved + growing, paged.in_use_peak.max(point.in_use));
-        let recurs = settled && paged.recurrence.recurs_at(point);
-        let prospect = if recurs && paged.capacity.left(held).min(buyable) >= peak / ROOM_SHARE {
-            Prospect::Recurs
-        } else if buy == 0 || bought_though_movable || donors.move_ever() {
-            Prospect::Moves
-        } else {
-            Prospect::Grows
+        let holding = heap.hold(id, from, to);
+        held.push(holding.id);
+        changed.insert(id, holding);
+        if is_hole {
+            match fill.last_mut() {
+                Some(last) if last.end == from => last.end = to,
+                _ => fill.push(from..to),
+            }
+        }
+    }
+    (held, fill, changed)
+}
+
+/// Holds donors of a remap without a window.
+pub(crate) fn hold_all(whole: &mut Whole, chosen: Vec<Donor>) -> Vec<Donor> {
+    hold_donors(whole, 0, chosen, &BTreeMap::new(), 0)
+}
+
+/// Holds donors, in each block from high addresses to low ones.
+fn hold_donors(
+    whole: &mut Whole,
+    slot: u32,
+    chosen: Vec<Donor>,
+    changed: &BTreeMap<BlockId, Holding>,
+    window_end: u64,
+) -> Vec<Donor> {
+    let mut donors = Vec::with_capacity(chosen.len());
+    // The remainder of the block that the last donor was in.
+    let mut left: Option<(Donor, Option<BlockId>)> = None;
+    for donor in chosen {
+        let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
+        let in_window = (donor.arena == slot).then(|| changed.get(&donor.block)).flatten();
+        let id = match (left.filter(|(last, _)| same_block(last)), in_window) {
+            // Parts of the window's own blocks lie below it and above it.
+            (Some((last, below)), Some(holding)) => {
+                let crossed = last.addr >= window_end && donor.addr < window_end;
+                if crossed { holding.below } else { below }
+            }
+            (Some((_, below)), None) => below,
+            (None, Some(holding)) => {
+                if donor.addr >= window_end {
+                    holding.above
+                } else {
+                    holding.below
+                }
+            }
+            (None, None) => Some(donor.block),
         };
-        let block = BlockLength::new(request.size, paged.granule);
-        let largest = Largest::in_region(paged.frame_size.largest(pool, block, prospect));
-        if prospect == Prospect::Recurs { largest.joining() } else { largest }
+        let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
+        let holding = whole.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
+        left = Some((donor, holding.below));
+        donors.push(Donor { block: holding.id, ..donor });
     }
-
-    /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
-    /// ranges `fill`, in frames that are no larger than `largest` allows.
-    pub(crate) fn work(
-        &mut self,
-        donors: &[Donor],
-        (spares, create): (u64, u64),
-        fill: Vec<Range<u64>>,
-        largest: Largest,
-    ) -> Work {
-        let Some(paged) = self.paged.as_mut() else { return Work::default() };
-        let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
-        let unmap = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
-        let spares = paged.spares.take(spares);
-        paged.in_hands += spares.granules();
-        let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-        self.growing.begin(create * granule);
-        Work { granule, options, access, create, largest, unmap, spares, fill }
-    }
-
-    /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to be filled, and the remainders of the
-    /// blocks of which only a part was held.
-    fn hold_window(
-        &mut self,
-        slot: u32,
-        window: &Window,
-        ahead: u64,
-    ) -> (Vec<BlockId>, Vec<Range<u64>>, BTreeMap<BlockId, Holding>) {
-        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
-        let heap = &mut self.arena(slot).heap;
-        let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
-        let mut fill: Vec<Range<u64>> = Vec::new();
-        let mut pieces = window.pieces.clone();
-        let filled_to = window.end.next_multiple_of(granule) + ahead;
-        // The hole that memory is taken ahead in may begin where the window ends.
-        let beyond = window.pieces.last().and_then(|&id| heap.blocks[id].next.some());
-        pieces.extend(beyond.filter(|&id| ahead > 0 && heap.blocks[id].state == State::Hole));
-        for id in pieces {
-            let block = heap.blocks[id];
-            let is_hole = block.state == State::Hole;
-            let (from, to) =
-                if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
-            let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
-            if from >= to {
-                continue;
-            }
-            let holding = heap.hold(id, from, to);
-            held.push(holding.id);
-            changed.insert(id, holding);
-            if is_hole {
-                match fill.last_mut() {
-                    Some(last) if last.end == from => last.end = to,
-                    _ => fill.push(from..to),
-                }
-            }
-        }
-        (held, fill, changed)
-    }
-
-    /// Holds donors of a remap without a window.
-    pub(crate) fn hold_all(&mut self, chosen: Vec<Donor>) -> Vec<Donor> {
-        self.hold_donors(0, chosen, &BTreeMap::new(), 0)
-    }
-
-    /// Holds donors, in each block from high addresses to low ones.
-    fn hold_donors(
-        &mut self,
-        slot: u32,
-        chosen: Vec<Donor>,
-        changed: &BTreeMap<BlockId, Holding>,
-        window_end: u64,
-    ) -> Vec<Donor> {
-        let mut donors = Vec::with_capacity(chosen.len());
-        // The remainder of the block that the last donor was in.
-        let mut left: Option<(Donor, Option<BlockId>)> = None;
-        for donor in chosen {
-            let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
-            let in_window = (donor.arena == slot).then(|| changed.get(&donor.block)).flatten();
-            let id = match (left.filter(|(last, _)| same_block(last)), in_window) {
-                // Parts of the window's own blocks lie below it and above it.
-                (Some((last, below)), Some(holding)) => {
-                    let crossed = last.addr >= window_end && donor.addr < window_end;
-                    if crossed { holding.below } else { below }
-                }
-                (Some((_, below)), None) => below,
-                (None, Some(holding)) => {
-                    if donor.addr >= window_end {
-                        holding.above
-                    } else {
-                        holding.below
-                    }
-                }
-                (None, None) => Some(donor.block),
-            };
-            let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
-            let holding = self.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
-            left = Some((donor, holding.below));
-            donors.push(Donor { block: holding.id, ..donor });
-        }
-        donors
-    }
+    donors
 }
 
 impl Plan {

@@ -3,7 +3,7 @@
 use aquifer_device::internal::Reservation;
 use aquifer_device::{Attribute, Device, DeviceError, ErrorKind, PhysicalOptions, RawPhysical};
 
-use crate::backing::paged::trim::unless_capturing;
+use crate::backing::paged::carry_out::unless_capturing;
 
 /// Returns how granules of `granule` bytes are created on the device, or why they cannot be. Maps
 /// one and gives it back. A device that is full counts as able.

@@ -2,130 +2,110 @@
 
 use std::ops::Range;
 
+use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{Done, Filled};
 use crate::backing::paged::donors::Donor;
+use crate::backing::paged::draft::{note_in_use, peak_has_settled};
 use crate::backing::paged::granules::Stuck;
 use crate::backing::paged::plan::Held;
 use crate::heap::{BlockId, State, kind_of};
-use crate::history::{Action, Subject};
-use crate::shell::core::Request;
+use crate::history::Action;
+use crate::request::Request;
 use crate::shell::whole::Whole;
-use crate::tags::Tag;
 
-impl Whole {
-    /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
-    /// went well.
-    pub(crate) fn settle_plan(&mut self, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
-        // Noted only now: a request that is refused raises no peak, and if it is planned again, it is not taken for one that recurs.
-        if done.error.is_none() {
-            self.note_in_use(held.point.in_use);
-        }
-        if held.is_remap && done.error.is_none() {
-            let settled = self.peak_has_settled();
-            self.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
-        }
-        self.settle_work(&held.donors, (held.spares, held.create), request.pool, done);
-        if let (Some(paged), true, None) = (&mut self.paged, held.bought_though_movable, &done.error) {
-            paged.bought_instead += held.create * paged.granule;
-        }
-        let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
-        // Memory that is mapped without access is of no use to a pool.
-        if let Some(paged) = self.paged.as_mut() {
-            let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
-            paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
-        }
-        let last = held.window.iter().filter_map(|&id| self.let_go(request, id, &usable, &stuck)).last();
-        self.account_for_granules();
-        last.filter(|_| done.error.is_none())
+/// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
+/// went well.
+pub(crate) fn settle_plan(whole: &mut Whole, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+    // Noted only now: a request that is refused raises no peak, and if it is planned again, it is not taken for one that recurs.
+    if done.error.is_none() {
+        note_in_use(whole, held.point.in_use);
     }
-
-    /// Accounts for what the driver did with donors, with `spares` granules of spare frames and with `create` granules to be created for
-    /// `pool`.
-    pub(crate) fn settle_work(&mut self, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
-        self.settle_donors(donors, done);
-        let Some(paged) = self.paged.as_mut() else { return };
-        let (kind, granule) = (kind_of(pool), paged.granule);
-        paged.in_hands -= spares;
-        paged.spares.extend(done.spares.iter());
-        for filled in &done.filled {
-            paged.put_all(filled.range.start, &filled.frames);
-            paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
-        }
-        self.growing.end(create * granule);
-        if done.created {
-            self.counters().num_device_alloc.add(1);
-        }
-        if done.unmapped > 0 {
-            let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
-            self.counters().remaps.add(1);
-            self.counters().granules_moved.add(moved / granule);
-        }
+    if held.is_remap && done.error.is_none() {
+        let settled = peak_has_settled(whole);
+        whole.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
     }
+    settle_work(whole, &held.donors, (held.spares, held.create), request.pool, done);
+    if let (Some(paged), true, None) = (&mut whole.paged, held.bought_though_movable, &done.error) {
+        paged.bought_instead += held.create * paged.granule;
+    }
+    let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
+    // Memory that is mapped without access is of no use to a pool.
+    if let Some(paged) = whole.paged.as_mut() {
+        let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
+        paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
+    }
+    let last = held.window.iter().filter_map(|&id| let_go(whole, request, id, &usable, &stuck)).last();
+    account_for_granules(whole);
+    last.filter(|_| done.error.is_none())
+}
 
-    fn settle_donors(&mut self, donors: &[Donor], done: &Done) {
-        let mut still_mapped = done.still_mapped.iter();
-        for (at, donor) in donors.iter().enumerate() {
-            let heap = &mut self.arena(donor.arena).heap;
-            let pool = heap.blocks[donor.block].pool;
-            if at < done.unmapped {
-                heap.unhold_as_hole(donor.block);
-                self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
-                if let Some(paged) = &mut self.paged {
-                    paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-                    paged.leave(&(donor.addr..donor.addr + donor.bytes));
-                }
-            } else {
-                heap.unhold_as_free(donor.block);
-                let frames = still_mapped.next();
-                if let (Some(paged), Some(frames)) = (&mut self.paged, frames) {
-                    paged.put_all(donor.addr, frames);
-                }
+/// Accounts for what the driver did with donors, with `spares` granules of spare frames and with `create` granules to be created for
+/// `pool`.
+pub(crate) fn settle_work(whole: &mut Whole, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
+    settle_donors(whole, donors, done);
+    let Some(paged) = whole.paged.as_mut() else { return };
+    let (kind, granule) = (kind_of(pool), paged.granule);
+    paged.in_hands -= spares;
+    paged.spares.extend(done.spares.iter());
+    for filled in &done.filled {
+        paged.put_all(filled.range.start, &filled.frames);
+        paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
+    }
+    whole.growing.end(create * granule);
+    if done.created {
+        whole.counters().num_device_alloc.add(1);
+    }
+    if done.unmapped > 0 {
+        let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
+        whole.counters().remaps.add(1);
+        whole.counters().granules_moved.add(moved / granule);
+    }
+}
+
+fn settle_donors(whole: &mut Whole, donors: &[Donor], done: &Done) {
+    let mut still_mapped = done.still_mapped.iter();
+    for (at, donor) in donors.iter().enumerate() {
+        let heap = &mut whole.arena(donor.arena).heap;
+        let pool = heap.blocks[donor.block].pool;
+        if at < done.unmapped {
+            heap.unhold_as_hole(donor.block);
+            note_mapping(whole, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+            if let Some(paged) = &mut whole.paged {
+                paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                paged.leave(&(donor.addr..donor.addr + donor.bytes));
+            }
+        } else {
+            heap.unhold_as_free(donor.block);
+            let frames = still_mapped.next();
+            if let (Some(paged), Some(frames)) = (&mut whole.paged, frames) {
+                paged.put_all(donor.addr, frames);
             }
         }
     }
+}
 
-    /// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is in one.
-    fn let_go(&mut self, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
-        let heap = &mut self.arena(request.slot).heap;
-        let block = heap.blocks[id];
-        if block.state == State::Held {
-            return Some(heap.unhold_as_free(id));
-        }
-        let range = block.range();
-        // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
-        let frames = stuck.iter().map(|filled| filled.range.clone());
-        let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
-        if !frames.is_empty() {
-            if let Some(paged) = &mut self.paged {
-                paged.stuck.push_back(Stuck { arena: request.slot, block: id, frames });
-            }
-            return None;
-        }
-        if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
-            self.arena(request.slot).heap.unhold_as_hole(id);
-            return None;
-        }
-        let free = self.arena(request.slot).heap.unhold_as_free(id);
-        self.note_mapping(Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
-        Some(free)
+/// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is in one.
+fn let_go(whole: &mut Whole, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
+    let heap = &mut whole.arena(request.slot).heap;
+    let block = heap.blocks[id];
+    if block.state == State::Held {
+        return Some(heap.unhold_as_free(id));
     }
-
-    pub(crate) fn note_mapping(&self, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
-        let pool = self.pools.history_id(pool);
-        let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
-        self.shell.history.lock().note(action, subject);
+    let range = block.range();
+    // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
+    let frames = stuck.iter().map(|filled| filled.range.clone());
+    let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
+    if !frames.is_empty() {
+        if let Some(paged) = &mut whole.paged {
+            paged.stuck.push_back(Stuck { arena: request.slot, block: id, frames });
+        }
+        return None;
     }
-
-    /// Makes `reserved` the sum of granules and segments (P3).
-    pub(crate) fn account_for_granules(&mut self) {
-        let Some(paged) = &mut self.paged else { return };
-        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
-        let before = std::mem::replace(&mut paged.accounted, now);
-        let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
-        paged.bought_instead = paged.bought_instead.saturating_sub(sum(before).saturating_sub(sum(now)));
-        let reserved = self.reserved + sum(now) - sum(before);
-        self.forget_unborrowed(reserved);
-        self.reserved = reserved;
-        self.shell.counters.reserved_bytes.replace(before, now);
+    if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
+        whole.arena(request.slot).heap.unhold_as_hole(id);
+        return None;
     }
+    let free = whole.arena(request.slot).heap.unhold_as_free(id);
+    note_mapping(whole, Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
+    Some(free)
 }

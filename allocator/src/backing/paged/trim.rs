@@ -8,17 +8,22 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::internal::Timeline;
-use aquifer_device::{DeviceError, DevicePtr, ErrorKind};
+use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::carry_out::unmap_range;
-use crate::backing::paged::donors::{BATCH, Donor};
+use crate::backing::paged::account::{account_for_granules, note_mapping};
+use crate::backing::paged::apart::recycle_retired;
+use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
 use crate::backing::paged::frames::{Frame, LooseFrames};
+use crate::backing::paged::plan::hold_all;
+use crate::cross_stream::progress::synchronize_all;
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
+use crate::pools::lookup::{awaited_launches, look_for_in, wait_for_launched};
 use crate::pools::table::Which;
-use crate::shell::core::Place;
+use crate::request::Place;
 use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
 
@@ -34,252 +39,246 @@ struct Leaving {
     bytes: u64,
 }
 
-impl Allocator {
-    /// Gives free frames that are promised to nobody back to the device, spare ones first, until at most `target` bytes are held from it or
-    /// none is left. Returns how many bytes went back. Frames that are not known done stay.
-    pub(crate) fn trim_paged(&self, target: u64) -> Result<u64, AllocError> {
-        let recycled = self.recycle_retired()?;
-        Ok(recycled + self.trim_free(target, true, Which::Unpromised)?)
-    }
+/// Gives free frames that are promised to nobody back to the device, spare ones first, until at most `target` bytes are held from it or
+/// none is left. Returns how many bytes went back. Frames that are not known done stay.
+pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {
+    let recycled = recycle_retired(allocator)?;
+    Ok(recycled + trim_free(allocator, target, true, Which::Unpromised)?)
+}
 
-    /// Gives the free frames of some pools back to the device. Spare frames and memory apart stay: they belong to no pool.
-    pub(crate) fn trim_pools(&self, which: Which) -> Result<u64, AllocError> {
-        self.trim_free(0, false, which)
-    }
+/// Gives the free frames of some pools back to the device. Spare frames and memory apart stay: they belong to no pool.
+pub(crate) fn trim_pools(allocator: &Allocator, which: Which) -> Result<u64, AllocError> {
+    trim_free(allocator, 0, false, which)
+}
 
-    fn trim_free(&self, target: u64, spares_too: bool, which: Which) -> Result<u64, AllocError> {
-        let stuck = self.take_stuck_back();
-        let _gate = self.gate()?.shared();
-        let core = self.shell().core();
-        let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
-        if core.is_asleep() {
-            return Ok(0);
-        }
-        drop(core);
-        let mut leaving = Leaving::default();
-        let mut below = Some(u64::MAX);
-        while below.is_some() {
-            below = self.shell().part(None).begin_trim(&mut leaving, below, target, spares_too, which);
-        }
-        if target > 0 {
-            // A frame that is larger than what is still too much, if there is one.
-            self.shell().part(None).begin_trim(&mut leaving, None, target, spares_too, which);
-        }
-        let (mut unmapped, mut failed) = (0, None);
-        for (range, frames) in &leaving.ranges {
-            if let Err(error) = unmap_range(self.device(), self.hooks(), range) {
-                failed = unless_capturing(Err(error)).err();
-                break;
-            }
-            unmapped += 1;
-            leaving.loose.extend(frames.iter().copied());
-        }
-        let (released, failed) = self.release_frames(&mut leaving.loose, failed);
-        self.settle_trim(leaving, unmapped);
-        let addresses = self.give_addresses_back(if spares_too { Which::All } else { which });
-        match failed {
-            Some(error) => Err(error.into()),
-            None => stuck.and(addresses).map(|()| released * granule),
-        }
+fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which) -> Result<u64, AllocError> {
+    let stuck = take_stuck_back(allocator);
+    let _gate = allocator.gate()?.shared();
+    let core = allocator.shell().core();
+    let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+    if core.is_asleep() {
+        return Ok(0);
     }
-
-    /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames are still here.
-    fn settle_trim(&self, leaving: Leaving, unmapped: usize) {
-        let Leaving { donors, ranges, loose, bytes } = leaving;
-        let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
-        loop {
-            let mut whole = self.shell().part(None);
-            for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
-                whole.settle_leaving(donor, &frames, at < unmapped);
-            }
-            if settled.peek().is_some() {
-                continue;
-            }
-            whole.leaving -= bytes;
-            if let Some(paged) = &mut whole.paged {
-                paged.spares.extend(loose.iter());
-            }
-            whole.account_for_granules();
-            return;
-        }
+    drop(core);
+    let mut leaving = Leaving::default();
+    let mut below = Some(u64::MAX);
+    while below.is_some() {
+        below = begin_trim(&mut allocator.shell().part(None), &mut leaving, below, target, spares_too, which);
     }
-
-    /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become spare. Mappings that it still
-    /// refuses to unmap stay stuck.
-    pub(crate) fn take_stuck_back(&self) -> Result<(), AllocError> {
-        let _gate = self.gate()?.shared();
-        let count = self.shell().core().paged.as_ref().map_or(0, |paged| paged.stuck.len());
-        (0..count).map(|_| self.take_one_back()).fold(Ok(()), Result::and)
+    if target > 0 {
+        // A frame that is larger than what is still too much, if there is one.
+        begin_trim(&mut allocator.shell().part(None), &mut leaving, None, target, spares_too, which);
     }
+    let (mut unmapped, mut failed) = (0, None);
+    for (range, frames) in &leaving.ranges {
+        if let Err(error) = unmap_range(allocator.device(), allocator.hooks(), range) {
+            failed = unless_capturing(Err(error)).err();
+            break;
+        }
+        unmapped += 1;
+        leaving.loose.extend(frames.iter().copied());
+    }
+    let (released, failed) = release_frames(allocator, &mut leaving.loose, failed);
+    settle_trim(allocator, leaving, unmapped);
+    let addresses = give_addresses_back(allocator, if spares_too { Which::All } else { which });
+    match failed {
+        Some(error) => Err(error.into()),
+        None => stuck.and(addresses).map(|()| released * granule),
+    }
+}
 
-    /// Unmaps the mappings that have been stuck for longest.
-    fn take_one_back(&self) -> Result<(), AllocError> {
-        let mut whole = self.shell().part(None);
-        if whole.is_asleep() {
-            return Ok(());
+/// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames are still here.
+fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
+    let Leaving { donors, ranges, loose, bytes } = leaving;
+    let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
+    loop {
+        let mut whole = allocator.shell().part(None);
+        for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
+            settle_leaving(&mut whole, donor, &frames, at < unmapped);
         }
-        let Some(paged) = &mut whole.paged else { return Ok(()) };
-        let Some(mut stuck) = paged.stuck.pop_front() else { return Ok(()) };
-        // This call works with them from here on. The table lists them as mapped until they are unmapped.
-        let in_hands = stuck.bytes() / paged.granule;
-        paged.in_hands += in_hands;
-        drop(whole);
-        let (mut unmapped, mut failed) = (Vec::new(), None);
-        while failed.is_none()
-            && let Some(frame) = stuck.frames.last()
-        {
-            failed = self.device().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
-            if failed.is_none() {
-                unmapped.extend(stuck.frames.pop());
-            }
+        if settled.peek().is_some() {
+            continue;
         }
-        let mut whole = self.shell().part(None);
+        whole.leaving -= bytes;
         if let Some(paged) = &mut whole.paged {
-            paged.in_hands -= in_hands;
-            for frame in unmapped {
-                let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
-                paged.spares.extend(loose);
-            }
+            paged.spares.extend(loose.iter());
         }
-        if stuck.frames.is_empty() {
-            whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
-        } else if let Some(paged) = &mut whole.paged {
-            paged.stuck.push_back(stuck);
-        }
-        whole.account_for_granules();
-        Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
-    }
-
-    /// Releases frames until none is left or a call fails. Returns how many granules were released, and the error.
-    fn release_frames(&self, loose: &mut LooseFrames, mut failed: Option<DeviceError>) -> (u64, Option<DeviceError>) {
-        let before = loose.granules();
-        while failed.is_none()
-            && let Some(frame) = loose.pop()
-        {
-            failed = self.device().driver().release_physical(frame.physical).inspect_err(|_| loose.add(frame)).err();
-        }
-        (before - loose.granules(), failed)
-    }
-
-    /// Gives back reservations of some pools in which nothing is mapped.
-    pub(crate) fn give_addresses_back(&self, which: Which) -> Result<(), AllocError> {
-        // This also gives back reservations that could not go back before.
-        self.device().settle();
-        let mut whole = self.shell().part(None);
-        let empty = whole.take_empty_reservations(which);
-        drop(whole);
-        let mut failed = Ok(());
-        for (addr, bytes) in empty {
-            if let Err(error) = self.device().driver().unreserve(DevicePtr(addr), bytes) {
-                let reservation =
-                    aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
-                self.device().unreserve_later(reservation);
-                failed = Err(error.into());
-            }
-        }
-        failed
-    }
-
-    /// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for.
-    /// Returns true if anything was not known done. Skips streams that cannot be waited for now.
-    pub(crate) fn synchronize_free(&self, which: Which) -> Result<bool, AllocError> {
-        let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
-        let launched = self.shell().core().awaited_launches(of);
-        self.wait_for_launched(&launched)?;
-        let waits = self.shell().part(None).free_not_done(which);
-        self.synchronize_all(&waits)?;
-        Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
+        account_for_granules(&mut whole);
+        return;
     }
 }
 
-/// The outcome of unmapping memory that may as well stay mapped for now: it stays while a stream captures.
-pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
-    unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
+/// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become spare. Mappings that it still
+/// refuses to unmap stay stuck.
+pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
+    let _gate = allocator.gate()?.shared();
+    let count = allocator.shell().core().paged.as_ref().map_or(0, |paged| paged.stuck.len());
+    (0..count).map(|_| take_one_back(allocator)).fold(Ok(()), Result::and)
 }
 
-impl Whole {
-    /// The streams that free memory in some pools waits for, each with the tick that its timeline must reach.
-    pub(crate) fn free_not_done(&mut self, which: Which) -> Vec<(Arc<Timeline>, u64)> {
-        let mut latest = BTreeMap::new();
-        self.donors(u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
-            latest.insert(slot, after);
-        });
-        latest.into_iter().filter_map(|(slot, after)| Some((self.timeline(slot)?.clone(), after))).collect()
+/// Unmaps the mappings that have been stuck for longest.
+fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
+    let mut whole = allocator.shell().part(None);
+    if whole.is_asleep() {
+        return Ok(());
     }
-
-    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks
-    /// below an address, or, if that is `None`, of all blocks. Returns the address below which to go on; `None` if
-    /// there are no more blocks.
-    fn begin_trim(
-        &mut self,
-        leaving: &mut Leaving,
-        below: Option<u64>,
-        target: u64,
-        spares_too: bool,
-        which: Which,
-    ) -> Option<u64> {
-        let excess = self.reserved.saturating_sub(target);
-        let paged = self.paged.as_mut()?;
-        let granule = paged.granule;
-        let wanted = excess.div_ceil(granule);
-        let loose = paged.spares.take(if spares_too { wanted } else { 0 });
-        let more = wanted.saturating_sub(loose.granules());
-        let (donors, next) = match below {
-            _ if more == 0 => (Vec::new(), None),
-            Some(below) => self.donors_below(below, more, which),
-            None => (self.donors(more, None, which).into_joined(), None),
-        };
-        let mut bytes = loose.granules() * granule;
-        leaving.loose.extend(loose.iter());
-        for donor in self.hold_all(donors) {
-            let heap = &mut self.arena(donor.arena).heap;
-            heap.empty_held(donor.block);
-            let pool = heap.blocks[donor.block].pool;
-            self.note_mapping(Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
-            let Some(paged) = &mut self.paged else { continue };
-            paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-            let frames = paged.forget_mapped(donor.addr, donor.bytes);
-            leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
-            leaving.donors.push(donor);
-            bytes += donor.bytes;
+    let Some(paged) = &mut whole.paged else { return Ok(()) };
+    let Some(mut stuck) = paged.stuck.pop_front() else { return Ok(()) };
+    // This call works with them from here on. The table lists them as mapped until they are unmapped.
+    let in_hands = stuck.bytes() / paged.granule;
+    paged.in_hands += in_hands;
+    drop(whole);
+    let (mut unmapped, mut failed) = (Vec::new(), None);
+    while failed.is_none()
+        && let Some(frame) = stuck.frames.last()
+    {
+        failed = allocator.device().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
+        if failed.is_none() {
+            unmapped.extend(stuck.frames.pop());
         }
-        leaving.bytes += bytes;
-        self.leaving += bytes;
-        self.account_for_granules();
-        next
     }
+    let mut whole = allocator.shell().part(None);
+    if let Some(paged) = &mut whole.paged {
+        paged.in_hands -= in_hands;
+        for frame in unmapped {
+            let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
+            paged.spares.extend(loose);
+        }
+    }
+    if stuck.frames.is_empty() {
+        whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
+    } else if let Some(paged) = &mut whole.paged {
+        paged.stuck.push_back(stuck);
+    }
+    account_for_granules(&mut whole);
+    Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
+}
 
-    /// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
-    fn settle_leaving(&mut self, donor: Donor, frames: &[Frame], was_unmapped: bool) {
-        let heap = &mut self.arena(donor.arena).heap;
+/// Releases frames until none is left or a call fails. Returns how many granules were released, and the error.
+fn release_frames(
+    allocator: &Allocator,
+    loose: &mut LooseFrames,
+    mut failed: Option<DeviceError>,
+) -> (u64, Option<DeviceError>) {
+    let before = loose.granules();
+    while failed.is_none()
+        && let Some(frame) = loose.pop()
+    {
+        failed = allocator.device().driver().release_physical(frame.physical).inspect_err(|_| loose.add(frame)).err();
+    }
+    (before - loose.granules(), failed)
+}
+
+/// Gives back reservations of some pools in which nothing is mapped.
+pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
+    // This also gives back reservations that could not go back before.
+    allocator.device().settle();
+    let mut whole = allocator.shell().part(None);
+    let empty = take_empty_reservations(&mut whole, which);
+    drop(whole);
+    let mut failed = Ok(());
+    for (addr, bytes) in empty {
+        if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
+            let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+            allocator.device().unreserve_later(reservation);
+            failed = Err(error.into());
+        }
+    }
+    failed
+}
+
+/// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for.
+/// Returns true if anything was not known done. Skips streams that cannot be waited for now.
+pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
+    let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
+    let launched = awaited_launches(&allocator.shell().core(), of);
+    wait_for_launched(allocator, &launched)?;
+    let waits = free_not_done(&mut allocator.shell().part(None), which);
+    synchronize_all(&waits)?;
+    Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
+}
+
+/// The streams that free memory in some pools waits for, each with the tick that its timeline must reach.
+pub(crate) fn free_not_done(whole: &mut Whole, which: Which) -> Vec<(Arc<Timeline>, u64)> {
+    let mut latest = BTreeMap::new();
+    donors(whole, u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
+        latest.insert(slot, after);
+    });
+    latest.into_iter().filter_map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after))).collect()
+}
+
+/// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks
+/// below an address, or, if that is `None`, of all blocks. Returns the address below which to go on; `None` if
+/// there are no more blocks.
+fn begin_trim(
+    whole: &mut Whole,
+    leaving: &mut Leaving,
+    below: Option<u64>,
+    target: u64,
+    spares_too: bool,
+    which: Which,
+) -> Option<u64> {
+    let excess = whole.reserved.saturating_sub(target);
+    let paged = whole.paged.as_mut()?;
+    let granule = paged.granule;
+    let wanted = excess.div_ceil(granule);
+    let loose = paged.spares.take(if spares_too { wanted } else { 0 });
+    let more = wanted.saturating_sub(loose.granules());
+    let (donors, next) = match below {
+        _ if more == 0 => (Vec::new(), None),
+        Some(below) => donors_below(whole, below, more, which),
+        None => (donors(whole, more, None, which).into_joined(), None),
+    };
+    let mut bytes = loose.granules() * granule;
+    leaving.loose.extend(loose.iter());
+    for donor in hold_all(whole, donors) {
+        let heap = &mut whole.arena(donor.arena).heap;
+        heap.empty_held(donor.block);
         let pool = heap.blocks[donor.block].pool;
-        if was_unmapped {
-            heap.unhold_as_hole(donor.block);
-            self.counters().num_device_free.add(1);
-            return;
-        }
-        heap.unhold_as_free(donor.block);
-        self.note_mapping(Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
-        if let Some(paged) = &mut self.paged {
-            paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
-            paged.put_all(donor.addr, frames);
-        }
+        note_mapping(whole, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+        let Some(paged) = &mut whole.paged else { continue };
+        paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+        let frames = paged.forget_mapped(donor.addr, donor.bytes);
+        leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
+        leaving.donors.push(donor);
+        bytes += donor.bytes;
     }
+    leaving.bytes += bytes;
+    whole.leaving += bytes;
+    account_for_granules(whole);
+    next
+}
 
-    /// Takes reservations of some pools that consist of one hole out of the heaps. Returns their addresses and lengths.
-    fn take_empty_reservations(&mut self, which: Which) -> Vec<(u64, u64)> {
-        self.look_for_in(which, Sought::Empty);
-        let empty =
-            self.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
-        let empty: Vec<Place> = empty.filter(|&place| self.pools.is_among(self.block(place).pool, which)).collect();
-        let regions = empty.into_iter().map(|place| {
-            let region = self.arena(place.arena).heap.remove_reservation(place.block);
-            self.pools.forget_region(region.pool, region.home);
-            if let Some(paged) = &mut self.paged {
-                paged.remove_reservation(region.addr);
-            }
-            (region.addr, region.bytes)
-        });
-        regions.collect()
+/// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
+fn settle_leaving(whole: &mut Whole, donor: Donor, frames: &[Frame], was_unmapped: bool) {
+    let heap = &mut whole.arena(donor.arena).heap;
+    let pool = heap.blocks[donor.block].pool;
+    if was_unmapped {
+        heap.unhold_as_hole(donor.block);
+        whole.counters().num_device_free.add(1);
+        return;
     }
+    heap.unhold_as_free(donor.block);
+    note_mapping(whole, Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
+    if let Some(paged) = &mut whole.paged {
+        paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
+        paged.put_all(donor.addr, frames);
+    }
+}
+
+/// Takes reservations of some pools that consist of one hole out of the heaps. Returns their addresses and lengths.
+fn take_empty_reservations(whole: &mut Whole, which: Which) -> Vec<(u64, u64)> {
+    look_for_in(whole, which, Sought::Empty);
+    let empty =
+        whole.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
+    let empty: Vec<Place> = empty.filter(|&place| whole.pools.is_among(whole.block(place).pool, which)).collect();
+    let regions = empty.into_iter().map(|place| {
+        let region = whole.arena(place.arena).heap.remove_reservation(place.block);
+        whole.pools.forget_region(region.pool, region.home);
+        if let Some(paged) = &mut whole.paged {
+            paged.remove_reservation(region.addr);
+        }
+        (region.addr, region.bytes)
+    });
+    regions.collect()
 }

@@ -4,11 +4,14 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
+use crate::accounting::fragmentation::releasable_part;
+use crate::cross_stream::waiting::waiting_bytes;
 use crate::heap::{Heap, Passed, Region, State};
 use crate::pools::table::Private;
 use crate::recovery::oom::advice::Held;
-use crate::recovery::oom::{LISTED, OomReport};
-use crate::shell::core::{Core, Request};
+use crate::recovery::oom::report::{LISTED, OomReport};
+use crate::request::Request;
+use crate::shell::core::Core;
 use crate::tags::Tag;
 
 /// Sums over the blocks passed so far.
@@ -36,12 +39,12 @@ fn promised(core: &Core, pool: u16) -> Option<&Private> {
 impl Seen {
     /// What there is outside of heaps. The request's owner has `own` bytes already, which it keeps.
     pub(super) fn new(core: &Core, request: &Request, own: u64) -> Seen {
-        let captures = core.is_capturing();
+        let captures = is_capturing(core);
         let mut held = Held { own, captures, ..Held::default() };
         held.own_pool_has_graphs = promised(core, request.pool)
             .is_some_and(|private| private.numbers().any(|number| private.keeps_for_graphs(number)));
         held.capturing
-            .extend(core.waiting_bytes().iter().map(|&(slot, _)| slot).filter(|&slot| core.captures_on(slot)));
+            .extend(waiting_bytes(core).iter().map(|&(slot, _)| slot).filter(|&slot| captures_on(core, slot)));
         let mut tags = HashMap::new();
         if let Some(paged) = &core.paged {
             held.cached += paged.spares.granules() * paged.granule;
@@ -82,7 +85,7 @@ impl Seen {
             self.held.live_in_pools += if is_of_another { block.size } else { 0 };
         }
         if matches!(block.state, State::Free | State::Waiting) && owner.is_none() {
-            let part = core.releasable_part(heap, block);
+            let part = releasable_part(core, heap, block);
             self.kept_by_captures += if self.captures { part.bytes } else { 0 };
             if block.state == State::Free {
                 self.held.cached += part.bytes;
@@ -110,17 +113,15 @@ impl Seen {
     }
 }
 
-impl Core {
-    /// True if a stream of the device captures.
-    pub(crate) fn is_capturing(&self) -> bool {
-        self.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
-    }
+/// True if a stream of the device captures.
+pub(crate) fn is_capturing(core: &Core) -> bool {
+    core.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
+}
 
-    /// True if the stream with this number captures.
-    fn captures_on(&self, slot: u32) -> bool {
-        let Some((device, timeline)) = self.device.as_ref().zip(self.timeline(slot)) else { return false };
-        timeline.device_id_unless_capturing() != device.id()
-    }
+/// True if the stream with this number captures.
+fn captures_on(core: &Core, slot: u32) -> bool {
+    let Some((device, timeline)) = core.device.as_ref().zip(core.timeline(slot)) else { return false };
+    timeline.device_id_unless_capturing() != device.id()
 }
 
 /// Bytes of a region that are pinned.

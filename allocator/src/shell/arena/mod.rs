@@ -13,10 +13,6 @@
 //! Lock order: the core's lock, arenas, then leaf locks (history, publishing, lists). Work in one
 //! arena alone takes that arena's lock while holding no other.
 
-mod free;
-mod remote;
-mod rest;
-
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -27,19 +23,24 @@ use aquifer_device::DevicePtr;
 use aquifer_device::internal::Timeline;
 use aquifer_device::sim::NewBlock;
 use crossbeam_utils::CachePadded;
+use remote::{RemoteFree, RemoteFrees};
 
 use crate::accounting::tally::{OwnCounters, Tally, Writer};
 use crate::backing::paged::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::raw::RawTable;
-use crate::shell::core::{Granted, Request};
+use crate::request::Request;
 use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
-use remote::{RemoteFree, RemoteFrees};
+
+mod free;
+mod milestone;
+mod remote;
+mod rest;
 
 /// A number of bytes that nobody knows.
 pub(crate) const UNKNOWN: u64 = u64::MAX;
@@ -531,4 +532,12 @@ impl Desk {
             self.borrowers.insert(timeline.id(), timeline.clone());
         }
     }
+}
+
+/// The data of a block that an allocation needs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Granted {
+    pub(crate) arena: &'static Arena,
+    pub(crate) block: BlockId,
+    pub(crate) addr: u64,
 }

@@ -1,0 +1,257 @@
+//! Serving a request: from the cache of its stream, which makes no driver call, and otherwise by the ladder.
+
+use std::panic::Location;
+use std::sync::atomic::Ordering;
+
+use aquifer_device::{DevicePtr, Operation, Stream, fork};
+
+use crate::allocation::Allocation;
+use crate::allocator::{ALIGNMENT, Allocator};
+use crate::backing::paged::record_milestone;
+use crate::backing::segments::{releasable, release_where};
+use crate::cross_stream::waiting::poll_waiting;
+use crate::error::AllocError;
+use crate::heap::BlockId;
+use crate::keep_awake::keep_awake;
+use crate::pools::capture::refuse_capture;
+use crate::pools::lookup::{came_from_a_graph, route_and_note};
+use crate::recovery::ladder::climb;
+use crate::request::Request;
+use crate::shell::arena::{Arena, Granted};
+use crate::shell::special;
+use crate::size_class::REQUEST_LIMIT;
+use crate::tags::Tag;
+
+/// The largest alignment that can be asked for, in bytes.
+const ALIGNMENT_MAX: u64 = 2 << 20;
+
+/// See [`Allocator::alloc_bytes`].
+#[track_caller]
+#[inline]
+pub(crate) fn alloc_bytes(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
+    // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
+    let at = Location::caller();
+    let Granted { arena, block, addr } = match grant_cached(allocator, bytes, stream, at, false) {
+        Ok(granted) => granted,
+        Err(searched) => grant_the_long_way(allocator, bytes, stream, searched, at)?,
+    };
+    Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, DevicePtr(addr), bytes))
+}
+
+/// See [`Allocator::alloc_aligned`].
+#[track_caller]
+#[inline]
+pub(crate) fn alloc_aligned(
+    allocator: &Allocator,
+    bytes: u64,
+    alignment: u64,
+    stream: &Stream,
+) -> Result<Allocation, AllocError> {
+    if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
+        return Err(AllocError::InvalidAlignment { alignment });
+    }
+    let padded = bytes.saturating_add(alignment.saturating_sub(ALIGNMENT));
+    if alignment <= ALIGNMENT
+        || bytes == 0
+        || padded >= REQUEST_LIMIT
+        || stream.device_id() != allocator.inner().device.id()
+    {
+        return alloc_bytes(allocator, bytes, stream);
+    }
+    let Granted { arena, block, addr } =
+        grant_rounded(allocator, bytes, allocator.inner().classes.round(padded), stream, false)?;
+    let ptr = DevicePtr(addr.next_multiple_of(alignment));
+    arena.tell_of_block(block, ptr, bytes, Location::caller());
+    Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, ptr, bytes))
+}
+
+/// See [`Allocator::alloc_bytes_zeroed`].
+#[track_caller]
+pub(crate) fn alloc_bytes_zeroed(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+    if bytes == 0 {
+        return alloc_bytes(allocator, bytes, stream);
+    }
+    let _awake = keep_awake(allocator)?;
+    let allocation = alloc_bytes(allocator, bytes, stream)?;
+    stream.fill(allocation.ptr(), 0, bytes)?;
+    Ok(allocation)
+}
+
+/// A free block that the stream may reuse at once, to be given out by its address alone if it is `raw`. If there is
+/// none, whether it was searched for.
+#[inline]
+pub(crate) fn grant_cached(
+    allocator: &Allocator,
+    bytes: u64,
+    stream: &Stream,
+    at: &'static Location<'static>,
+    raw: bool,
+) -> Result<Granted, bool> {
+    let arena = allocator.inner().shell.arenas.get(stream.id()).ok_or(false)?;
+    let (block, addr) = take_cached(allocator, arena, bytes, stream, at, raw);
+    if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
+}
+
+/// Takes a free block that the stream may reuse at once: its number and address. If there is none,
+/// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls is compiled
+/// into it only where it has no other caller.
+#[inline(never)]
+fn take_cached(
+    allocator: &Allocator,
+    own: &'static Arena,
+    bytes: u64,
+    stream: &Stream,
+    at: &'static Location<'static>,
+    raw: bool,
+) -> (BlockId, u64) {
+    let inner = &**allocator.inner();
+    let special = inner.shell.special().load(Ordering::Relaxed) != 0;
+    if bytes == 0
+        || bytes >= REQUEST_LIMIT
+        || stream.timeline().device_id_unless_capturing() != inner.device.id()
+        || special
+    {
+        return (BlockId::NONE, 0);
+    }
+    let Some(mut arena) = own.enter() else { return (BlockId::NONE, 0) };
+    let size = inner.classes.round(bytes);
+    let pool = inner.classes.pool(size) as u16;
+    let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
+    let granted = arena.take_own_hot(&request);
+    let milestone_is_due = arena.is_milestone_due();
+    if raw && let Some(granted) = &granted {
+        own.add_raw(granted.addr, granted.block);
+    }
+    drop(arena);
+    if milestone_is_due {
+        record_milestone(stream);
+    }
+    let Some(granted) = granted else { return (BlockId::NONE, 1) };
+    if inner.mark != 0 {
+        own.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
+    }
+    (granted.block, granted.addr)
+}
+
+/// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a request that no free block serves,
+/// anything special.
+#[cold]
+#[inline(never)]
+pub(crate) fn grant_the_long_way(
+    allocator: &Allocator,
+    bytes: u64,
+    stream: &Stream,
+    searched: bool,
+    at: &'static Location<'static>,
+) -> Result<Granted, AllocError> {
+    fork::check(Operation::Alloc)?;
+    let inner = &**allocator.inner();
+    if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
+        return Ok(Granted { arena: arena_for_zero(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
+    }
+    let granted = grant_rounded(allocator, bytes, inner.classes.round(bytes), stream, searched)?;
+    granted.arena.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
+    Ok(granted)
+}
+
+/// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
+/// searched for in vain.
+fn grant_rounded(
+    allocator: &Allocator,
+    bytes: u64,
+    size: u64,
+    stream: &Stream,
+    searched: bool,
+) -> Result<Granted, AllocError> {
+    let inner = &**allocator.inner();
+    let shell = inner.shell;
+    if shell.special().load(Ordering::Relaxed) != 0 {
+        return alloc_specially(allocator, bytes, size, stream);
+    }
+    refuse_capture(stream)?;
+    let pool = inner.classes.pool(size) as u16;
+    let is_regular = size == inner.classes.round(bytes);
+    let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular };
+    let hopeless = searched && !shell.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    let granted = if hopeless { None } else { shell.enter(stream).take_own(&request) };
+    granted.map_or_else(|| climb(allocator, &request), Ok)
+}
+
+/// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
+#[cold]
+fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
+    if stream.device_id() != allocator.inner().device.id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.inner().device.id()));
+    }
+    if bytes >= REQUEST_LIMIT {
+        return Err(AllocError::TooLarge { requested: bytes });
+    }
+    Ok(allocator.inner().shell.enter(stream).arena)
+}
+
+/// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+#[cold]
+fn alloc_specially(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
+    fork::check(Operation::Alloc)?;
+    let shell = allocator.inner().shell;
+    if shell.has_left() {
+        // Taking the locks applies what was left.
+        drop(shell.part(None));
+    }
+    let special = shell.special().load(Ordering::Relaxed);
+    if special & special::ASLEEP != 0 {
+        return Err(AllocError::Asleep);
+    }
+    let waits = special & special::WAITING != 0;
+    let asked = waits && shell.core().waiting.is_to_be_asked_for();
+    if asked {
+        poll_waiting(allocator)?;
+    }
+    let tag = if special & special::SPANS != 0 { Tag::of_span() } else { allocator.inner().scope_tag() };
+    let kind = allocator.inner().classes.pool(size);
+    loop {
+        let private = if special & special::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
+        let private = private.map(|numbers| numbers[kind as usize]);
+        if private.is_none() {
+            refuse_capture(stream)?;
+        }
+        let pool = private.unwrap_or(kind as u16);
+        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular: false };
+        let granted = serve_specially(allocator, &request, stream, special, waits && !asked)?;
+        if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
+            return Ok(granted);
+        }
+        // Nobody has used it.
+        granted.arena.free(granted.block, None, bytes);
+    }
+}
+
+/// Serves a request that was routed; `asks` whether blocks that wait are asked about if there is nothing for it.
+fn serve_specially(
+    allocator: &Allocator,
+    request: &Request,
+    stream: &Stream,
+    special: u32,
+    asks: bool,
+) -> Result<Granted, AllocError> {
+    let shell = allocator.inner().shell;
+    let mut arena = shell.enter(stream);
+    // Private pools keep their memory also without a cache.
+    let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
+    let granted = if caches { arena.take_own(request) } else { None };
+    drop(arena);
+    if special & special::NO_CACHE != 0 {
+        release_where(allocator, releasable)?;
+    }
+    if granted.is_none() && asks {
+        poll_waiting(allocator)?;
+        if let Some(granted) = shell.enter(stream).take_own(request) {
+            return Ok(granted);
+        }
+    }
+    match granted {
+        Some(granted) => Ok(granted),
+        None => climb(allocator, request),
+    }
+}

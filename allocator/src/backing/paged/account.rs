@@ -1,0 +1,25 @@
+//! Accounting for mapped memory: what is reserved, and the history of mappings.
+
+use crate::cross_stream::lending::forget_unborrowed;
+use crate::history::{Action, Subject};
+use crate::shell::whole::Whole;
+use crate::tags::Tag;
+
+pub(crate) fn note_mapping(whole: &Whole, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+    let pool = whole.pools.history_id(pool);
+    let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
+    whole.shell.history.lock().note(action, subject);
+}
+
+/// Makes `reserved` the sum of granules and segments (P3).
+pub(crate) fn account_for_granules(whole: &mut Whole) {
+    let Some(paged) = &mut whole.paged else { return };
+    let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
+    let before = std::mem::replace(&mut paged.accounted, now);
+    let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
+    paged.bought_instead = paged.bought_instead.saturating_sub(sum(before).saturating_sub(sum(now)));
+    let reserved = whole.reserved + sum(now) - sum(before);
+    forget_unborrowed(whole, reserved);
+    whole.reserved = reserved;
+    whole.shell.counters.reserved_bytes.replace(before, now);
+}

@@ -1,0 +1,229 @@
+//! The handles of a private pool: the pool, the routes that send a thread to it, and captures that it serves.
+
+use std::marker::PhantomData;
+use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
+
+use crate::alloc::{alloc_aligned, alloc_bytes, alloc_bytes_zeroed};
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::backing::paged::trim::{free_not_done, synchronize_free, trim_pools};
+use crate::backing::segments::{release_where, whole_segments};
+use crate::cross_stream::progress::poll;
+use crate::cross_stream::waiting::synchronize_pending;
+use crate::error::AllocError;
+use crate::pools::lookup::{close_pool, launches_of, wait_for_launched};
+use crate::pools::table::{PoolKey, PoolOptions, Private, Which};
+use crate::raw::alloc_raw;
+use crate::shell::special;
+
+/// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures ([`Allocator::capture`]). Dropping it
+/// releases its unused memory; live allocations stay valid, and their memory is released later.
+///
+/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. Memory of a graph whose
+/// capture allocated from the pool stays, in addition, until the graph is dropped and its launches are done. For a graph that another
+/// library captured, this is not known here: keep the pool as long as the graph is launched.
+///
+/// Requests outside of captures never get memory that a graph of the pool uses. Other captures do, so graphs that share a pool run one
+/// after the other, whatever streams they are launched on. The order of launches of graphs that another library captured is up to that
+/// library. Do not expect a graph to find data that an earlier launch left in memory which its capture freed.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, PoolOptions};
+/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let pool = allocator.create_pool(PoolOptions::default())?;
+/// let _route = pool.route_thread();
+/// let inside = allocator.alloc_bytes(1 << 20, device.default_stream())?; // from the pool
+/// # drop(inside);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct PrivatePool {
+    pub(crate) allocator: Allocator,
+    key: PoolKey,
+}
+
+static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
+
+/// See [`Allocator::create_pool`].
+pub(crate) fn create_pool(allocator: &Allocator, options: PoolOptions) -> Result<PrivatePool, AllocError> {
+    fork::check(Operation::Alloc)?;
+    let key = allocator.shell().core().pools.add(options)?;
+    Ok(PrivatePool { allocator: allocator.clone(), key })
+}
+
+impl PrivatePool {
+    /// The pool's id, which is `segment_pool_id` in snapshots: `(0, n)`, where n is never reused in this process.
+    pub fn id(&self) -> (u64, u64) {
+        self.key.id
+    }
+
+    pub(crate) fn key(&self) -> PoolKey {
+        self.key
+    }
+
+    /// Refuses a pool of another allocator.
+    pub(crate) fn check_allocator(&self, allocator: &Allocator) -> Result<(), AllocError> {
+        if std::ptr::eq(self.allocator.shell(), allocator.shell()) {
+            return Ok(());
+        }
+        Err(AllocError::wrong_allocator("pool", self.allocator.device().id(), allocator.device().id()))
+    }
+
+    /// Allocates from this pool.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_bytes`].
+    #[track_caller]
+    pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let _route = self.route_thread();
+        alloc_bytes(&self.allocator, bytes, stream)
+    }
+
+    /// Allocates from this pool with a larger alignment, as [`Allocator::alloc_aligned`] does.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_aligned`].
+    #[track_caller]
+    pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let _route = self.route_thread();
+        alloc_aligned(&self.allocator, bytes, alignment, stream)
+    }
+
+    /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream captures, the fill is a part of the graph.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_bytes_zeroed`].
+    #[track_caller]
+    pub fn alloc_bytes_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        let _route = self.route_thread();
+        alloc_bytes_zeroed(&self.allocator, bytes, stream)
+    }
+
+    /// Allocates from this pool and returns the bare pointer, to be freed with [`Allocator::free_raw`].
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_raw`].
+    #[track_caller]
+    pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
+        let _place = self.allocator.device().called_from(Location::caller());
+        self.routed(|allocator| alloc_raw(allocator, bytes, stream))
+    }
+
+    /// Calls `request` on the allocator while the thread is routed here.
+    pub(crate) fn routed<T>(&self, request: impl FnOnce(&Allocator) -> T) -> T {
+        // A forked child refuses the request itself.
+        let _route = (!fork::is_child()).then(|| self.route_thread());
+        request(&self.allocator)
+    }
+
+    /// Makes all allocations of the calling thread from the allocator come from this pool, until the result is dropped. Scopes nest; the
+    /// innermost counts.
+    pub fn route_thread(&self) -> PoolRoute {
+        let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
+        let shell = self.allocator.shell();
+        let mut core = shell.core();
+        core.pools.begin_route(number, self.key);
+        shell.special().fetch_or(special::ROUTED, Ordering::Relaxed);
+        PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
+    }
+
+    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams still
+    /// use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is dropped.
+    /// Graphs that other libraries captured must not be launched again. While a stream captures, nothing is given back that needs waiting.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        fork::check(Operation::Free)?;
+        let core = self.allocator.shell().core();
+        let Some(private) = core.pools.find(self.key) else { return Ok(0) };
+        let launched = launches_of(&core, private);
+        drop(core);
+        wait_for_launched(&self.allocator, &launched)?;
+        if launched.is_pending() {
+            return Ok(0);
+        }
+        synchronize_pending(&self.allocator, Which::Of(self.key))?;
+        synchronize_free(&self.allocator, Which::Of(self.key))?;
+        self.release()
+    }
+
+    fn release(&self) -> Result<u64, AllocError> {
+        let segments = release_where(&self.allocator, |whole| whole_segments(whole, Which::UnusedOf(self.key)))?;
+        Ok(segments + trim_pools(&self.allocator, Which::UnusedOf(self.key))?)
+    }
+
+    /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses of the rest, so that later calls can
+    /// find out whether it is done, even while the streams capture.
+    fn close(&self) -> Result<(), AllocError> {
+        let shell = self.allocator.shell();
+        let launched = close_pool(&mut shell.core(), self.key);
+        poll(&launched.ticks)?;
+        if shell.core().pools.find(self.key).is_none() {
+            return Ok(());
+        }
+        let free = free_not_done(&mut shell.part(None), Which::Of(self.key));
+        poll(&free)?;
+        let released = shell.core().pools.find(self.key).is_some_and(Private::is_released);
+        if released { self.release().map(|_| ()) } else { Ok(()) }
+    }
+}
+
+impl Drop for PrivatePool {
+    fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
+        if let Err(error) = self.close() {
+            tracing::warn!(%error, "a private pool's memory could not be released; the next release tries again");
+        }
+    }
+}
+
+/// While it lives, the thread that made it allocates from a private pool.
+#[derive(Debug)]
+#[must_use = "the thread goes back to the pools it used before when this is dropped"]
+pub struct PoolRoute {
+    pub(crate) allocator: Allocator,
+    number: u64,
+    /// Not `Send`: a route belongs to the thread that made it.
+    not_send: PhantomData<*const ()>,
+}
+
+impl Drop for PoolRoute {
+    fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
+        let shell = self.allocator.shell();
+        let mut core = shell.core();
+        if !core.pools.end_route(self.number) {
+            shell.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
+        }
+    }
+}
+
+/// While it lives, a stream is known to capture, and the thread that made it allocates from a private pool. Made by [`Allocator::capture`].
+#[derive(Debug)]
+#[must_use = "the thread goes back to the pools it used before when this is dropped"]
+pub struct CaptureRoute {
+    // Dropped first, so that the capture is over before the thread allocates from other pools.
+    _announced: Option<AnnouncedCapture>,
+    _route: PoolRoute,
+}
+
+/// See [`Allocator::capture`].
+pub(crate) fn capture(allocator: &Allocator, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
+    fork::check(Operation::CaptureStatus)?;
+    if stream.device_id() != allocator.device().id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+    }
+    pool.check_allocator(allocator)?;
+    let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
+    Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
+}

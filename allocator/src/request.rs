@@ -1,0 +1,27 @@
+//! A request on its way through the allocator, and the place of a block.
+
+use crate::heap::BlockId;
+use crate::tags::Tag;
+
+/// A request on its way through the allocator.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// Bytes that the caller requested.
+    pub(crate) requested: u64,
+    /// Bytes after rounding.
+    pub(crate) size: u64,
+    /// The pool that it is served from.
+    pub(crate) pool: u16,
+    /// The stream that it is for.
+    pub(crate) slot: u32,
+    pub(crate) tag: Tag,
+    /// True if the size and the pool are those that the requested bytes have by default, so that a handle's bytes tell them.
+    pub(crate) is_regular: bool,
+}
+
+/// A block, named by its number and the stream in whose arena it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Place {
+    pub(crate) arena: u32,
+    pub(crate) block: BlockId,
+}
