@@ -79,18 +79,25 @@ fn import_typed<T: Scalar + DlpackElement>(
         return Ok(Tensor::from_buffer(&buffer, &shape, &Transfer::of(memory)?)?);
     }
     check_compact(&tensor)?;
-    // SAFETY: the caller of `import_tensor` promises that the memory is there, and is not written.
-    let elements = unsafe { tensor.cpu_slice::<T>() }?;
-    let (start, len) = (elements.as_ptr(), elements.len());
+    // SAFETY: the caller of `import_tensor` promises that the memory is there.
+    let (start, len) = (unsafe { tensor.offset_data_ptr::<T>() }?, tensor.num_elements());
     Ok(Tensor::from_owner::<T, _>(OnHost { start, len, _dlpack: dlpack }, &shape)?)
 }
 
+/// Checks that the elements are in row-major order without gaps. Strides of dimensions with one element mean nothing:
+/// PyTorch sets them to 1.
 fn check_compact(tensor: &TensorRef<'_>) -> Result<(), Error> {
-    if tensor.is_compact()? {
+    let (shape, strides) = (tensor.shape(), tensor.strides_or_compact()?);
+    let mut expected = 1_i64;
+    let is_in_place = |(&extent, &stride): (&i64, &i64)| {
+        let is_in_place = extent == 1 || stride == expected;
+        expected = expected.saturating_mul(extent);
+        is_in_place
+    };
+    if tensor.num_elements() == 0 || shape.iter().zip(strides.iter()).rev().all(is_in_place) {
         return Ok(());
     }
-    let (shape, strides) = (tensor.shape().to_vec(), tensor.strides_or_compact()?.into_owned());
-    Err(Error::Strided { shape, strides })
+    Err(Error::Strided { shape: shape.to_vec(), strides: strides.into_owned() })
 }
 
 /// Host memory of a DLPack tensor.
@@ -107,7 +114,7 @@ unsafe impl<T: Sync> Sync for OnHost<T> {}
 
 impl<T> AsRef<[T]> for OnHost<T> {
     fn as_ref(&self) -> &[T] {
-        // SAFETY: the tensor has so many elements there for as long as it lives.
+        // SAFETY: the tensor has so many elements there for as long as it lives, which nothing else writes.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }

@@ -87,8 +87,14 @@ impl Drop for Foreign {
     }
 }
 
-fn foreign(deleted: &Arc<AtomicUsize>, start: u64, strides: &[i64], device: DLDevice, dtype: DLDataType) -> Dlpack {
-    let prepared = Dynamic::new(&[2_i64, 2][..], strides).prepare_as::<DLManagedTensorVersioned>().unwrap();
+fn foreign(
+    deleted: &Arc<AtomicUsize>,
+    start: u64,
+    (shape, strides): (&[i64], &[i64]),
+    device: DLDevice,
+    dtype: DLDataType,
+) -> Dlpack {
+    let prepared = Dynamic::new(shape, strides).prepare_as::<DLManagedTensorVersioned>().unwrap();
     let mut tensor = prepared.initialize(Box::new(Foreign(deleted.clone())));
     tensor.set_device(device).set_dtype(dtype).set_data(start as *mut c_void);
     // SAFETY: tests look at the description alone, or pass memory that is there.
@@ -107,13 +113,13 @@ fn what_is_refused_goes_back_to_its_producer() {
     ];
     let deleted = Arc::new(AtomicUsize::new(0));
     for (at, (device, strides, dtype, text)) in cases.into_iter().enumerate() {
-        let tensor = foreign(&deleted, 4096, strides, device, dtype);
+        let tensor = foreign(&deleted, 4096, (&[2, 2], strides), device, dtype);
         // SAFETY: nothing is done with the memory.
         let error = unsafe { import_tensor(tensor, &gpu.memory, &stream) }.unwrap_err();
         assert!(error.to_string().contains(text), "{error}");
         assert_eq!(deleted.load(Ordering::Relaxed), at + 1);
     }
-    let tensor = foreign(&deleted, 4096, &[2, 1], here, DLDataType::F32);
+    let tensor = foreign(&deleted, 4096, (&[2, 2], &[2, 1]), here, DLDataType::F32);
     // SAFETY: nothing is done with the memory.
     let error = unsafe { import_buffer::<i32>(tensor, &gpu.memory, &stream) }.unwrap_err();
     assert!(matches!(error, Error::DType { .. }), "{error}");
@@ -124,6 +130,37 @@ fn what_is_refused_goes_back_to_its_producer() {
     assert!(matches!(refused, Err(Error::Simulated { .. })));
 }
 
+/// As PyTorch exports a batch of one.
+#[test]
+fn strides_of_dimensions_with_one_element_mean_nothing() {
+    let gpu = Gpu::new();
+    let stream = gpu.device.stream().unwrap();
+    let here = DLDevice::cuda(i32::try_from(gpu.standin.ordinal()).unwrap());
+    let host = [1.0_f32, 2.0, 3.0, 4.0];
+    let buffer = gpu.memory.from_slice(&host, &stream).unwrap();
+    let layouts: [(&[i64], &[i64]); 4] =
+        [(&[1, 4], &[1, 1]), (&[2, 1, 2], &[2, 77, 1]), (&[1, 1], &[0, -5]), (&[0, 3], &[7, 7])];
+    let deleted = Arc::new(AtomicUsize::new(0));
+    for (shape, strides) in layouts {
+        for (start, device) in [(buffer.ptr().0, here), (host.as_ptr() as u64, DLDevice::CPU)] {
+            let tensor = foreign(&deleted, start, (shape, strides), device, DLDataType::F32);
+            // SAFETY: the memory has four elements, which nothing writes.
+            let tensor = unsafe { import_tensor(tensor, &gpu.memory, &stream) }.unwrap();
+            let elements = tensor.to_vec_blocking::<f32>().unwrap();
+            assert_eq!(elements, host[..elements.len()]);
+            assert_eq!(elements.len() as i64, shape.iter().product::<i64>());
+        }
+    }
+    assert_eq!(deleted.load(Ordering::Relaxed), 8);
+    // One past an element.
+    let tensor = foreign(&deleted, host.as_ptr() as u64 + 1, (&[1], &[1]), DLDevice::CPU, DLDataType::F32);
+    // SAFETY: nothing is done with the memory.
+    let error = unsafe { import_tensor(tensor, &gpu.memory, &stream) }.unwrap_err();
+    assert!(matches!(error, Error::Malformed(_)), "{error}");
+    gpu.device.synchronize().unwrap();
+    assert_eq!(gpu.standin.violations(), Vec::<String>::new());
+}
+
 #[test]
 fn the_producer_gets_its_memory_back_once_the_device_is_done() {
     let gpu = Gpu::new();
@@ -131,7 +168,7 @@ fn the_producer_gets_its_memory_back_once_the_device_is_done() {
     let here = DLDevice::cuda(i32::try_from(gpu.standin.ordinal()).unwrap());
     let theirs = gpu.memory.alloc_zeros::<f32>(4, &stream).unwrap();
     let deleted = Arc::new(AtomicUsize::new(0));
-    let tensor = foreign(&deleted, theirs.ptr().0, &[2, 1], here, DLDataType::F32);
+    let tensor = foreign(&deleted, theirs.ptr().0, (&[2, 2], &[2, 1]), here, DLDataType::F32);
     // SAFETY: the memory is that of `theirs`, which nothing else uses.
     let mut imported = unsafe { import_buffer::<f32>(tensor, &gpu.memory, &stream) }.unwrap();
     let again = imported.share();
