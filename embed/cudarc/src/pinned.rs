@@ -27,6 +27,14 @@ use crate::Error;
 /// assert_eq!(batch.as_slice()?[0], 1.0); // does
 /// # Ok::<(), aquifer_cudarc::Error>(())
 /// ```
+///
+/// Threads cannot share it. Each copy waits for the event of the last use and then records the event anew, so of copies that
+/// two threads begin at once, one would be lost:
+///
+/// ```compile_fail,E0277
+/// fn shared<T: Sync>() {}
+/// shared::<aquifer_cudarc::HostPinned<f32>>();
+/// ```
 pub struct HostPinned<T> {
     /// Nothing but cudarc uses it, so it is idle as far as Aquifer knows.
     buffer: ManuallyDrop<PinnedBuffer<T>>,
@@ -37,10 +45,8 @@ pub struct HostPinned<T> {
     used: CudaEvent,
 }
 
-// SAFETY: `start` points into `buffer`, which is owned; shared access through it is that of a slice.
+// SAFETY: `start` points into `buffer`, which is owned.
 unsafe impl<T: Send> Send for HostPinned<T> {}
-// SAFETY: as above.
-unsafe impl<T: Sync> Sync for HostPinned<T> {}
 
 impl<T: Pod> HostPinned<T> {
     /// Takes a buffer, once work that uses it is done, for copies in `context`.
