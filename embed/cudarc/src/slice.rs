@@ -86,9 +86,10 @@ impl AllocatorExt for Allocator {
         let (count, size) = (len as u64, size_of::<T>() as u64);
         let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;
         let ptr = self.alloc_raw(bytes, &crate::stream(stream)?)?;
+        let has_events = stream.context().is_event_tracking();
         // SAFETY: so many bytes are allocated there, which `free_raw` alone frees.
         let slice = unsafe { stream.upgrade_device_ptr(ptr.0, len) };
-        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone() })
+        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events })
     }
 
     #[track_caller]
@@ -113,13 +114,19 @@ fn is_ordered(stream: &CudaStream) -> bool {
 ///
 /// cudarc orders the streams that use it, by the two events that each slice has while the context's event tracking is
 /// on. When it is dropped, its own stream waits for them, and then the memory goes back to the allocator. If tracking
-/// was turned off meanwhile and the context has several streams, the drop waits for the whole context instead.
+/// was off when it was allocated or is off then, and the context has several streams, the drop waits for the whole
+/// context instead.
+///
+/// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a slice, order one after
+/// the other, or the slice's own stream after both, before it is written or dropped; or use a [`Buffer`].
 ///
 /// Do not [`std::mem::swap`] it with a slice of cudarc's own: neither is freed then, as each finds a pointer that is
 /// not its own.
 pub struct PoolSlice<T> {
     slice: ManuallyDrop<CudaSlice<T>>,
     allocator: Allocator,
+    /// cudarc's event tracking was on when the slice was made.
+    has_events: bool,
 }
 
 impl<T> PoolSlice<T> {
@@ -155,7 +162,8 @@ impl<T> Drop for PoolSlice<T> {
         // SAFETY: it is taken here alone, and not used afterwards.
         let ptr = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
         // Memory that may be in use is better lost than reused.
-        if is_ordered(&stream) || stream.context().synchronize().is_ok() {
+        let is_ordered = is_ordered(&stream) && (self.has_events || !stream.context().is_in_multi_stream_mode());
+        if is_ordered || stream.context().synchronize().is_ok() {
             let _ = self.allocator.free_raw(DevicePtr(ptr));
         }
     }

@@ -155,6 +155,44 @@ fn slices_that_nothing_orders_are_refused() {
     gpu.assert_no_violation();
 }
 
+/// Such a slice has no events.
+#[test]
+fn slices_from_before_tracking_was_on_go_back_once_the_context_is_done() {
+    let gpu = Gpu::new().without_tracking();
+    let default = gpu.context.default_stream();
+    let mut early = gpu.memory.alloc_slice_zeros::<f32>(N, &default).unwrap();
+    // SAFETY: this test looks at what happens then.
+    unsafe { gpu.context.enable_event_tracking() };
+    let [other] = gpu.streams();
+    other.join(&default).unwrap();
+    other.memset_zeros(&mut *early).unwrap();
+    drop(early);
+    let [third] = gpu.streams();
+    drop(gpu.memory.alloc_slice_zeros::<f32>(N, &default).unwrap());
+    drop(gpu.memory.alloc_slice_zeros::<f32>(N, &third).unwrap());
+    gpu.context.synchronize().unwrap();
+    gpu.assert_no_violation();
+}
+
+#[test]
+fn what_is_in_use_can_be_dropped_on_another_thread() {
+    let gpu = Gpu::new();
+    let [one, two] = gpu.streams();
+    for step in 0..20 {
+        let mut slice = gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap();
+        let host = gpu.memory.device().pinned_from_slice(&[step as f32; N]).unwrap();
+        let host = HostPinned::new(host, &gpu.context).unwrap();
+        two.memcpy_htod(&host, &mut *slice).unwrap();
+        let imported = gpu.memory.import_slice(two.clone_dtod(&*slice).unwrap()).unwrap();
+        std::thread::spawn(move || drop((slice, host, imported))).join().unwrap();
+        drop(gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap());
+    }
+    gpu.context.synchronize().unwrap();
+    assert_eq!(gpu.memory.memory_allocated(), 0);
+    gpu.context.check_err().unwrap();
+    gpu.assert_no_violation();
+}
+
 #[test]
 fn a_leaked_slice_is_freed_by_its_address() {
     let gpu = Gpu::new();
