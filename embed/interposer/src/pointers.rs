@@ -80,7 +80,7 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribu
     // SAFETY: passed on to the program.
     let code = unsafe { driver().cuPointerGetAttribute(data, attribute, ptr) };
     let is_corrected = matches!(attribute, CONTEXT | IPC_CAPABLE | RANGE_START | RANGE_SIZE);
-    if !is_corrected {
+    if !is_corrected || data.is_null() {
         return code;
     }
     let serve = || {

@@ -149,6 +149,7 @@ static void describe(void *driver) {
     OK(cuPointerGetAttribute(&bytes, 12, block + 5));
     OK(cuPointerGetAttribute(&ordinal, 9, block + 5));
     CHECK(range == block && bytes == 64 * MIB && ordinal == 0);
+    CHECK(cuPointerGetAttribute(NULL, 12, block) != 0);
     unsigned attributes[] = {12, 9, 11};
     void *data[] = {&bytes, &ordinal, &range};
     range = bytes = 0;
