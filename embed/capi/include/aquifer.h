@@ -61,12 +61,19 @@ void *aquifer_malloc(size_t size,
                      void *stream);
 
 // Frees memory from this library. It may be called while work that uses the memory is enqueued: the memory is reused after that work. Work on
-// other streams than that of the allocation counts if `aquifer_record_stream` was called. `stream` must be that of the allocation, `size` is
-// not used, and NULL is ignored. With `device` -1, the device is found by the pointer. Errors go to stderr.
+// other streams than that of the allocation counts if `aquifer_record_stream` was called.
+//
+// `size` and `stream` are not used: PyTorch passes the stream of the allocation, which may have been destroyed. `aquifer_free_on` frees in the
+// order of another stream. NULL is ignored. With `device` -1, the device is found by the pointer. Errors go to stderr.
 void aquifer_free(void *ptr,
                   size_t size,
                   int device,
                   void *stream);
+
+// As `aquifer_free`, in the order of a live stream, as `cudaFreeAsync` does: work enqueued on `stream` until now also counts. `stream` need not
+// be that of the allocation. The device is found by the pointer.
+void aquifer_free_on(void *ptr,
+                     void *stream);
 
 // Notes that `stream` uses memory from another stream. Call it after that use was enqueued and before `aquifer_free`. The device is found by
 // the pointer. Errors go to stderr.

@@ -76,14 +76,26 @@ pub extern "C" fn aquifer_malloc(size: usize, device: c_int, stream: *mut c_void
 }
 
 /// Frees memory from this library. It may be called while work that uses the memory is enqueued: the memory is reused after that work. Work on
-/// other streams than that of the allocation counts if `aquifer_record_stream` was called. `stream` must be that of the allocation, `size` is
-/// not used, and NULL is ignored. With `device` -1, the device is found by the pointer. Errors go to stderr.
+/// other streams than that of the allocation counts if `aquifer_record_stream` was called.
+///
+/// `size` and `stream` are not used: PyTorch passes the stream of the allocation, which may have been destroyed. `aquifer_free_on` frees in the
+/// order of another stream. NULL is ignored. With `device` -1, the device is found by the pointer. Errors go to stderr.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_free(ptr: *mut c_void, size: usize, device: c_int, stream: *mut c_void) {
     let _ = (size, stream);
     printed("aquifer_free", || match device {
+        _ if ptr.is_null() => Ok(()),
         -1 => free(device_ptr(ptr)),
         device => Ok(Gpu::of(device)?.memory.free_raw(device_ptr(ptr))?),
+    });
+}
+
+/// As `aquifer_free`, in the order of a live stream, as `cudaFreeAsync` does: work enqueued on `stream` until now also counts. `stream` need not
+/// be that of the allocation. The device is found by the pointer.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_free_on(ptr: *mut c_void, stream: *mut c_void) {
+    printed("aquifer_free_on", || {
+        with_owner(ptr, |gpu, ptr| Ok(gpu.with_stream(stream, |stream| gpu.memory.free_raw_on(ptr, stream))??))
     });
 }
 
@@ -92,12 +104,7 @@ pub extern "C" fn aquifer_free(ptr: *mut c_void, size: usize, device: c_int, str
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_record_stream(ptr: *mut c_void, stream: *mut c_void) {
     printed("aquifer_record_stream", || {
-        if ptr.is_null() {
-            return Ok(());
-        }
-        let ptr = device_ptr(ptr);
-        let gpu = Gpu::find(ptr, |gpu| gpu.memory.size_of_raw(ptr).map(|_| gpu))?;
-        Ok(gpu.with_stream(stream, |stream| gpu.memory.record_stream_raw(ptr, stream))??)
+        with_owner(ptr, |gpu, ptr| Ok(gpu.with_stream(stream, |stream| gpu.memory.record_stream_raw(ptr, stream))??))
     });
 }
 
@@ -263,6 +270,9 @@ pub extern "C" fn aquifer_pool_create(device: c_int, options: c_int) -> u64 {
     guarded(0, || {
         let use_on_oom = options & AQUIFER_POOL_USE_ON_OOM != 0;
         let no_split = options & AQUIFER_POOL_NO_SPLIT != 0;
+        if options & !(AQUIFER_POOL_USE_ON_OOM | AQUIFER_POOL_NO_SPLIT) != 0 {
+            return Err(Failure::invalid(format!("unknown options of a pool: {options}")));
+        }
         pools::create(Gpu::here(device)?, PoolOptions { use_on_oom, no_split })
     })
 }
@@ -313,6 +323,18 @@ pub extern "C" fn aquifer_ort_free(ptr: *mut c_void) {
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_ort_empty_cache() {
     printed("aquifer_ort_empty_cache", || Ok(ort::bound()?.0.memory.empty_cache().map(drop)?));
+}
+
+/// Calls `request` with the device of a pointer, unless that is NULL.
+fn with_owner(
+    ptr: *mut c_void,
+    request: impl FnOnce(&'static Gpu, DevicePtr) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    if ptr.is_null() {
+        return Ok(());
+    }
+    let ptr = device_ptr(ptr);
+    request(Gpu::find(ptr, |gpu| gpu.memory.size_of_raw(ptr).map(|_| gpu))?, ptr)
 }
 
 /// Frees memory of whichever device.

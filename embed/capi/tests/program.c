@@ -180,6 +180,70 @@ static void careless(void)
     torch_free(ptr, 1 << 20, 0, own);
 }
 
+/* Threads use and free what others allocated, each in the order of its own stream. */
+static struct { void *ptr, *event; } handed[8];
+static pthread_mutex_t handing = PTHREAD_MUTEX_INITIALIZER;
+
+static void *hand_over(void *argument)
+{
+    unsigned seed = (unsigned)(size_t)argument;
+    CHECK(set_current(context) == 0);
+    void *own = new_stream();
+    for (int step = 0; step < 400; step++) {
+        void *ptr = torch_alloc(1 << 20, 0, own), *event;
+        CHECK(ptr && event_create(&event, 2) == 0);
+        fill(ptr, 1 << 20, own);
+        CHECK(event_record(event, own) == 0);
+        unsigned at = draw(&seed, 8);
+        pthread_mutex_lock(&handing);
+        void *theirs = handed[at].ptr, *after = handed[at].event;
+        handed[at].ptr = ptr;
+        handed[at].event = event;
+        pthread_mutex_unlock(&handing);
+        if (theirs) {
+            CHECK(stream_wait(own, after, 0) == 0);
+            event_destroy(after);
+            fill(theirs, 1 << 20, own);
+            aquifer_free_on(theirs, own);
+        }
+    }
+    return NULL;
+}
+
+/* Frees in the order of another stream than that of the allocation, also one that this library has not seen yet. */
+static void elsewhere(void)
+{
+    pthread_t threads[3];
+    for (size_t i = 0; i < 3; i++)
+        CHECK(pthread_create(&threads[i], NULL, hand_over, (void *)(i + 1)) == 0);
+    for (size_t i = 0; i < 3; i++)
+        pthread_join(threads[i], NULL);
+    for (int i = 0; i < 8; i++)
+        aquifer_free_on(handed[i].ptr, new_stream());
+    void *own = new_stream(), *others[] = {new_stream(), NULL, (void *)2};
+    for (int i = 0; i < 30; i++) {
+        void *other = others[i % 3], *ptr = torch_alloc(1 << 20, 0, own);
+        CHECK(ptr);
+        fill(ptr, 1 << 20, own);
+        order(other, own);
+        fill(ptr, 1 << 20, other);
+        aquifer_free_on(ptr, other);
+        CHECK(aquifer_memory_allocated(0) == 0);
+    }
+    /* The stream of the allocation is gone, as PyTorch has it. */
+    for (int i = 0; i < 100; i++) {
+        void *gone = new_stream(), *ptr = torch_alloc(1 << 20, 0, gone);
+        CHECK(ptr);
+        fill(ptr, 1 << 20, gone);
+        CHECK(aquifer_forget_stream(0, gone) == AQUIFER_OK && stream_call_destroy(gone) == 0);
+        void *new = new_stream();
+        if (i % 2)
+            torch_free(torch_alloc(1 << 20, 0, new), 1 << 20, 0, new);
+        torch_free(ptr, 1 << 20, 0, gone);
+        CHECK(aquifer_memory_allocated(0) == 0 && !*aquifer_last_error());
+    }
+}
+
 /* Handles of streams come back, for new streams. */
 static void forget(void)
 {
@@ -207,8 +271,21 @@ static void give_up(const char *report, void *data)
     *kept = NULL;
 }
 
+/* Asks for memory that is not there either. */
+static void ask_again(const char *report, void *data)
+{
+    int *calls = data;
+    CHECK(*report && ++*calls < 10);
+    CHECK(!torch_alloc((size_t)1 << 33, 0, new_stream()) && aquifer_last_status() == AQUIFER_OUT_OF_MEMORY);
+    CHECK(aquifer_empty_cache(-1) == AQUIFER_OK && aquifer_stats_json(0, NULL, 0) > 0);
+    aquifer_on_oom(NULL, NULL);
+}
+
 static void oom(void)
 {
+    int calls = 0;
+    aquifer_on_oom(ask_again, &calls);
+    CHECK(!torch_alloc((size_t)1 << 32, 0, NULL) && strstr(aquifer_last_error(), "4.00 GiB") && calls > 0);
     void *kept = torch_alloc(1 << 20, 0, NULL), *stream = new_stream();
     aquifer_on_oom(give_up, &kept);
     CHECK(kept && !torch_alloc((size_t)1 << 32, 0, stream));
@@ -237,15 +314,23 @@ static void wrong(void)
     }
     torch_free(NULL, 0, 0, NULL);
     torch_free(NULL, 0, -1, NULL);
+    char *before = strdup(aquifer_last_error());
+    torch_free(NULL, 0, 77, NULL);
+    CHECK(!strcmp(before, aquifer_last_error()));
+    free(before);
+    CHECK(!aquifer_pool_create(0, 4) && aquifer_last_status() == AQUIFER_INVALID);
     torch_record_stream(NULL, NULL);
+    aquifer_free_on(NULL, NULL);
     char *ptr = torch_alloc(1000, 0, NULL);
     torch_free(ptr + 8, 1000, 0, NULL);
     CHECK(aquifer_last_status() == AQUIFER_INVALID);
     torch_record_stream(ptr + 8, NULL);
+    aquifer_free_on(ptr + 8, NULL);
     torch_free(ptr, 1000, -1, NULL);
     CHECK(aquifer_memory_allocated(0) == 0);
     torch_free(ptr, 1000, 0, NULL);
     torch_free(ptr, 1000, -1, NULL);
+    aquifer_free_on(ptr, NULL);
     CHECK(aquifer_save_snapshot(0, NULL) == AQUIFER_INVALID && aquifer_save_snapshot(0, "x.txt") == AQUIFER_INVALID);
     CHECK(!aquifer_pool_malloc(99, 1, NULL) && aquifer_pool_release(99) == AQUIFER_INVALID);
     CHECK(!ort_alloc(1) && strstr(aquifer_last_error(), "aquifer_ort_bind"));
@@ -419,7 +504,7 @@ int main(int arguments, char **argument)
 {
     const struct { const char *name; void (*run)(void); } all[] = {
         {"wrong", wrong}, {"threads", threads}, {"forget", forget}, {"oom", oom}, {"reports", reports}, {"pools", pools},
-        {"careless", careless}, {"devices", devices}, {"ort", ort}, {"forked", forked}, {"at_the_end", at_the_end}, {"bench", bench},
+        {"careless", careless}, {"elsewhere", elsewhere}, {"devices", devices}, {"ort", ort}, {"forked", forked}, {"at_the_end", at_the_end}, {"bench", bench},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (arguments == 2 && !strcmp(argument[1], all[i].name)) {
