@@ -6,6 +6,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::cli::RunArgs;
 use crate::exit::{Failure, Outcome};
@@ -52,12 +53,33 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if let Some(path) = &args.snapshot {
         command.env("AQUIFER_SNAPSHOT", std::path::absolute(path).map_err(|cause| failed(path, cause))?);
     }
-    let status = command.status().map_err(|cause| failed(Path::new(program), cause))?;
+    let mut child = command.spawn().map_err(|cause| failed(Path::new(program), cause))?;
+    #[cfg(unix)]
+    outlive(&child).map_err(|cause| failed(Path::new(program), cause))?;
+    let status = child.wait().map_err(|cause| failed(Path::new(program), cause))?;
     match fs::read_to_string(&report) {
         Ok(text) => session.message(text.trim_end()),
         Err(_) => session.message("no report: the program allocated no memory of a GPU, or ended without `exit`"),
     }
     Ok(Outcome::Program(code(status)))
+}
+
+/// Lets signals end the program and not this process, which then reports and removes its folder. The terminal interrupts
+/// both. Other signals are for this process alone, and are passed on.
+///
+/// Called once the program runs: signals that were ignored before stay ignored there.
+#[cfg(unix)]
+fn outlive(program: &std::process::Child) -> io::Result<()> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM])?;
+    let id = program.id().to_string();
+    std::thread::spawn(move || {
+        for signal in signals.forever().filter(|signal| [SIGHUP, SIGTERM].contains(signal)) {
+            // Fails if the program has just ended.
+            let _ = Command::new("kill").args([format!("-{signal}"), id.clone()]).status();
+        }
+    });
+    Ok(())
 }
 
 /// The exit code of a program: 128 and the signal's number where a signal ended it, as shells have it.
@@ -135,7 +157,9 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Result<Folder, Failure> {
-        let path = env::temp_dir().join(format!("aquifer-run-{}", std::process::id()));
+        // One that was left behind may have the same process's number: in a container they come again.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let path = env::temp_dir().join(format!("aquifer-run-{}-{now}", std::process::id()));
         let mut builder = fs::DirBuilder::new();
         #[cfg(unix)]
         std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);

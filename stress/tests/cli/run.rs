@@ -40,6 +40,16 @@ fn it_ends_as_the_program_does() {
     assert_eq!(ended("kill -9 $$").status.code(), Some(137));
     let folder = String::from_utf8(ended("echo ${LD_LIBRARY_PATH%%:*}").stdout).unwrap();
     assert!(folder.contains("aquifer-run-") && !Path::new(folder.trim()).exists(), "{folder}");
+    // Signals that end this process alone reach the program, and those of a terminal reach both.
+    for (signal, ends) in [("INT", 5), ("QUIT", 5), ("TERM", 6), ("HUP", 6)] {
+        let script = format!(
+            "trap 'exit 6' TERM HUP; echo ${{LD_LIBRARY_PATH%%:*}}; sleep 0.3; kill -{signal} $PPID; sleep 1; exit 5"
+        );
+        let output = ended(&script);
+        assert_eq!(output.status.code(), Some(ends), "{signal}: {}", errors(&output));
+        let folder = String::from_utf8(output.stdout).unwrap();
+        assert!(folder.contains("aquifer-run-") && !Path::new(folder.trim()).exists(), "{signal}: {folder}");
+    }
     assert_eq!(run(&[], &["/no/such/program"]).status.code(), Some(1));
     assert_eq!(run(&["--library", "/no/such/library"], &["true"]).status.code(), Some(1));
     assert_eq!(run(&["--pass", "cuMemFree"], &["true"]).status.code(), Some(2));
