@@ -85,13 +85,14 @@ fn allocate_from_pool(out: *mut u64, bytes: usize, pool: Handle, stream: Handle)
 fn free_async(ptr: u64, raw: Handle) -> u32 {
     let serve = || {
         let owner = gpu::owner(ptr)?;
-        gpu::refuse_capture(raw)?;
         match gpu::stream(raw) {
             Ok((gpu, stream)) if gpu.ordinal == owner.ordinal => {
                 owner.allocator.free_raw_on(DevicePtr(ptr), &stream)?;
             }
+            Err(Instead::Driver(Why::Capture)) => return Err(Instead::Driver(Why::Capture)),
             // A stream of another GPU or context, whose order the owner does not know.
             _ => {
+                gpu::refuse_capture(raw)?;
                 // SAFETY: passed on to the program.
                 check(unsafe { driver().cuStreamSynchronize(raw) })?;
                 owner.allocator.free_raw(DevicePtr(ptr))?;

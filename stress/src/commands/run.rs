@@ -59,7 +59,9 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     let status = child.wait().map_err(|cause| failed(Path::new(program), cause))?;
     match fs::read_to_string(&report) {
         Ok(text) => session.message(text.trim_end()),
-        Err(_) => session.message("no report: the program allocated no memory of a GPU, or ended without `exit`"),
+        Err(_) => {
+            session.message("no report: the interposer served no allocation, or the program ended without `exit`")
+        }
     }
     Ok(Outcome::Program(code(status)))
 }

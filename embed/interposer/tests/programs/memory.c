@@ -235,6 +235,32 @@ struct buffer {
     size_t capacity, length;
 };
 
+/* How often the driver was asked something. */
+static uint64_t calls(void *driver, const char *function) {
+    uint64_t found = 0;
+    int (*ask)(int, const char *, uint64_t *) = (int (*)(int, const char *, uint64_t *))dlsym(driver, "standin_calls");
+    CHECK(ask);
+    OK(ask(0, function, &found));
+    return found;
+}
+
+/* Serving an allocation or a free asks the driver three things, each once. */
+static void asks_little(void *driver) {
+    const char *questions[] = {"cuStreamGetCtx", "cuStreamIsCapturing", "cuStreamGetId"};
+    uint64_t before[3];
+    CUdeviceptr block;
+    for (int i = 0; i < 3; i++) before[i] = calls(driver, questions[i]);
+    for (int pair = 0; pair < 100; pair++) {
+        OK(cuMemAllocAsync(&block, MIB, streams[0]));
+        OK(cuMemFreeAsync(block, streams[0]));
+    }
+    for (int i = 0; i < 3; i++) {
+        uint64_t asked = calls(driver, questions[i]) - before[i];
+        if (asked != 200) fprintf(stderr, "%s: %llu\n", questions[i], (unsigned long long)asked);
+        CHECK(asked == 200);
+    }
+}
+
 int main(int count, char **arguments) {
     Handle context;
     int races = count > 1 && strcmp(arguments[1], "race") == 0;
@@ -253,6 +279,7 @@ int main(int count, char **arguments) {
         describe(driver);
         names(driver);
         pools_and_capture();
+        asks_little(driver);
         other_context(context);
         OK(cuCtxSynchronize());
         peers(driver, context);
