@@ -110,6 +110,12 @@ pub fn write_on(stream: &Stream, ptr: DevicePtr, bytes: u64) {
 #[derive(Debug)]
 pub struct Readme;
 
+/// The examples of the page about hosts.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/embedding.md")]
+#[derive(Debug)]
+pub struct Embedding;
+
 /// The examples in the READMEs of the packages.
 #[cfg(doctest)]
 #[doc = include_str!("../../aquifer/README.md")]
