@@ -10,6 +10,7 @@ use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Arena;
+use crate::sync::atomic::Ordering;
 
 /// Bit of [`Allocation::slot`], set if the device is a simulated one that checks how work uses the block.
 pub(crate) const CHECKED: u32 = 1 << 31;
@@ -108,6 +109,7 @@ impl Allocation {
         if !known {
             arena.shell.core().slot(stream);
             arena.look(|desk| desk.know(stream.timeline()));
+            arena.has_lent.store(true, Ordering::Relaxed);
         }
         arena.free(block, Some(stream.id()), bytes);
         Ok(())

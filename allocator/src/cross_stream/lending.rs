@@ -27,6 +27,7 @@ use crate::shell::arena::Granted;
 use crate::shell::core::Core;
 use crate::shell::settled::Sought;
 use crate::shell::whole::Whole;
+use crate::sync::atomic::Ordering;
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
@@ -255,6 +256,7 @@ fn take_lent(whole: &mut Whole, request: &Request, place: Place) -> Granted {
     let borrower = whole.timeline(request.slot).cloned();
     let lender = whole.arena(place.arena);
     borrower.iter().for_each(|borrower| lender.know(borrower));
+    lender.arena.has_lent.store(true, Ordering::Relaxed);
     lender.take(request, place.block)
 }
 

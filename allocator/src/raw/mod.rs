@@ -24,6 +24,7 @@ use crate::heap::BlockId;
 use crate::shell::Shell;
 use crate::shell::arena::Granted;
 use crate::shell::arena::{Arena, UNKNOWN};
+use crate::sync::atomic::Ordering;
 
 pub(crate) use guess::Guesses;
 pub use owner::{RawOwner, owner_of};
@@ -99,7 +100,10 @@ pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream
     }
     let removed = allocator.shell().remove_raw(ptr);
     let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-    note_use(allocator, arena, block, stream);
+    // Only the stream of the arena owns blocks there, unless it has lent some.
+    if arena.slot != stream.id() || arena.has_lent.load(Ordering::Relaxed) {
+        note_use(allocator, arena, block, stream);
+    }
     if allocator.is_checked() {
         arena.tell_of_end(ptr, Some(Location::caller()));
     }

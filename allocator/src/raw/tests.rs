@@ -97,6 +97,24 @@ fn a_free_in_the_order_of_its_own_stream_is_a_free() {
 }
 
 #[test]
+fn a_free_of_lent_memory_in_the_lenders_order_waits_for_the_lender() {
+    let world = world(64 * MIB, "backing:segments");
+    let [one, two] = world.streams();
+    let lent = world.memory.alloc_raw(40 * MIB, &one).unwrap();
+    one.fill(lent, 1, 40 * MIB).unwrap();
+    world.memory.free_raw(lent).unwrap();
+    two.wait_for(&one.tick()).unwrap();
+    let ptr = world.memory.alloc_raw(40 * MIB, &two).unwrap();
+    assert_eq!(ptr, lent, "there is no other memory");
+    one.wait_for(&two.tick()).unwrap();
+    world.fill_late(ptr, 40 * MIB, &one);
+    world.memory.free_raw_on(ptr, &one).unwrap();
+    let again = world.memory.alloc_raw(40 * MIB, &two).unwrap();
+    two.fill(again, 2, 40 * MIB).unwrap();
+    world.assert_no_violation();
+}
+
+#[test]
 fn a_free_that_is_refused_leaves_the_pointer_live() {
     let (ours, theirs) = (world(64 * MIB, ""), world(64 * MIB, ""));
     let ptr = ours.memory.alloc_raw(MIB, ours.device.default_stream()).unwrap();

@@ -52,6 +52,8 @@ pub(crate) struct Arena {
     settled: AtomicBool,
     /// Number of live blocks that streams besides their own use. Written under the core's lock.
     pub(crate) shared_blocks: AtomicU32,
+    /// True once another stream may own blocks here. Set before it does.
+    pub(crate) has_lent: AtomicBool,
     desk: CachePadded<Mutex<Desk>>,
     pub(crate) own: CachePadded<OwnCounters>,
     remote: CachePadded<RemoteFrees>,
@@ -104,6 +106,7 @@ impl Arena {
             slot,
             settled: AtomicBool::new(false),
             shared_blocks: AtomicU32::new(0),
+            has_lent: AtomicBool::new(false),
             desk: CachePadded::default(),
             own: CachePadded::default(),
             remote: CachePadded::default(),
