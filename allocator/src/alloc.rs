@@ -17,9 +17,9 @@ use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::request::Request;
-use crate::shell::arena::{Arena, Granted};
-use crate::shell::special;
 use crate::size_class::REQUEST_LIMIT;
+use crate::state::arena::{Arena, Granted};
+use crate::state::special;
 use crate::tags::Tag;
 
 /// The largest alignment that can be asked for, in bytes.
@@ -88,7 +88,7 @@ pub(crate) fn grant_cached(
     at: &'static Location<'static>,
     raw: bool,
 ) -> Result<Granted, bool> {
-    let arena = allocator.inner().shell.arenas.get(stream.id()).ok_or(false)?;
+    let arena = allocator.inner().state.arenas.get(stream.id()).ok_or(false)?;
     let (block, addr) = take_cached(allocator, arena, bytes, stream, at, raw);
     if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
 }
@@ -106,7 +106,7 @@ fn take_cached(
     raw: bool,
 ) -> (BlockId, u64) {
     let inner = &**allocator.inner();
-    let special = inner.shell.special().load(Ordering::Relaxed) != 0;
+    let special = inner.state.special().load(Ordering::Relaxed) != 0;
     if bytes == 0
         || bytes >= REQUEST_LIMIT
         || stream.timeline().device_id_unless_capturing() != inner.device.id()
@@ -165,16 +165,16 @@ fn grant_rounded(
     searched: bool,
 ) -> Result<Granted, AllocError> {
     let inner = &**allocator.inner();
-    let shell = inner.shell;
-    if shell.special().load(Ordering::Relaxed) != 0 {
+    let state = inner.state;
+    if state.special().load(Ordering::Relaxed) != 0 {
         return alloc_specially(allocator, bytes, size, stream);
     }
     refuse_capture(stream)?;
     let pool = inner.classes.pool(size) as u16;
     let is_regular = size == inner.classes.round(bytes);
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular };
-    let hopeless = searched && !shell.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
-    let granted = if hopeless { None } else { shell.enter(stream).take_own(&request) };
+    let hopeless = searched && !state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    let granted = if hopeless { None } else { state.enter(stream).take_own(&request) };
     granted.map_or_else(|| climb(allocator, &request), Ok)
 }
 
@@ -187,24 +187,24 @@ fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<
     if bytes >= REQUEST_LIMIT {
         return Err(AllocError::TooLarge { requested: bytes });
     }
-    Ok(allocator.inner().shell.enter(stream).arena)
+    Ok(allocator.inner().state.enter(stream).arena)
 }
 
 /// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
 #[cold]
 fn alloc_specially(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
-    let shell = allocator.inner().shell;
-    if shell.has_left() {
+    let state = allocator.inner().state;
+    if state.has_left() {
         // Taking the locks applies what was left.
-        drop(shell.part(None));
+        drop(state.lock(None));
     }
-    let special = shell.special().load(Ordering::Relaxed);
+    let special = state.special().load(Ordering::Relaxed);
     if special & special::ASLEEP != 0 {
         return Err(AllocError::Asleep);
     }
     let waits = special & special::WAITING != 0;
-    let asked = waits && shell.core().waiting.is_to_be_asked_for();
+    let asked = waits && state.shared().waiting.is_to_be_asked_for();
     if asked {
         poll_waiting(allocator)?;
     }
@@ -235,8 +235,8 @@ fn serve_specially(
     special: u32,
     asks: bool,
 ) -> Result<Granted, AllocError> {
-    let shell = allocator.inner().shell;
-    let mut arena = shell.enter(stream);
+    let state = allocator.inner().state;
+    let mut arena = state.enter(stream);
     // Private pools keep their memory also without a cache.
     let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
     let granted = if caches { arena.take_own(request) } else { None };
@@ -246,7 +246,7 @@ fn serve_specially(
     }
     if granted.is_none() && asks {
         poll_waiting(allocator)?;
-        if let Some(granted) = shell.enter(stream).take_own(request) {
+        if let Some(granted) = state.enter(stream).take_own(request) {
             return Ok(granted);
         }
     }

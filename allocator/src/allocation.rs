@@ -8,8 +8,8 @@ use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
 use crate::heap::BlockId;
-use crate::shell::Shell;
-use crate::shell::arena::Arena;
+use crate::state::AllocatorState;
+use crate::state::arena::Arena;
 use crate::sync::atomic::Ordering;
 
 /// Bit of [`Allocation::slot`], set if the device is a simulated one that checks how work uses the block.
@@ -41,8 +41,8 @@ impl Allocation {
         Allocation { arena, block, slot, ptr, bytes }
     }
 
-    pub(crate) fn shell(&self) -> &'static Shell {
-        self.arena.shell
+    pub(crate) fn state(&self) -> &'static AllocatorState {
+        self.arena.state
     }
 
     /// Its first address; null for zero bytes.
@@ -75,13 +75,13 @@ impl Allocation {
         if self.block == BlockId::NONE {
             return Ok(());
         }
-        let mut core = self.arena.shell.core();
-        let device_id = core.device.as_ref().map(Device::id);
+        let mut shared = self.arena.state.shared();
+        let device_id = shared.device.as_ref().map(Device::id);
         if device_id != Some(stream.device_id()) {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
         }
-        let slot = core.slot(stream);
-        core.note_use(self.arena, self.block, slot);
+        let slot = shared.slot(stream);
+        shared.note_use(self.arena, self.block, slot);
         Ok(())
     }
 
@@ -101,14 +101,14 @@ impl Allocation {
         if block == BlockId::NONE {
             return Ok(());
         }
-        let (device_id, known) = arena.look(|desk| (desk.device_id, desk.knows(stream.id())));
+        let (device_id, known) = arena.look(|inner| (inner.device_id, inner.knows(stream.id())));
         if device_id != stream.device_id() {
             arena.free(block, None, bytes);
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
         if !known {
-            arena.shell.core().slot(stream);
-            arena.look(|desk| desk.know(stream.timeline()));
+            arena.state.shared().slot(stream);
+            arena.look(|inner| inner.know(stream.timeline()));
             arena.has_lent.store(true, Ordering::Relaxed);
         }
         arena.free(block, Some(stream.id()), bytes);

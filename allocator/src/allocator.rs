@@ -18,9 +18,9 @@ use crate::error::AllocError;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
 use crate::request::Request;
-use crate::shell::core::Core;
-use crate::shell::{Service, Shell, close_abandoned, leave_services, special};
 use crate::size_class::{MIN_BLOCK, SizeClasses};
+use crate::state::shared::SharedState;
+use crate::state::{AllocatorState, Service, close_abandoned, leave_services, special};
 use crate::tags::Tag;
 
 /// The alignment that every allocation has, in bytes.
@@ -75,7 +75,7 @@ impl Drop for AtLast {
 }
 
 pub(crate) struct Inner {
-    pub(crate) shell: &'static Shell,
+    pub(crate) state: &'static AllocatorState,
     pub(crate) device: Device,
     config: Config,
     pub(crate) classes: SizeClasses,
@@ -117,7 +117,7 @@ impl Drop for Inner {
             return;
         }
         leave_services(std::mem::take(self.services.get_mut()));
-        self.shell.close();
+        self.state.close();
     }
 }
 
@@ -158,21 +158,21 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
-        let core = Core {
+        let shared = SharedState {
             device: Some(device.clone()),
             classes: classes.clone(),
             crosses_streams,
             collects_garbage: config.garbage_collection_threshold > 0.0,
             paged,
-            ..Core::default()
+            ..SharedState::default()
         };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
-        let shell = Shell::open(core, history, bits);
+        let state = AllocatorState::open(shared, history, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;
         let inner = Inner {
-            shell,
+            state,
             device: device.clone(),
             config,
             classes,
@@ -252,8 +252,8 @@ impl Allocator {
         self.inner.segments.is_some()
     }
 
-    pub(crate) fn shell(&self) -> &'static Shell {
-        self.inner.shell
+    pub(crate) fn state(&self) -> &'static AllocatorState {
+        self.inner.state
     }
 
     /// Whoever passes it waits for observers of mappings, so a thread that is within one is refused.
@@ -291,13 +291,13 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn memory_allocated(&self) -> u64 {
-        self.inner.shell.apply_queued_frees();
-        self.inner.shell.read(Hot::Bytes).all.current
+        self.inner.state.apply_queued_frees();
+        self.inner.state.read(Hot::Bytes).all.current
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn memory_reserved(&self) -> u64 {
-        self.inner.shell.counters.reserved_bytes.read().all.current
+        self.inner.state.counters.reserved_bytes.read().all.current
     }
 
     /// That memory has to be mapped for `what`, and why it is not.
@@ -307,9 +307,9 @@ impl Allocator {
         AllocError::NotMapped { what, why: Box::new(why) }
     }
 
-    /// As [`Core::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
+    /// As [`SharedState::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
-        self.shell().core().paged_granule_for(request)
+        self.state().shared().paged_granule_for(request)
     }
 }
 

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
-use crate::shell::awake::KeptAwake;
+use crate::state::awake::KeptAwake;
 
 /// Keeps an allocator from falling asleep while a thread works in several steps. Made by [`Allocator::keep_awake`].
 #[must_use = "it ends when it is dropped"]
 pub struct Awake {
     _kept: KeptAwake,
-    /// Keeps the shell in use by this allocator.
+    /// Keeps the allocator state in use by this allocator.
     _allocator: Allocator,
 }
 
@@ -24,20 +24,20 @@ impl fmt::Debug for Awake {
 /// See [`Allocator::keep_awake`].
 pub(crate) fn keep_awake(allocator: &Allocator) -> Result<Awake, AllocError> {
     aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-    Ok(Awake { _kept: KeptAwake::new(allocator.shell())?, _allocator: allocator.kept_open() })
+    Ok(Awake { _kept: KeptAwake::new(allocator.state())?, _allocator: allocator.kept_open() })
 }
 
 /// See [`Allocator::wait_awake`].
 pub(crate) fn wait_awake(allocator: &Allocator, timeout: Duration) -> bool {
-    let shell = allocator.shell();
+    let state = allocator.state();
     // `None` is later than any clock tells.
     let until = Instant::now().checked_add(timeout);
-    let mut waking = shell.wakefulness.waking.lock();
-    while shell.refuses_keepers() {
+    let mut waking = state.wakefulness.waking.lock();
+    while state.refuses_wake_locks() {
         match until {
-            None => shell.wakefulness.woken.wait(&mut waking),
-            Some(until) if shell.wakefulness.woken.wait_until(&mut waking, until).timed_out() => {
-                return !shell.refuses_keepers();
+            None => state.wakefulness.woken.wait(&mut waking),
+            Some(until) if state.wakefulness.woken.wait_until(&mut waking, until).timed_out() => {
+                return !state.refuses_wake_locks();
             }
             Some(_) => {}
         }

@@ -53,6 +53,7 @@ mod backing;
 mod buffer;
 pub mod config;
 mod cross_stream;
+mod device_allocator;
 mod error;
 mod format;
 mod heap;
@@ -63,10 +64,9 @@ mod pools;
 mod raw;
 mod recovery;
 mod request;
-mod shared;
-mod shell;
 pub mod size_class;
 pub mod snapshot;
+mod state;
 mod sync;
 mod tags;
 
@@ -76,6 +76,7 @@ pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Contents, Exportable, Growable, PinnedMapping, Refusal, WhySegments};
 pub use buffer::{Access, Bound, Buffer, Claim, Storage, StreamAccess, Turn, View, ViewMut, WithError, read, write};
 pub use config::Config;
+pub use device_allocator::DeviceAllocator;
 pub use error::AllocError;
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
@@ -84,7 +85,6 @@ pub use open::empty_caches;
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
-pub use shared::DeviceAllocator;
 pub use snapshot::Snapshot;
 pub use tags::TagScope;
 
@@ -99,7 +99,7 @@ pub mod internal {
     pub use crate::buffer::ranges::resolve;
     /// The options in words, as the documentation of [`crate::Config`] has them.
     pub use crate::config::OPTIONS;
-    pub use crate::shell::close_abandoned;
+    pub use crate::state::close_abandoned;
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the
     /// allocator is closed and driver calls are allowed. It must not hold the allocator.

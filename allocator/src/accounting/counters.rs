@@ -4,8 +4,8 @@
 //! peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees each value exactly as of some moment, and all of
 //! them as of the same moment when no call is in flight.
 //!
-//! Writers: counters of slow paths are written by the holder of the core's lock. Those of every operation ([`Hot`]) are in two places:
-//! here, while one thread does all the work, and in each arena (`tally.rs`) once several threads do. A value is the sum of all places. So
+//! Writers: counters of slow paths are written by the holder of the shared state's lock. Those of every operation ([`Hot`]) are in two places:
+//! here, while one thread does all the work, and in each arena (`writer.rs`) once several threads do. A value is the sum of all places. So
 //! threads on different streams write to different cache lines.
 //!
 //! Peaks of sums are exact in the first case. In the second case an arena *publishes* here how far its values may rise before
@@ -180,7 +180,7 @@ impl Counters {
         self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes)
     }
 
-    /// Sets all counters to zero, for the next allocator in the same shell.
+    /// Sets all counters to zero, for the next allocator in the same allocator state.
     pub(crate) fn clear(&self) {
         self.pooled().for_each(PooledCounter::clear);
         self.reserved_bytes.clear();

@@ -6,8 +6,8 @@ use std::fmt;
 use crate::allocator::Allocator;
 use crate::format::Bytes;
 use crate::heap::{Block, BlockId, Heap, Passed, Region, State, kind_of};
-use crate::shell::core::Core;
 use crate::size_class::PoolKind;
+use crate::state::shared::SharedState;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
 /// would or nothing is free.
@@ -86,13 +86,13 @@ pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn
     let request_bytes = allocator.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
     let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
     let mut free = Free { request_bytes, ..Free::default() };
-    let core = allocator.shell().core();
-    add_shared(&core, &mut found, &mut free, &counts);
-    let is_asleep = core.is_asleep();
-    drop(core);
-    allocator.shell().walk(|core, heap, passed| {
+    let shared = allocator.state().shared();
+    add_shared(&shared, &mut found, &mut free, &counts);
+    let is_asleep = shared.is_asleep();
+    drop(shared);
+    allocator.state().walk(|shared, heap, passed| {
         if counts(kind_of(passed.block.pool)) {
-            add_block(core, &mut found, &mut free, heap, passed);
+            add_block(shared, &mut found, &mut free, heap, passed);
         }
     });
     free.tell(&mut found);
@@ -103,30 +103,30 @@ pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn
 }
 
 /// Adds what is not in heaps, and how much of mapped memory is held.
-fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
-    let Some(paged) = &core.paged else { return };
+fn add_shared(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
+    let Some(paged) = &shared.paged else { return };
     for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
         found.reserved_bytes += paged.mapped_bytes[kind as usize];
     }
     if !counts(PoolKind::Large) {
         return;
     }
-    found.address_bytes += paged.apart_address_bytes();
+    found.address_bytes += paged.dedicated_address_bytes();
     found.spare_bytes = paged.spare_bytes();
     found.reserved_bytes += found.spare_bytes;
-    for (range, owned) in paged.apart() {
+    for (range, owned) in paged.dedicated() {
         found.segments += 1;
         found.allocated_bytes += owned.size;
         found.internal_waste += owned.size.saturating_sub(owned.requested);
         let given_up = range.end - range.start - owned.size;
         if given_up > 0 {
-            free.add(given_up, &Releasable { whole: owned.size == 0, bytes: given_up, pinned: 0 });
+            free.add(given_up, &Releasable { guard: owned.size == 0, bytes: given_up, pinned: 0 });
         }
     }
 }
 
 /// Adds a block, and with the first one of a region what depends on the region.
-fn add_block(core: &Core, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
+fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
     let block = &passed.block;
     if passed.is_first {
         let region = heap.region(block.region);
@@ -140,7 +140,7 @@ fn add_block(core: &Core, found: &mut Fragmentation, free: &mut Free, heap: &Hea
             found.internal_waste += block.size.saturating_sub(block.requested);
         }
         State::Waiting => found.waiting_bytes += block.size,
-        State::Free => free.add(block.size, &releasable_part(core, heap, block)),
+        State::Free => free.add(block.size, &releasable_part(shared, heap, block)),
         State::Hole => {
             found.address_holes += 1;
             found.largest_address_hole = found.largest_address_hole.max(block.size);
@@ -165,7 +165,7 @@ impl Free {
     fn add(&mut self, size: u64, releasable: &Releasable) {
         self.largest = self.largest.max(size);
         self.usable += if size >= self.request_bytes { size } else { 0 };
-        self.releasable_segments += u64::from(releasable.whole && releasable.pinned == 0);
+        self.releasable_segments += u64::from(releasable.guard && releasable.pinned == 0);
         self.releasable_bytes += releasable.bytes;
         let log2 = size.max(1).ilog2();
         let range = self.sizes.entry(log2).or_default();
@@ -187,35 +187,35 @@ impl Free {
 /// The part of a free block that could go back to the device.
 pub(crate) struct Releasable {
     /// True if the block is all of its segment or mapped range.
-    whole: bool,
+    guard: bool,
     /// Bytes that can go back.
     pub(crate) bytes: u64,
     /// Bytes that could go back if they were not pinned.
     pub(crate) pinned: u64,
 }
 
-pub(crate) fn releasable_part(core: &Core, heap: &Heap, block: &Block) -> Releasable {
+pub(crate) fn releasable_part(shared: &SharedState, heap: &Heap, block: &Block) -> Releasable {
     let is_paged = heap.region(block.region).is_paged();
-    let Some(paged) = core.paged.as_ref().filter(|_| is_paged) else {
-        let whole = !block.is_split();
-        let (bytes, pinned) = match (whole, core.pins.contains(block.addr)) {
+    let Some(paged) = shared.paged.as_ref().filter(|_| is_paged) else {
+        let guard = !block.is_split();
+        let (bytes, pinned) = match (guard, shared.pins.contains(block.addr)) {
             (false, _) => (0, 0),
             (true, false) => (block.size, 0),
             (true, true) => (0, block.size),
         };
-        return Releasable { whole, bytes, pinned };
+        return Releasable { guard, bytes, pinned };
     };
     let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
-    let whole = !has_memory(block.prev) && !has_memory(block.next);
+    let guard = !has_memory(block.prev) && !has_memory(block.next);
     let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
     let range = frames.range();
-    let pinned = paged.pinned_bytes(&core.pins, range.clone());
-    Releasable { whole, bytes: range.end - range.start - pinned, pinned }
+    let pinned = paged.pinned_bytes(&shared.pins, range.clone());
+    Releasable { guard, bytes: range.end - range.start - pinned, pinned }
 }
 
 /// Bytes that a region holds from the device now.
-pub(crate) fn held_in(core: &Core, region: &Region) -> u64 {
-    let Some(paged) = core.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
+pub(crate) fn held_in(shared: &SharedState, region: &Region) -> u64 {
+    let Some(paged) = shared.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
     let range = region.addr..region.addr + region.bytes;
     let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
     // Stuck frames count as spare.
@@ -224,8 +224,8 @@ pub(crate) fn held_in(core: &Core, region: &Region) -> u64 {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-fn ratio(part: u64, whole: u64) -> f64 {
-    part as f64 / whole as f64
+fn ratio(part: u64, guard: u64) -> f64 {
+    part as f64 / guard as f64
 }
 
 impl fmt::Display for Fragmentation {

@@ -7,7 +7,7 @@ use crate::accounting::counters::Hot;
 use crate::accounting::fragmentation::held_in;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
-use crate::shell::Shell;
+use crate::state::AllocatorState;
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`. Fields that PyTorch lacks say so.
 ///
@@ -69,23 +69,23 @@ pub struct MemoryStats {
 }
 
 impl MemoryStats {
-    fn read(shell: &Shell, max_split_size: Option<u64>) -> MemoryStats {
-        let counters = &shell.counters;
-        let (allocation, reserved_bytes) = (shell.read(Hot::Blocks), counters.reserved_bytes.read());
+    fn read(state: &AllocatorState, max_split_size: Option<u64>) -> MemoryStats {
+        let counters = &state.counters;
+        let (allocation, reserved_bytes) = (state.read(Hot::Blocks), counters.reserved_bytes.read());
         // Bounds of peaks, which arise with several threads, are cut off at the peak of reserved memory.
         let bytes = |stats: PoolStats| stats.with_peaks_within(reserved_bytes);
-        let allocated_bytes = shell.read(Hot::Bytes);
+        let allocated_bytes = state.read(Hot::Bytes);
         let events = |counter: &Counter| counter.read().allocated;
         MemoryStats {
             allocation,
             segment: counters.segment.read(),
             active: counters.active(allocation),
-            inactive_split: shell.read(Hot::Pieces),
+            inactive_split: state.read(Hot::Pieces),
             allocated_bytes: bytes(allocated_bytes),
             reserved_bytes,
             active_bytes: bytes(counters.active_bytes(allocated_bytes)),
-            inactive_split_bytes: bytes(shell.read(Hot::PieceBytes)),
-            requested_bytes: bytes(shell.read(Hot::Requested)),
+            inactive_split_bytes: bytes(state.read(Hot::PieceBytes)),
+            requested_bytes: bytes(state.read(Hot::Requested)),
             oversize_allocations: counters.oversize_allocations.read(),
             oversize_segments: counters.oversize_segments.read(),
             num_alloc_retries: events(&counters.num_alloc_retries),
@@ -168,23 +168,23 @@ fn integer(value: u64) -> i64 {
 /// See [`Allocator::stats`].
 pub(crate) fn stats(allocator: &Allocator) -> MemoryStats {
     if allocator.counts_pieces() {
-        drop(allocator.shell().part(None));
+        drop(allocator.state().lock(None));
     } else {
-        allocator.shell().apply_queued_frees();
+        allocator.state().apply_queued_frees();
     }
-    MemoryStats::read(allocator.shell(), allocator.classes().max_split_size())
+    MemoryStats::read(allocator.state(), allocator.classes().max_split_size())
 }
 
 /// See [`Allocator::reserved_by_private_pools`].
 pub(crate) fn reserved_by_private_pools(allocator: &Allocator) -> BTreeMap<(u64, u64), u64> {
-    let core = allocator.shell().core();
-    let open = core.pools.iter().filter(|private| private.open);
+    let shared = allocator.state().shared();
+    let open = shared.pools.iter().filter(|private| private.open);
     let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-    drop(core);
-    allocator.shell().each_arena(|core, arena| {
+    drop(shared);
+    allocator.state().each_arena(|shared, arena| {
         for region in arena.heap.regions() {
-            let Some(private) = core.pools.owner_of(region.pool) else { continue };
-            let held = held_in(core, region);
+            let Some(private) = shared.pools.owner_of(region.pool) else { continue };
+            let held = held_in(shared, region);
             if held > 0 {
                 *bytes.entry(private.id).or_default() += held;
             }

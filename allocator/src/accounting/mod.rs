@@ -1,7 +1,7 @@
 //! Accounting: an allocator's counters, and the statistics made of them.
 //!
 //! `counter.rs` counts one quantity, `reserved.rs` the bytes held from the device, and `counters.rs` has all of an allocator's counters.
-//! `tally.rs` decides which thread writes to which. The other files present them: PyTorch's statistics, the summary table, and measures of
+//! `writer.rs` decides which thread writes to which. The other files present them: PyTorch's statistics, the summary table, and measures of
 //! fragmentation.
 
 pub(crate) mod counter;
@@ -11,7 +11,7 @@ pub(crate) mod memory_stats;
 mod reserved;
 mod stat;
 pub(crate) mod summary;
-pub(crate) mod tally;
+pub(crate) mod writer;
 
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
 pub use memory_stats::MemoryStats;

@@ -1,7 +1,7 @@
 //! Bytes held from the device, by pool. Memory moves between the pools, and whoever reads meanwhile finds it in one of them, never in both
 //! or in none.
 //!
-//! Writers hold the core's lock, so there is one at a time. It makes the version odd, changes the counters, and makes the version even. A
+//! Writers hold the shared state's lock, so there is one at a time. It makes the version odd, changes the counters, and makes the version even. A
 //! reader who met an odd version, or two different ones, reads again. It takes no lock.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -11,7 +11,7 @@ use super::counter::{PooledCounter, Sum};
 use super::stat::PoolStats;
 use crate::size_class::PoolKind;
 
-/// A reader who met a change under way so often lets other threads run: the writer may need this one's core.
+/// A reader who met a change under way so often lets other threads run: the writer may need this one's processor.
 const PATIENCE: u32 = 64;
 
 /// The counter of these bytes.

@@ -32,12 +32,12 @@ impl Allocator {
 
     /// Sets every peak to the current value.
     pub fn reset_peak_stats(&self) {
-        self.shell().whole().reset_peaks();
+        self.state().lock_all().reset_peaks();
     }
 
     /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`) from zero.
     pub fn reset_accumulated_stats(&self) {
-        self.shell().whole().reset_accumulated();
+        self.state().lock_all().reset_accumulated();
     }
 
     /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
@@ -68,13 +68,13 @@ impl Allocator {
     ///
     /// Entries recorded before are kept, as far as there is room, unless `clear` is set.
     pub fn record_history(&self, options: HistoryOptions) {
-        let mut whole = self.shell().whole();
-        let mut history = self.shell().history.lock();
+        let mut guard = self.state().lock_all();
+        let mut history = self.state().history.lock();
         if options.clear {
             history.clear();
         }
         history.record(options.entries, &options.skip);
-        whole.record_history(history.is_on());
+        guard.record_history(history.is_on());
     }
 
     /// Stops recording history and forgets all entries.
@@ -144,7 +144,7 @@ impl Allocator {
 
     /// The size in bytes of a granule, the unit in which physical memory is counted and mapped; `None` if memory comes in segments.
     pub fn granule_bytes(&self) -> Option<u64> {
-        self.shell().core().paged.as_ref().map(|paged| paged.granule)
+        self.state().shared().paged.as_ref().map(|paged| paged.granule)
     }
 
     /// Bytes that each private pool holds from the device, by its id, for open pools and for closed ones that still hold memory. They are

@@ -91,7 +91,7 @@ impl Allocator {
 
     /// True if the allocator sleeps, or is about to and refuses turns already. To wait for the end of that, see [`Allocator::wait_awake`].
     pub fn is_asleep(&self) -> bool {
-        self.shell().is_drowsy()
+        self.state().is_quiescing()
     }
 
     /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that. It is for work in several steps that

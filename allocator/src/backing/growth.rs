@@ -3,8 +3,8 @@
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::request::Request;
-use crate::shell::arena::Granted;
-use crate::shell::core::Core;
+use crate::state::arena::Granted;
+use crate::state::shared::SharedState;
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {
@@ -20,8 +20,8 @@ pub(crate) fn segment_bytes(allocator: &Allocator, size: u64) -> u64 {
 }
 
 /// Bytes that the device must give for a request that nothing cached helps to serve.
-pub(crate) fn growth_bytes(allocator: &Allocator, core: &Core, request: &Request) -> u64 {
-    match core.paged_granule_for(request) {
+pub(crate) fn growth_bytes(allocator: &Allocator, shared: &SharedState, request: &Request) -> u64 {
+    match shared.paged_granule_for(request) {
         Some(granule) => request.size.next_multiple_of(granule),
         None => segment_bytes(allocator, request.size),
     }

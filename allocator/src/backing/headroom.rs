@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::allocator::Allocator;
 use crate::backing::growing::{Growing, Refusal};
 use crate::error::AllocError;
-use crate::shell::core::Core;
+use crate::state::shared::SharedState;
 
 /// How often it is asked again while others take memory, and how long after each time: about as long as a driver call takes.
 pub(crate) const ASKS: u32 = 64;
@@ -29,17 +29,17 @@ impl Room {
     pub(crate) const NONE: Room = Room { free: Some(0), growing: Growing { now: 0, begun: 0 } };
 
     /// Bytes that others took, or are about to, of which the answer may know or not.
-    fn taken_meanwhile(&self, core: &Core) -> u64 {
-        self.growing.now.saturating_add(core.growing.begun.wrapping_sub(self.growing.begun))
+    fn taken_meanwhile(&self, shared: &SharedState) -> u64 {
+        self.growing.now.saturating_add(shared.growing.begun.wrapping_sub(self.growing.begun))
     }
 
-    fn left(&self, core: &Core) -> u64 {
-        self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(core)))
+    fn left(&self, shared: &SharedState) -> u64 {
+        self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(shared)))
     }
 
     /// Whether asking again may tell more: somebody was refused who counted too much.
-    pub(crate) fn is_uncertain(&self, core: &Core) -> bool {
-        self.free.is_some() && self.taken_meanwhile(core) > 0
+    pub(crate) fn is_uncertain(&self, shared: &SharedState) -> bool {
+        self.free.is_some() && self.taken_meanwhile(shared) > 0
     }
 
     /// Lets those who take memory finish.
@@ -51,7 +51,7 @@ impl Room {
 /// Asks the driver.
 pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
     let headroom = allocator.config().headroom;
-    let growing = allocator.shell().core().growing;
+    let growing = allocator.state().shared().growing;
     let free = match headroom {
         0 => None,
         _ => Some(allocator.device().memory_info()?.free.saturating_sub(headroom)),
@@ -61,9 +61,9 @@ pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
 
 /// Bytes that may still be taken from the device, and what would refuse more. To be asked under the lock under which `growing` is
 /// raised, so that threads that grow together keep the limit and the headroom.
-pub(crate) fn buyable(allocator: &Allocator, core: &Core, room: &Room) -> (u64, Refusal) {
-    let held = core.reserved.saturating_add(core.leaving).saturating_add(core.growing.now());
+pub(crate) fn buyable(allocator: &Allocator, shared: &SharedState, room: &Room) -> (u64, Refusal) {
+    let held = shared.reserved.saturating_add(shared.leaving).saturating_add(shared.growing.now());
     let by_limit = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
-    let by_room = room.left(core);
+    let by_room = room.left(shared);
     if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
 }

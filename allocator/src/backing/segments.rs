@@ -20,10 +20,10 @@ use crate::history::{Action, Subject};
 use crate::pools::lookup::{heap_with_pool, heaps_with, look_for_in};
 use crate::pools::table::Which;
 use crate::request::{Place, Request};
-use crate::shell::Shell;
-use crate::shell::core::Core;
-use crate::shell::settled::Sought;
-use crate::shell::whole::Whole;
+use crate::state::AllocatorState;
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
+use crate::state::shared::SharedState;
 use crate::tags::Tag;
 
 /// A segment out of the heap while the driver is asked to take it back.
@@ -47,22 +47,22 @@ pub(crate) fn grow_segment(allocator: &Allocator, request: &Request) -> Result<G
 /// The same, with a segment of so many bytes.
 pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
     // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before this, and refuses it, or after it.
-    let is_paged = allocator.shell().core().paged.is_some();
+    let is_paged = allocator.state().shared().paged.is_some();
     let _awake = if is_paged { Some(allocator.gate()?.shared()) } else { None };
-    if allocator.shell().core().is_asleep() {
+    if allocator.state().shared().is_asleep() {
         return Err(AllocError::Asleep);
     }
     if let Some(refusal) = begin_growing(allocator, bytes)? {
         return Ok(Growth::Refused(refusal));
     }
     let allocated = allocator.device().alloc(bytes);
-    let mut whole = allocator.shell().part(Some(request.slot));
-    whole.growing.end(bytes);
+    let mut guard = allocator.state().lock(Some(request.slot));
+    guard.growing.end(bytes);
     match allocated {
         Ok(ptr) => {
-            allocator.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
-            let first = add_segment(&mut whole, request, ptr.0, bytes);
-            Ok(Growth::Grown(whole.arena(request.slot).take(request, first)))
+            allocator.state().tell_checks(|checks| checks.manage(ptr.range(bytes)));
+            let first = add_segment(&mut guard, request, ptr.0, bytes);
+            Ok(Growth::Grown(guard.arena(request.slot).take(request, first)))
         }
         Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
         Err(error) => Err(error.into()),
@@ -73,16 +73,16 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
 fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, AllocError> {
     for _ in 0..ASKS {
         let room = room(allocator)?;
-        let mut core = allocator.shell().core();
-        let (buyable, refusal) = buyable(allocator, &core, &room);
+        let mut shared = allocator.state().shared();
+        let (buyable, refusal) = buyable(allocator, &shared, &room);
         if bytes <= buyable {
-            core.growing.begin(bytes);
+            shared.growing.begin(bytes);
             return Ok(None);
         }
-        if refusal != Refusal::Headroom || !room.is_uncertain(&core) {
+        if refusal != Refusal::Headroom || !room.is_uncertain(&shared) {
             return Ok(Some(refusal));
         }
-        drop(core);
+        drop(shared);
         Room::wait_for_others();
     }
     Ok(Some(Refusal::Headroom))
@@ -94,138 +94,138 @@ fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, A
 /// captures, waiting would break that: none goes then.
 pub(crate) fn release_where(
     allocator: &Allocator,
-    choose: impl FnOnce(&mut Whole) -> Vec<Place>,
+    choose: impl FnOnce(&mut StateGuard) -> Vec<Place>,
 ) -> Result<u64, AllocError> {
     if allocator.device().is_capturing() {
         return Ok(0);
     }
-    let mut whole = allocator.shell().part(None);
-    let chosen = choose(&mut whole);
-    let chosen: Vec<(Place, u64)> = chosen.into_iter().map(|place| (place, whole.block(place).addr)).collect();
+    let mut guard = allocator.state().lock(None);
+    let chosen = choose(&mut guard);
+    let chosen: Vec<(Place, u64)> = chosen.into_iter().map(|place| (place, guard.block(place).addr)).collect();
     let mut segments = Vec::with_capacity(chosen.len());
     for (at, &(place, addr)) in chosen.iter().enumerate() {
         if at > 0 && at.is_multiple_of(BATCH) {
-            drop(whole);
-            whole = allocator.shell().part(None);
+            drop(guard);
+            guard = allocator.state().lock(None);
         }
-        segments.extend(begin_release(&mut whole, place, addr));
+        segments.extend(begin_release(&mut guard, place, addr));
     }
-    drop(whole);
+    drop(guard);
     let mut released = 0;
     let mut segments = segments.into_iter();
     while let Some(segment) = segments.next() {
         let freed = allocator.device().free(DevicePtr(segment.region.addr));
         if let Err(error) = freed {
-            let mut whole = allocator.shell().part(None);
-            std::iter::once(segment).chain(segments).for_each(|segment| cancel_release(&mut whole, segment));
+            let mut guard = allocator.state().lock(None);
+            std::iter::once(segment).chain(segments).for_each(|segment| cancel_release(&mut guard, segment));
             // A capture that began meanwhile.
             return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
         }
         released += segment.region.bytes;
-        segment_released(&mut allocator.shell().core(), allocator.shell(), &segment.region);
+        segment_released(&mut allocator.state().shared(), allocator.state(), &segment.region);
     }
     Ok(released)
 }
 
-impl Whole {
+impl StateGuard {
     /// Wholly free segments of one pool in a heap that are not pinned.
     pub(crate) fn whole_segments_in<'a>(&'a self, heap: &'a Heap, pool: u16) -> impl Iterator<Item = Place> + 'a {
-        let whole = heap.free_blocks(pool).filter(move |key| is_whole_segment(self, heap, &heap.blocks[key.block()]));
-        whole.map(|key| Place { arena: heap.home, block: key.block() })
+        let guard = heap.free_blocks(pool).filter(move |key| is_whole_segment(self, heap, &heap.blocks[key.block()]));
+        guard.map(|key| Place { arena: heap.home, block: key.block() })
     }
 }
 
-fn add_segment(whole: &mut Whole, request: &Request, addr: u64, bytes: u64) -> BlockId {
-    whole.counters().num_device_alloc.add(1);
-    count_segment(whole, request.pool, request.slot, request.tag, addr, bytes);
-    whole.pools.note_region(request.pool, request.slot);
-    heap_with_pool(whole, request.slot, request.pool).add_region(addr, bytes, request.pool)
+fn add_segment(guard: &mut StateGuard, request: &Request, addr: u64, bytes: u64) -> BlockId {
+    guard.counters().num_device_alloc.add(1);
+    count_segment(guard, request.pool, request.slot, request.tag, addr, bytes);
+    guard.pools.note_region(request.pool, request.slot);
+    heap_with_pool(guard, request.slot, request.pool).add_region(addr, bytes, request.pool)
 }
 
-fn count_segment(whole: &mut Whole, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
-    let (kind, counters) = (kind_of(pool), &whole.shell.counters);
-    whole.reserved += bytes;
+fn count_segment(guard: &mut StateGuard, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
+    let (kind, counters) = (kind_of(pool), &guard.state.counters);
+    guard.reserved += bytes;
     counters.segment.add(kind, 1);
     counters.reserved_bytes.add(kind, bytes);
-    if whole.classes.is_oversize(bytes) {
+    if guard.classes.is_oversize(bytes) {
         counters.oversize_segments.add(1);
     }
-    whole.segments.insert(addr, tag);
-    let pool = whole.pools.history_id(pool);
+    guard.segments.insert(addr, tag);
+    let pool = guard.pools.history_id(pool);
     let subject = Subject { addr, size: bytes, slot, tag, pool };
-    whole.shell.history.lock().note(Action::SegmentAlloc, subject);
+    guard.state.history.lock().note(Action::SegmentAlloc, subject);
 }
 
 /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use it by now.
-fn begin_release(whole: &mut Whole, place: Place, addr: u64) -> Option<Releasing> {
-    whole.try_arena(place.arena)?;
-    let (block, heap) = (whole.block(place), whole.heap_of(place.arena));
-    if block.state != State::Free || block.addr != addr || !is_whole_segment(whole, heap, block) {
+fn begin_release(guard: &mut StateGuard, place: Place, addr: u64) -> Option<Releasing> {
+    guard.try_arena(place.arena)?;
+    let (block, heap) = (guard.block(place), guard.heap_of(place.arena));
+    if block.state != State::Free || block.addr != addr || !is_whole_segment(guard, heap, block) {
         return None;
     }
-    if whole.pools.owner_of(block.pool).is_some_and(|private| private.keeps_for_our_graphs(block.pool)) {
+    if guard.pools.owner_of(block.pool).is_some_and(|private| private.keeps_for_our_graphs(block.pool)) {
         return None;
     }
-    let heap = &mut whole.arena(place.arena).heap;
+    let heap = &mut guard.arena(place.arena).heap;
     let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
     let region = heap.remove_region(place.block);
-    let (kind, reserved) = (kind_of(region.pool), whole.reserved - region.bytes);
-    forget_unborrowed(whole, reserved);
-    whole.reserved = reserved;
-    whole.leaving += region.bytes;
-    let counters = &whole.shell.counters;
+    let (kind, reserved) = (kind_of(region.pool), guard.reserved - region.bytes);
+    forget_unborrowed(guard, reserved);
+    guard.reserved = reserved;
+    guard.leaving += region.bytes;
+    let counters = &guard.state.counters;
     counters.segment.sub(kind, 1);
     counters.reserved_bytes.sub(kind, region.bytes);
-    if whole.classes.is_oversize(region.bytes) {
+    if guard.classes.is_oversize(region.bytes) {
         counters.oversize_segments.sub(1);
     }
-    let tag = whole.segments.remove(&region.addr).unwrap_or_default();
-    let pool = whole.pools.history_id(region.pool);
+    let tag = guard.segments.remove(&region.addr).unwrap_or_default();
+    let pool = guard.pools.history_id(region.pool);
     let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
-    whole.shell.history.lock().note(Action::SegmentFree, subject);
+    guard.state.history.lock().note(Action::SegmentFree, subject);
     Some(Releasing { region, tag, owner, after })
 }
 
 /// The driver did not take a segment back.
-fn cancel_release(whole: &mut Whole, Releasing { region, tag, owner, after }: Releasing) {
-    whole.leaving -= region.bytes;
-    count_segment(whole, region.pool, region.home, tag, region.addr, region.bytes);
-    heap_with_pool(whole, region.home, region.pool).restore_region(&region, owner, after);
+fn cancel_release(guard: &mut StateGuard, Releasing { region, tag, owner, after }: Releasing) {
+    guard.leaving -= region.bytes;
+    count_segment(guard, region.pool, region.home, tag, region.addr, region.bytes);
+    heap_with_pool(guard, region.home, region.pool).restore_region(&region, owner, after);
 }
 
 /// Wholly free segments of some pools that are not pinned.
-pub(crate) fn whole_segments(whole: &mut Whole, which: Which) -> Vec<Place> {
-    look_for_in(whole, which, Sought::Free(1));
-    heaps_with(whole, which).flat_map(|(heap, pool)| whole.whole_segments_in(heap, pool)).collect()
+pub(crate) fn whole_segments(guard: &mut StateGuard, which: Which) -> Vec<Place> {
+    look_for_in(guard, which, Sought::Free(1));
+    heaps_with(guard, which).flat_map(|(heap, pool)| guard.whole_segments_in(heap, pool)).collect()
 }
 
 /// Whether a free block is a whole segment that may go back to the device.
-fn is_whole_segment(whole: &Whole, heap: &Heap, block: &Block) -> bool {
-    !block.is_split() && !heap.region(block.region).is_paged() && !whole.pins.contains(block.addr)
+fn is_whole_segment(guard: &StateGuard, heap: &Heap, block: &Block) -> bool {
+    !block.is_split() && !heap.region(block.region).is_paged() && !guard.pins.contains(block.addr)
 }
 
 /// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
-pub(crate) fn releasable(whole: &mut Whole) -> Vec<Place> {
-    whole_segments(whole, Which::Unpromised)
+pub(crate) fn releasable(guard: &mut StateGuard) -> Vec<Place> {
+    whole_segments(guard, Which::Unpromised)
 }
 
 /// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
 /// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
-pub(crate) fn oversize_to_release(whole: &mut Whole, request: &Request) -> Option<Vec<Place>> {
-    whole.try_arena(request.slot)?;
-    let least = whole.classes.max_split_size()?;
-    if whole.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
+pub(crate) fn oversize_to_release(guard: &mut StateGuard, request: &Request) -> Option<Vec<Place>> {
+    guard.try_arena(request.slot)?;
+    let least = guard.classes.max_split_size()?;
+    if guard.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
         return None;
     }
     let need = request.size.max(least);
-    let heap = whole.heap_of(request.slot);
+    let heap = guard.heap_of(request.slot);
     let index = heap.index(request.pool, request.slot)?;
-    let whole = |key: &Key| is_whole_segment(whole, heap, &heap.blocks[key.block()]);
+    let guard = |key: &Key| is_whole_segment(guard, heap, &heap.blocks[key.block()]);
     let place = |key: Key| Place { arena: request.slot, block: key.block() };
-    if let Some(key) = index.iter_from(need).find(whole) {
+    if let Some(key) = index.iter_from(need).find(guard) {
         return Some(vec![place(key)]);
     }
-    let oversize: Vec<Key> = index.iter_from(least).filter(whole).collect();
+    let oversize: Vec<Key> = index.iter_from(least).filter(guard).collect();
     let (mut chosen, mut sum) = (Vec::new(), 0);
     for key in oversize.into_iter().rev() {
         if sum >= need {
@@ -237,8 +237,8 @@ pub(crate) fn oversize_to_release(whole: &mut Whole, request: &Request) -> Optio
     Some(chosen)
 }
 
-fn segment_released(core: &mut Core, shell: &Shell, region: &Region) {
-    core.leaving -= region.bytes;
-    core.pools.forget_region(region.pool, region.home);
-    shell.counters.num_device_free.add(1);
+fn segment_released(shared: &mut SharedState, state: &AllocatorState, region: &Region) {
+    shared.leaving -= region.bytes;
+    shared.pools.forget_region(region.pool, region.home);
+    state.counters.num_device_free.add(1);
 }

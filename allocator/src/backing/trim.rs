@@ -13,7 +13,7 @@ use crate::error::AllocError;
 use crate::pools::capture::poll_launches;
 use crate::pools::table::Which;
 use crate::request::Place;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 
 /// See [`Allocator::trim_to`].
 pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
@@ -22,7 +22,8 @@ pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocErr
     poll_launches(allocator)?;
     let first = trim_done(allocator, bytes)?;
     // Addresses without memory may wait to be given back, too.
-    let is_enough = bytes > 0 || allocator.shell().core().paged.as_ref().is_none_or(|paged| paged.retired.is_empty());
+    let is_enough =
+        bytes > 0 || allocator.state().shared().paged.as_ref().is_none_or(|paged| paged.deferred_release.is_empty());
     if allocator.memory_reserved() <= bytes && is_enough {
         return Ok(first);
     }
@@ -35,17 +36,17 @@ pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocErr
 
 /// As [`Allocator::trim_to`], of what is known done.
 fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
-    allocator.shell().core().pools.forget_those_over();
-    let segments = release_where(allocator, |whole| excess(whole, bytes))?;
+    allocator.state().shared().pools.forget_those_over();
+    let segments = release_where(allocator, |guard| excess(guard, bytes))?;
     Ok(segments + trim_paged(allocator, bytes)?)
 }
 
 /// Unused segments to release, largest first, for at most `bytes` to stay reserved.
-fn excess(whole: &mut Whole, bytes: u64) -> Vec<Place> {
-    let mut segments = releasable(whole);
-    let size = |place: &Place| whole.block(*place).size;
-    segments.sort_by_key(|place| (Reverse(size(place)), whole.block(*place).addr));
-    let mut left = whole.reserved;
+fn excess(guard: &mut StateGuard, bytes: u64) -> Vec<Place> {
+    let mut segments = releasable(guard);
+    let size = |place: &Place| guard.block(*place).size;
+    segments.sort_by_key(|place| (Reverse(size(place)), guard.block(*place).addr));
+    let mut left = guard.reserved;
     segments.retain(|place| {
         let take = left > bytes;
         left -= if take { size(place) } else { 0 };

@@ -13,7 +13,7 @@ use aquifer_device::{AccessKind, Stream};
 use crate::buffer::storage::Storage;
 use crate::buffer::turn::Turn;
 use crate::error::AllocError;
-use crate::shell::awake::Keeper;
+use crate::state::awake::WakeLock;
 
 /// Memory claimed for work that is still to be enqueued, perhaps by other threads.
 ///
@@ -56,7 +56,7 @@ pub struct Claim {
     storage: Arc<Storage>,
     kind: AccessKind,
     /// Dropped after the claim has ended.
-    _keeper: Keeper,
+    _wake_lock: WakeLock,
 }
 
 impl Claim {
@@ -68,12 +68,12 @@ impl Claim {
     /// is about to.
     pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
-        let keeper = Keeper::new(storage.memory().shell())?;
+        let wake_lock = WakeLock::new(storage.memory().state())?;
         let mut uses = storage.hold_unclaimed(kind)?;
         uses.note_free(None);
         uses.claim(kind);
         drop(uses);
-        Ok(Claim { storage: storage.clone(), kind, _keeper: keeper })
+        Ok(Claim { storage: storage.clone(), kind, _wake_lock: wake_lock })
     }
 
     /// The claimed memory.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use aquifer_device::AccessKind;
 use parking_lot::MutexGuard;
 
-use crate::accounting::tally::Writer;
+use crate::accounting::writer::CounterWriter;
 use crate::buffer::storage::{Storage, Uses};
 use crate::error::AllocError;
 
@@ -27,15 +27,15 @@ pub(crate) struct Holder {
 
 impl Holder {
     fn mark(&self) {
-        self.thread.store(Writer::this_thread().number(), Ordering::Relaxed);
+        self.thread.store(CounterWriter::this_thread().number(), Ordering::Relaxed);
     }
 
     fn unmark(&self) {
-        self.thread.store(Writer::NOBODY.number(), Ordering::Relaxed);
+        self.thread.store(CounterWriter::NOBODY.number(), Ordering::Relaxed);
     }
 
     fn is_this_thread(&self) -> bool {
-        self.thread.load(Ordering::Relaxed) == Writer::this_thread().number()
+        self.thread.load(Ordering::Relaxed) == CounterWriter::this_thread().number()
     }
 }
 

@@ -22,12 +22,12 @@ use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::backing::paged::MemoryApart;
+use crate::backing::paged::DedicatedMemory;
 use crate::buffer::foreign::Foreign;
 use crate::buffer::held::Holder;
 use crate::error::AllocError;
-use crate::shell::Shell;
-use crate::shell::awake::KeptAwake;
+use crate::state::AllocatorState;
+use crate::state::awake::KeptAwake;
 
 /// Device memory that several handles share. It knows the ticks of the work that uses it, by which a [`crate::Turn`] orders later work.
 pub struct Storage {
@@ -46,7 +46,7 @@ pub(crate) enum Memory {
     /// A block of a heap, whose allocator stays open as long.
     Block(Allocation, Allocator),
     /// Memory outside of heaps.
-    Apart(Arc<MemoryApart>),
+    Apart(Arc<DedicatedMemory>),
     /// Memory that another library owns.
     Foreign(Foreign),
 }
@@ -132,7 +132,7 @@ impl Storage {
     /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it
     /// is another one's.
     pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
-        if std::ptr::eq(self.memory.shell(), allocator.shell()) {
+        if std::ptr::eq(self.memory.state(), allocator.state()) {
             return Ok(());
         }
         Err(AllocError::wrong_allocator(what, self.device_id, allocator.device().id()))
@@ -175,7 +175,7 @@ impl Storage {
         if self.bytes() == 0 {
             return Ok(());
         }
-        let _awake = KeptAwake::of_all(std::iter::once(self.memory.shell()))?;
+        let _awake = KeptAwake::of_all(std::iter::once(self.memory.state()))?;
         let mut uses = self.hold_unclaimed(AccessKind::Write)?;
         uses.note_free(Some(stream));
         uses.order(&self.memory, stream, AccessKind::Write)?;
@@ -205,7 +205,7 @@ impl Storage {
     pub fn take_over(&self) -> Result<(), AllocError> {
         self.end_ready()?;
         let mut uses = self.hold()?;
-        let own = self.memory.shell().core().timeline(uses.first).cloned();
+        let own = self.memory.state().shared().timeline(uses.first).cloned();
         own.into_iter().for_each(|own| uses.note_also(own.tick()));
         Ok(())
     }
@@ -225,12 +225,12 @@ impl Drop for Storage {
 }
 
 impl Memory {
-    /// The allocator's shell that holds the memory.
-    pub(crate) fn shell(&self) -> &'static Shell {
+    /// The allocator's state that holds the memory.
+    pub(crate) fn state(&self) -> &'static AllocatorState {
         match self {
-            Memory::Block(allocation, _) => allocation.shell(),
-            Memory::Apart(memory) => memory.shell(),
-            Memory::Foreign(memory) => memory.allocator().shell(),
+            Memory::Block(allocation, _) => allocation.state(),
+            Memory::Apart(memory) => memory.state(),
+            Memory::Foreign(memory) => memory.allocator().state(),
         }
     }
 

@@ -5,7 +5,7 @@ use aquifer_device::{AccessKind, Stream, Tick};
 use crate::buffer::held::LockedUses;
 use crate::buffer::storage::Storage;
 use crate::error::AllocError;
-use crate::shell::awake::KeptAwake;
+use crate::state::awake::KeptAwake;
 
 /// A stream's turn with some memory: the scope in which the stream enqueues work that uses the memory.
 ///
@@ -108,7 +108,7 @@ impl<'a> Turn<'a> {
         {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.memory().shell()))?;
+        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.memory().state()))?;
         let mut turn = Turn { held: Vec::new(), _awake: awake };
         let mut held = hold_unclaimed(&wanted)?;
         for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {
@@ -124,7 +124,7 @@ impl<'a> Turn<'a> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        let awake = KeptAwake::of_claim(storage.memory().shell());
+        let awake = KeptAwake::of_claim(storage.memory().state());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(Turn { held: vec![(held, kind, stream)], _awake: vec![awake] })

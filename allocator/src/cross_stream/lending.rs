@@ -8,7 +8,7 @@
 //! that is done for every stream moves to the borrower's arena.
 //!
 //! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
-//! device. Blocks that the stream owns away from home (*strays*) are tried first. A stream that borrows all the time gets memory of its own
+//! device. Blocks that the stream owns away from home (*foreign free blocks*) are tried first. A stream that borrows all the time gets memory of its own
 //! instead, as long as that costs little. Asking whether ticks are done may record an event on a stream, at most one each time.
 
 use std::sync::Arc;
@@ -18,15 +18,15 @@ use aquifer_device::internal::{Clock, Timeline};
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::cross_stream::progress::{Pending, cannot_be_asked, poll};
-use crate::cross_stream::waiting::{send_strays_home, sweep_ordered, unknown};
+use crate::cross_stream::waiting::{send_foreign_home, sweep_ordered, unknown};
 use crate::error::AllocError;
 use crate::heap::{Heap, IndexView, Key};
 use crate::pools::lookup::heap_with_pool;
 use crate::request::{Place, Request};
-use crate::shell::arena::Granted;
-use crate::shell::core::Core;
-use crate::shell::settled::Sought;
-use crate::shell::whole::Whole;
+use crate::state::arena::Granted;
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
+use crate::state::shared::SharedState;
 use crate::sync::atomic::Ordering;
 
 /// How many blocks of one owner are considered, smallest first.
@@ -54,74 +54,74 @@ struct Lender {
 struct Lendable {
     /// True if another stream has a block that is large enough, done or not.
     fits: bool,
-    /// Ticks, not known to be done, that would let such blocks be used, or strays of any stream merge.
+    /// Ticks, not known to be done, that would let such blocks be used, or foreign free blocks of any stream merge.
     ticks: Pending,
 }
 
 /// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes
 /// several locks each time, so a stream that borrows often gets more memory of its own.
-pub(crate) fn growth_instead_of_borrowing(allocator: &Allocator, whole: &mut Whole, request: &Request) -> u64 {
-    let often = whole
+pub(crate) fn growth_instead_of_borrowing(allocator: &Allocator, guard: &mut StateGuard, request: &Request) -> u64 {
+    let often = guard
         .try_arena(request.slot)
         .is_some_and(|arena| arena.borrows >= BORROW_ADVANCE + arena.milestones.searches / BORROW_SPACING);
     if !often {
         return 0;
     }
-    let bytes = growth_bytes(allocator, whole, request);
-    let sum = whole.unborrowed.saturating_add(bytes);
-    let granules = whole.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
-    if sum <= (whole.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
+    let bytes = growth_bytes(allocator, guard, request);
+    let sum = guard.unborrowed.saturating_add(bytes);
+    let granules = guard.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
+    if sum <= (guard.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
 }
 
-/// Serves the request from strays of its own stream or from blocks of other streams, without waiting. Releases the locks.
+/// Serves the request from foreign free blocks of its own stream or from blocks of other streams, without waiting. Releases the locks.
 pub(crate) fn borrow(
     allocator: &Allocator,
     request: &Request,
-    mut whole: Whole,
+    mut guard: StateGuard,
 ) -> Result<Option<Granted>, AllocError> {
-    if let Some(place) = best_stray(&mut whole, request) {
-        return Ok(Some(take_lent(&mut whole, request, place)));
+    if let Some(place) = best_foreign(&mut guard, request) {
+        return Ok(Some(take_lent(&mut guard, request, place)));
     }
-    let Lendable { fits, ticks } = lendable(&mut whole, request);
-    if !fits && ticks.is_empty() && !whole.has_strays() && whole.waiting.is_empty() {
+    let Lendable { fits, ticks } = lendable(&mut guard, request);
+    if !fits && ticks.is_empty() && !guard.has_foreign() && guard.waiting.is_empty() {
         return Ok(None);
     }
-    let own = whole.timeline(request.slot).cloned();
-    drop(whole);
+    let own = guard.timeline(request.slot).cloned();
+    drop(guard);
     poll(&ticks)?;
     let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
-    let mut whole = allocator.shell().part(Some(request.slot));
-    send_strays_home(&mut whole);
-    sweep_ordered(&mut whole, request.slot, &clock);
-    if let Some(granted) = whole.take_own(request) {
+    let mut guard = allocator.state().lock(Some(request.slot));
+    send_foreign_home(&mut guard);
+    sweep_ordered(&mut guard, request.slot, &clock);
+    if let Some(granted) = guard.take_own(request) {
         return Ok(Some(granted));
     }
-    let Some(place) = best_ordered(&mut whole, request, &clock) else { return Ok(None) };
-    if whole.block(place).owner != request.slot {
-        whole.counters().cross_stream_reuses.add(1);
+    let Some(place) = best_ordered(&mut guard, request, &clock) else { return Ok(None) };
+    if guard.block(place).owner != request.slot {
+        guard.counters().cross_stream_reuses.add(1);
     }
-    Ok(Some(take_lent(&mut whole, request, place)))
+    Ok(Some(take_lent(&mut guard, request, place)))
 }
 
 /// Serves the request from a block of another stream, for which it makes the request's stream wait.
 pub(crate) fn borrow_waiting(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
-    let mut whole = allocator.shell().part(Some(request.slot));
-    let Some(own) = whole.timeline(request.slot).cloned() else { return Ok(None) };
-    let Some(lender) = best_of_any(&mut whole, request).and_then(|place| lender(&whole, place)) else {
+    let mut guard = allocator.state().lock(Some(request.slot));
+    let Some(own) = guard.timeline(request.slot).cloned() else { return Ok(None) };
+    let Some(lender) = best_of_any(&mut guard, request).and_then(|place| lender(&guard, place)) else {
         return Ok(None);
     };
-    drop(whole);
+    drop(guard);
     if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
         return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
     }
     let clock = own.clock();
-    let mut whole = allocator.shell().part(Some(request.slot));
+    let mut guard = allocator.state().lock(Some(request.slot));
     // Another thread may have taken the block meanwhile; any block that is ordered now will do.
-    let Some(place) = best_ordered(&mut whole, request, &clock) else { return Ok(None) };
-    whole.counters().cross_stream_reuses.add(1);
-    whole.counters().cross_stream_waits.add(1);
-    let granted = take_lent(&mut whole, request, place);
-    drop(whole);
+    let Some(place) = best_ordered(&mut guard, request, &clock) else { return Ok(None) };
+    guard.counters().cross_stream_reuses.add(1);
+    guard.counters().cross_stream_waits.add(1);
+    let granted = take_lent(&mut guard, request, place);
+    drop(guard);
     tracing::debug!(
         target: "aquifer::wait",
         stream = request.slot,
@@ -134,57 +134,57 @@ pub(crate) fn borrow_waiting(allocator: &Allocator, request: &Request) -> Result
 
 /// Reserved memory is about to become `reserved` bytes. Of what goes back to the device, memory that streams got instead of borrowing is
 /// taken to be as large a share as of all.
-pub(crate) fn forget_unborrowed(core: &mut Core, reserved: u64) {
-    if reserved < core.reserved {
-        let left = u128::from(core.unborrowed) * u128::from(reserved) / u128::from(core.reserved);
-        core.unborrowed = u64::try_from(left).unwrap_or(u64::MAX);
+pub(crate) fn forget_unborrowed(shared: &mut SharedState, reserved: u64) {
+    if reserved < shared.reserved {
+        let left = u128::from(shared.unborrowed) * u128::from(reserved) / u128::from(shared.reserved);
+        shared.unborrowed = u64::try_from(left).unwrap_or(u64::MAX);
     }
 }
 
 /// The blocks that other streams have for the request, in any heap.
-fn lendable(whole: &mut Whole, request: &Request) -> Lendable {
-    look_for_lenders(whole, request);
-    whole.look_for(Sought::Strays);
+fn lendable(guard: &mut StateGuard, request: &Request) -> Lendable {
+    look_for_lenders(guard, request);
+    guard.look_for(Sought::Foreign);
     let (mut fits, mut latest) = (false, Latest::default());
-    for heap in whole.heaps() {
+    for heap in guard.heaps() {
         for (owner, index) in heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot) {
             if index.best_fit(request.size).is_none() {
                 continue;
             }
             let mut tick = 0;
             for key in candidates(index, request) {
-                fits |= whole.classes.fits(key.size(), request.size);
+                fits |= guard.classes.fits(key.size(), request.size);
                 tick = heap.blocks[key.block()].after.max(tick);
                 // No block's tick is later than its owner's one now.
-                if fits && tick >= whole.tick_of(owner) {
+                if fits && tick >= guard.tick_of(owner) {
                     break;
                 }
             }
             latest.raise(owner, tick);
         }
         // Strays can merge once they are done.
-        let strays = heap.strays().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
-        strays.for_each(|block| latest.raise(block.owner, block.after));
+        let foreign = heap.foreign().map(|id| &heap.blocks[id]).filter(|block| block.pool == request.pool);
+        foreign.for_each(|block| latest.raise(block.owner, block.after));
     }
-    Lendable { fits, ticks: unknown(whole, latest.0.into_iter()) }
+    Lendable { fits, ticks: unknown(guard, latest.0.into_iter()) }
 }
 
 /// Takes the locks of arenas that may have a block to lend for the request.
-fn look_for_lenders(whole: &mut Whole, request: &Request) {
+fn look_for_lenders(guard: &mut StateGuard, request: &Request) {
     // The stream's own blocks at home are not lent.
-    whole.try_arena(request.slot);
-    whole.look_for(Sought::Lent { pool: request.pool, size: request.size });
+    guard.try_arena(request.slot);
+    guard.look_for(Sought::Lent { pool: request.pool, size: request.size });
 }
 
 /// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
 /// that its block may have.
-fn best_lent(whole: &mut Whole, request: &Request, until: impl Fn(&Core, u32) -> u64) -> Option<Place> {
-    look_for_lenders(whole, request);
+fn best_lent(guard: &mut StateGuard, request: &Request, until: impl Fn(&SharedState, u32) -> u64) -> Option<Place> {
+    look_for_lenders(guard, request);
     let mut best = None;
-    for heap in whole.heaps() {
+    for heap in guard.heaps() {
         for (owner, index) in heap.indexes(request.pool) {
             if owner != request.slot || owner != heap.home {
-                best = better(best, best_in(whole, heap, index, request, || until(whole, owner)));
+                best = better(best, best_in(guard, heap, index, request, || until(guard, owner)));
             }
         }
     }
@@ -192,31 +192,31 @@ fn best_lent(whole: &mut Whole, request: &Request, until: impl Fn(&Core, u32) ->
 }
 
 /// The best of the request's own stream's blocks away from home.
-fn best_stray(whole: &mut Whole, request: &Request) -> Option<Place> {
-    whole.look_for(Sought::StraysOf(request.slot));
+fn best_foreign(guard: &mut StateGuard, request: &Request) -> Option<Place> {
+    guard.look_for(Sought::StraysOf(request.slot));
     let mut best = None;
-    for heap in whole.heaps().filter(|heap| heap.home != request.slot && heap.strays().len() > 0) {
+    for heap in guard.heaps().filter(|heap| heap.home != request.slot && heap.foreign().len() > 0) {
         if let Some(index) = heap.index(request.pool, request.slot) {
-            best = better(best, best_in(whole, heap, index, request, || u64::MAX));
+            best = better(best, best_in(guard, heap, index, request, || u64::MAX));
         }
     }
     best.map(|(_, place)| place)
 }
 
 /// The best of the blocks that are done, or after whose uses the later work of a stream with this clock is ordered.
-fn best_ordered(whole: &mut Whole, request: &Request, clock: &Clock) -> Option<Place> {
-    best_lent(whole, request, |core, owner| core.done_until(owner).max(clock.of(owner)))
+fn best_ordered(guard: &mut StateGuard, request: &Request, clock: &Clock) -> Option<Place> {
+    best_lent(guard, request, |shared, owner| shared.done_until(owner).max(clock.of(owner)))
 }
 
 /// The best of all blocks, including those that must be waited for.
-fn best_of_any(whole: &mut Whole, request: &Request) -> Option<Place> {
-    best_lent(whole, request, |_, _| u64::MAX)
+fn best_of_any(guard: &mut StateGuard, request: &Request) -> Option<Place> {
+    best_lent(guard, request, |_, _| u64::MAX)
 }
 
 /// The first block of an owner that fits the request and whose tick is at most the result of `until`, which is called only if some
 /// block is large enough.
 fn best_in(
-    whole: &Whole,
+    guard: &StateGuard,
     heap: &Heap,
     index: IndexView<'_>,
     request: &Request,
@@ -224,37 +224,37 @@ fn best_in(
 ) -> Option<(Key, Place)> {
     index.best_fit(request.size)?;
     let until = until();
-    let serves = |key: &Key| whole.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
+    let serves = |key: &Key| guard.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
     let key = candidates(index, request).find(serves)?;
     Some((key, Place { arena: heap.home, block: key.block() }))
 }
 
 /// The owner of the block that would serve the request best, and the tick that the request's stream would have to wait for.
-pub(crate) fn tick_of_lender(whole: &mut Whole, request: &Request) -> Option<(u32, u64)> {
-    let place = best_of_any(whole, request)?;
-    let block = whole.block(place);
+pub(crate) fn tick_of_lender(guard: &mut StateGuard, request: &Request) -> Option<(u32, u64)> {
+    let place = best_of_any(guard, request)?;
+    let block = guard.block(place);
     Some((block.owner, block.after))
 }
 
-fn lender(whole: &Whole, place: Place) -> Option<Lender> {
-    let block = whole.block(place);
-    Some(Lender { timeline: whole.timeline(block.owner)?.clone(), after: block.after })
+fn lender(guard: &StateGuard, place: Place) -> Option<Lender> {
+    let block = guard.block(place);
+    Some(Lender { timeline: guard.timeline(block.owner)?.clone(), after: block.after })
 }
 
-fn take_lent(whole: &mut Whole, request: &Request, place: Place) -> Granted {
-    whole.arena(request.slot).borrows += 1;
-    let block = whole.block(place);
-    let is_segment = !block.is_split() && !whole.heap_of(place.arena).region(block.region).is_paged();
-    if is_segment && whole.is_known_done(block.owner, block.after) {
-        let region = whole.arena(place.arena).heap.remove_region(place.block);
-        whole.pools.note_region(region.pool, request.slot);
-        whole.pools.forget_region(region.pool, region.home);
-        let own = heap_with_pool(whole, request.slot, region.pool);
+fn take_lent(guard: &mut StateGuard, request: &Request, place: Place) -> Granted {
+    guard.arena(request.slot).borrows += 1;
+    let block = guard.block(place);
+    let is_segment = !block.is_split() && !guard.heap_of(place.arena).region(block.region).is_paged();
+    if is_segment && guard.is_known_done(block.owner, block.after) {
+        let region = guard.arena(place.arena).heap.remove_region(place.block);
+        guard.pools.note_region(region.pool, request.slot);
+        guard.pools.forget_region(region.pool, region.home);
+        let own = heap_with_pool(guard, request.slot, region.pool);
         let block = own.add_region(region.addr, region.bytes, region.pool);
-        return whole.arena(request.slot).take(request, block);
+        return guard.arena(request.slot).take(request, block);
     }
-    let borrower = whole.timeline(request.slot).cloned();
-    let lender = whole.arena(place.arena);
+    let borrower = guard.timeline(request.slot).cloned();
+    let lender = guard.arena(place.arena);
     borrower.iter().for_each(|borrower| lender.know(borrower));
     lender.arena.has_lent.store(true, Ordering::Relaxed);
     lender.take(request, place.block)

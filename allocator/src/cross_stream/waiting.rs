@@ -22,19 +22,19 @@ use crate::heap::{Block, kind_of};
 use crate::history::Action;
 use crate::pools::table::Which;
 use crate::request::{Place, Request};
-use crate::shell::core::Core;
-use crate::shell::settled::Sought;
-use crate::shell::special;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
+use crate::state::shared::SharedState;
+use crate::state::special;
 use crate::sync::atomic::Ordering;
 
 /// Asks how far the streams got that waiting blocks depend on, and frees the blocks that need not wait any more.
 pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
-    let pending = pending_of_all(&allocator.shell().core());
+    let pending = pending_of_all(&allocator.state().shared());
     poll(&pending)?;
-    let got_further = note_asked(&mut allocator.shell().core());
+    let got_further = note_asked(&mut allocator.state().shared());
     if got_further {
-        sweep_done(&mut allocator.shell().part(None));
+        sweep_done(&mut allocator.state().lock(None));
     }
     Ok(())
 }
@@ -43,171 +43,171 @@ pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
 /// merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
 pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let mut waited = false;
-    // Twice, because a block that waited may become a stray (a free block away from home), with a tick of its own stream.
+    // Twice, because a block that waited may become a foreign free block (a free block away from home), with a tick of its own stream.
     for _ in 0..2 {
-        let mut whole = allocator.shell().part(None);
-        let waits = !whole.waiting.is_empty() || whole.has_strays();
-        let mut pending = pending(&whole, which);
-        pending.extend(pending_strays(&mut whole, which));
-        drop(whole);
+        let mut guard = allocator.state().lock(None);
+        let waits = !guard.waiting.is_empty() || guard.has_foreign();
+        let mut pending = pending(&guard, which);
+        pending.extend(pending_foreign(&mut guard, which));
+        drop(guard);
         if !waits {
             break;
         }
         if !waited && !pending.is_empty() {
-            allocator.shell().count(|counters| &counters.num_sync_all_streams);
+            allocator.state().count(|counters| &counters.num_sync_all_streams);
         }
         waited = true;
         synchronize_all(&pending)?;
-        let mut whole = allocator.shell().part(None);
-        sweep_done(&mut whole);
-        send_strays_home(&mut whole);
+        let mut guard = allocator.state().lock(None);
+        sweep_done(&mut guard);
+        send_foreign_home(&mut guard);
     }
     Ok(waited)
 }
 
 /// The latest tick of each stream that waiting blocks depend on, in some pools. Ticks known to be done are left out.
-fn pending(whole: &Whole, which: Which) -> Pending {
+fn pending(guard: &StateGuard, which: Which) -> Pending {
     if let Which::All = which {
-        return pending_of_all(whole);
+        return pending_of_all(guard);
     }
     let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
-    let waiting = whole.waiting.blocks.values().filter(|waiting| whole.pools.is_among(waiting.block.pool, which));
+    let waiting = guard.waiting.blocks.values().filter(|waiting| guard.pools.is_among(waiting.block.pool, which));
     for &(slot, after) in waiting.flat_map(|waiting| &waiting.uses) {
         latest.entry(slot).and_modify(|tick| *tick = after.max(*tick)).or_insert(after);
     }
-    unknown(whole, latest.into_iter())
+    unknown(guard, latest.into_iter())
 }
 
 /// The ticks of free blocks away from home that are not known to be done, in some pools.
-fn pending_strays(whole: &mut Whole, which: Which) -> Pending {
-    whole.look_for(Sought::Strays);
-    let strays = whole.heaps().flat_map(|heap| heap.strays().map(|id| &heap.blocks[id]));
-    let strays = strays.filter(|block| whole.pools.is_among(block.pool, which));
-    unknown(whole, strays.map(|block| (block.owner, block.after)))
+fn pending_foreign(guard: &mut StateGuard, which: Which) -> Pending {
+    guard.look_for(Sought::Foreign);
+    let foreign = guard.heaps().flat_map(|heap| heap.foreign().map(|id| &heap.blocks[id]));
+    let foreign = foreign.filter(|block| guard.pools.is_among(block.pool, which));
+    unknown(guard, foreign.map(|block| (block.owner, block.after)))
 }
 
 /// Frees the waiting blocks that need not wait any more, if a stream got further since the last time.
-fn sweep_done(whole: &mut Whole) {
-    if can_sweep(whole) {
-        sweep(whole, None);
+fn sweep_done(guard: &mut StateGuard) {
+    if can_sweep(guard) {
+        sweep(guard, None);
     }
 }
 
 /// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream `owner` if its later work is ordered after
 /// all their uses, according to its clock.
-pub(crate) fn sweep_ordered(whole: &mut Whole, owner: u32, clock: &Clock) {
-    if !whole.waiting.is_empty() {
-        sweep(whole, Some((owner, clock)));
+pub(crate) fn sweep_ordered(guard: &mut StateGuard, owner: u32, clock: &Clock) {
+    if !guard.waiting.is_empty() {
+        sweep(guard, Some((owner, clock)));
     }
 }
 
-fn sweep(whole: &mut Whole, ordered: Option<(u32, &Clock)>) {
-    let mut list = std::mem::take(&mut whole.waiting);
+fn sweep(guard: &mut StateGuard, ordered: Option<(u32, &Clock)>) {
+    let mut list = std::mem::take(&mut guard.waiting);
     // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another sweep.
-    list.streams.iter_mut().for_each(|(&slot, stream)| stream.seen = frontier(whole, slot));
-    list.uses.advance(|slot| whole.done_until(slot));
+    list.streams.iter_mut().for_each(|(&slot, stream)| stream.seen = frontier(guard, slot));
+    list.uses.advance(|slot| guard.done_until(slot));
     let mut free = list.uses.done().clone();
     if let Some((owner, clock)) = ordered
         && let Some(of_owner) = list.owners.get_mut(&owner)
     {
-        of_owner.uses.advance(|slot| whole.done_until(slot).max(clock.of(slot)));
+        of_owner.uses.advance(|slot| guard.done_until(slot).max(clock.of(slot)));
         free.extend(of_owner.uses.done());
     }
-    free.into_iter().filter_map(|number| list.take(number)).for_each(|waiting| end_wait(whole, &waiting));
+    free.into_iter().filter_map(|number| list.take(number)).for_each(|waiting| end_wait(guard, &waiting));
     if list.is_empty() {
-        whole.shell.special().fetch_and(!special::WAITING, Ordering::Relaxed);
+        guard.state.special().fetch_and(!special::WAITING, Ordering::Relaxed);
     }
-    whole.waiting = list;
+    guard.waiting = list;
 }
 
 /// Frees a block that need not wait any more.
-fn end_wait(whole: &mut Whole, waiting: &Waiting) {
+fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     let &Waiting { place: Place { arena, block: id }, block: Block { owner, pool, size, requested, .. }, .. } = waiting;
     let kind = kind_of(pool);
-    whole.counters().waited(kind, size);
+    guard.counters().waited(kind, size);
     // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
-    let tick = whole.tick_of(owner);
-    let done = waiting.uses.iter().all(|&(slot, after)| whole.is_known_done(slot, after));
+    let tick = guard.tick_of(owner);
+    let done = waiting.uses.iter().all(|&(slot, after)| guard.is_known_done(slot, after));
     let last_use = if done { waiting.own_use } else { tick };
-    let arena = whole.arena(arena);
-    arena.tally().change(Hot::Requested, kind, -requested.cast_signed());
+    let arena = guard.arena(arena);
+    arena.counter_target().change(Hot::Requested, kind, -requested.cast_signed());
     arena.note(Action::FreeCompleted, id);
     arena.complete(id, owner, tick, last_use);
 }
 
 /// The uses by other streams that keep a waiting block of the request's own stream from serving it. Of several such blocks, the
 /// smallest counts.
-pub(crate) fn uses_of_own(whole: &Whole, request: &Request) -> Option<Vec<Use>> {
-    let own = &whole.waiting.owners.get(&request.slot)?.at_home;
+pub(crate) fn uses_of_own(guard: &StateGuard, request: &Request) -> Option<Vec<Use>> {
+    let own = &guard.waiting.owners.get(&request.slot)?.at_home;
     let &(_, _, best) = own.range((request.pool, request.size, 0)..=(request.pool, u64::MAX, u64::MAX)).next()?;
-    whole.waiting.blocks.get(&best).map(|waiting| waiting.uses.clone())
+    guard.waiting.blocks.get(&best).map(|waiting| waiting.uses.clone())
 }
 
 /// Bytes that waiting blocks hold.
-pub(crate) fn waiting_held(whole: &Whole) -> u64 {
-    whole.waiting.bytes
+pub(crate) fn waiting_held(guard: &StateGuard) -> u64 {
+    guard.waiting.bytes
 }
 
 /// For each tick not known done, the bytes of the blocks that wait for it.
-pub(crate) fn awaited(whole: &Whole) -> impl Iterator<Item = (Use, u64)> + '_ {
-    whole.waiting.uses.ticks().filter(|&((slot, after), _)| !whole.is_known_done(slot, after))
+pub(crate) fn awaited(guard: &StateGuard) -> impl Iterator<Item = (Use, u64)> + '_ {
+    guard.waiting.uses.ticks().filter(|&((slot, after), _)| !guard.is_known_done(slot, after))
 }
 
 /// Bytes of waiting blocks, by the stream that they wait for.
-pub(crate) fn waiting_bytes(core: &Core) -> Vec<(u32, u64)> {
+pub(crate) fn waiting_bytes(shared: &SharedState) -> Vec<(u32, u64)> {
     let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
-    for (block, slots) in waiting_blocks(core) {
+    for (block, slots) in waiting_blocks(shared) {
         slots.into_iter().for_each(|slot| *bytes.entry(slot).or_default() += block.size);
     }
     bytes.into_iter().collect()
 }
 
 /// Bytes that were requested for waiting blocks.
-pub(crate) fn waiting_requested(core: &Core) -> u64 {
-    core.waiting.requested
+pub(crate) fn waiting_requested(shared: &SharedState) -> u64 {
+    shared.waiting.requested
 }
 
 /// The blocks that wait, each with the streams that are not known to be done with it.
-pub(crate) fn waiting_blocks(core: &Core) -> impl Iterator<Item = (&Block, Vec<u32>)> {
-    core.waiting.blocks.values().map(|waiting| {
-        let not_done = waiting.uses.iter().filter(|&&(slot, after)| !core.is_known_done(slot, after));
+pub(crate) fn waiting_blocks(shared: &SharedState) -> impl Iterator<Item = (&Block, Vec<u32>)> {
+    shared.waiting.blocks.values().map(|waiting| {
+        let not_done = waiting.uses.iter().filter(|&&(slot, after)| !shared.is_known_done(slot, after));
         (&waiting.block, not_done.map(|&(slot, _)| slot).collect())
     })
 }
 
-/// As [`Whole::pending`] for all pools, but without a look at the blocks.
-fn pending_of_all(core: &Core) -> Pending {
-    unknown(core, core.waiting.uses.latest())
+/// As [`StateGuard::pending`] for all pools, but without a look at the blocks.
+fn pending_of_all(shared: &SharedState) -> Pending {
+    unknown(shared, shared.waiting.uses.latest())
 }
 
 /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.
-fn note_asked(core: &mut Core) -> bool {
-    let got_further = can_sweep(core);
-    core.waiting.note_asked(!got_further);
+fn note_asked(shared: &mut SharedState) -> bool {
+    let got_further = can_sweep(shared);
+    shared.waiting.note_asked(!got_further);
     got_further
 }
 
 /// True if a stream that blocks wait for got further since the list was last searched.
-fn can_sweep(core: &Core) -> bool {
-    core.waiting.streams.iter().any(|(&slot, stream)| frontier(core, slot) > stream.seen)
+fn can_sweep(shared: &SharedState) -> bool {
+    shared.waiting.streams.iter().any(|(&slot, stream)| frontier(shared, slot) > stream.seen)
 }
 
 /// Those of the given ticks that are not known to be done.
-pub(crate) fn unknown(core: &Core, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
-    let unknown = ticks.filter(|&(slot, after)| !core.is_known_done(slot, after));
-    unknown.filter_map(|(slot, after)| Some((core.timeline(slot)?.clone(), after))).collect()
+pub(crate) fn unknown(shared: &SharedState, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
+    let unknown = ticks.filter(|&(slot, after)| !shared.is_known_done(slot, after));
+    unknown.filter_map(|(slot, after)| Some((shared.timeline(slot)?.clone(), after))).collect()
 }
 
-fn frontier(core: &Core, slot: u32) -> u64 {
-    core.timeline(slot).map_or(0, |timeline| timeline.frontier())
+fn frontier(shared: &SharedState, slot: u32) -> u64 {
+    shared.timeline(slot).map_or(0, |timeline| timeline.frontier())
 }
 
-/// Returns strays that are done to their home streams.
-pub(crate) fn send_strays_home(whole: &mut Whole) {
-    whole.look_for(Sought::Strays);
-    let (core, arenas) = whole.core_and_arenas();
+/// Returns foreign free blocks that are done to their home streams.
+pub(crate) fn send_foreign_home(guard: &mut StateGuard) {
+    guard.look_for(Sought::Foreign);
+    let (shared, arenas) = guard.shared_and_arenas();
     for arena in arenas {
-        for (pool, change) in arena.heap.send_home(|owner, after| core.is_known_done(owner, after)) {
+        for (pool, change) in arena.heap.send_home(|owner, after| shared.is_known_done(owner, after)) {
             arena.split_changed(kind_of(pool), change);
         }
     }

@@ -82,8 +82,8 @@ pub(crate) struct Block {
     pub(crate) tag: u32,
     pub(crate) pool: u16,
     pub(crate) state: State,
-    /// While live: true if other streams use the block, too. The core lists them.
-    pub(crate) shared: bool,
+    /// While live: true if other streams use the block, too. The shared state lists them.
+    pub(crate) used_elsewhere: bool,
 }
 
 const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
@@ -130,7 +130,7 @@ impl Default for Block {
             tag: 0,
             pool: 0,
             state: State::Vacant,
-            shared: false,
+            used_elsewhere: false,
         }
     }
 }

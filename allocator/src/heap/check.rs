@@ -81,9 +81,9 @@ impl Heap {
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
         let found = self.index(block.pool, block.owner).is_some_and(|index| index.contains(id));
-        let stray = block.owner != self.home;
-        if !found || stray != self.strays.contains(&id) {
-            return Err(format!("H4: {id:?} {block:?} indexed: {found}, stray: {stray}"));
+        let foreign = block.owner != self.home;
+        if !found || foreign != self.foreign.contains(&id) {
+            return Err(format!("H4: {id:?} {block:?} indexed: {found}, foreign: {foreign}"));
         }
         Ok(())
     }

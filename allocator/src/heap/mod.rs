@@ -8,12 +8,14 @@
 //! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever order.
 //!
 //! Ownership: a heap belongs to one stream, its *home*. A free block belongs to the stream of its last use, its *owner*, which may
-//! reuse it at once. A block whose owner is not the home stream is a *stray*. Once a stray is done it goes home, so that
+//! reuse it at once. A block whose owner is not the home stream is a *foreign free block*. Once a foreign free block is done it goes home, so that
 //! borrowing memory across streams leaves no lasting borders between free blocks.
 
 mod block;
 #[cfg(any(test, debug_assertions))]
 mod check;
+mod deferred;
+mod foreign;
 mod hole_index;
 mod holes;
 mod index;
@@ -23,13 +25,13 @@ mod members;
 mod moves;
 mod pools;
 mod recent;
-mod resting;
-mod strays;
 mod walk;
 
 use std::collections::BTreeSet;
 
 pub(crate) use block::{Block, BlockId, Slab, State};
+use deferred::Deferred;
+pub(crate) use deferred::Rested;
 use hole_index::HoleIndex;
 pub(crate) use holes::Holding;
 use index::{Bins, Exact, FreeIndex, Index};
@@ -41,8 +43,6 @@ use moves::{Joined, Piece, Rules, Taken};
 use pools::Pools;
 pub(crate) use pools::{HeapPoolOptions, kind_of};
 use recent::RecentUses;
-pub(crate) use resting::Rested;
-use resting::Resting;
 pub(crate) use walk::{Passed, Walk};
 
 use crate::size_class::SizeClasses;
@@ -80,13 +80,13 @@ pub(crate) struct Heap {
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
     /// Free blocks whose owner is not their region's home.
-    strays: BTreeSet<BlockId>,
+    foreign: BTreeSet<BlockId>,
     /// Holes that are not held.
     holes: HoleIndex,
     /// Those of them that are a whole region.
     empty_reservations: BTreeSet<BlockId>,
     /// Blocks that were freed, and not merged yet.
-    resting: Resting,
+    deferred: Deferred,
     irregular: Members,
     /// The log of last uses that are not noted in the granules' ticks yet.
     recent: RecentUses,
@@ -154,19 +154,19 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> (BlockId, SplitChange) {
-        let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
-        debug_assert!(state == State::Free && whole >= size);
+        let Block { size: guard, owner: from, pool, state, .. } = self.blocks[id];
+        debug_assert!(state == State::Free && guard >= size);
         let record = &mut self.pools[pool];
         let piece = Piece { owner, size, requested };
         let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
         let (taken, change) = match record.index_mut(self.home, from) {
             FreeIndex::Exact(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole), piece);
+                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, guard), piece);
                 (taken, self.took::<Exact>(&taken))
             }
             FreeIndex::Bins(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole), piece);
+                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, guard), piece);
                 (taken, self.took::<Bins>(&taken))
             }
         };
@@ -179,7 +179,7 @@ impl Heap {
     /// Accounts for a block that became live and was free, or part of a free block.
     #[inline(always)]
     fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
-        let &Taken { id, size, whole, prev, next, rest, region } = taken;
+        let &Taken { id, size, guard, prev, next, rest, region } = taken;
         self.free -= size;
         if !I::FIRST_STAYS && prev == BlockId::NONE {
             self.region_mut(region).first = id;
@@ -191,7 +191,7 @@ impl Heap {
         let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         SplitChange {
             count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
-            bytes: (signed(whole) & -i64::from(was_whole_region)) - signed(size),
+            bytes: (signed(guard) & -i64::from(was_whole_region)) - signed(size),
         }
     }
 
@@ -234,7 +234,7 @@ impl Heap {
     /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
     fn gave<I: Index>(&mut self, joined: &Joined, pool: u16) -> SplitChange {
-        let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
+        let &Joined { id, given, guard, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
         let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         if !I::FIRST_STAYS && prev == BlockId::NONE {
@@ -249,7 +249,7 @@ impl Heap {
         // Whole regions do not count as split, so what the parts counted before is taken back, including this block's own share.
         SplitChange {
             count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
-            bytes: signed(given) - (signed(whole) & -i64::from(is_whole_region)),
+            bytes: signed(given) - (signed(guard) & -i64::from(is_whole_region)),
         }
     }
 

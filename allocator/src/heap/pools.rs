@@ -5,8 +5,8 @@
 
 use std::ops::{Index, IndexMut};
 
+use super::foreign::Away;
 use super::index::{FreeIndex, IndexKind};
-use super::strays::Away;
 use crate::size_class::PoolKind;
 
 /// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a large default pool, and those of private

@@ -129,7 +129,7 @@ mod tests {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);
                         heap.let_rest(id, now);
-                        heap.merge_resting();
+                        heap.coalesce_deferred();
                     }
                     5 => {
                         // Its memory moves away, and other memory comes.
@@ -152,8 +152,8 @@ mod tests {
                         heap.note_recent_uses(done);
                         let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
                         for (_, block) in free {
-                            let whole = block.addr.next_multiple_of(GRANULE)..(block.addr + block.size) / GRANULE * GRANULE;
-                            for at in whole.step_by(4096) {
+                            let guard = block.addr.next_multiple_of(GRANULE)..(block.addr + block.size) / GRANULE * GRANULE;
+                            for at in guard.step_by(4096) {
                                 let (last_use, _) = heap.last_uses_of(block).highest_run(&(at..at + GRANULE));
                                 let expected = model[usize::try_from((at - BASE) / GRANULE).unwrap()].min(block.after);
                                 prop_assert_eq!(last_use.max(done), expected.max(done));

@@ -21,7 +21,7 @@ pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
 }
 
 /// Refuses to serve a capturing stream with memory outside of all pools, for the same reason.
-pub(crate) fn refuse_capture_apart(stream: &Stream) -> Result<(), AllocError> {
+pub(crate) fn refuse_capture_dedicated(stream: &Stream) -> Result<(), AllocError> {
     refuse_capturing(
         stream,
         "memory that grows, or can be exported, is no pool's, so nothing would keep it for the graph: get it before the capture \
@@ -39,7 +39,7 @@ fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
 
 /// Asks, without waiting, whether the launches are done that memory of closed pools waits for.
 pub(crate) fn poll_launches(allocator: &Allocator) -> Result<(), AllocError> {
-    let launched = awaited_launches(&allocator.shell().core(), None);
+    let launched = awaited_launches(&allocator.state().shared(), None);
     poll(&launched.ticks)
 }
 
@@ -48,6 +48,6 @@ pub(crate) fn refuse_unannounced_capture(allocator: &Allocator, slot: u32) -> Re
     if allocator.device().info().kind != DriverKind::Cuda {
         return Ok(());
     }
-    let timeline = allocator.shell().core().timeline(slot).cloned();
+    let timeline = allocator.state().shared().timeline(slot).cloned();
     timeline.map_or(Ok(()), |timeline| Ok(timeline.refuse_unannounced_capture()?))
 }

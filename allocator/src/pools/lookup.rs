@@ -12,18 +12,18 @@ use crate::error::AllocError;
 use crate::heap::Heap;
 use crate::pools::graphs::Launched;
 use crate::pools::table::{PoolKey, Private, Which};
-use crate::shell::core::Core;
-use crate::shell::settled::Sought;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
+use crate::state::shared::SharedState;
 
 /// The work that must be done before memory of a pool may go that was used by graphs which are not launched any more.
-pub(super) fn launches_of(core: &Core, private: &Private) -> Launched {
-    core.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
+pub(super) fn launches_of(shared: &SharedState, private: &Private) -> Launched {
+    shared.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
 }
 
 /// Closes a pool. Returns the launches that its memory waits for.
-pub(super) fn close_pool(core: &mut Core, key: PoolKey) -> Launched {
-    let Core { pools, device: Some(device), .. } = core else { return Launched::default() };
+pub(super) fn close_pool(shared: &mut SharedState, key: PoolKey) -> Launched {
+    let SharedState { pools, device: Some(device), .. } = shared else { return Launched::default() };
     let Some(private) = pools.find_mut(key) else { return Launched::default() };
     let now = device.wait_mark();
     private.open = false;
@@ -36,51 +36,51 @@ pub(super) fn close_pool(core: &mut Core, key: PoolKey) -> Launched {
 }
 
 /// The launches that memory of closed pools still waits for: of all of them, or of one.
-pub(crate) fn awaited_launches(core: &Core, of: Option<PoolKey>) -> Launched {
+pub(crate) fn awaited_launches(shared: &SharedState, of: Option<PoolKey>) -> Launched {
     let closed =
-        core.pools.at(core.pools.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
+        shared.pools.at(shared.pools.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
     let closed = closed.filter(|private| of.is_none_or(|key| key.id == private.id) && private.graphs.any());
-    closed.map(|private| launches_of(core, private)).fold(Launched::default(), Launched::and)
+    closed.map(|private| launches_of(shared, private)).fold(Launched::default(), Launched::and)
 }
 
 /// The heap of a stream that has allocated, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
-pub(crate) fn heap_with_pool(whole: &mut Whole, slot: u32, pool: u16) -> &mut Heap {
-    let options = whole.pools.owner_of(pool).map(Private::heap_options);
-    let heap = &mut whole.arena(slot).heap;
+pub(crate) fn heap_with_pool(guard: &mut StateGuard, slot: u32, pool: u16) -> &mut Heap {
+    let options = guard.pools.owner_of(pool).map(Private::heap_options);
+    let heap = &mut guard.arena(slot).heap;
     options.into_iter().for_each(|options| heap.add_private_pool(pool, options));
     heap
 }
 
 /// Takes the locks of settled arenas that may have what is sought in some pools. Called before
-/// [`Whole::heaps_with`].
-pub(crate) fn look_for_in(whole: &mut Whole, which: Which, sought: Sought) {
+/// [`StateGuard::heaps_with`].
+pub(crate) fn look_for_in(guard: &mut StateGuard, which: Which, sought: Sought) {
     if which.has_default() {
-        whole.look_for(sought);
+        guard.look_for(sought);
         return;
     }
-    let slots: BTreeSet<u32> = whole.pools.with_regions(which).map(|(_, slot)| slot).collect();
+    let slots: BTreeSet<u32> = guard.pools.with_regions(which).map(|(_, slot)| slot).collect();
     for slot in slots {
-        whole.try_arena(slot);
+        guard.try_arena(slot);
     }
 }
 
 /// The heaps that have regions in some pools, of those whose locks are held, each with the number of such a pool:
 /// the default pools first, then by pool.
-pub(crate) fn heaps_with(whole: &Whole, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
+pub(crate) fn heaps_with(guard: &StateGuard, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
     let default = [0, 1].into_iter().filter(move |_| which.has_default());
-    let default = default.flat_map(|pool| whole.heaps().map(move |heap| (heap, pool)));
-    let private = whole.pools.with_regions(which);
-    default.chain(private.filter_map(|(pool, slot)| Some((whole.held_heap(slot)?, pool))))
+    let default = default.flat_map(|pool| guard.heaps().map(move |heap| (heap, pool)));
+    let private = guard.pools.with_regions(which);
+    default.chain(private.filter_map(|(pool, slot)| Some((guard.held_heap(slot)?, pool))))
 }
 
 /// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream; `None` if there is none. If the
 /// stream captures, this notes that the graph uses the pool, and that its launches come after earlier work of the stream, because the
 /// graph may get memory that this work used.
 pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[u16; 2]> {
-    allocator.shell().core().pools.routed()?;
-    // Before the core's lock is taken, because no timeline is locked under it.
+    allocator.state().shared().pools.routed()?;
+    // Before the shared state's lock is taken, because no timeline is locked under it.
     let captured = stream.launches_of_capture();
-    let (numbers, is_new) = allocator.shell().core().pools.route_and_note(captured.as_ref())?;
+    let (numbers, is_new) = allocator.state().shared().pools.route_and_note(captured.as_ref())?;
     if let Some(launches) = captured {
         launches.come_after(stream.tick());
         if is_new {
@@ -94,7 +94,7 @@ pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[
 
 /// True if a block granted outside of captures may belong to a graph, because one was captured since the request was routed.
 pub(crate) fn came_from_a_graph(allocator: &Allocator, pool: u16, stream: &Stream) -> bool {
-    let keeps = allocator.shell().core().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
+    let keeps = allocator.state().shared().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
     keeps && !stream.is_capturing()
 }
 

@@ -17,7 +17,7 @@ use crate::error::AllocError;
 use crate::pools::lookup::{close_pool, launches_of, wait_for_launched};
 use crate::pools::table::{PoolKey, PoolOptions, Private, Which};
 use crate::raw::alloc_raw;
-use crate::shell::special;
+use crate::state::special;
 
 /// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures ([`Allocator::capture`]). Dropping it
 /// releases its unused memory; live allocations stay valid, and their memory is released later.
@@ -52,7 +52,7 @@ static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
 /// See [`Allocator::create_pool`].
 pub(crate) fn create_pool(allocator: &Allocator, options: PoolOptions) -> Result<PrivatePool, AllocError> {
     fork::check(Operation::Alloc)?;
-    let key = allocator.shell().core().pools.add(options)?;
+    let key = allocator.state().shared().pools.add(options)?;
     Ok(PrivatePool { allocator: allocator.clone(), key })
 }
 
@@ -68,7 +68,7 @@ impl PrivatePool {
 
     /// Refuses a pool of another allocator.
     pub(crate) fn check_allocator(&self, allocator: &Allocator) -> Result<(), AllocError> {
-        if std::ptr::eq(self.allocator.shell(), allocator.shell()) {
+        if std::ptr::eq(self.allocator.state(), allocator.state()) {
             return Ok(());
         }
         Err(AllocError::wrong_allocator("pool", self.allocator.device().id(), allocator.device().id()))
@@ -125,10 +125,10 @@ impl PrivatePool {
     /// innermost counts.
     pub fn route_thread(&self) -> PoolRoute {
         let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
-        let shell = self.allocator.shell();
-        let mut core = shell.core();
-        core.pools.begin_route(number, self.key);
-        shell.special().fetch_or(special::ROUTED, Ordering::Relaxed);
+        let state = self.allocator.state();
+        let mut shared = state.shared();
+        shared.pools.begin_route(number, self.key);
+        state.special().fetch_or(special::ROUTED, Ordering::Relaxed);
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
@@ -140,10 +140,10 @@ impl PrivatePool {
     /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         fork::check(Operation::Free)?;
-        let core = self.allocator.shell().core();
-        let Some(private) = core.pools.find(self.key) else { return Ok(0) };
-        let launched = launches_of(&core, private);
-        drop(core);
+        let shared = self.allocator.state().shared();
+        let Some(private) = shared.pools.find(self.key) else { return Ok(0) };
+        let launched = launches_of(&shared, private);
+        drop(shared);
         wait_for_launched(&self.allocator, &launched)?;
         if launched.is_pending() {
             return Ok(0);
@@ -154,22 +154,22 @@ impl PrivatePool {
     }
 
     fn release(&self) -> Result<u64, AllocError> {
-        let segments = release_where(&self.allocator, |whole| whole_segments(whole, Which::UnusedOf(self.key)))?;
+        let segments = release_where(&self.allocator, |guard| whole_segments(guard, Which::UnusedOf(self.key)))?;
         Ok(segments + trim_pools(&self.allocator, Which::UnusedOf(self.key))?)
     }
 
     /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses of the rest, so that later calls can
     /// find out whether it is done, even while the streams capture.
     fn close(&self) -> Result<(), AllocError> {
-        let shell = self.allocator.shell();
-        let launched = close_pool(&mut shell.core(), self.key);
+        let state = self.allocator.state();
+        let launched = close_pool(&mut state.shared(), self.key);
         poll(&launched.ticks)?;
-        if shell.core().pools.find(self.key).is_none() {
+        if state.shared().pools.find(self.key).is_none() {
             return Ok(());
         }
-        let free = free_not_done(&mut shell.part(None), Which::Of(self.key));
+        let free = free_not_done(&mut state.lock(None), Which::Of(self.key));
         poll(&free)?;
-        let released = shell.core().pools.find(self.key).is_some_and(Private::is_released);
+        let released = state.shared().pools.find(self.key).is_some_and(Private::is_released);
         if released { self.release().map(|_| ()) } else { Ok(()) }
     }
 }
@@ -200,10 +200,10 @@ impl Drop for PoolRoute {
         if fork::is_child() {
             return;
         }
-        let shell = self.allocator.shell();
-        let mut core = shell.core();
-        if !core.pools.end_route(self.number) {
-            shell.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
+        let state = self.allocator.state();
+        let mut shared = state.shared();
+        if !shared.pools.end_route(self.number) {
+            state.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
         }
     }
 }

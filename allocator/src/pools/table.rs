@@ -1,5 +1,5 @@
-//! The table of private pools in the core: their numbers in the heap, the threads that are routed to them, and the graphs that use them.
-//! The core's lock protects it.
+//! The table of private pools in the shared state: their numbers in the heap, the threads that are routed to them, and the graphs that use them.
+//! The shared state's lock protects it.
 //!
 //! Invariants: a pool's record says in which arenas it has regions; a closed pool's record goes, and its place serves another pool, once it
 //! has none, no graph that it served may be launched or runs, and no thread is routed to it, as a request with its numbers may be under way.

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::config::Config;
 use crate::pools::table::FIRST;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 
 const MIB: u64 = 1 << 20;
 
@@ -24,20 +24,20 @@ fn setup(config: &str) -> (Allocator, [Stream; 3]) {
 
 /// Checks the table against the heaps: regions are counted, heaps have just the pools that have regions there, and closed pools without any
 /// are gone, unless `graphs` may keep them.
-fn check(whole: &Whole, graphs: bool) -> Result<(), TestCaseError> {
+fn check(guard: &StateGuard, graphs: bool) -> Result<(), TestCaseError> {
     let mut regions = std::collections::BTreeMap::new();
-    for heap in whole.heaps() {
+    for heap in guard.heaps() {
         let mut pools = std::collections::BTreeSet::new();
         for region in heap.regions().filter(|region| region.pool >= FIRST) {
-            prop_assert!(whole.pools.owner_of(region.pool).is_some(), "a region without a pool");
+            prop_assert!(guard.pools.owner_of(region.pool).is_some(), "a region without a pool");
             *regions.entry((region.pool, region.home)).or_insert(0) += 1;
             pools.insert(region.pool);
         }
         prop_assert_eq!(heap.pools.private_count(), pools.len());
     }
-    let noted: Vec<_> = whole.pools.iter().flat_map(|private| private.regions()).collect();
+    let noted: Vec<_> = guard.pools.iter().flat_map(|private| private.regions()).collect();
     prop_assert_eq!(noted, regions.into_iter().collect::<Vec<_>>());
-    for private in whole.pools.iter() {
+    for private in guard.pools.iter() {
         prop_assert!(private.open || graphs || private.regions().next().is_some(), "a pool that is over is listed");
     }
     Ok(())
@@ -61,12 +61,12 @@ fn nothing_is_left_of_pools_that_are_gone() {
             // Half of the pools are dropped before their blocks.
             let mut pools = pools.into_iter();
             pools.by_ref().take(20).for_each(drop);
-            assert_eq!(allocator.shell().whole().pools.iter().count(), 40);
+            assert_eq!(allocator.state().lock_all().pools.iter().count(), 40);
             drop((pools, blocks));
             allocator.empty_cache().unwrap();
-            let whole = allocator.shell().whole();
-            assert_eq!((whole.pools.iter().count(), whole.pools.lenders().count(), whole.pools.places()), (0, 0, 0));
-            check(&whole, false).unwrap();
+            let guard = allocator.state().lock_all();
+            assert_eq!((guard.pools.iter().count(), guard.pools.lenders().count(), guard.pools.places()), (0, 0, 0));
+            check(&guard, false).unwrap();
         }
         assert_eq!(allocator.memory_reserved(), 0);
     }
@@ -78,10 +78,10 @@ fn a_pool_that_a_thread_is_routed_to_stays_listed() {
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let (outer, inner) = (pool.route_thread(), pool.route_thread());
     drop(pool);
-    let listed = || allocator.shell().core().pools.iter().count();
+    let listed = || allocator.state().shared().pools.iter().count();
     assert_eq!(listed(), 1, "a request with its numbers may be under way");
     drop(outer);
-    assert_eq!((listed(), allocator.shell().core().pools.routed()), (1, None));
+    assert_eq!((listed(), allocator.state().shared().pools.routed()), (1, None));
     drop(allocator.alloc_bytes(MIB, &stream).unwrap());
     drop(inner);
     assert_eq!(listed(), 0);
@@ -101,7 +101,7 @@ fn graphs_that_are_over_are_forgotten() {
         drop(route);
         graph
     };
-    let known = || allocator.shell().core().pools.find(pool.key()).map(Private::graphs_known);
+    let known = || allocator.state().shared().pools.find(pool.key()).map(Private::graphs_known);
     for _ in 0..100 {
         drop(capture());
         assert!(known() <= Some(9), "{:?}", known());
@@ -115,10 +115,10 @@ fn graphs_that_are_over_are_forgotten() {
     let kept = capture();
     drop(pool);
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.shell().core().pools.iter().count(), 1, "the graph may be launched");
+    assert_eq!(allocator.state().shared().pools.iter().count(), 1, "the graph may be launched");
     drop(kept);
     allocator.empty_cache().unwrap();
-    assert_eq!(allocator.shell().core().pools.places(), 0);
+    assert_eq!(allocator.state().shared().pools.places(), 0);
 }
 
 #[derive(Clone, Debug)]
@@ -175,10 +175,10 @@ proptest! {
                 }
                 _ => {}
             }
-            check(&allocator.shell().whole(), false)?;
+            check(&allocator.state().lock_all(), false)?;
         }
         drop((pools, blocks));
         allocator.empty_cache().unwrap();
-        prop_assert_eq!(allocator.shell().core().pools.places(), 0);
+        prop_assert_eq!(allocator.state().shared().pools.places(), 0);
     }
 }

@@ -21,16 +21,16 @@ use crate::alloc::grant_the_long_way;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::BlockId;
-use crate::shell::Shell;
-use crate::shell::arena::Granted;
-use crate::shell::arena::{Arena, UNKNOWN};
+use crate::state::AllocatorState;
+use crate::state::arena::Granted;
+use crate::state::arena::{Arena, UNKNOWN};
 use crate::sync::atomic::Ordering;
 
 pub(crate) use guess::Guesses;
 pub use owner::{RawOwner, owner_of};
 pub(crate) use table::RawTable;
 
-impl Shell {
+impl AllocatorState {
     /// Removes a raw pointer.
     #[inline]
     fn remove_raw(&self, ptr: DevicePtr) -> Option<(&'static Arena, BlockId)> {
@@ -80,7 +80,7 @@ pub(crate) fn free_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<(), Allo
     if ptr.0 == 0 {
         return Ok(());
     }
-    let Some((arena, block)) = allocator.shell().remove_raw(ptr) else {
+    let Some((arena, block)) = allocator.state().remove_raw(ptr) else {
         return Err(AllocError::InvalidPointer { ptr: ptr.0 });
     };
     if allocator.is_checked() {
@@ -98,7 +98,7 @@ pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream
     if ptr.0 == 0 {
         return Ok(());
     }
-    let removed = allocator.shell().remove_raw(ptr);
+    let removed = allocator.state().remove_raw(ptr);
     let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
     // Only the stream of the arena owns blocks there, unless it has lent some.
     if arena.slot != stream.id() || arena.has_lent.load(Ordering::Relaxed) {
@@ -118,13 +118,13 @@ pub(crate) fn record_stream_raw(allocator: &Allocator, ptr: DevicePtr, stream: &
     if ptr.0 == 0 {
         return Ok(());
     }
-    allocator.shell().look_at_raw(ptr, |arena, block| note_use(allocator, arena, block, stream))
+    allocator.state().look_at_raw(ptr, |arena, block| note_use(allocator, arena, block, stream))
 }
 
 /// See [`Allocator::size_of_raw`].
 pub(crate) fn size_of_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<u64, AllocError> {
     fork::check(Operation::MemoryInfo)?;
-    allocator.shell().look_at_raw(ptr, |arena, block| arena.look(|desk| desk.heap.blocks[block].size))
+    allocator.state().look_at_raw(ptr, |arena, block| arena.look(|inner| inner.heap.blocks[block].size))
 }
 
 fn check_stream(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
@@ -134,7 +134,7 @@ fn check_stream(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError
 
 /// Notes that a stream uses a live block, which no other thread can free meanwhile.
 fn note_use(allocator: &Allocator, arena: &'static Arena, block: BlockId, stream: &Stream) {
-    let mut core = allocator.shell().core();
-    let slot = core.slot(stream);
-    core.note_use(arena, block, slot);
+    let mut shared = allocator.state().shared();
+    let slot = shared.slot(stream);
+    shared.note_use(arena, block, slot);
 }

@@ -3,7 +3,7 @@
 use aquifer_device::{DevicePtr, fork};
 
 use crate::allocator::{Allocator, all_open};
-use crate::shell::Shell;
+use crate::state::AllocatorState;
 
 /// The owner of a live raw allocation.
 #[derive(Clone, Debug)]
@@ -40,23 +40,23 @@ pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
         return None;
     }
     all_open().into_iter().find_map(|allocator| {
-        let (ptr, bytes) = find(allocator.shell(), ptr)?;
+        let (ptr, bytes) = find(allocator.state(), ptr)?;
         Some(RawOwner { allocator, ptr, bytes })
     })
 }
 
-/// The raw allocation of a shell that contains an address: its pointer, and its requested bytes.
-fn find(shell: &'static Shell, addr: DevicePtr) -> Option<(DevicePtr, u64)> {
+/// The raw allocation of an allocator state that contains an address: its pointer, and its requested bytes.
+fn find(state: &'static AllocatorState, addr: DevicePtr) -> Option<(DevicePtr, u64)> {
     let bytes_of = |ptr: u64| {
         let requested =
-            shell.look_at_raw(DevicePtr(ptr), |arena, block| arena.look(|desk| desk.heap.blocks[block].requested));
+            state.look_at_raw(DevicePtr(ptr), |arena, block| arena.look(|inner| inner.heap.blocks[block].requested));
         requested.ok()
     };
     if let Some(bytes) = bytes_of(addr.0) {
         return Some((addr, bytes));
     }
     // Allocations do not overlap, so only the last one that begins before may contain the address.
-    let ptr = shell.arenas.iter().filter_map(|arena| arena.raw.last_until(addr.0)).max()?;
+    let ptr = state.arenas.iter().filter_map(|arena| arena.raw.last_until(addr.0)).max()?;
     let bytes = bytes_of(ptr)?;
     (addr.0 - ptr < bytes).then_some((DevicePtr(ptr), bytes))
 }

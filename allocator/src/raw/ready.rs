@@ -27,11 +27,11 @@ pub(crate) fn alloc_raw_ready(allocator: &Allocator, bytes: u64) -> Result<Devic
 /// Waits on the host until all is done that the later work of a stream is ordered after. Mostly all is known done.
 fn wait_for_all_before(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
     let clock = stream.timeline().clock();
-    let core = allocator.shell().core();
-    let slots = 0..u32::try_from(core.timelines.len()).unwrap_or(u32::MAX);
+    let shared = allocator.state().shared();
+    let slots = 0..u32::try_from(shared.timelines.len()).unwrap_or(u32::MAX);
     let others = slots.filter(|&slot| slot != stream.id());
-    let pending = unknown(&core, others.map(|slot| (slot, clock.of(slot))));
-    drop(core);
+    let pending = unknown(&shared, others.map(|slot| (slot, clock.of(slot))));
+    drop(shared);
     for (timeline, after) in pending {
         timeline.synchronize(after.saturating_sub(1))?;
     }

@@ -12,13 +12,13 @@ use crate::request::Request;
 /// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts it makes room as the ladder does: it
 /// gives unused memory back to the device, waiting for streams where needed, and runs reclaimers. The `own` bytes that the owner has
 /// already cannot be given up for the request.
-pub(crate) fn climb_apart<T>(
+pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
     own: u64,
     mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
 ) -> Result<T, AllocError> {
-    let mut tried = Tried { apart: true, own, ..Tried::default() };
+    let mut tried = Tried { dedicated: true, own, ..Tried::default() };
     match attempt()? {
         Ok(served) => return Ok(served),
         Err(refusal) => tried.refusal = Some(refusal),
@@ -26,7 +26,7 @@ pub(crate) fn climb_apart<T>(
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.slot)?;
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.shell().count(|counters| &counters.num_oom_rejections);
+        allocator.state().count(|counters| &counters.num_oom_rejections);
         return Err(out_of_memory(allocator, request, tried));
     }
     let mut reclaimers = ask_reclaimers(allocator, request);
@@ -35,7 +35,7 @@ pub(crate) fn climb_apart<T>(
         let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
         let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
         tried.released += trim_to(allocator, target)?;
-        allocator.shell().count(|counters| &counters.num_alloc_retries);
+        allocator.state().count(|counters| &counters.num_alloc_retries);
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),

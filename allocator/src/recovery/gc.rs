@@ -8,7 +8,7 @@ use crate::allocator::Allocator;
 use crate::backing::segments::release_where;
 use crate::error::AllocError;
 use crate::request::Place;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 
 const LARGE_POOL: u16 = 1;
 
@@ -20,7 +20,7 @@ pub(crate) fn collect_garbage(allocator: &Allocator) -> Result<(), AllocError> {
     }
     let limit = allocator.limit().unwrap_or(allocator.device().info().total_bytes);
     let threshold_bytes = share(limit, threshold);
-    let reserved = allocator.shell().core().reserved;
+    let reserved = allocator.state().shared().reserved;
     let mut target = reserved.saturating_sub(threshold_bytes);
     while target > 0 {
         let released = release_where(allocator, aged)?;
@@ -36,12 +36,12 @@ pub(crate) fn collect_garbage(allocator: &Allocator) -> Result<(), AllocError> {
 ///
 /// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates, all arenas catch up with the busiest
 /// one, so that segments of idle streams grow old, too.
-fn aged(whole: &mut Whole) -> Vec<Place> {
-    whole.lock_all();
-    whole.synchronize_searches();
-    let searches = whole.heaps().map(|heap| heap.pools[LARGE_POOL].searches).max().unwrap_or(0);
-    let age = |place: &Place| searches.saturating_sub(whole.region(*place).age_base);
-    let segments: Vec<Place> = whole.heaps().flat_map(|heap| whole.whole_segments_in(heap, LARGE_POOL)).collect();
+fn aged(guard: &mut StateGuard) -> Vec<Place> {
+    guard.lock_all();
+    guard.synchronize_searches();
+    let searches = guard.heaps().map(|heap| heap.pools[LARGE_POOL].searches).max().unwrap_or(0);
+    let age = |place: &Place| searches.saturating_sub(guard.region(*place).age_base);
+    let segments: Vec<Place> = guard.heaps().flat_map(|heap| guard.whole_segments_in(heap, LARGE_POOL)).collect();
     let total: u128 = segments.iter().map(|place| u128::from(age(place))).sum();
     // An average that was cut off would let segments go that are younger than it.
     let count = segments.len() as u128;

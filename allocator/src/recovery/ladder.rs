@@ -40,7 +40,7 @@ use crate::recovery::oom::report::Reclaimed;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
 use crate::request::Request;
-use crate::shell::arena::Granted;
+use crate::state::arena::Granted;
 
 /// The name under which reports count what the driver's own pools gave back.
 const DRIVER_POOLS: &str = "the driver's memory pools";
@@ -67,14 +67,14 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
     }
     collect_garbage(allocator)?;
     if let Some(granted) = try_grow(allocator, request, tried)? {
-        allocator.shell().core().unborrowed += tried.instead_of_borrowing;
+        allocator.state().shared().unborrowed += tried.instead_of_borrowing;
         return Ok(Some(granted));
     }
     if let Some(granted) = take_lent_by_pools(allocator, request) {
         return Ok(Some(granted));
     }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.shell().count(|counters| &counters.num_oom_rejections);
+        allocator.state().count(|counters| &counters.num_oom_rejections);
         return Ok(None);
     }
     let later = [
@@ -98,12 +98,12 @@ fn cross_streams(allocator: &Allocator, request: &Request, tried: &mut Tried) ->
     if allocator.config().cross_stream == CrossStream::Off {
         return Ok(None);
     }
-    let mut whole = allocator.shell().part(Some(request.slot));
-    tried.instead_of_borrowing = growth_instead_of_borrowing(allocator, &mut whole, request);
+    let mut guard = allocator.state().lock(Some(request.slot));
+    tried.instead_of_borrowing = growth_instead_of_borrowing(allocator, &mut guard, request);
     if tried.instead_of_borrowing > 0 {
         return Ok(None);
     }
-    match borrow(allocator, request, whole)? {
+    match borrow(allocator, request, guard)? {
         None if allocator.config().cross_stream == CrossStream::Wait => borrow_waiting(allocator, request),
         served => Ok(served),
     }
@@ -129,18 +129,18 @@ fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Grante
     if request.pool >= 2 {
         return None;
     }
-    let mut whole = allocator.shell().part(Some(request.slot));
-    let lenders = whole.pools.lenders();
+    let mut guard = allocator.state().lock(Some(request.slot));
+    let lenders = guard.pools.lenders();
     let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
-    pools.into_iter().find_map(|pool| whole.take_own(&Request { pool, is_regular: false, ..*request }))
+    pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
 }
 
 fn release_oversize_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
     let mut sufficient = false;
-    let released = release_where(allocator, |whole| match oversize_to_release(whole, request) {
+    let released = release_where(allocator, |guard| match oversize_to_release(guard, request) {
         Some(chosen) => {
-            let least = whole.classes.max_split_size().unwrap_or(0);
-            let sum: u64 = chosen.iter().map(|place| whole.block(*place).size).sum();
+            let least = guard.classes.max_split_size().unwrap_or(0);
+            let sum: u64 = chosen.iter().map(|place| guard.block(*place).size).sum();
             sufficient = sum >= request.size.max(least);
             chosen
         }
@@ -163,12 +163,12 @@ fn wait_for_lender(allocator: &Allocator, request: &Request, _: &mut Tried) -> R
 
 fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
     allocator.device().settle();
-    let launched = awaited_launches(&allocator.shell().core(), None);
+    let launched = awaited_launches(&allocator.state().shared(), None);
     wait_for_launched(allocator, &launched)?;
     tried.released += release_where(allocator, releasable)?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
-    allocator.shell().count(|counters| &counters.num_alloc_retries);
+    allocator.state().count(|counters| &counters.num_alloc_retries);
     try_grow(allocator, request, tried)
 }
 
@@ -238,13 +238,13 @@ fn wait_for_others(allocator: &Allocator, request: &Request, tried: &mut Tried) 
 
 /// Searches once more after something may have become free, in pools that lend, too.
 fn search_again(allocator: &Allocator, request: &Request) -> Rung {
-    let mut whole = allocator.shell().part(Some(request.slot));
-    if let Some(granted) = whole.take_own(request) {
+    let mut guard = allocator.state().lock(Some(request.slot));
+    if let Some(granted) = guard.take_own(request) {
         return Ok(Some(granted));
     }
     if allocator.config().cross_stream == CrossStream::Off {
-        drop(whole);
-    } else if let Some(granted) = borrow(allocator, request, whole)? {
+        drop(guard);
+    } else if let Some(granted) = borrow(allocator, request, guard)? {
         return Ok(Some(granted));
     }
     Ok(take_lent_by_pools(allocator, request))

@@ -17,8 +17,8 @@ use crate::request::Request;
 
 /// Prepares calling the reclaimers for a request.
 pub(crate) fn ask_reclaimers<'a>(allocator: &'a Allocator, request: &Request) -> Asking<'a> {
-    // The core's lock is below that of the hooks.
-    let least_again = growth_bytes(allocator, &allocator.shell().core(), request);
+    // The shared state's lock is below that of the hooks.
+    let least_again = growth_bytes(allocator, &allocator.state().shared(), request);
     Asking {
         allocator,
         request: ReclaimRequest { bytes: request.size, stream_id: request.slot, why: Mutex::default() },

@@ -6,29 +6,29 @@ use std::sync::Arc;
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
 use crate::backing::paged::POOL;
-use crate::backing::paged::apart::in_use;
+use crate::backing::paged::dedicated::in_use;
 use crate::heap::{self, Heap, Passed, State, kind_of};
 use crate::history::{Action, Entry, History, Subject};
-use crate::shell::core::Core;
 use crate::size_class::PoolKind;
+use crate::state::shared::SharedState;
 use crate::tags::Tag;
 
 /// See [`Allocator::snapshot`].
 pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
-    let shell = allocator.shell();
+    let state = allocator.state();
     let mut copied = Copied::default();
-    if shell.history.lock().is_on() {
-        let whole = shell.whole();
-        whole.heaps().for_each(|heap| heap.walk(|passed| copied.add(&whole, heap, passed)));
-        copied.add_shared(&whole);
-        let mut history = shell.history.lock();
+    if state.history.lock().is_on() {
+        let guard = state.lock_all();
+        guard.heaps().for_each(|heap| heap.walk(|passed| copied.add(&guard, heap, passed)));
+        copied.add_shared(&guard);
+        let mut history = state.history.lock();
         copied.add_history(&history);
-        history.note(Action::Snapshot, Subject { size: in_use(&whole), ..Subject::default() });
+        history.note(Action::Snapshot, Subject { size: in_use(&guard), ..Subject::default() });
     } else {
-        shell.walk(|core, heap, passed| copied.add(core, heap, passed));
-        // No cached hit waits for the core's lock, nor for that of a history which is not recorded.
-        copied.add_shared(&shell.core());
-        copied.add_history(&shell.history.lock());
+        state.walk(|shared, heap, passed| copied.add(shared, heap, passed));
+        // No cached hit waits for the shared state's lock, nor for that of a history which is not recorded.
+        copied.add_shared(&state.shared());
+        copied.add_history(&state.history.lock());
     }
     let settings = Settings::new(allocator.config(), copied.capacity, copied.overwritten);
     let device = allocator.device().info().ordinal;
@@ -72,7 +72,7 @@ struct Copied {
 
 impl Copied {
     /// Adds a block, if it has memory.
-    fn add(&mut self, core: &Core, heap: &Heap, passed: &Passed) {
+    fn add(&mut self, shared: &SharedState, heap: &Heap, passed: &Passed) {
         let block = &passed.block;
         if !block.state.has_memory() {
             return;
@@ -82,7 +82,7 @@ impl Copied {
             Some(range) => range.bytes += block.size,
             None => {
                 let is_paged = heap.region(block.region).is_paged();
-                let pool = core.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
+                let pool = shared.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
                 let (home, kind) = (heap.home, kind_of(block.pool));
                 self.ranges.push(Range { addr: block.addr, bytes: block.size, home, kind, pool, is_paged });
             }
@@ -90,9 +90,9 @@ impl Copied {
     }
 
     /// Adds memory outside of heaps.
-    fn add_shared(&mut self, core: &Core) {
-        self.tags.clone_from(&core.segments);
-        for (range, owned) in core.paged.iter().flat_map(|paged| paged.apart()) {
+    fn add_shared(&mut self, shared: &SharedState) {
+        self.tags.clone_from(&shared.segments);
+        for (range, owned) in shared.paged.iter().flat_map(|paged| paged.dedicated()) {
             let border = range.start + owned.size;
             let block = |range: std::ops::Range<u64>, state: State| heap::Block {
                 addr: range.start,

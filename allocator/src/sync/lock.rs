@@ -5,7 +5,7 @@
 //! atomic read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an
 //! allocation. So no thread sleeps here. A thread that finds the lock taken retries for some ten microseconds, then
 //! yields to other threads again and again. This suits only locks under which no call can wait: those of arenas, of the
-//! core, of history and of publishing.
+//! shared state, of history and of publishing.
 //!
 //! **The lock is fair** to a thread that retried in vain for a microsecond or so: it draws a ticket. As long as a
 //! ticket is not served, no thread takes the lock except by its ticket, in order. So a thread that takes the lock again

@@ -74,7 +74,7 @@ mod modelled {
 
         pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
             match self.0.try_lock() {
-                Ok(guard) => Some(guard),
+                Ok(locked) => Some(locked),
                 Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => None,
             }

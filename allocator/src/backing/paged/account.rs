@@ -2,24 +2,24 @@
 
 use crate::cross_stream::lending::forget_unborrowed;
 use crate::history::{Action, Subject};
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 use crate::tags::Tag;
 
-pub(crate) fn note_mapping(whole: &Whole, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
-    let pool = whole.pools.history_id(pool);
+pub(crate) fn note_mapping(guard: &StateGuard, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+    let pool = guard.pools.history_id(pool);
     let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
-    whole.shell.history.lock().note(action, subject);
+    guard.state.history.lock().note(action, subject);
 }
 
 /// Makes `reserved` the sum of granules and segments (P3).
-pub(crate) fn account_for_granules(whole: &mut Whole) {
-    let Some(paged) = &mut whole.paged else { return };
+pub(crate) fn account_for_granules(guard: &mut StateGuard) {
+    let Some(paged) = &mut guard.paged else { return };
     let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
     let before = std::mem::replace(&mut paged.accounted, now);
     let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
     paged.bought_instead = paged.bought_instead.saturating_sub(sum(before).saturating_sub(sum(now)));
-    let reserved = whole.reserved + sum(now) - sum(before);
-    forget_unborrowed(whole, reserved);
-    whole.reserved = reserved;
-    whole.shell.counters.reserved_bytes.replace(before, now);
+    let reserved = guard.reserved + sum(now) - sum(before);
+    forget_unborrowed(guard, reserved);
+    guard.reserved = reserved;
+    guard.state.counters.reserved_bytes.replace(before, now);
 }

@@ -8,17 +8,17 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::backing::paged::apart::add_retired;
+use crate::backing::paged::dedicated::add_deferred_release;
 use crate::backing::paged::granules::Paged;
-use crate::backing::paged::stranded::Stranded;
+use crate::backing::paged::internal_fragmentation::Stranded;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
 use crate::pools::lookup::{heaps_with, look_for_in};
 use crate::pools::table::Which;
 use crate::recovery::oom::seen::is_capturing;
-use crate::shell::arena::Guard;
-use crate::shell::settled::Sought;
-use crate::shell::whole::Whole;
+use crate::state::arena::ArenaGuard;
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
 
 /// The most blocks that donors are taken from while locks are held without a break, where many donors are wanted.
 pub(crate) const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
@@ -89,26 +89,26 @@ struct Candidate {
 
 /// Chooses frames of `wanted` granules that may move, if there are as many, from some pools, outside the window.
 /// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
-pub(crate) fn donors(whole: &mut Whole, wanted: u64, window: Option<&Window>, from: Which) -> Donors {
+pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window>, from: Which) -> Donors {
     let mut donors = Donors::default();
-    if wanted == 0 || is_capturing(whole) {
+    if wanted == 0 || is_capturing(guard) {
         return donors;
     }
-    let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return donors };
-    look_for_in(whole, from, Sought::Free(granule));
-    whole.arenas.iter_mut().for_each(Guard::note_recent_uses);
-    let Some(paged) = &whole.paged else { return donors };
+    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return donors };
+    look_for_in(guard, from, Sought::Free(granule));
+    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
+    let Some(paged) = &guard.paged else { return donors };
     if from.has_default() {
-        add_retired(whole, &mut donors.not_done);
+        add_deferred_release(guard, &mut donors.not_done);
     }
     let window = window.map_or(0..0, |window| {
         let granule = paged.granule;
         window.start / granule * granule..window.end.next_multiple_of(granule)
     });
     let mut passed_over: Option<Donor> = None;
-    for candidate in candidates(whole, paged, from) {
-        let heap = whole.heap_of(candidate.arena);
-        let larger = choose_in(whole, heap, &candidate, wanted, &window, &mut donors);
+    for candidate in candidates(guard, paged, from) {
+        let heap = guard.heap_of(candidate.arena);
+        let larger = choose_in(guard, heap, &candidate, wanted, &window, &mut donors);
         passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
         if donors.granules >= wanted {
             break;
@@ -123,17 +123,17 @@ pub(crate) fn donors(whole: &mut Whole, wanted: u64, window: Option<&Window>, fr
     donors
 }
 
-/// As [`Whole::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more
+/// As [`StateGuard::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more
 /// granules than are wanted. Frames side by side may be one donor. Returns the address below which to go on; `None`
 /// if there are no more such blocks.
-pub(crate) fn donors_below(whole: &mut Whole, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
-    let granule = whole.paged.as_ref().map(|paged| paged.granule).filter(|_| !is_capturing(whole));
+pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
+    let granule = guard.paged.as_ref().map(|paged| paged.granule).filter(|_| !is_capturing(guard));
     let Some(granule) = granule else { return (Vec::new(), None) };
-    look_for_in(whole, from, Sought::Free(granule));
-    whole.arenas.iter_mut().for_each(Guard::note_recent_uses);
-    let Some(paged) = &whole.paged else { return (Vec::new(), None) };
+    look_for_in(guard, from, Sought::Free(granule));
+    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
+    let Some(paged) = &guard.paged else { return (Vec::new(), None) };
     let mut donors = Donors::default();
-    let mut candidates = candidates(whole, paged, from);
+    let mut candidates = candidates(guard, paged, from);
     candidates.retain(|candidate| candidate.addr < below);
     let more = candidates.len() > BATCH;
     candidates.truncate(BATCH);
@@ -141,9 +141,9 @@ pub(crate) fn donors_below(whole: &mut Whole, below: u64, wanted: u64, from: Whi
         if donors.granules >= wanted {
             break;
         }
-        let heap = whole.heap_of(candidate.arena);
-        if !choose_all_of(whole, paged, heap, candidate, wanted, &mut donors) {
-            choose_in(whole, heap, candidate, wanted, &(0..0), &mut donors);
+        let heap = guard.heap_of(candidate.arena);
+        if !choose_all_of(guard, paged, heap, candidate, wanted, &mut donors) {
+            choose_in(guard, heap, candidate, wanted, &(0..0), &mut donors);
         }
     }
     let next = candidates.last().filter(|_| more).map(|candidate| candidate.addr);
@@ -152,7 +152,7 @@ pub(crate) fn donors_below(whole: &mut Whole, below: u64, wanted: u64, from: Whi
 
 /// Chooses all frames of a block as one donor, if all of them may move and are wanted.
 fn choose_all_of(
-    whole: &Whole,
+    guard: &StateGuard,
     paged: &Paged,
     heap: &Heap,
     candidate: &Candidate,
@@ -162,7 +162,7 @@ fn choose_all_of(
     let block = &heap.blocks[candidate.block];
     let range = paged.whole_frames(heap.region(block.region).addr, &block.range()).range();
     let granules = (range.end - range.start) / paged.granule;
-    let may_move = whole.is_known_done(block.owner, block.after) && !whole.pins.are_in(range.clone());
+    let may_move = guard.is_known_done(block.owner, block.after) && !guard.pins.are_in(range.clone());
     if !may_move || donors.granules + granules > wanted {
         return false;
     }
@@ -173,9 +173,9 @@ fn choose_all_of(
 }
 
 /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
-fn candidates(whole: &Whole, paged: &Paged, from: Which) -> Vec<Candidate> {
+fn candidates(guard: &StateGuard, paged: &Paged, from: Which) -> Vec<Candidate> {
     let mut found = Vec::new();
-    for_each_block_with_granules(whole, paged.granule, from, |heap, id, block| {
+    for_each_block_with_granules(guard, paged.granule, from, |heap, id, block| {
         if !paged.whole_frames(heap.region(block.region).addr, &block.range()).range().is_empty() {
             found.push(Candidate { addr: block.addr, arena: heap.home, block: id });
         }
@@ -185,25 +185,25 @@ fn candidates(whole: &Whole, paged: &Paged, from: Which) -> Vec<Candidate> {
 }
 
 /// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
-pub(crate) fn stranded(whole: &mut Whole, from: Which) -> Stranded {
-    let mut stranded = Stranded::default();
-    let Some(granule) = whole.paged.as_ref().map(|paged| paged.granule) else { return stranded };
-    look_for_in(whole, from, Sought::Free(granule));
-    let Some(paged) = &whole.paged else { return stranded };
-    for_each_block_with_granules(whole, paged.granule, from, |heap, _, block| {
-        stranded += paged.stranded(heap.region(block.region).addr, &block.range());
+pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> Stranded {
+    let mut internal_fragmentation = Stranded::default();
+    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return internal_fragmentation };
+    look_for_in(guard, from, Sought::Free(granule));
+    let Some(paged) = &guard.paged else { return internal_fragmentation };
+    for_each_block_with_granules(guard, paged.granule, from, |heap, _, block| {
+        internal_fragmentation += paged.internal_fragmentation(heap.region(block.region).addr, &block.range());
     });
-    stranded
+    internal_fragmentation
 }
 
 /// Calls a function for each free block of some pools that is as large as a granule or larger and whose memory comes in granules.
 fn for_each_block_with_granules(
-    whole: &Whole,
+    guard: &StateGuard,
     granule: u64,
     from: Which,
     mut with: impl FnMut(&Heap, BlockId, &Block),
 ) {
-    for (heap, pool) in heaps_with(whole, from) {
+    for (heap, pool) in heaps_with(guard, from) {
         heap.free_blocks_from(pool, granule).for_each(|key| {
             let block = &heap.blocks[key.block()];
             if heap.region(block.region).is_paged() {
@@ -216,14 +216,14 @@ fn for_each_block_with_granules(
 /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
 /// wanted.
 fn choose_in(
-    whole: &Whole,
+    guard: &StateGuard,
     heap: &Heap,
     candidate: &Candidate,
     wanted: u64,
     window: &Range<u64>,
     donors: &mut Donors,
 ) -> Option<Donor> {
-    let paged = whole.paged.as_ref()?;
+    let paged = guard.paged.as_ref()?;
     let granule = paged.granule;
     let block = &heap.blocks[candidate.block];
     let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
@@ -234,11 +234,11 @@ fn choose_in(
             break;
         }
         let is_in_window = frame.start < window.end && window.start < frame.end;
-        if is_in_window || whole.pins.are_in(frame.clone()) {
+        if is_in_window || guard.pins.are_in(frame.clone()) {
             continue;
         }
         let (bytes, after) = (frame.end - frame.start, last_use.of_frame(&frame));
-        if !whole.is_known_done(block.owner, after) {
+        if !guard.is_known_done(block.owner, after) {
             *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
             continue;
         }

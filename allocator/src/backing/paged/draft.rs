@@ -1,6 +1,6 @@
 //! The draft of a remap: which frames would move, and how many granules would be bought from the device. Nothing is changed or held yet.
 
-use crate::backing::paged::apart::in_use;
+use crate::backing::paged::dedicated::in_use;
 use crate::backing::paged::donors::{Donors, donors};
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::{self, Window};
@@ -8,8 +8,8 @@ use crate::cross_stream::waiting::waiting_held;
 use crate::heap::{State, kind_of};
 use crate::pools::table::Which;
 use crate::request::Request;
-use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
+use crate::state::guard::StateGuard;
 
 /// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
 /// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
@@ -53,26 +53,26 @@ pub(crate) struct Draft {
 /// Drafts a remap for a request: finds the cheapest window, and takes the granules that it lacks from the spare ones, from donors, and
 /// the rest from the device. Up to `instead_of_moving` bytes may be bought from the device where granules might move. `None` if the
 /// request's heap has no window.
-pub(crate) fn draft(whole: &mut Whole, request: &Request, instead_of_moving: u64) -> Option<Draft> {
+pub(crate) fn draft(guard: &mut StateGuard, request: &Request, instead_of_moving: u64) -> Option<Draft> {
     // Waiting blocks do not count as in use: they could be had by waiting.
-    let in_use = (in_use(whole) + request.size).saturating_sub(waiting_held(whole));
+    let in_use = (in_use(guard) + request.size).saturating_sub(waiting_held(guard));
     let point = Point { requested: request.size, in_use };
-    let paged = whole.paged.as_ref()?;
+    let paged = guard.paged.as_ref()?;
     let (granule, at_hand) = (paged.granule, paged.spares.granules());
-    let window = window::cheapest(&whole.arena(request.slot).heap, request.pool, request.size, granule)?;
+    let window = window::cheapest(&guard.arena(request.slot).heap, request.pool, request.size, granule)?;
     let spares = window.lacks.min(at_hand);
     let need = window.lacks - spares;
     if need > 0
         && need <= instead_of_moving / granule
-        && buys_instead_of_moving(whole, request.slot, &window, need, point)
+        && buys_instead_of_moving(guard, request.slot, &window, need, point)
     {
         let donors = Donors::default();
         return Some(Draft { window, point, donors, spares, buy: need, bought_though_movable: true, ahead: 0 });
     }
-    let reach = reach(whole, &window, request.pool);
+    let reach = reach(guard, &window, request.pool);
     // Granules moved ahead of need serve the next requests of the same kind. At most half of those that could move beyond the need do.
     let wanted = if need > 0 { need + 2 * reach } else { 0 };
-    let mut donors = donors(whole, wanted, Some(&window), Which::Unpromised);
+    let mut donors = donors(guard, wanted, Some(&window), Which::Unpromised);
     let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
     donors.truncate(need + ahead, granule);
     // Frames that give more than that are mapped whole rather than broken, if there is room.
@@ -83,26 +83,26 @@ pub(crate) fn draft(whole: &mut Whole, request: &Request, instead_of_moving: u64
 
 /// Bytes that the device must give for a request beyond the free memory here that may move. `None` if the request is not served from
 /// mapped memory, if no addresses are free for it, or if nothing is lacking.
-pub(crate) fn lacking_bytes(whole: &mut Whole, request: &Request) -> Option<u64> {
-    let granule = whole.paged_granule_for(request)?;
-    let draft = draft(whole, request, 0)?;
+pub(crate) fn lacking_bytes(guard: &mut StateGuard, request: &Request) -> Option<u64> {
+    let granule = guard.paged_granule_for(request)?;
+    let draft = draft(guard, request, 0)?;
     (draft.buy > 0).then_some(draft.buy * granule)
 }
 
 /// True if a request gets `granules` granules from the device although some might move: if an earlier move would be undone, in programs
 /// that repeat themselves, and in programs that never settle and would move memory for ever. See [`UNDO_SHARE`].
-fn buys_instead_of_moving(whole: &Whole, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
-    let Some(paged) = &whole.paged else { return false };
-    let heap = whole.heap_of(slot);
+fn buys_instead_of_moving(guard: &StateGuard, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
+    let Some(paged) = &guard.paged else { return false };
+    let heap = guard.heap_of(slot);
     let holes = window.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
     let (start, end) = (window.start / paged.granule * paged.granule, window.end);
     let mut lacking = holes.map(|hole| hole.addr.max(start)..(hole.addr + hole.size).min(end));
     let undoes = lacking.any(|range| paged.was_left(&range));
-    let settled = point.in_use <= paged.in_use_peak && peak_has_settled(whole);
-    let (more, held) = (granules * paged.granule, whole.reserved + whole.growing.now());
+    let settled = point.in_use <= paged.in_use_peak && peak_has_settled(guard);
+    let (more, held) = (granules * paged.granule, guard.reserved + guard.growing.now());
     let instead = paged.bought_instead.saturating_sub(point.in_use.saturating_sub(paged.in_use_peak));
     let (grown, needed) = (held + more, held.saturating_sub(instead));
-    let often = whole.counters().remaps.read().current / (UNSETTLED_ADVANCE + whole.searches() / UNSETTLED_SPACING);
+    let often = guard.counters().remaps.read().current / (UNSETTLED_ADVANCE + guard.searches() / UNSETTLED_SPACING);
     let unsettled = instead + more <= needed / UNSETTLED_SHARE * often.min(UNSETTLED_MOST);
     let peak = paged.in_use_peak.max(point.in_use);
     let within = |share| grown <= peak + peak / share;
@@ -113,32 +113,32 @@ fn buys_instead_of_moving(whole: &Whole, slot: u32, window: &Window, granules: u
 }
 
 /// Notes what is in use once a request is served. Before, it is not known whether the request will be.
-pub(super) fn note_in_use(whole: &mut Whole, in_use: u64) {
-    let searches = whole.searches();
-    let Some(paged) = whole.paged.as_mut().filter(|paged| in_use > paged.in_use_peak) else { return };
+pub(super) fn note_in_use(guard: &mut StateGuard, in_use: u64) {
+    let searches = guard.searches();
+    let Some(paged) = guard.paged.as_mut().filter(|paged| in_use > paged.in_use_peak) else { return };
     paged.bought_instead = paged.bought_instead.saturating_sub(in_use - paged.in_use_peak);
     (paged.in_use_peak, paged.peak_at) = (in_use, searches);
 }
 
 /// True if the peak of memory in use has not risen for half as long as it took to reach it.
-pub(super) fn peak_has_settled(whole: &Whole) -> bool {
-    let peak_at = whole.paged.as_ref().map_or(0, |paged| paged.peak_at);
-    whole.searches() > peak_at + peak_at / 2
+pub(super) fn peak_has_settled(guard: &StateGuard) -> bool {
+    let peak_at = guard.paged.as_ref().map_or(0, |paged| paged.peak_at);
+    guard.searches() > peak_at + peak_at / 2
 }
 
 /// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a small pool, at most as many as it
 /// has: the next large request would take more of them back.
-fn reach(whole: &Whole, window: &Window, pool: u16) -> u64 {
-    let Some(paged) = &whole.paged else { return 0 };
-    let ahead = (whole.reserved / AHEAD_SHARE).min(AHEAD_MAX);
+fn reach(guard: &StateGuard, window: &Window, pool: u16) -> u64 {
+    let Some(paged) = &guard.paged else { return 0 };
+    let ahead = (guard.reserved / AHEAD_SHARE).min(AHEAD_MAX);
     let kind = kind_of(pool);
     let most = if kind == PoolKind::Small { paged.mapped_bytes[kind as usize] } else { u64::MAX };
     (ahead.min(most) / paged.granule).min(room(window, paged.granule))
 }
 
 /// Number of granules to take from the device beyond the need.
-pub(super) fn bought_ahead(whole: &Whole, draft: &Draft, pool: u16, buyable: u64) -> u64 {
-    let ahead = reach(whole, &draft.window, pool).saturating_sub(draft.buy);
+pub(super) fn bought_ahead(guard: &StateGuard, draft: &Draft, pool: u16, buyable: u64) -> u64 {
+    let ahead = reach(guard, &draft.window, pool).saturating_sub(draft.buy);
     if draft.buy + ahead <= buyable { ahead } else { 0 }
 }
 

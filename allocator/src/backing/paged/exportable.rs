@@ -21,20 +21,20 @@ use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
 use crate::backing::headroom::{buyable, room};
 use crate::backing::paged::account::{account_for_granules, note_mapping};
-use crate::backing::paged::apart::set_owned;
+use crate::backing::paged::dedicated::set_owned;
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::{POOL, Purpose};
-use crate::backing::paged::{MemoryApart, Owned};
+use crate::backing::paged::{DedicatedMemory, Owned};
 use crate::backing::segments::grow_segment_of;
 use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
-use crate::pools::capture::{refuse_capture_apart, refuse_unannounced_capture};
+use crate::pools::capture::{refuse_capture_dedicated, refuse_unannounced_capture};
 use crate::pools::private_pool::create_pool;
 use crate::pools::table::{PoolOptions, Private};
-use crate::recovery::dedicated::climb_apart;
+use crate::recovery::dedicated::climb_dedicated;
 use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::tags::Tag;
@@ -68,24 +68,24 @@ pub(crate) fn alloc_exportable(
     if bytes >= REQUEST_LIMIT {
         return Err(AllocError::TooLarge { requested: bytes });
     }
-    refuse_capture_apart(stream)?;
-    let core = allocator.shell().core();
-    let options = core.paged.as_ref().map(|paged| paged.options.exportable(kind));
-    drop(core);
+    refuse_capture_dedicated(stream)?;
+    let shared = allocator.state().shared();
+    let options = shared.paged.as_ref().map(|paged| paged.options.exportable(kind));
+    drop(shared);
     let (Some(options), Some(granularity)) =
         (options.filter(|_| bytes > 0), allocator.device().info().granularity_bytes)
     else {
-        return alloc_segment_apart(allocator, bytes, stream);
+        return alloc_dedicated_segment(allocator, bytes, stream);
     };
     can_export(allocator, kind)?;
     let size = bytes.next_multiple_of(granularity);
-    let slot = allocator.shell().core().slot(stream);
+    let slot = allocator.state().shared().slot(stream);
     refuse_unannounced_capture(allocator, slot)?;
     let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
-    let (ptr, physical) = climb_apart(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
-    let memory = Arc::new(MemoryApart::new(allocator, ptr, bytes, slot));
+    let (ptr, physical) = climb_dedicated(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
+    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, slot));
     let at = Location::caller();
-    allocator.shell().tell_checks(|checks| memory.tell_of_block(checks, bytes, at));
+    allocator.state().tell_checks(|checks| memory.tell_of_block(checks, bytes, at));
     let memory = Memory::Apart(memory);
     Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
 }
@@ -94,7 +94,7 @@ pub(crate) fn alloc_exportable(
 /// the device the next time that unused memory does. It has the same size as mapped exportable memory, because opening it by its
 /// pointer gives access to the driver's whole allocation.
 #[track_caller]
-fn alloc_segment_apart(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
+fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
     let memory = if bytes == 0 { alloc_bytes(allocator, 0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
     Ok(Exportable {
         storage: Arc::new(Storage::new(Memory::Block(memory, allocator.kept_open()), stream)),
@@ -106,15 +106,15 @@ fn alloc_segment_apart(allocator: &Allocator, bytes: u64, stream: &Stream) -> Re
 fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
     let private = create_pool(allocator, PoolOptions { no_split: true, ..PoolOptions::default() })?;
     // This makes sure that the stream has a heap for the segment.
-    let slot = allocator.shell().enter(stream).arena.slot;
+    let slot = allocator.state().enter(stream).arena.slot;
     refuse_unannounced_capture(allocator, slot)?;
-    let core = allocator.shell().core();
-    let mut numbers = core.pools.find(private.key()).into_iter().flat_map(Private::numbers);
+    let shared = allocator.state().shared();
+    let mut numbers = shared.pools.find(private.key()).into_iter().flat_map(Private::numbers);
     let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
-    drop(core);
+    drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
     let request = Request { requested: bytes, size, pool, slot, tag: Tag::current(), is_regular: false };
-    let granted = climb_apart(allocator, &request, 0, || {
+    let granted = climb_dedicated(allocator, &request, 0, || {
         Ok(match grow_segment_of(allocator, &request, size)? {
             Growth::Grown(granted) => Ok(granted),
             Growth::Refused(refusal) => Err(refusal),
@@ -154,36 +154,36 @@ fn try_exportable(
 ) -> Result<Result<(DevicePtr, RawPhysical), Refusal>, AllocError> {
     let room = room(allocator)?;
     let _gate = allocator.gate()?.shared();
-    let mut core = allocator.shell().core();
-    if core.is_asleep() {
+    let mut shared = allocator.state().shared();
+    if shared.is_asleep() {
         return Err(AllocError::Asleep);
     }
-    let (buyable, refusal) = buyable(allocator, &core, &room);
+    let (buyable, refusal) = buyable(allocator, &shared, &room);
     if request.size > buyable {
         return Ok(Err(refusal));
     }
-    core.growing.begin(request.size);
-    let access = core.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
-    drop(core);
+    shared.growing.begin(request.size);
+    let access = shared.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
+    drop(shared);
     let mapped = map_exportable(allocator, request.size, options, &access);
-    let mut whole = allocator.shell().part(None);
-    whole.growing.end(request.size);
+    let mut guard = allocator.state().lock(None);
+    guard.growing.end(request.size);
     let (ptr, physical) = match mapped {
         Ok(mapped) => mapped,
         Err(error) if error.is_out_of_memory() => return Ok(Err(Refusal::Device)),
         Err(error) if error.kind == ErrorKind::OutOfAddresses => return Ok(Err(Refusal::Addresses)),
         Err(error) => return Err(error.into()),
     };
-    if let Some(paged) = &mut whole.paged {
+    if let Some(paged) = &mut guard.paged {
         paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
         paged.put_all(ptr.0, &[Frame::new(physical, 1)]);
         paged.mapped_bytes[PoolKind::Large as usize] += request.size;
         paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
     }
-    whole.counters().num_device_alloc.add(1);
-    account_for_granules(&mut whole);
-    note_mapping(&whole, Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
-    set_owned(&mut whole, ptr.0, request.size, request.requested);
+    guard.counters().num_device_alloc.add(1);
+    account_for_granules(&mut guard);
+    note_mapping(&guard, Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
+    set_owned(&mut guard, ptr.0, request.size, request.requested);
     Ok(Ok((ptr, physical)))
 }
 
@@ -208,7 +208,7 @@ fn map_exportable(
     let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
     match accessible {
         Ok(()) => {
-            allocator.shell().tell_checks(|checks| checks.manage(ptr.range(size)));
+            allocator.state().tell_checks(|checks| checks.manage(ptr.range(size)));
             allocator.hooks().mapped(ptr.0, size);
             Ok((ptr, physical))
         }

@@ -1,7 +1,7 @@
 //! How large new frames are.
 //!
 //! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only when no part of it is in use. What is
-//! free in one that is partly in use serves only where it lies; it is *stranded* (`stranded.rs`). So three bounds hold for frames that are
+//! free in one that is partly in use serves only where it lies; it is *stranded* (`internal_fragmentation.rs`). So three bounds hold for frames that are
 //! made:
 //! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`] granules, or the largest that divides the
 //!   block without remainder, if that is more, but no more than half of the block. Each border between a free and a live block may cut a
@@ -13,7 +13,7 @@
 //!   it: while all that a program frees serves where it lies, small frames would help nobody. Nor does it count where memory moves again
 //!   and again ([`Prospect::Recurs`]), if the device has enough left: each repetition pays for each frame.
 
-use super::stranded::Stranded;
+use super::internal_fragmentation::Stranded;
 
 /// Granules of the largest frames, unless the configuration says how large they are: 16 MiB where a granule has 2.
 const LARGEST: u32 = 8;
@@ -77,14 +77,14 @@ impl FrameSize {
 
     /// Adapts the limit: memory is bought, after which `reserved` granules would be held, where at most `peak` were in use so far, and
     /// some are stranded.
-    pub(crate) fn note(&mut self, stranded: &Stranded, reserved: u64, peak: u64) {
-        let other = reserved.saturating_sub(peak).saturating_sub(stranded.granules());
+    pub(crate) fn note(&mut self, internal_fragmentation: &Stranded, reserved: u64, peak: u64) {
+        let other = reserved.saturating_sub(peak).saturating_sub(internal_fragmentation.granules());
         let budget = (peak / BUDGET).saturating_sub(other);
         let larger = self.limit.saturating_mul(2).min(self.largest);
-        if stranded.below(larger) <= budget {
+        if internal_fragmentation.below(larger) <= budget {
             self.limit = larger;
         }
-        while self.limit > 1 && stranded.below(self.limit) > budget {
+        while self.limit > 1 && internal_fragmentation.below(self.limit) > budget {
             self.limit /= 2;
         }
     }
@@ -120,10 +120,10 @@ mod tests {
     }
 
     /// What some frames strand that are free but for one granule.
-    fn stranded(frames: u64, size: usize) -> Stranded {
-        let mut stranded = Stranded::default();
-        (0..frames).for_each(|_| stranded.add(size, 1..size));
-        stranded
+    fn internal_fragmentation(frames: u64, size: usize) -> Stranded {
+        let mut internal_fragmentation = Stranded::default();
+        (0..frames).for_each(|_| internal_fragmentation.add(size, 1..size));
+        internal_fragmentation
     }
 
     fn limit(size: &FrameSize) -> u32 {
@@ -137,10 +137,10 @@ mod tests {
         assert_eq!(limit(&size), 8);
         // Of a frame of 8 granules, 7 are stranded; of smaller ones it would be 3, 1 and 0.
         for (frames, expected) in [(budget / 7, 8), (budget / 3, 4), (budget, 2), (budget + 1, 1)] {
-            let stranded = stranded(frames, 8);
-            size.note(&stranded, peak + stranded.granules(), peak);
+            let internal_fragmentation = internal_fragmentation(frames, 8);
+            size.note(&internal_fragmentation, peak + internal_fragmentation.granules(), peak);
             assert_eq!(limit(&size), expected);
-            size.note(&stranded, peak + stranded.granules(), peak);
+            size.note(&internal_fragmentation, peak + internal_fragmentation.granules(), peak);
             assert_eq!(limit(&size), expected, "it does not swing");
         }
         for expected in [2, 4, 8, 8] {
@@ -152,10 +152,10 @@ mod tests {
     #[test]
     fn what_is_held_for_other_reasons_leaves_less() {
         let mut size = FrameSize::new(None);
-        let (peak, stranded) = (MUCH, stranded(100, 8));
-        size.note(&stranded, peak + stranded.granules() + peak / BUDGET - 300, peak);
+        let (peak, internal_fragmentation) = (MUCH, internal_fragmentation(100, 8));
+        size.note(&internal_fragmentation, peak + internal_fragmentation.granules() + peak / BUDGET - 300, peak);
         assert_eq!(limit(&size), 4);
-        size.note(&stranded, 2 * peak, peak);
+        size.note(&internal_fragmentation, 2 * peak, peak);
         let otherwise = [Prospect::Grows, Prospect::Recurs].map(|prospect| size.largest(MUCH, uneven(MUCH), prospect));
         assert_eq!((limit(&size), otherwise), (1, [8, 32]), "it counts only where memory moves, but not for ever");
         size.note(&Stranded::default(), 2 * peak, peak);

@@ -8,18 +8,18 @@ use aquifer_device::internal::Reservation;
 use aquifer_device::{Device, DevicePtr, PhysicalOptions};
 
 use crate::backing::paged::capacity::Capacity;
+use crate::backing::paged::deferred_release::RetiredMemory;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
+use crate::backing::paged::internal_fragmentation::Stranded;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
-use crate::backing::paged::retired::RetiredMemory;
-use crate::backing::paged::stranded::Stranded;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
-/// The state of mapped memory, under the core's lock.
+/// The state of mapped memory, under the shared state's lock.
 #[derive(Debug)]
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.
@@ -40,7 +40,7 @@ pub(crate) struct Paged {
     /// Bytes that they have.
     pub(crate) owned_bytes: u64,
     /// Memory that such owners gave up.
-    pub(crate) retired: RetiredMemory,
+    pub(crate) deferred_release: RetiredMemory,
     /// Ranges that have no memory while the allocator sleeps, by address; `None` while it is awake.
     pub(crate) absent: Option<Vec<Absent>>,
     /// Frames that are mapped nowhere.
@@ -132,7 +132,7 @@ impl Paged {
             apart_addresses: 0,
             owned: BTreeMap::new(),
             owned_bytes: 0,
-            retired: RetiredMemory::new(granule),
+            deferred_release: RetiredMemory::new(granule),
             absent: None,
             spares,
             stuck: VecDeque::new(),
@@ -187,7 +187,7 @@ impl Paged {
     }
 
     /// Bytes of reserved addresses outside of heaps.
-    pub(crate) fn apart_address_bytes(&self) -> u64 {
+    pub(crate) fn dedicated_address_bytes(&self) -> u64 {
         self.apart_addresses
     }
 
@@ -265,16 +265,16 @@ impl Paged {
     }
 
     /// What of a range of the reservation that starts at `base` belongs to frames that reach beyond it. All of the range has memory.
-    pub(crate) fn stranded(&self, base: u64, range: &Range<u64>) -> Stranded {
-        let mut stranded = Stranded::default();
-        let Some((places, inside)) = self.places_inside(base, range) else { return stranded };
-        let whole = places.whole_frames(inside.clone());
-        for cut in [inside.start..whole.start, whole.end..inside.end].into_iter().filter(|cut| !cut.is_empty()) {
+    pub(crate) fn internal_fragmentation(&self, base: u64, range: &Range<u64>) -> Stranded {
+        let mut internal_fragmentation = Stranded::default();
+        let Some((places, inside)) = self.places_inside(base, range) else { return internal_fragmentation };
+        let guard = places.whole_frames(inside.clone());
+        for cut in [inside.start..guard.start, guard.end..inside.end].into_iter().filter(|cut| !cut.is_empty()) {
             if let Some(frame) = places.frame_around(cut.start) {
-                stranded.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
+                internal_fragmentation.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
             }
         }
-        stranded
+        internal_fragmentation
     }
 
     /// The places that lie wholly within a range of the reservation that starts at `base`. `None` if there are none.
@@ -330,7 +330,7 @@ impl Paged {
     /// True if the frame mapped at an address of a reservation never became usable, and the driver has not unmapped it so far.
     fn is_unusable(&self, base: u64, at: u64) -> bool {
         let is_stuck = |stuck: &Stuck| stuck.frames.iter().any(|frame| frame.contains(&at));
-        self.stuck.iter().any(is_stuck) || self.retired.is_unusable(base, at)
+        self.stuck.iter().any(is_stuck) || self.deferred_release.is_unusable(base, at)
     }
 
     fn runs(&self, range: &Range<u64>, pick: impl Fn(bool) -> bool) -> Vec<Range<u64>> {
@@ -345,7 +345,7 @@ impl Paged {
 
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose `size` is the part that the owner has,
     /// from the first address on. Memory counts even while it is absent.
-    pub(crate) fn apart(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
+    pub(crate) fn dedicated(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
         self.owned.iter().flat_map(|(&base, owned)| {
             let end = base + self.reservations.get(&base).map_or(0, |mapped| mapped.bytes);
             let mut ranges = vec![(base..base + owned.size, *owned)];
@@ -362,7 +362,7 @@ impl Paged {
     }
 
     /// Hands all memory and addresses to the device object, which gives them back at its next driver call.
-    pub(crate) fn bury(mut self, device: &Device) {
+    pub(crate) fn release_later(mut self, device: &Device) {
         for absent in self.absent.take().into_iter().flatten() {
             let (mapped, loose) = absent.frames.split_at(absent.mapped);
             self.put_all(absent.range.start, mapped);
@@ -428,7 +428,7 @@ impl Iterator for WholeFrames<'_> {
     }
 }
 
-/// The pool that memory apart counts in: the default large one.
+/// The pool that dedicated memory counts in: the default large one.
 pub(crate) const POOL: u16 = PoolKind::Large as u16;
 
 /// The part of a reservation that its owner has, from the first address on. All sizes are 0 while the owner has nothing yet.
@@ -481,12 +481,12 @@ mod tests {
         // A range in granules, its whole frames, and how many of its granules are stranded.
         let cases =
             [(0..11, 0..11, 0), (1..9, 4..8, 4), (4..9, 4..8, 1), (1..3, 3..3, 2), (1..6, 4..4, 5), (9..9, 9..9, 0)];
-        for (range, whole, stranded) in cases {
+        for (range, guard, internal_fragmentation) in cases {
             let range = base + range.start * G..base + range.end * G;
             let found = paged.whole_frames(base, &range).range();
-            assert_eq!(found.end - found.start, (whole.end - whole.start) * G, "{range:?}");
-            assert!(found.is_empty() || found.start == base + whole.start * G);
-            assert_eq!(paged.stranded(base, &range).granules(), stranded, "{range:?}");
+            assert_eq!(found.end - found.start, (guard.end - guard.start) * G, "{range:?}");
+            assert!(found.is_empty() || found.start == base + guard.start * G);
+            assert_eq!(paged.internal_fragmentation(base, &range).granules(), internal_fragmentation, "{range:?}");
             // Bytes that are less than a granule are neither.
             assert_eq!(paged.whole_frames(base, &(range.start..range.end + 512)).range(), found);
         }

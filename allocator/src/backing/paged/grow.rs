@@ -18,8 +18,8 @@ use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
 use crate::backing::headroom::{Room, buyable, room};
-use crate::backing::paged::apart::recycle_retired;
 use crate::backing::paged::carry_out::carry_out;
+use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::draft::{Draft, draft};
 use crate::backing::paged::granules::{Paged, Purpose};
 use crate::backing::paged::milestones::Reason;
@@ -35,7 +35,7 @@ use crate::heap::kind_of;
 use crate::pools::lookup::heap_with_pool;
 use crate::pools::table::Which;
 use crate::request::Request;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 
 /// Waiting is considered only if reserved memory would exceed the peak in use by more than that peak divided by this, and by more than
 /// [`SLACK_LEAST`]. For less it is not worth it.
@@ -108,7 +108,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
     let mut allowed =
         Allowed { ask: true, order: may_wait, stalls, create: true, ahead: true, instead_of_moving: true };
     for _ in 0..ROUNDS {
-        recycle_retired(allocator)?;
+        recycle_deferred_releases(allocator)?;
         match step(allocator, request, &mut allowed)? {
             Next::Finished(growth) => return growth,
             Next::Ask(ticks) => {
@@ -145,37 +145,37 @@ fn step(allocator: &Allocator, request: &Request, allowed: &mut Allowed) -> Resu
     let room = if allowed.create { room(allocator)? } else { Room::NONE };
     learn_capacity(allocator);
     let _gate = allocator.gate()?.shared();
-    let mut whole = allocator.shell().part(Some(request.slot));
-    if whole.is_asleep() {
+    let mut guard = allocator.state().lock(Some(request.slot));
+    if guard.is_asleep() {
         return Err(AllocError::Asleep);
     }
     // Another thread may have freed memory meanwhile.
-    if let Some(granted) = whole.take_own(request) {
+    if let Some(granted) = guard.take_own(request) {
         return Ok(Next::Finished(Ok(Growth::Grown(granted))));
     }
-    let buyable = if allowed.create { buyable(allocator, &whole, &room) } else { (0, Refusal::Device) };
+    let buyable = if allowed.create { buyable(allocator, &guard, &room) } else { (0, Refusal::Device) };
     if request.size > allocator.device().info().total_bytes {
         // Reserving addresses for it is not worth while.
         let refusal = if buyable.0 < request.size { buyable.1 } else { Refusal::Device };
         return Ok(Next::Finished(Ok(Growth::Refused(refusal))));
     }
     let buyable_instead = if allowed.instead_of_moving { buyable.0 } else { 0 };
-    let Some(draft) = draft(&mut whole, request, buyable_instead) else { return Ok(Next::Reserve) };
-    if let Some(next) = before_buying(allocator, &mut whole, request, &draft, allowed) {
+    let Some(draft) = draft(&mut guard, request, buyable_instead) else { return Ok(Next::Reserve) };
+    if let Some(next) = before_buying(allocator, &mut guard, request, &draft, allowed) {
         return Ok(next);
     }
     let (buyable, refusal) = buyable;
     let terms = Terms { buyable, refusal, ahead: allowed.ahead };
     let bought_though_movable = draft.bought_though_movable;
-    match plan(&mut whole, request, draft, &terms) {
+    match plan(&mut guard, request, draft, &terms) {
         Planned::Ready(plan) => {
-            drop(whole);
+            drop(guard);
             Ok(carry_out_plan(allocator, request, plan, bought_though_movable, allowed))
         }
         Planned::NoAddresses => Ok(Next::Reserve),
-        Planned::Short { missing, not_done, refusal } => Ok(match first_enough(&whole, &not_done, missing) {
+        Planned::Short { missing, not_done, refusal } => Ok(match first_enough(&guard, &not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
-            None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
+            None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Ok(Growth::Refused(refusal))),
         }),
     }
@@ -185,7 +185,7 @@ fn step(allocator: &Allocator, request: &Request, allowed: &mut Allowed) -> Resu
 /// if there is none.
 fn before_buying(
     allocator: &Allocator,
-    whole: &mut Whole,
+    guard: &mut StateGuard,
     request: &Request,
     draft: &Draft,
     allowed: &Allowed,
@@ -194,7 +194,7 @@ fn before_buying(
         return None;
     }
     if allowed.ask && !draft.donors.not_done.is_empty() {
-        let ticks = askable(whole, &draft.donors.not_done);
+        let ticks = askable(guard, &draft.donors.not_done);
         if !ticks.is_empty() {
             return Some(Next::Ask(ticks));
         }
@@ -202,14 +202,14 @@ fn before_buying(
     if draft.bought_though_movable {
         return None;
     }
-    let excess = over_peak(whole, draft)?;
+    let excess = over_peak(guard, draft)?;
     if allowed.order
         && allocator.config().cross_stream != CrossStream::Off
-        && let Some(order) = worth_ordering(whole, request)
+        && let Some(order) = worth_ordering(guard, request)
     {
         return Some(order);
     }
-    let stall = if allowed.stalls > 0 { worth_stalling(whole, draft, excess) } else { None };
+    let stall = if allowed.stalls > 0 { worth_stalling(guard, draft, excess) } else { None };
     stall.map(|(timeline, after)| Next::Wait(timeline, after))
 }
 
@@ -228,12 +228,12 @@ fn carry_out_plan(
         let (stream, bytes) = (request.slot, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
-    let mut whole = allocator.shell().part(Some(request.slot));
-    if let Some(window) = settle_plan(&mut whole, request, held, &done) {
-        let granted = whole.arena(request.slot).take(request, window);
+    let mut guard = allocator.state().lock(Some(request.slot));
+    if let Some(window) = settle_plan(&mut guard, request, held, &done) {
+        let granted = guard.arena(request.slot).take(request, window);
         return Next::Finished(Ok(Growth::Grown(granted)));
     }
-    drop(whole);
+    drop(guard);
     if done.at_creation && done.error.as_ref().is_some_and(DeviceError::is_out_of_memory) {
         note_capacity(allocator, 0);
     }
@@ -243,7 +243,7 @@ fn carry_out_plan(
 /// Makes the request's stream wait for other streams' uses of its own blocks, which are then free to it. Returns false if that cannot
 /// be done now.
 fn order_after(allocator: &Allocator, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
-    let own = allocator.shell().core().timeline(request.slot).cloned();
+    let own = allocator.state().shared().timeline(request.slot).cloned();
     let Some(own) = own else { return Ok(false) };
     for (timeline, after) in uses {
         match own.wait_for(timeline, after.saturating_sub(1)) {
@@ -259,16 +259,16 @@ fn order_after(allocator: &Allocator, request: &Request, uses: &Pending) -> Resu
         "a stream was made to wait for the uses of its own memory"
     );
     let clock = own.clock();
-    let mut whole = allocator.shell().part(Some(request.slot));
-    whole.counters().cross_stream_waits.add(1);
-    sweep_ordered(&mut whole, request.slot, &clock);
+    let mut guard = allocator.state().lock(Some(request.slot));
+    guard.counters().cross_stream_waits.add(1);
+    sweep_ordered(&mut guard, request.slot, &clock);
     Ok(true)
 }
 
 /// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
 pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
     tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
-    if let Some(paged) = &mut allocator.shell().core().paged {
+    if let Some(paged) = &mut allocator.state().shared().paged {
         paged.stalls += 1;
     }
     match timeline.synchronize(after.saturating_sub(1)) {
@@ -285,8 +285,8 @@ pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: u64) 
 /// request if that many are refused. Returns false if there are no addresses for the request.
 fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
     let held = allocator
-        .shell()
-        .core()
+        .state()
+        .shared()
         .paged
         .as_ref()
         .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
@@ -300,13 +300,13 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
     loop {
         match allocator.device().driver().reserve(bytes, granule) {
             Ok(ptr) => {
-                allocator.shell().tell_checks(|checks| checks.manage(ptr.range(bytes)));
-                let mut whole = allocator.shell().part(Some(request.slot));
-                if let Some(paged) = &mut whole.paged {
+                allocator.state().tell_checks(|checks| checks.manage(ptr.range(bytes)));
+                let mut guard = allocator.state().lock(Some(request.slot));
+                if let Some(paged) = &mut guard.paged {
                     paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
                 }
-                whole.pools.note_region(request.pool, request.slot);
-                let heap = heap_with_pool(&mut whole, request.slot, request.pool);
+                guard.pools.note_region(request.pool, request.slot);
+                let heap = heap_with_pool(&mut guard, request.slot, request.pool);
                 heap.add_reservation(ptr.0, bytes, request.pool, granule);
                 return Ok(true);
             }
@@ -348,86 +348,86 @@ fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable:
 
 /// Ticks at which streams may be asked how far they got: for each stream the latest one for which an event was recorded or may be
 /// recorded now.
-pub(crate) fn askable(whole: &mut Whole, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
+pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
     let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
     for &(slot, after) in not_done.keys() {
-        if may_be_covered(whole, slot, after) || may_record(whole, slot, Reason::Question) {
+        if may_be_covered(guard, slot, after) || may_record(guard, slot, Reason::Question) {
             latest.insert(slot, after);
         }
     }
     let ticks: Vec<(u32, u64)> = latest.into_iter().collect();
-    note_questions(whole, &ticks);
-    ticks.into_iter().filter_map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after))).collect()
+    note_questions(guard, &ticks);
+    ticks.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
 }
 
 /// True if an event covers the ticks below a count, or should: recording it may have failed.
-fn may_be_covered(whole: &Whole, slot: u32, after: u64) -> bool {
-    whole.timeline(slot).is_some_and(|timeline| after <= timeline.now())
+fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
+    guard.timeline(slot).is_some_and(|timeline| after <= timeline.now())
 }
 
 /// Counts the events that will be recorded by asking about these ticks or by waiting for them.
-fn note_questions(whole: &mut Whole, ticks: &[(u32, u64)]) {
+fn note_questions(guard: &mut StateGuard, ticks: &[(u32, u64)]) {
     for &(slot, after) in ticks {
-        if !may_be_covered(whole, slot, after) {
-            note_recorded(whole, slot, Reason::Question);
+        if !may_be_covered(guard, slot, after) {
+            note_recorded(guard, slot, Reason::Question);
         }
     }
 }
 
 /// Bytes by which reserved memory would exceed the peak in use; `None` if that is within [`SLACK_SHARE`] and [`SLACK_LEAST`].
-fn over_peak(whole: &Whole, draft: &Draft) -> Option<u64> {
-    let paged = whole.paged.as_ref()?;
-    let grown = whole.reserved + whole.growing.now() + draft.buy * paged.granule;
+fn over_peak(guard: &StateGuard, draft: &Draft) -> Option<u64> {
+    let paged = guard.paged.as_ref()?;
+    let grown = guard.reserved + guard.growing.now() + draft.buy * paged.granule;
     let peak = paged.in_use_peak.max(draft.point.in_use);
     grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
 }
 
 /// What the request's stream should wait for: other streams' uses of a block of its own, or another stream's free block. `None` if it
 /// waited too often or if there is no such block.
-fn worth_ordering(whole: &mut Whole, request: &Request) -> Option<Next> {
-    let own = uses_of_own(whole, request);
-    let ticks = own.clone().or_else(|| Some(vec![tick_of_lender(whole, request)?]))?;
-    let searches = whole.searches();
-    let few = whole.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
-    let known = |whole: &mut Whole, &(slot, after): &(u32, u64)| {
-        may_be_covered(whole, slot, after) || may_record(whole, slot, Reason::Question)
+fn worth_ordering(guard: &mut StateGuard, request: &Request) -> Option<Next> {
+    let own = uses_of_own(guard, request);
+    let ticks = own.clone().or_else(|| Some(vec![tick_of_lender(guard, request)?]))?;
+    let searches = guard.searches();
+    let few = guard.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
+    let known = |guard: &mut StateGuard, &(slot, after): &(u32, u64)| {
+        may_be_covered(guard, slot, after) || may_record(guard, slot, Reason::Question)
     };
-    if !few || !ticks.iter().all(|tick| known(whole, tick)) {
+    if !few || !ticks.iter().all(|tick| known(guard, tick)) {
         return None;
     }
-    note_questions(whole, &ticks);
-    whole.paged.as_mut()?.orders += 1;
+    note_questions(guard, &ticks);
+    guard.paged.as_mut()?.orders += 1;
     if own.is_none() {
         return Some(Next::Borrow);
     }
-    let uses = ticks.into_iter().map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after)));
+    let uses = ticks.into_iter().map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after)));
     Some(Next::Order(uses.collect::<Option<_>>()?))
 }
 
 /// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
 /// often or if there is nothing to wait for.
-fn worth_stalling(whole: &Whole, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
-    let paged = whole.paged.as_ref()?;
+fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
+    let paged = guard.paged.as_ref()?;
     let peak = paged.in_use_peak.max(draft.point.in_use);
     if excess <= peak / STALL_SLACK_SHARE {
         return None;
     }
     let quarter = (peak / 4).max(1);
     let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
-    if paged.stalls >= STALL_ADVANCE + more + whole.searches() / STALL_SPACING {
+    if paged.stalls >= STALL_ADVANCE + more + guard.searches() / STALL_SPACING {
         return None;
     }
     let mut not_done = draft.donors.not_done.clone();
-    for (tick, bytes) in awaited(whole) {
+    for (tick, bytes) in awaited(guard) {
         *not_done.entry(tick).or_default() += bytes / paged.granule;
     }
-    first_enough(whole, &not_done, draft.buy.max(whole.reserved / STALL_SHARE / paged.granule))
+    first_enough(guard, &not_done, draft.buy.max(guard.reserved / STALL_SHARE / paged.granule))
 }
 
 /// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest
 /// tick of the stream that has the most.
 pub(crate) fn first_enough(
-    whole: &Whole,
+    guard: &StateGuard,
     not_done: &BTreeMap<(u32, u64), u64>,
     granules: u64,
 ) -> Option<(Arc<Timeline>, u64)> {
@@ -439,13 +439,13 @@ pub(crate) fn first_enough(
         }
     }
     let (&slot, &(_, after)) = sums.iter().max_by_key(|(_, (sum, _))| *sum)?;
-    Some((whole.timeline(slot)?.clone(), after))
+    Some((guard.timeline(slot)?.clone(), after))
 }
 
 /// Asks the device how much it can give if the next plan may want to know. If it does not answer, that stays unknown.
 pub(super) fn learn_capacity(allocator: &Allocator) {
     let is_unknown = |paged: &Paged| paged.recurrence.has_settled() && paged.capacity.good_for == 0;
-    if !allocator.shell().core().paged.as_ref().is_some_and(is_unknown) {
+    if !allocator.state().shared().paged.as_ref().is_some_and(is_unknown) {
         return;
     }
     if let Ok(memory) = allocator.device().memory_info() {
@@ -455,21 +455,21 @@ pub(super) fn learn_capacity(allocator: &Allocator) {
 
 /// Notes that the device has `free` bytes left: none after it refused to give more.
 pub(super) fn note_capacity(allocator: &Allocator, free: u64) {
-    let mut core = allocator.shell().core();
+    let mut shared = allocator.state().shared();
     // What is being taken just now may count twice, or not at all. That matters little.
-    let held = core.reserved + core.growing.now();
-    if let Some(paged) = &mut core.paged {
+    let held = shared.reserved + shared.growing.now();
+    if let Some(paged) = &mut shared.paged {
         paged.capacity.set(held.saturating_add(free));
     }
 }
 
 /// True if one more event on the stream is within the budget.
-pub(crate) fn may_record(whole: &mut Whole, slot: u32, reason: Reason) -> bool {
-    whole.try_arena(slot).is_some_and(|arena| arena.milestones.may_record(reason))
+pub(crate) fn may_record(guard: &mut StateGuard, slot: u32, reason: Reason) -> bool {
+    guard.try_arena(slot).is_some_and(|arena| arena.milestones.may_record(reason))
 }
 
-pub(crate) fn note_recorded(whole: &mut Whole, slot: u32, reason: Reason) {
-    if let Some(arena) = whole.try_arena(slot) {
+pub(crate) fn note_recorded(guard: &mut StateGuard, slot: u32, reason: Reason) {
+    if let Some(arena) = guard.try_arena(slot) {
         arena.milestones.note_recorded(reason);
     }
 }

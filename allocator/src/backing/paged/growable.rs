@@ -1,7 +1,7 @@
 //! Growable memory: addresses are reserved once, and as much memory is mapped behind them as is needed at a time.
 //!
 //! Its granules come from the same places as those of blocks: spare granules, granules in free blocks whose last use is done, and the
-//! device. Memory that it gives up by shrinking is retired (`apart.rs`). If it grows again before that memory is recycled, it takes the
+//! device. Memory that it gives up by shrinking is retired (`dedicated.rs`). If it grows again before that memory is recycled, it takes the
 //! memory back, ordered after its last uses. The rest of a granule of which it keeps a part stays with it, and so do the ticks of that
 //! rest's last uses.
 //!
@@ -19,24 +19,24 @@ use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::headroom::{Room, buyable, room};
 use crate::backing::paged::account::{account_for_granules, note_mapping};
-use crate::backing::paged::apart::{recycle_retired, retire, set_owned};
 use crate::backing::paged::carry_out::carry_out;
+use crate::backing::paged::dedicated::{recycle_deferred_releases, retire, set_owned};
+use crate::backing::paged::deferred_release::DeferredRelease;
 use crate::backing::paged::donors::donors;
 use crate::backing::paged::granules::{POOL, Purpose};
 use crate::backing::paged::grow::{ROUNDS, askable, first_enough, stall_for};
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::plan::{hold_all, work};
-use crate::backing::paged::retired::Retired;
 use crate::backing::paged::settle::settle_work;
-use crate::backing::paged::{Gate, MemoryApart, Owned};
+use crate::backing::paged::{DedicatedMemory, Gate, Owned};
 use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::cross_stream::progress::poll;
 use crate::error::AllocError;
 use crate::history::Action;
-use crate::pools::capture::refuse_capture_apart;
+use crate::pools::capture::refuse_capture_dedicated;
 use crate::pools::table::Which;
-use crate::recovery::dedicated::climb_apart;
+use crate::recovery::dedicated::climb_dedicated;
 use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::tags::Tag;
@@ -69,7 +69,7 @@ use crate::tags::Tag;
 #[derive(Debug)]
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Growable {
-    memory: Arc<MemoryApart>,
+    memory: Arc<DedicatedMemory>,
     /// The same memory, as buffers share it.
     storage: Arc<Storage>,
     capacity: u64,
@@ -99,13 +99,13 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
     if capacity >= REQUEST_LIMIT {
         return Err(AllocError::TooLarge { requested: capacity });
     }
-    let mut core = allocator.shell().core();
-    let slot = core.slot(stream);
-    let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else {
+    let mut shared = allocator.state().shared();
+    let slot = shared.slot(stream);
+    let Some(granule) = shared.paged.as_ref().map(|paged| paged.granule) else {
         return Err(allocator.not_mapped("memory that grows where it is"));
     };
-    drop(core);
-    recycle_retired(allocator)?;
+    drop(shared);
+    recycle_deferred_releases(allocator)?;
     allocator.device().settle_unused();
     let reserved = capacity.max(1).next_multiple_of(granule);
     let ptr = match allocator.device().driver().reserve(reserved, granule) {
@@ -116,12 +116,12 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
         }
         reserved => reserved,
     }?;
-    allocator.shell().tell_checks(|checks| checks.manage(ptr.range(reserved)));
-    if let Some(paged) = &mut allocator.shell().core().paged {
+    allocator.state().tell_checks(|checks| checks.manage(ptr.range(reserved)));
+    if let Some(paged) = &mut allocator.state().shared().paged {
         paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
         paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
     }
-    let memory = Arc::new(MemoryApart::new(allocator, ptr, 0, slot));
+    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, 0, slot));
     let storage = Arc::new(Storage::new(Memory::Apart(memory.clone()), stream));
     Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
 }
@@ -135,7 +135,7 @@ fn try_fill(
 ) -> Result<Result<(), Refusal>, AllocError> {
     let mut may_ask = true;
     for _ in 0..ROUNDS {
-        recycle_retired(allocator)?;
+        recycle_deferred_releases(allocator)?;
         match fill_step(allocator, request, base, range, may_ask)? {
             Next::Finished(filled) => return Ok(filled),
             Next::Ask(ticks) => {
@@ -164,18 +164,18 @@ fn fill_step(
 ) -> Result<Next, AllocError> {
     let room = room(allocator)?;
     let _gate = allocator.gate()?.shared();
-    let mut whole = allocator.shell().part(None);
-    if whole.is_asleep() {
+    let mut guard = allocator.state().lock(None);
+    if guard.is_asleep() {
         return Err(AllocError::Asleep);
     }
-    let (buyable, refusal) = buyable(allocator, &whole, &room);
+    let (buyable, refusal) = buyable(allocator, &guard, &room);
     if range.end - range.start > allocator.device().info().total_bytes {
         // Laying it out granule by granule is not worth while.
         let refusal = if buyable < range.end - range.start { refusal } else { Refusal::Device };
         return Ok(Next::Finished(Err(refusal)));
     }
-    let Some(paged) = &whole.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
-    if paged.retired.is_below(base, range.end) {
+    let Some(paged) = &guard.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
+    if paged.deferred_release.is_below(base, range.end) {
         // Another thread was recycling this memory when it was looked for, and could not unmap it.
         return Ok(Next::Again);
     }
@@ -183,40 +183,40 @@ fn fill_step(
     let fill = paged.unmapped_within(range);
     let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
     let spares = lacks.min(at_hand);
-    let donors = donors(&mut whole, lacks - spares, None, Which::Unpromised);
+    let donors = donors(&mut guard, lacks - spares, None, Which::Unpromised);
     let buy = (lacks - spares).saturating_sub(donors.granules);
     if buy > 0 && may_ask {
-        let ticks = askable(&mut whole, &donors.not_done);
+        let ticks = askable(&mut guard, &donors.not_done);
         if !ticks.is_empty() {
             return Ok(Next::Ask(ticks));
         }
     }
     if buy > buyable / granule {
-        return Ok(match first_enough(&whole, &donors.not_done, buy - buyable / granule) {
+        return Ok(match first_enough(&guard, &donors.not_done, buy - buyable / granule) {
             Some((timeline, after)) => Next::Wait(timeline, after),
-            None if refusal == Refusal::Headroom && room.is_uncertain(&whole) => Next::AskRoom,
+            None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Err(refusal)),
         });
     }
-    let donors = hold_all(&mut whole, donors.into_joined());
+    let donors = hold_all(&mut guard, donors.into_joined());
     // It can shrink by a granule, so it keeps no larger frames either.
-    let work = work(&mut whole, &donors, (spares, buy), fill, Largest::GRANULE);
+    let work = work(&mut guard, &donors, (spares, buy), fill, Largest::GRANULE);
     let spares = work.spares.granules();
-    drop(whole);
+    drop(guard);
     let done = carry_out(allocator.device(), allocator.hooks(), work);
-    let mut whole = allocator.shell().part(None);
-    settle_work(&mut whole, &donors, (spares, buy), POOL, &done);
+    let mut guard = allocator.state().lock(None);
+    settle_work(&mut guard, &donors, (spares, buy), POOL, &done);
     for filled in &done.filled {
         for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
-            note_mapping(&whole, Action::SegmentMap, POOL, request.slot, at, granule);
+            note_mapping(&guard, Action::SegmentMap, POOL, request.slot, at, granule);
         }
     }
-    if let Some(paged) = &mut whole.paged {
+    if let Some(paged) = &mut guard.paged {
         // Nobody used it: the next call that recycles tries again to unmap it.
         let unusable = done.filled.iter().filter(|filled| !filled.usable);
-        unusable.for_each(|filled| paged.retired.add(Retired::unusable(base, filled.range.clone())));
+        unusable.for_each(|filled| paged.deferred_release.add(DeferredRelease::unusable(base, filled.range.clone())));
     }
-    account_for_granules(&mut whole);
+    account_for_granules(&mut guard);
     match done.error {
         None => Ok(Next::Finished(Ok(()))),
         Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
@@ -279,13 +279,13 @@ impl Growable {
         }
         // Looked at once, before anything changes. If the allocator falls asleep after this, that is as if it did so after the growth: the
         // new size is noted without touching memory, and memory is mapped only after another look (`fill_step`).
-        if self.allocator().shell().core().is_asleep() {
+        if self.allocator().state().shared().is_asleep() {
             return Err(AllocError::Asleep);
         }
         if bytes <= self.bytes() {
             return Ok(());
         }
-        refuse_capture_apart(stream)?;
+        refuse_capture_dedicated(stream)?;
         let size = bytes.next_multiple_of(self.granule);
         // This may be refused here. The same call after the growth is not.
         self.storage.note_growth(stream)?;
@@ -298,11 +298,11 @@ impl Growable {
             }
         }
         self.storage.note_growth(stream)?;
-        let mut whole = self.allocator().shell().part(None);
+        let mut guard = self.allocator().state().lock(None);
         // The stream's later work comes after all uses of the last granule.
-        let rest = if bytes < size { vec![(stream.id(), whole.tick_of(stream.id()))] } else { Vec::new() };
-        set_owned(&mut whole, self.ptr().0, size, bytes);
-        drop(whole);
+        let rest = if bytes < size { vec![(stream.id(), guard.tick_of(stream.id()))] } else { Vec::new() };
+        set_owned(&mut guard, self.ptr().0, size, bytes);
+        drop(guard);
         self.memory.resize(bytes, Location::caller());
         self.rest = rest;
         Ok(())
@@ -327,13 +327,13 @@ impl Growable {
             return Err(AllocError::Shared { what: "memory that is to shrink" });
         }
         let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
-        let mut whole = self.allocator().shell().part(None);
+        let mut guard = self.allocator().state().lock(None);
         self.memory.resize(bytes, Location::caller());
-        set_owned(&mut whole, self.ptr().0, size, bytes);
-        retire(&mut whole, self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
+        set_owned(&mut guard, self.ptr().0, size, bytes);
+        retire(&mut guard, self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
         let uses = if bytes < size { users } else { Vec::new() };
-        let rest = uses.into_iter().map(|slot| (slot, whole.tick_of(slot))).collect();
-        drop(whole);
+        let rest = uses.into_iter().map(|slot| (slot, guard.tick_of(slot))).collect();
+        drop(guard);
         self.rest = rest;
         Ok(())
     }
@@ -348,14 +348,14 @@ impl Growable {
     }
 
     /// Maps memory at all addresses up to `size`, usable by work on `stream`.
-    fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[Retired]) -> Result<(), AllocError> {
-        self.order_after(stream, retaken.iter().flat_map(|retired| retired.uses.iter().copied()))?;
+    fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[DeferredRelease]) -> Result<(), AllocError> {
+        self.order_after(stream, retaken.iter().flat_map(|deferred_release| deferred_release.uses.iter().copied()))?;
         let allocator = self.allocator();
         let (base, slot, grown) = (self.ptr().0, stream.id(), size - self.size());
         let requested = bytes - self.bytes();
         let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
-        climb_apart(allocator, &request, self.size(), || try_fill(allocator, &request, base, &range))
+        climb_dedicated(allocator, &request, self.size(), || try_fill(allocator, &request, base, &range))
     }
 
     /// Makes a stream's later work come after uses of memory: streams, and where their timelines must have got to.
@@ -365,7 +365,7 @@ impl Growable {
             latest.entry(slot).and_modify(|tick: &mut u64| *tick = after.max(*tick)).or_insert(after);
         }
         for (slot, after) in latest {
-            let timeline = self.allocator().shell().core().timeline(slot).cloned();
+            let timeline = self.allocator().state().shared().timeline(slot).cloned();
             if let Some(timeline) = timeline {
                 stream.timeline().wait_for(&timeline, after.saturating_sub(1))?;
             }
@@ -374,30 +374,30 @@ impl Growable {
     }
 
     /// Takes memory that was given up and not recycled yet, up to `size`, off the list of retired memory.
-    fn take_retired(&self, size: u64) -> Vec<Retired> {
+    fn take_retired(&self, size: u64) -> Vec<DeferredRelease> {
         let (base, end) = (self.ptr().0, self.ptr().0 + size);
-        let mut core = self.allocator().shell().core();
-        core.paged.as_mut().map(|paged| paged.retired.take_below(base, end)).unwrap_or_default()
+        let mut shared = self.allocator().state().shared();
+        shared.paged.as_mut().map(|paged| paged.deferred_release.take_below(base, end)).unwrap_or_default()
     }
 
     /// Retires the memory that a failed growth to `size` has got so far.
-    fn put_back(&self, retaken: Vec<Retired>, size: u64) {
+    fn put_back(&self, retaken: Vec<DeferredRelease>, size: u64) {
         // Falling asleep and waking up take memory off the table for a while. A thread that may not pass the gate has got nothing.
         let _gate = self.allocator().gate().map(Gate::shared);
-        let mut core = self.allocator().shell().core();
-        let Some(paged) = &mut core.paged else { return };
+        let mut shared = self.allocator().state().shared();
+        let Some(paged) = &mut shared.paged else { return };
         let base = self.ptr().0;
         let (mut from, end) = (base + self.size(), base + size);
-        let known = retaken.iter().chain(paged.retired.of(base));
-        let mut known: Vec<Range<u64>> = known.map(|retired| retired.range.clone()).collect();
+        let known = retaken.iter().chain(paged.deferred_release.of(base));
+        let mut known: Vec<Range<u64>> = known.map(|deferred_release| deferred_release.range.clone()).collect();
         known.sort_by_key(|range| range.start);
         known.push(end..end);
         for next in known {
             for range in paged.held_within(&(from..next.start.min(end))) {
-                paged.retired.add(Retired { base, range, uses: Vec::new(), was_told: true });
+                paged.deferred_release.add(DeferredRelease { base, range, uses: Vec::new(), was_told: true });
             }
             from = next.end;
         }
-        retaken.into_iter().for_each(|retired| paged.retired.add(retired));
+        retaken.into_iter().for_each(|deferred_release| paged.deferred_release.add(deferred_release));
     }
 }

@@ -16,7 +16,7 @@
 //! | `plan.rs` | a remap that was decided: all that takes part is held |
 //! | `frame_size.rs` | how large new frames are |
 //! | `capacity.rs` | how much the device can give, as far as that is known |
-//! | `stranded.rs` | what is free and cannot move, because its frame is partly in use |
+//! | `internal_fragmentation.rs` | what is free and cannot move, because its frame is partly in use |
 //! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
@@ -26,9 +26,9 @@
 //! | `trim.rs` | giving memory and addresses back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
-//! | `apart.rs` | memory outside of heaps, and its way back |
-//! | `retired.rs` | such memory that was given up, by the ticks that it waits for |
-//! | `memory_apart.rs` | what the handles of such memory share |
+//! | `dedicated.rs` | memory outside of heaps, and its way back |
+//! | `deferred_release.rs` | such memory that was given up, by the ticks that it waits for |
+//! | `dedicated_memory.rs` | what the handles of such memory share |
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
@@ -42,16 +42,18 @@
 //!   allocator sleeps, nothing is mapped but what others know, and all other operations on mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in flight.
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
-//!   operations never touch the same ones. An operation that fails gives back all that it held. Memory apart from heaps has one
+//!   operations never touch the same ones. An operation that fails gives back all that it held. Dedicated memory has one
 //!   owner, until it is retired and then recycled by one operation that is alone.
 //!
-//! Locks: decisions are made under the core's lock and those of the arenas that take part. Driver calls, waits and
+//! Locks: decisions are made under the shared state's lock and those of the arenas that take part. Driver calls, waits and
 //! observers run under none of them, only under the gate, which comes before them.
 
 pub(crate) mod account;
-pub(crate) mod apart;
 pub(crate) mod capacity;
 pub(crate) mod carry_out;
+pub(crate) mod dedicated;
+pub(crate) mod dedicated_memory;
+pub(crate) mod deferred_release;
 pub(crate) mod donors;
 pub(crate) mod draft;
 pub(crate) mod exportable;
@@ -61,8 +63,8 @@ pub(crate) mod gate;
 pub(crate) mod granules;
 pub(crate) mod grow;
 pub(crate) mod growable;
+pub(crate) mod internal_fragmentation;
 pub(crate) mod layout;
-pub(crate) mod memory_apart;
 pub(crate) mod milestones;
 pub(crate) mod peers;
 pub(crate) mod pin;
@@ -71,20 +73,18 @@ pub(crate) mod places;
 pub(crate) mod plan;
 pub(crate) mod probe;
 pub(crate) mod recurrence;
-pub(crate) mod retired;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
 pub(crate) mod settle;
 pub(crate) mod sleep;
-pub(crate) mod stranded;
 pub(crate) mod trim;
 pub(crate) mod window;
 
+pub(crate) use dedicated_memory::DedicatedMemory;
 pub use exportable::Exportable;
 pub(crate) use gate::Gate;
 pub(crate) use granules::{Owned, POOL, Paged};
 pub use growable::Growable;
-pub(crate) use memory_apart::MemoryApart;
 pub(crate) use milestones::{Milestones, record_milestone};
 pub use pin::PinnedMapping;
 pub(crate) use pins::Pins;

@@ -13,8 +13,8 @@ use crate::error::AllocError;
 pub(crate) fn enable_peer_access(allocator: &Allocator, ordinal: u32) -> Result<(), AllocError> {
     aquifer_device::fork::check(aquifer_device::Operation::SetAccess)?;
     let _alone = allocator.gate()?.exclusive();
-    let core = allocator.shell().core();
-    let Some(paged) = &core.paged else {
+    let shared = allocator.state().shared();
+    let Some(paged) = &shared.paged else {
         return Err(allocator.not_mapped("access of peers"));
     };
     if paged.access.contains(&ordinal) {
@@ -22,7 +22,7 @@ pub(crate) fn enable_peer_access(allocator: &Allocator, ordinal: u32) -> Result<
     }
     let (granule, options) = (paged.granule, paged.options);
     let ranges = paged.mapped_ranges();
-    drop(core);
+    drop(shared);
     if ranges.is_empty() {
         // Better now than at the first growth. A device that is just full is taken to be able.
         let tried = try_mapping(allocator.device(), granule, options, &[allocator.device().info().ordinal, ordinal]);
@@ -31,7 +31,7 @@ pub(crate) fn enable_peer_access(allocator: &Allocator, ordinal: u32) -> Result<
     for range in ranges {
         allocator.device().driver().set_access(DevicePtr(range.start), range.end - range.start, &[ordinal])?;
     }
-    if let Some(paged) = &mut allocator.shell().core().paged {
+    if let Some(paged) = &mut allocator.state().shared().paged {
         paged.access.push(ordinal);
     }
     Ok(())

@@ -35,23 +35,23 @@ pub(crate) fn pin_mapping(allocator: &Allocator, allocation: &Allocation) -> Res
     fork::check(aquifer_device::Operation::Map)?;
     // Not while the allocator falls asleep, which looks at what is pinned once.
     let _gate = allocator.gate()?.shared();
-    let mut core = allocator.shell().core();
+    let mut shared = allocator.state().shared();
     let Some((arena, block)) = allocation.place() else {
         return Ok(PinnedMapping { allocator: allocator.kept_open(), range: 0..0, pinned: Pinned::Nothing });
     };
-    if !std::ptr::eq(arena.shell, allocator.shell()) {
-        drop(core);
-        let is = arena.look(|desk| desk.device_id);
+    if !std::ptr::eq(arena.state, allocator.state()) {
+        drop(shared);
+        let is = arena.look(|inner| inner.device_id);
         return Err(AllocError::wrong_allocator("allocation", is, allocator.device().id()));
     }
-    if core.is_asleep() {
+    if shared.is_asleep() {
         return Err(AllocError::Asleep);
     }
-    let segment = arena.look(|desk| {
-        let region = desk.heap.region(desk.heap.blocks[block].region);
+    let segment = arena.look(|inner| {
+        let region = inner.heap.region(inner.heap.blocks[block].region);
         (!region.is_paged()).then_some(region.addr..region.addr + region.bytes)
     });
-    let (range, pinned) = match (segment, &core.paged) {
+    let (range, pinned) = match (segment, &shared.paged) {
         (None, Some(paged)) => {
             let Range { start, end } = allocation.range();
             let granule = paged.granule;
@@ -59,8 +59,8 @@ pub(crate) fn pin_mapping(allocator: &Allocator, allocation: &Allocation) -> Res
         }
         (segment, _) => (segment.unwrap_or_default(), Pinned::Segment),
     };
-    places(&range, pinned).for_each(|addr| core.pins.add(addr));
-    drop(core);
+    places(&range, pinned).for_each(|addr| shared.pins.add(addr));
+    drop(shared);
     Ok(PinnedMapping { allocator: allocator.kept_open(), range, pinned })
 }
 
@@ -76,8 +76,8 @@ impl Drop for PinnedMapping {
         if fork::is_child() {
             return;
         }
-        let mut core = self.allocator.shell().core();
-        places(&self.range, self.pinned).for_each(|addr| core.pins.remove(addr));
+        let mut shared = self.allocator.state().shared();
+        places(&self.range, self.pinned).for_each(|addr| shared.pins.remove(addr));
     }
 }
 

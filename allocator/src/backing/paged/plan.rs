@@ -1,5 +1,5 @@
 //! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of addresses (`window.rs`)
-//! that a request needs. Under the locks of the core and of the arenas that take part, it is first drafted, without
+//! that a request needs. Under the locks of the shared state and of the arenas that take part, it is first drafted, without
 //! changing anything (`draft.rs`); then planned, which holds all memory that takes part; and, after the driver's work
 //! (`carry_out.rs`), settled (`settle.rs`).
 
@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::backing::growing::Refusal;
 use crate::backing::paged::carry_out::Work;
-use crate::backing::paged::donors::{Donor, Donors, stranded};
+use crate::backing::paged::donors::{Donor, Donors, internal_fragmentation};
 use crate::backing::paged::draft::{Draft, bought_ahead, peak_has_settled};
 use crate::backing::paged::frame_size::{BlockLength, Prospect};
 use crate::backing::paged::layout::Largest;
@@ -17,7 +17,7 @@ use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Holding, State, kind_of};
 use crate::pools::table::Which;
 use crate::request::Request;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 
 /// Where memory moves again and again, frames are large whatever they strand only if the device has this share of the peak of use left: what
 /// they strand would be lacking otherwise.
@@ -73,8 +73,8 @@ pub(crate) enum Planned {
 }
 
 /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
-pub(crate) fn plan(whole: &mut Whole, request: &Request, draft: Draft, terms: &Terms) -> Planned {
-    let Some(paged) = &whole.paged else { return Planned::NoAddresses };
+pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, terms: &Terms) -> Planned {
+    let Some(paged) = &guard.paged else { return Planned::NoAddresses };
     let granule = paged.granule;
     let buyable = terms.buyable / granule;
     if draft.buy > buyable {
@@ -82,15 +82,15 @@ pub(crate) fn plan(whole: &mut Whole, request: &Request, draft: Draft, terms: &T
         return Planned::Short { missing, not_done, refusal };
     }
     let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
-    let bought_ahead = if more { bought_ahead(whole, &draft, request.pool, buyable) } else { 0 };
+    let bought_ahead = if more { bought_ahead(guard, &draft, request.pool, buyable) } else { 0 };
     let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
     let is_remap = buy > 0 || !donors.chosen.is_empty();
     let create = buy + bought_ahead;
     let largest =
-        largest_in_region(whole, request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
-    let (held, fill, changed) = hold_window(whole, request.slot, &window, (ahead + bought_ahead) * granule);
-    let donors = hold_donors(whole, request.slot, donors.into_joined(), &changed, window.end);
-    let work = work(whole, &donors, (spares, create), fill, largest);
+        largest_in_region(guard, request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
+    let (held, fill, changed) = hold_window(guard, request.slot, &window, (ahead + bought_ahead) * granule);
+    let donors = hold_donors(guard, request.slot, donors.into_joined(), &changed, window.end);
+    let work = work(guard, &donors, (spares, create), fill, largest);
     let spares = work.spares.granules();
     Planned::Ready(Plan {
         work,
@@ -101,21 +101,22 @@ pub(crate) fn plan(whole: &mut Whole, request: &Request, draft: Draft, terms: &T
 
 /// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The limits let it take `buyable` bytes.
 fn largest_in_region(
-    whole: &mut Whole,
+    guard: &mut StateGuard,
     request: &Request,
     donors: &Donors,
     (buy, create): (u64, u64),
     (point, buyable): (Point, u64),
     bought_though_movable: bool,
 ) -> Largest {
-    let (reserved, growing) = (whole.reserved, whole.growing.now());
-    let stranded = (buy > 0 && !bought_though_movable).then(|| stranded(whole, Which::Unpromised));
-    let settled = peak_has_settled(whole);
-    let Some(paged) = whole.paged.as_mut() else { return Largest::GRANULE };
+    let (reserved, growing) = (guard.reserved, guard.growing.now());
+    let internal_fragmentation =
+        (buy > 0 && !bought_though_movable).then(|| internal_fragmentation(guard, Which::Unpromised));
+    let settled = peak_has_settled(guard);
+    let Some(paged) = guard.paged.as_mut() else { return Largest::GRANULE };
     let granules = |bytes: u64| bytes / paged.granule;
-    if let Some(stranded) = stranded {
+    if let Some(internal_fragmentation) = internal_fragmentation {
         let peak = paged.in_use_peak.max(point.in_use);
-        paged.frame_size.note(&stranded, granules(reserved) + buy, granules(peak));
+        paged.frame_size.note(&internal_fragmentation, granules(reserved) + buy, granules(peak));
     }
     let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
     let (held, peak) = (reserved + growing, paged.in_use_peak.max(point.in_use));
@@ -135,32 +136,32 @@ fn largest_in_region(
 /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
 /// ranges `fill`, in frames that are no larger than `largest` allows.
 pub(crate) fn work(
-    whole: &mut Whole,
+    guard: &mut StateGuard,
     donors: &[Donor],
     (spares, create): (u64, u64),
     fill: Vec<Range<u64>>,
     largest: Largest,
 ) -> Work {
-    let Some(paged) = whole.paged.as_mut() else { return Work::default() };
+    let Some(paged) = guard.paged.as_mut() else { return Work::default() };
     let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
     let unmap = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
     let spares = paged.spares.take(spares);
     paged.in_hands += spares.granules();
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-    whole.growing.begin(create * granule);
+    guard.growing.begin(create * granule);
     Work { granule, options, access, create, largest, unmap, spares, fill }
 }
 
 /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to be filled, and the remainders of the
 /// blocks of which only a part was held.
 fn hold_window(
-    whole: &mut Whole,
+    guard: &mut StateGuard,
     slot: u32,
     window: &Window,
     ahead: u64,
 ) -> (Vec<BlockId>, Vec<Range<u64>>, BTreeMap<BlockId, Holding>) {
-    let granule = whole.paged.as_ref().map_or(1, |paged| paged.granule);
-    let heap = &mut whole.arena(slot).heap;
+    let granule = guard.paged.as_ref().map_or(1, |paged| paged.granule);
+    let heap = &mut guard.arena(slot).heap;
     let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
     let mut fill: Vec<Range<u64>> = Vec::new();
     let mut pieces = window.pieces.clone();
@@ -191,13 +192,13 @@ fn hold_window(
 }
 
 /// Holds donors of a remap without a window.
-pub(crate) fn hold_all(whole: &mut Whole, chosen: Vec<Donor>) -> Vec<Donor> {
-    hold_donors(whole, 0, chosen, &BTreeMap::new(), 0)
+pub(crate) fn hold_all(guard: &mut StateGuard, chosen: Vec<Donor>) -> Vec<Donor> {
+    hold_donors(guard, 0, chosen, &BTreeMap::new(), 0)
 }
 
 /// Holds donors, in each block from high addresses to low ones.
 fn hold_donors(
-    whole: &mut Whole,
+    guard: &mut StateGuard,
     slot: u32,
     chosen: Vec<Donor>,
     changed: &BTreeMap<BlockId, Holding>,
@@ -226,7 +227,7 @@ fn hold_donors(
             (None, None) => Some(donor.block),
         };
         let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
-        let holding = whole.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
+        let holding = guard.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
         left = Some((donor, holding.below));
         donors.push(Donor { block: holding.id, ..donor });
     }

@@ -4,7 +4,7 @@
 //! again and again; one whose sizes vary does so only in parts. So a *point* of the program is identified by these two
 //! numbers, and the points at which memory had to move are remembered. A program *recurs* if many of its latest points
 //! were known: one point may be met again by chance. Points are read and written only when memory has to move, under
-//! the core's lock. A bounded number is kept; the oldest are dropped first.
+//! the shared state's lock. A bounded number is kept; the oldest are dropped first.
 
 use std::collections::VecDeque;
 

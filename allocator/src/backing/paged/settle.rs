@@ -11,39 +11,45 @@ use crate::backing::paged::plan::Held;
 use crate::heap::{BlockId, State, kind_of};
 use crate::history::Action;
 use crate::request::Request;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
 
 /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
 /// went well.
-pub(crate) fn settle_plan(whole: &mut Whole, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
     // Noted only now: a request that is refused raises no peak, and if it is planned again, it is not taken for one that recurs.
     if done.error.is_none() {
-        note_in_use(whole, held.point.in_use);
+        note_in_use(guard, held.point.in_use);
     }
     if held.is_remap && done.error.is_none() {
-        let settled = peak_has_settled(whole);
-        whole.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
+        let settled = peak_has_settled(guard);
+        guard.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
     }
-    settle_work(whole, &held.donors, (held.spares, held.create), request.pool, done);
-    if let (Some(paged), true, None) = (&mut whole.paged, held.bought_though_movable, &done.error) {
+    settle_work(guard, &held.donors, (held.spares, held.create), request.pool, done);
+    if let (Some(paged), true, None) = (&mut guard.paged, held.bought_though_movable, &done.error) {
         paged.bought_instead += held.create * paged.granule;
     }
     let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
     // Memory that is mapped without access is of no use to a pool.
-    if let Some(paged) = whole.paged.as_mut() {
+    if let Some(paged) = guard.paged.as_mut() {
         let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
         paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
     }
-    let last = held.window.iter().filter_map(|&id| let_go(whole, request, id, &usable, &stuck)).last();
-    account_for_granules(whole);
+    let last = held.window.iter().filter_map(|&id| let_go(guard, request, id, &usable, &stuck)).last();
+    account_for_granules(guard);
     last.filter(|_| done.error.is_none())
 }
 
 /// Accounts for what the driver did with donors, with `spares` granules of spare frames and with `create` granules to be created for
 /// `pool`.
-pub(crate) fn settle_work(whole: &mut Whole, donors: &[Donor], (spares, create): (u64, u64), pool: u16, done: &Done) {
-    settle_donors(whole, donors, done);
-    let Some(paged) = whole.paged.as_mut() else { return };
+pub(crate) fn settle_work(
+    guard: &mut StateGuard,
+    donors: &[Donor],
+    (spares, create): (u64, u64),
+    pool: u16,
+    done: &Done,
+) {
+    settle_donors(guard, donors, done);
+    let Some(paged) = guard.paged.as_mut() else { return };
     let (kind, granule) = (kind_of(pool), paged.granule);
     paged.in_hands -= spares;
     paged.spares.extend(done.spares.iter());
@@ -51,33 +57,33 @@ pub(crate) fn settle_work(whole: &mut Whole, donors: &[Donor], (spares, create):
         paged.put_all(filled.range.start, &filled.frames);
         paged.mapped_bytes[kind as usize] += filled.range.end - filled.range.start;
     }
-    whole.growing.end(create * granule);
+    guard.growing.end(create * granule);
     if done.created {
-        whole.counters().num_device_alloc.add(1);
+        guard.counters().num_device_alloc.add(1);
     }
     if done.unmapped > 0 {
         let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
-        whole.counters().remaps.add(1);
-        whole.counters().granules_moved.add(moved / granule);
+        guard.counters().remaps.add(1);
+        guard.counters().granules_moved.add(moved / granule);
     }
 }
 
-fn settle_donors(whole: &mut Whole, donors: &[Donor], done: &Done) {
+fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
     let mut still_mapped = done.still_mapped.iter();
     for (at, donor) in donors.iter().enumerate() {
-        let heap = &mut whole.arena(donor.arena).heap;
+        let heap = &mut guard.arena(donor.arena).heap;
         let pool = heap.blocks[donor.block].pool;
         if at < done.unmapped {
             heap.unhold_as_hole(donor.block);
-            note_mapping(whole, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
-            if let Some(paged) = &mut whole.paged {
+            note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+            if let Some(paged) = &mut guard.paged {
                 paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
                 paged.leave(&(donor.addr..donor.addr + donor.bytes));
             }
         } else {
             heap.unhold_as_free(donor.block);
             let frames = still_mapped.next();
-            if let (Some(paged), Some(frames)) = (&mut whole.paged, frames) {
+            if let (Some(paged), Some(frames)) = (&mut guard.paged, frames) {
                 paged.put_all(donor.addr, frames);
             }
         }
@@ -85,8 +91,14 @@ fn settle_donors(whole: &mut Whole, donors: &[Donor], done: &Done) {
 }
 
 /// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is in one.
-fn let_go(whole: &mut Whole, request: &Request, id: BlockId, usable: &[&Filled], stuck: &[&Filled]) -> Option<BlockId> {
-    let heap = &mut whole.arena(request.slot).heap;
+fn let_go(
+    guard: &mut StateGuard,
+    request: &Request,
+    id: BlockId,
+    usable: &[&Filled],
+    stuck: &[&Filled],
+) -> Option<BlockId> {
+    let heap = &mut guard.arena(request.slot).heap;
     let block = heap.blocks[id];
     if block.state == State::Held {
         return Some(heap.unhold_as_free(id));
@@ -96,16 +108,16 @@ fn let_go(whole: &mut Whole, request: &Request, id: BlockId, usable: &[&Filled],
     let frames = stuck.iter().map(|filled| filled.range.clone());
     let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
     if !frames.is_empty() {
-        if let Some(paged) = &mut whole.paged {
+        if let Some(paged) = &mut guard.paged {
             paged.stuck.push_back(Stuck { arena: request.slot, block: id, frames });
         }
         return None;
     }
     if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
-        whole.arena(request.slot).heap.unhold_as_hole(id);
+        guard.arena(request.slot).heap.unhold_as_hole(id);
         return None;
     }
-    let free = whole.arena(request.slot).heap.unhold_as_free(id);
-    note_mapping(whole, Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
+    let free = guard.arena(request.slot).heap.unhold_as_free(id);
+    note_mapping(guard, Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
     Some(free)
 }

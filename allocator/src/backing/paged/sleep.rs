@@ -17,7 +17,7 @@ use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::frames::{Frame, granules_of, sizes};
 use crate::backing::paged::granules::Absent;
 use crate::error::AllocError;
-use crate::shell::special;
+use crate::state::special;
 use crate::sync::atomic::Ordering;
 
 /// Fate of the contents of memory while the allocator sleeps.
@@ -33,19 +33,19 @@ pub enum Contents {
 /// See [`Allocator::sleep`].
 pub(crate) fn sleep(allocator: &Allocator, contents: Contents) -> Result<u64, AllocError> {
     aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
-    if allocator.shell().core().paged.is_none() {
+    if allocator.state().shared().paged.is_none() {
         return Err(allocator.not_mapped("sleep"));
     }
-    if allocator.shell().is_kept_awake_here() {
+    if allocator.state().is_kept_awake_here() {
         return Err(AllocError::KeptAwake);
     }
     let _one_at_a_time = allocator.gate()?.sleep();
-    if allocator.shell().core().is_asleep() {
+    if allocator.state().shared().is_asleep() {
         return Ok(0);
     }
     // Outside of the gate: threads that keep the allocator awake may have to pass the gate before they end that.
-    allocator.shell().grow_drowsy();
-    let cached = allocator.empty_cache().inspect_err(|_| allocator.shell().end_drowsiness())?;
+    allocator.state().quiesce();
+    let cached = allocator.empty_cache().inspect_err(|_| allocator.state().end_quiescing())?;
     let _alone = allocator.gate()?.exclusive();
     fall_asleep(allocator);
     let in_use = give_all_back(allocator, contents).inspect_err(|_| {
@@ -59,7 +59,7 @@ pub(crate) fn sleep(allocator: &Allocator, contents: Contents) -> Result<u64, Al
 /// See [`Allocator::wake`].
 pub(crate) fn wake(allocator: &Allocator) -> Result<(), AllocError> {
     aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-    if allocator.shell().is_kept_awake_here() {
+    if allocator.state().is_kept_awake_here() {
         return Ok(());
     }
     let _one_at_a_time = allocator.gate()?.sleep();
@@ -69,18 +69,18 @@ pub(crate) fn wake(allocator: &Allocator) -> Result<(), AllocError> {
 
 /// Makes the allocator refuse allocations from now on.
 fn fall_asleep(allocator: &Allocator) {
-    if let Some(paged) = &mut allocator.shell().core().paged {
+    if let Some(paged) = &mut allocator.state().shared().paged {
         paged.absent = Some(Vec::new());
     }
-    allocator.shell().special().fetch_or(special::ASLEEP, Ordering::Relaxed);
+    allocator.state().special().fetch_or(special::ASLEEP, Ordering::Relaxed);
 }
 
 fn give_all_back(allocator: &Allocator, contents: Contents) -> Result<u64, AllocError> {
     allocator.device().settle();
     allocator.device().synchronize()?;
-    let core = allocator.shell().core();
-    let present = core.paged.as_ref().map(|paged| paged.not_pinned(&core.pins)).unwrap_or_default();
-    drop(core);
+    let shared = allocator.state().shared();
+    let present = shared.paged.as_ref().map(|paged| paged.not_pinned(&shared.pins)).unwrap_or_default();
+    drop(shared);
     let mut saved = Vec::with_capacity(present.len());
     let copies = if contents == Contents::SaveToHost { Some(allocator.device().stream()?) } else { None };
     let moves = allocator.device().checks().map(|checks| checks.move_contents());
@@ -90,40 +90,40 @@ fn give_all_back(allocator: &Allocator, contents: Contents) -> Result<u64, Alloc
     drop(moves);
     for ((range, kind), saved) in present.into_iter().zip(saved) {
         unmap_range(allocator.device(), allocator.hooks(), &range)?;
-        let mut whole = allocator.shell().whole();
-        let Some(paged) = &mut whole.paged else { continue };
+        let mut guard = allocator.state().lock_all();
+        let Some(paged) = &mut guard.paged else { continue };
         let frames = paged.forget_mapped(range.start, range.end - range.start);
         paged.mapped_bytes[kind as usize] -= range.end - range.start;
         paged.in_hands += granules_of(&frames);
         let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
         paged.absent.get_or_insert_default().push(Absent { range, kind, frames, largest, mapped: 0, saved });
-        account_for_granules(&mut whole);
+        account_for_granules(&mut guard);
     }
     Ok(release_absent(allocator)?)
 }
 
 /// Releases the frames of all absent memory. Returns how many bytes.
 fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
-    let mut core = allocator.shell().core();
-    let Some(paged) = &mut core.paged else { return Ok(0) };
+    let mut shared = allocator.state().shared();
+    let Some(paged) = &mut shared.paged else { return Ok(0) };
     // The list is empty while this thread works on it.
     let (granule, mut absent) = (paged.granule, paged.absent.replace(Vec::new()).unwrap_or_default());
     let mut spares: Vec<Frame> = std::mem::take(&mut paged.spares).iter().collect();
     paged.in_hands += granules_of(&spares);
-    drop(core);
+    drop(shared);
     let mut released = 0;
     let lists = absent.iter_mut().map(|absent| &mut absent.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
-    let mut whole = allocator.shell().whole();
-    if let Some(paged) = &mut whole.paged {
+    let mut guard = allocator.state().lock_all();
+    if let Some(paged) = &mut guard.paged {
         paged.in_hands -= released + granules_of(&spares);
         paged.spares.extend(spares);
         paged.absent = Some(absent);
     }
     if released > 0 {
-        whole.counters().num_device_free.add(1);
+        guard.counters().num_device_free.add(1);
     }
-    account_for_granules(&mut whole);
+    account_for_granules(&mut guard);
     failed.map_or(Ok(released * granule), Err)
 }
 
@@ -139,20 +139,20 @@ fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u6
 
 /// Maps memory at all absent ranges, and wakes the allocator up.
 fn bring_back(allocator: &Allocator) -> Result<(), AllocError> {
-    let mut core = allocator.shell().core();
-    let Some(paged) = core.paged.as_mut() else { return Ok(()) };
+    let mut shared = allocator.state().shared();
+    let Some(paged) = shared.paged.as_mut() else { return Ok(()) };
     let Some(mut absent) = paged.absent.as_mut().map(std::mem::take) else { return Ok(()) };
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-    drop(core);
+    drop(shared);
     let brought = create_absent(allocator, &mut absent, granule, options)
         .and_then(|()| restore(allocator, &mut absent, granule, &access));
-    let mut core = allocator.shell().core();
-    if let Some(paged) = core.paged.as_mut() {
+    let mut shared = allocator.state().shared();
+    if let Some(paged) = shared.paged.as_mut() {
         paged.absent = Some(absent).filter(|_| brought.is_err());
     }
     if brought.is_ok() {
-        allocator.shell().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
-        allocator.shell().end_drowsiness();
+        allocator.state().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
+        allocator.state().end_quiescing();
     }
     brought
 }
@@ -187,14 +187,14 @@ fn create_absent(
             }
         }
     }
-    let mut whole = allocator.shell().whole();
-    if let Some(paged) = &mut whole.paged {
+    let mut guard = allocator.state().lock_all();
+    if let Some(paged) = &mut guard.paged {
         paged.in_hands = paged.in_hands + created - released;
     }
     if created > released {
-        whole.counters().num_device_alloc.add(1);
+        guard.counters().num_device_alloc.add(1);
     }
-    account_for_granules(&mut whole);
+    account_for_granules(&mut guard);
     failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
@@ -221,16 +221,16 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
             let _moves = allocator.device().checks().map(|checks| checks.move_contents());
             copies.upload_blocking(DevicePtr(start), saved)?;
         } else {
-            allocator.shell().tell_checks(|checks| checks.lost(start..end));
+            allocator.state().tell_checks(|checks| checks.lost(start..end));
         }
-        let mut whole = allocator.shell().whole();
-        if let Some(paged) = &mut whole.paged {
+        let mut guard = allocator.state().lock_all();
+        if let Some(paged) = &mut guard.paged {
             paged.put_all(start, &last.frames);
             paged.mapped_bytes[last.kind as usize] += end - start;
             paged.in_hands -= granules_of(&last.frames);
         }
-        account_for_granules(&mut whole);
-        drop(whole);
+        account_for_granules(&mut guard);
+        drop(guard);
         absent.pop();
         allocator.hooks().mapped(start, end - start);
     }

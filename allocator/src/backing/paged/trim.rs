@@ -1,7 +1,7 @@
 //! Trimming: giving free frames and empty reservations back to the device.
 //!
 //! Frames on their way back are not counted as reserved, because another thread may get their memory from the device, and count
-//! it, before this one has the lock again. The limit counts them until they are gone (`Core::leaving`).
+//! it, before this one has the lock again. The limit counts them until they are gone (`SharedState::leaving`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,8 +12,8 @@ use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
-use crate::backing::paged::apart::recycle_retired;
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
 use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::backing::paged::plan::hold_all;
@@ -24,8 +24,8 @@ use crate::history::Action;
 use crate::pools::lookup::{awaited_launches, look_for_in, wait_for_launched};
 use crate::pools::table::Which;
 use crate::request::Place;
-use crate::shell::settled::Sought;
-use crate::shell::whole::Whole;
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
 
 /// Frames on their way back to the device.
 #[derive(Default)]
@@ -42,11 +42,11 @@ struct Leaving {
 /// Gives free frames that are promised to nobody back to the device, spare ones first, until at most `target` bytes are held from it or
 /// none is left. Returns how many bytes went back. Frames that are not known done stay.
 pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {
-    let recycled = recycle_retired(allocator)?;
+    let recycled = recycle_deferred_releases(allocator)?;
     Ok(recycled + trim_free(allocator, target, true, Which::Unpromised)?)
 }
 
-/// Gives the free frames of some pools back to the device. Spare frames and memory apart stay: they belong to no pool.
+/// Gives the free frames of some pools back to the device. Spare frames and dedicated memory stay: they belong to no pool.
 pub(crate) fn trim_pools(allocator: &Allocator, which: Which) -> Result<u64, AllocError> {
     trim_free(allocator, 0, false, which)
 }
@@ -54,20 +54,20 @@ pub(crate) fn trim_pools(allocator: &Allocator, which: Which) -> Result<u64, All
 fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which) -> Result<u64, AllocError> {
     let stuck = take_stuck_back(allocator);
     let _gate = allocator.gate()?.shared();
-    let core = allocator.shell().core();
-    let Some(granule) = core.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
-    if core.is_asleep() {
+    let shared = allocator.state().shared();
+    let Some(granule) = shared.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+    if shared.is_asleep() {
         return Ok(0);
     }
-    drop(core);
+    drop(shared);
     let mut leaving = Leaving::default();
     let mut below = Some(u64::MAX);
     while below.is_some() {
-        below = begin_trim(&mut allocator.shell().part(None), &mut leaving, below, target, spares_too, which);
+        below = begin_trim(&mut allocator.state().lock(None), &mut leaving, below, target, spares_too, which);
     }
     if target > 0 {
         // A frame that is larger than what is still too much, if there is one.
-        begin_trim(&mut allocator.shell().part(None), &mut leaving, None, target, spares_too, which);
+        begin_trim(&mut allocator.state().lock(None), &mut leaving, None, target, spares_too, which);
     }
     let (mut unmapped, mut failed) = (0, None);
     for (range, frames) in &leaving.ranges {
@@ -92,18 +92,18 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
     let Leaving { donors, ranges, loose, bytes } = leaving;
     let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
     loop {
-        let mut whole = allocator.shell().part(None);
+        let mut guard = allocator.state().lock(None);
         for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
-            settle_leaving(&mut whole, donor, &frames, at < unmapped);
+            settle_leaving(&mut guard, donor, &frames, at < unmapped);
         }
         if settled.peek().is_some() {
             continue;
         }
-        whole.leaving -= bytes;
-        if let Some(paged) = &mut whole.paged {
+        guard.leaving -= bytes;
+        if let Some(paged) = &mut guard.paged {
             paged.spares.extend(loose.iter());
         }
-        account_for_granules(&mut whole);
+        account_for_granules(&mut guard);
         return;
     }
 }
@@ -112,22 +112,22 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
 /// refuses to unmap stay stuck.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
-    let count = allocator.shell().core().paged.as_ref().map_or(0, |paged| paged.stuck.len());
+    let count = allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.stuck.len());
     (0..count).map(|_| take_one_back(allocator)).fold(Ok(()), Result::and)
 }
 
 /// Unmaps the mappings that have been stuck for longest.
 fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
-    let mut whole = allocator.shell().part(None);
-    if whole.is_asleep() {
+    let mut guard = allocator.state().lock(None);
+    if guard.is_asleep() {
         return Ok(());
     }
-    let Some(paged) = &mut whole.paged else { return Ok(()) };
+    let Some(paged) = &mut guard.paged else { return Ok(()) };
     let Some(mut stuck) = paged.stuck.pop_front() else { return Ok(()) };
     // This call works with them from here on. The table lists them as mapped until they are unmapped.
     let in_hands = stuck.bytes() / paged.granule;
     paged.in_hands += in_hands;
-    drop(whole);
+    drop(guard);
     let (mut unmapped, mut failed) = (Vec::new(), None);
     while failed.is_none()
         && let Some(frame) = stuck.frames.last()
@@ -137,8 +137,8 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
             unmapped.extend(stuck.frames.pop());
         }
     }
-    let mut whole = allocator.shell().part(None);
-    if let Some(paged) = &mut whole.paged {
+    let mut guard = allocator.state().lock(None);
+    if let Some(paged) = &mut guard.paged {
         paged.in_hands -= in_hands;
         for frame in unmapped {
             let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
@@ -146,11 +146,11 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
         }
     }
     if stuck.frames.is_empty() {
-        whole.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
-    } else if let Some(paged) = &mut whole.paged {
+        guard.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
+    } else if let Some(paged) = &mut guard.paged {
         paged.stuck.push_back(stuck);
     }
-    account_for_granules(&mut whole);
+    account_for_granules(&mut guard);
     Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
 }
 
@@ -173,9 +173,9 @@ fn release_frames(
 pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
     // This also gives back reservations that could not go back before.
     allocator.device().settle();
-    let mut whole = allocator.shell().part(None);
-    let empty = take_empty_reservations(&mut whole, which);
-    drop(whole);
+    let mut guard = allocator.state().lock(None);
+    let empty = take_empty_reservations(&mut guard, which);
+    drop(guard);
     let mut failed = Ok(());
     for (addr, bytes) in empty {
         if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
@@ -191,52 +191,52 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
 /// Returns true if anything was not known done. Skips streams that cannot be waited for now.
 pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
-    let launched = awaited_launches(&allocator.shell().core(), of);
+    let launched = awaited_launches(&allocator.state().shared(), of);
     wait_for_launched(allocator, &launched)?;
-    let waits = free_not_done(&mut allocator.shell().part(None), which);
+    let waits = free_not_done(&mut allocator.state().lock(None), which);
     synchronize_all(&waits)?;
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
 /// The streams that free memory in some pools waits for, each with the tick that its timeline must reach.
-pub(crate) fn free_not_done(whole: &mut Whole, which: Which) -> Vec<(Arc<Timeline>, u64)> {
+pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Vec<(Arc<Timeline>, u64)> {
     let mut latest = BTreeMap::new();
-    donors(whole, u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
+    donors(guard, u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
         latest.insert(slot, after);
     });
-    latest.into_iter().filter_map(|(slot, after)| Some((whole.timeline(slot)?.clone(), after))).collect()
+    latest.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
 }
 
 /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks
 /// below an address, or, if that is `None`, of all blocks. Returns the address below which to go on; `None` if
 /// there are no more blocks.
 fn begin_trim(
-    whole: &mut Whole,
+    guard: &mut StateGuard,
     leaving: &mut Leaving,
     below: Option<u64>,
     target: u64,
     spares_too: bool,
     which: Which,
 ) -> Option<u64> {
-    let excess = whole.reserved.saturating_sub(target);
-    let paged = whole.paged.as_mut()?;
+    let excess = guard.reserved.saturating_sub(target);
+    let paged = guard.paged.as_mut()?;
     let granule = paged.granule;
     let wanted = excess.div_ceil(granule);
     let loose = paged.spares.take(if spares_too { wanted } else { 0 });
     let more = wanted.saturating_sub(loose.granules());
     let (donors, next) = match below {
         _ if more == 0 => (Vec::new(), None),
-        Some(below) => donors_below(whole, below, more, which),
-        None => (donors(whole, more, None, which).into_joined(), None),
+        Some(below) => donors_below(guard, below, more, which),
+        None => (donors(guard, more, None, which).into_joined(), None),
     };
     let mut bytes = loose.granules() * granule;
     leaving.loose.extend(loose.iter());
-    for donor in hold_all(whole, donors) {
-        let heap = &mut whole.arena(donor.arena).heap;
+    for donor in hold_all(guard, donors) {
+        let heap = &mut guard.arena(donor.arena).heap;
         heap.empty_held(donor.block);
         let pool = heap.blocks[donor.block].pool;
-        note_mapping(whole, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
-        let Some(paged) = &mut whole.paged else { continue };
+        note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+        let Some(paged) = &mut guard.paged else { continue };
         paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
         let frames = paged.forget_mapped(donor.addr, donor.bytes);
         leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
@@ -244,38 +244,38 @@ fn begin_trim(
         bytes += donor.bytes;
     }
     leaving.bytes += bytes;
-    whole.leaving += bytes;
-    account_for_granules(whole);
+    guard.leaving += bytes;
+    account_for_granules(guard);
     next
 }
 
 /// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
-fn settle_leaving(whole: &mut Whole, donor: Donor, frames: &[Frame], was_unmapped: bool) {
-    let heap = &mut whole.arena(donor.arena).heap;
+fn settle_leaving(guard: &mut StateGuard, donor: Donor, frames: &[Frame], was_unmapped: bool) {
+    let heap = &mut guard.arena(donor.arena).heap;
     let pool = heap.blocks[donor.block].pool;
     if was_unmapped {
         heap.unhold_as_hole(donor.block);
-        whole.counters().num_device_free.add(1);
+        guard.counters().num_device_free.add(1);
         return;
     }
     heap.unhold_as_free(donor.block);
-    note_mapping(whole, Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
-    if let Some(paged) = &mut whole.paged {
+    note_mapping(guard, Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
+    if let Some(paged) = &mut guard.paged {
         paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
         paged.put_all(donor.addr, frames);
     }
 }
 
 /// Takes reservations of some pools that consist of one hole out of the heaps. Returns their addresses and lengths.
-fn take_empty_reservations(whole: &mut Whole, which: Which) -> Vec<(u64, u64)> {
-    look_for_in(whole, which, Sought::Empty);
+fn take_empty_reservations(guard: &mut StateGuard, which: Which) -> Vec<(u64, u64)> {
+    look_for_in(guard, which, Sought::Empty);
     let empty =
-        whole.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
-    let empty: Vec<Place> = empty.filter(|&place| whole.pools.is_among(whole.block(place).pool, which)).collect();
+        guard.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
+    let empty: Vec<Place> = empty.filter(|&place| guard.pools.is_among(guard.block(place).pool, which)).collect();
     let regions = empty.into_iter().map(|place| {
-        let region = whole.arena(place.arena).heap.remove_reservation(place.block);
-        whole.pools.forget_region(region.pool, region.home);
-        if let Some(paged) = &mut whole.paged {
+        let region = guard.arena(place.arena).heap.remove_reservation(place.block);
+        guard.pools.forget_region(region.pool, region.home);
+        if let Some(paged) = &mut guard.paged {
             paged.remove_reservation(region.addr);
         }
         (region.addr, region.bytes)

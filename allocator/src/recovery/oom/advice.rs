@@ -135,7 +135,7 @@ pub(super) struct Held {
     /// Memory that the request's owner has and keeps as it grows.
     pub(super) own: u64,
     /// Addresses that are reserved outside of heaps.
-    pub(super) addresses_apart: u64,
+    pub(super) dedicated_addresses: u64,
     /// True if a stream of the device captures.
     pub(super) captures: bool,
     /// The streams among those that still use freed memory that capture: whether they are done cannot be learned before
@@ -177,8 +177,8 @@ impl OomReport {
             advice = from_blocks;
             self.advise_on_memory(&mut advice, held, fail_fast);
         }
-        if self.refusal == Some(Refusal::Addresses) && held.addresses_apart >= self.growth {
-            advice.push(Advice::FreeAddresses { held: held.addresses_apart });
+        if self.refusal == Some(Refusal::Addresses) && held.dedicated_addresses >= self.growth {
+            advice.push(Advice::FreeAddresses { held: held.dedicated_addresses });
         }
         if advice.is_empty() {
             advice.push(Advice::Retry);

@@ -12,7 +12,7 @@ use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::recovery::oom::advise::{advice_from_blocks, advice_on_segments, advice_to_lend};
 use crate::request::Request;
-use crate::shell::core::Core;
+use crate::state::shared::SharedState;
 
 pub(crate) mod advice;
 mod advise;
@@ -30,8 +30,8 @@ pub(crate) struct Tried {
     pub(crate) reclaimers: Vec<Reclaimed>,
     /// Bytes that the request is to get although its stream might borrow; 0 if it borrows.
     pub(crate) instead_of_borrowing: u64,
-    /// True if the request is for memory apart from heaps.
-    pub(crate) apart: bool,
+    /// True if the request is for dedicated memory.
+    pub(crate) dedicated: bool,
     /// Bytes that the owner of such memory has already and keeps.
     pub(crate) own: u64,
 }
@@ -40,32 +40,32 @@ pub(crate) struct Tried {
 /// error instead, because reclaimers get no turns any more.
 #[cold]
 pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tried) -> AllocError {
-    if allocator.shell().refuses_keepers() {
+    if allocator.state().refuses_wake_locks() {
         return AllocError::Asleep;
     }
     let memory = allocator.device().memory_info().ok();
-    let shell = allocator.shell();
-    let mut whole = shell.part(Some(request.slot));
-    shell.counters.num_ooms.add(1);
-    let (pool, free) = (whole.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
+    let state = allocator.state();
+    let mut guard = state.lock(Some(request.slot));
+    state.counters.num_ooms.add(1);
+    let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
     let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
-    shell.history.lock().note(Action::Oom, subject);
-    let mut from_blocks = if tried.apart { Vec::new() } else { advice_to_lend(&mut whole, request) };
-    let growth = if tried.apart { request.size } else { growth_bytes(allocator, &whole, request) };
-    let lacking = if tried.apart { None } else { lacking_bytes(&mut whole, request) };
-    drop(whole);
-    // No cached hit waits for the core's lock, under which the time grows with waiting blocks and memory apart.
-    let core = shell.core();
-    let mut report = report(&core, request, &tried);
-    let mut seen = Seen::new(&core, request, tried.own);
-    let waiting = waiting_requested(&core);
-    report.is_mapped = tried.apart || core.paged_granule_for(request).is_some();
-    drop(core);
+    state.history.lock().note(Action::Oom, subject);
+    let mut from_blocks = if tried.dedicated { Vec::new() } else { advice_to_lend(&mut guard, request) };
+    let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
+    let lacking = if tried.dedicated { None } else { lacking_bytes(&mut guard, request) };
+    drop(guard);
+    // No cached hit waits for the shared state's lock, under which the time grows with waiting blocks and dedicated memory.
+    let shared = state.shared();
+    let mut report = report(&shared, request, &tried);
+    let mut seen = Seen::new(&shared, request, tried.own);
+    let waiting = waiting_requested(&shared);
+    report.is_mapped = tried.dedicated || shared.paged_granule_for(request).is_some();
+    drop(shared);
     report.growth = growth;
     report.from_device = lacking.unwrap_or(growth);
-    report.allocated = shell.read(Hot::Bytes).all.current;
-    report.requested_live = shell.read(Hot::Requested).all.current.saturating_sub(waiting);
-    shell.walk(|core, heap, passed| seen.add(core, heap, passed));
+    report.allocated = state.read(Hot::Bytes).all.current;
+    report.requested_live = state.read(Hot::Requested).all.current.saturating_sub(waiting);
+    state.walk(|shared, heap, passed| seen.add(shared, heap, passed));
     let held = seen.tell(&mut report);
     report.device = allocator.device().info().ordinal;
     report.device_name.clone_from(&allocator.device().info().name);
@@ -75,7 +75,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.held_by_others =
         memory.map(|memory| memory.total.saturating_sub(memory.free).saturating_sub(report.reserved));
     report.note_lacking();
-    if !tried.apart {
+    if !tried.dedicated {
         from_blocks.extend(advice_from_blocks(allocator, request));
         from_blocks.extend(advice_on_segments(allocator, request, &report));
     }
@@ -93,33 +93,33 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
 }
 
 /// Builds the part of the report that needs no look at blocks.
-fn report(core: &Core, request: &Request, tried: &Tried) -> OomReport {
-    let private = |number| core.pools.owner_of(number);
+fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
+    let private = |number| shared.pools.owner_of(number);
     OomReport {
         device: 0,
         device_name: String::new(),
         requested: request.requested,
-        padding: if tried.apart { 0 } else { request.size.saturating_sub(core.classes.round(request.requested)) },
+        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(shared.classes.round(request.requested)) },
         is_mapped: false,
         growth: 0,
         from_device: 0,
         lacking_below_limit: 0,
         lacking_on_device: 0,
         stream_id: request.slot,
-        pool: private(request.pool).filter(|_| !tried.apart).map(|private| private.id),
+        pool: private(request.pool).filter(|_| !tried.dedicated).map(|private| private.id),
         refusal: tried.refusal,
         limit: None,
         headroom: 0,
         memory: None,
         allocated: 0,
         requested_live: 0,
-        reserved: core.reserved,
+        reserved: shared.reserved,
         unused_in_part: 0,
         reserved_by_private_pools: 0,
         largest_free: 0,
         free_in_pool: 0,
         pieces: 0,
-        waiting: waiting_bytes(core),
+        waiting: waiting_bytes(shared),
         held_by_others: None,
         largest_tags: Vec::new(),
         released: tried.released,

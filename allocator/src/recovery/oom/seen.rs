@@ -11,7 +11,7 @@ use crate::pools::table::Private;
 use crate::recovery::oom::advice::Held;
 use crate::recovery::oom::report::{LISTED, OomReport};
 use crate::request::Request;
-use crate::shell::core::Core;
+use crate::state::shared::SharedState;
 use crate::tags::Tag;
 
 /// Sums over the blocks passed so far.
@@ -32,23 +32,23 @@ pub(super) struct Seen {
 }
 
 /// The private pool that keeps the memory of a heap pool from others.
-fn promised(core: &Core, pool: u16) -> Option<&Private> {
-    core.pools.owner_of(pool).filter(|private| !private.is_released())
+fn promised(shared: &SharedState, pool: u16) -> Option<&Private> {
+    shared.pools.owner_of(pool).filter(|private| !private.is_released())
 }
 
 impl Seen {
     /// What there is outside of heaps. The request's owner has `own` bytes already, which it keeps.
-    pub(super) fn new(core: &Core, request: &Request, own: u64) -> Seen {
-        let captures = is_capturing(core);
+    pub(super) fn new(shared: &SharedState, request: &Request, own: u64) -> Seen {
+        let captures = is_capturing(shared);
         let mut held = Held { own, captures, ..Held::default() };
-        held.own_pool_has_graphs = promised(core, request.pool)
+        held.own_pool_has_graphs = promised(shared, request.pool)
             .is_some_and(|private| private.numbers().any(|number| private.keeps_for_graphs(number)));
         held.capturing
-            .extend(waiting_bytes(core).iter().map(|&(slot, _)| slot).filter(|&slot| captures_on(core, slot)));
+            .extend(waiting_bytes(shared).iter().map(|&(slot, _)| slot).filter(|&slot| captures_on(shared, slot)));
         let mut tags = HashMap::new();
-        if let Some(paged) = &core.paged {
+        if let Some(paged) = &shared.paged {
             held.cached += paged.spares.granules() * paged.granule;
-            held.addresses_apart = paged.apart_address_bytes();
+            held.dedicated_addresses = paged.dedicated_address_bytes();
             for owned in paged.owned.values().filter(|owned| owned.size > 0) {
                 *tags.entry(owned.tag.0).or_default() += owned.size;
             }
@@ -68,12 +68,12 @@ impl Seen {
     }
 
     /// Adds a block, and with the first one of a region what depends on the region.
-    pub(super) fn add(&mut self, core: &Core, heap: &Heap, passed: &Passed) {
+    pub(super) fn add(&mut self, shared: &SharedState, heap: &Heap, passed: &Passed) {
         let (block, request) = (&passed.block, self.request);
-        let owner = promised(core, block.pool);
+        let owner = promised(shared, block.pool);
         let is_of_another = owner.is_some_and(|private| !private.owns(request.pool));
         if passed.is_first {
-            self.held.pinned += pinned_in(core, heap.region(block.region));
+            self.held.pinned += pinned_in(shared, heap.region(block.region));
         }
         if owner.is_some() && block.state.has_memory() {
             self.reserved_by_private_pools += block.size;
@@ -85,7 +85,7 @@ impl Seen {
             self.held.live_in_pools += if is_of_another { block.size } else { 0 };
         }
         if matches!(block.state, State::Free | State::Waiting) && owner.is_none() {
-            let part = releasable_part(core, heap, block);
+            let part = releasable_part(shared, heap, block);
             self.kept_by_captures += if self.captures { part.bytes } else { 0 };
             if block.state == State::Free {
                 self.held.cached += part.bytes;
@@ -114,21 +114,21 @@ impl Seen {
 }
 
 /// True if a stream of the device captures.
-pub(crate) fn is_capturing(core: &Core) -> bool {
-    core.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
+pub(crate) fn is_capturing(shared: &SharedState) -> bool {
+    shared.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
 }
 
 /// True if the stream with this number captures.
-fn captures_on(core: &Core, slot: u32) -> bool {
-    let Some((device, timeline)) = core.device.as_ref().zip(core.timeline(slot)) else { return false };
+fn captures_on(shared: &SharedState, slot: u32) -> bool {
+    let Some((device, timeline)) = shared.device.as_ref().zip(shared.timeline(slot)) else { return false };
     timeline.device_id_unless_capturing() != device.id()
 }
 
 /// Bytes of a region that are pinned.
-fn pinned_in(core: &Core, region: &Region) -> u64 {
-    match &core.paged {
-        Some(paged) if region.is_paged() => paged.pinned_bytes(&core.pins, region.addr..region.addr + region.bytes),
-        _ if core.pins.contains(region.addr) => region.bytes,
+fn pinned_in(shared: &SharedState, region: &Region) -> u64 {
+    match &shared.paged {
+        Some(paged) if region.is_paged() => paged.pinned_bytes(&shared.pins, region.addr..region.addr + region.bytes),
+        _ if shared.pins.contains(region.addr) => region.bytes,
         _ => 0,
     }
 }

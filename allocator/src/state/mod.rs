@@ -1,32 +1,29 @@
-//! The shell around an allocator's state: the core's lock, the arenas, the queue of frees that need both, and the counters
+//! An allocator's state: the shared state's lock, the arenas, the queue of frees that need both, and the counters
 //! read without a lock.
 //!
-//! Shells are never deallocated: they are recycled through a process-wide list, and their arenas with them. So an
+//! Allocator states are never deallocated: they are recycled through a process-wide list, and their arenas with them. So an
 //! [`crate::Allocation`] refers to its arena by a plain `&'static Arena`. This needs no reference count per allocation and no unsafe
 //! code, and nothing can dangle.
 //!
 //! Invariants (A4 is made of them):
-//! * a shell is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and only once
-//!   in each life: if several threads find it so, the first one empties it, and an empty core is not recycled;
-//! * a thread that takes the core's lock with arenas first applies the frees queued before, in arenas and here;
-//! * once a shell is closed, a thread that queued a free waits for all locks, so that the last free cannot be left behind.
+//! * an allocator state is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and only once
+//!   in each life: if several threads find it so, the first one empties it, and an empty shared state is not recycled;
+//! * a thread that takes the shared state's lock with arenas first applies the frees queued before, in arenas and here;
+//! * once an allocator state is closed, a thread that queued a free waits for all locks, so that the last free cannot be left behind.
 //!
-//! Lock order: the core's lock, arenas, and then leaf locks: history, publishing, the list of idle shells.
+//! Lock order: the shared state's lock, arenas, and then leaf locks: history, publishing, the list of idle allocator states.
 //! No timeline is locked under them; only atomic values of timelines are read there. While one of these locks is held there is no driver
-//! call, no wait and no foreign code. The lock of the list of buried devices is a leaf, too, and devices are dropped outside of it.
+//! call, no wait and no foreign code. The lock of the list of devices of closed allocators is a leaf, too, and devices are dropped outside of it.
 
 pub(crate) mod arena;
 pub(crate) mod awake;
-pub(crate) mod core;
-
-/// See [`Allocator::service`].
-pub(crate) type Service = Arc<dyn Any + Send + Sync>;
+pub(crate) mod guard;
+pub(crate) mod shared;
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 pub(crate) mod settled;
 mod table;
-pub(crate) mod whole;
 
 use std::any::Any;
 use std::sync::Arc;
@@ -42,15 +39,18 @@ use crate::accounting::counters::{Counters, Hot};
 use crate::heap::BlockId;
 use crate::history::History;
 use crate::raw::Guesses;
-use crate::shell::arena::{Arena, Desk, Guard};
-use crate::shell::awake::Wakefulness;
-use crate::shell::core::Core;
-use crate::shell::table::Table;
-use crate::shell::whole::Whole;
+use crate::state::arena::{Arena, ArenaGuard, ArenaInner};
+use crate::state::awake::Wakefulness;
+use crate::state::guard::StateGuard;
+use crate::state::shared::SharedState;
+use crate::state::table::Table;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 
-/// Reasons why an allocation may not take the fast path, as bits of [`Shell::special()`].
+/// See [`crate::allocator::Allocator::service`].
+pub(crate) type Service = Arc<dyn Any + Send + Sync>;
+
+/// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {
     /// Blocks wait for other streams and are polled before each search.
     pub(crate) const WAITING: u32 = 1;
@@ -69,9 +69,9 @@ pub(crate) mod special {
     pub(crate) const FORKED: u32 = 64;
 }
 
-/// The free of a block that other streams use, too. It needs the core.
+/// The free of a block that other streams use, too. It needs the shared state.
 #[derive(Debug)]
-pub(crate) struct SharedFree {
+pub(crate) struct DeferredFree {
     pub(crate) arena: &'static Arena,
     pub(crate) block: BlockId,
     /// The stream whose later work gets the memory, if it is not the stream of the allocation.
@@ -79,15 +79,15 @@ pub(crate) struct SharedFree {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Shell {
+pub(crate) struct AllocatorState {
     /// Fields that every operation reads and few write.
     read: CachePadded<Read>,
     /// All arenas. Those of earlier lives are not open.
     pub(crate) arenas: Table,
     /// The arenas of raw pointers.
     pub(crate) guesses: CachePadded<Guesses>,
-    core: CachePadded<Mutex<Core>>,
-    shared_frees: SegQueue<SharedFree>,
+    shared: CachePadded<Mutex<SharedState>>,
+    deferred_frees: SegQueue<DeferredFree>,
     /// Arenas that were settled, and in which something happened since.
     unsettled: SegQueue<&'static Arena>,
     pub(crate) history: CachePadded<Mutex<History>>,
@@ -111,15 +111,15 @@ mod lists {
     use aquifer_device::Device;
     use aquifer_device::fork::Mutex;
 
-    use super::Shell;
-    use crate::shell::Service;
+    use super::AllocatorState;
+    use crate::state::Service;
 
-    /// Shells without an allocator, to be recycled.
-    pub(super) static IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
+    /// Allocator states without an allocator, to be recycled.
+    pub(super) static IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
 
     /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of any allocator is
     /// dropped, or when the next allocator is made.
-    pub(super) static BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+    pub(super) static CLOSED_DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
     /// What was kept for allocators that closed where no driver call may be made.
     pub(super) static SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
@@ -131,40 +131,40 @@ mod lists {
     use aquifer_device::Device;
     use aquifer_device::fork::Mutex;
 
-    use super::Shell;
-    use crate::shell::Service;
+    use super::AllocatorState;
+    use crate::state::Service;
 
     shuttle::lazy_static! {
-        pub(super) static ref IDLE: Mutex<Vec<&'static Shell>> = Mutex::new(Vec::new());
-        pub(super) static ref BURIED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+        pub(super) static ref IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
+        pub(super) static ref CLOSED_DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
         pub(super) static ref SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
     }
 }
 
-use lists::{BURIED, IDLE, SERVICES};
+use lists::{CLOSED_DEVICES, IDLE, SERVICES};
 
-impl Shell {
-    /// A shell around `core`.
-    pub(crate) fn open(core: Core, history: History, special: u32) -> &'static Shell {
+impl AllocatorState {
+    /// An allocator state around `shared`.
+    pub(crate) fn open(shared: SharedState, history: History, special: u32) -> &'static AllocatorState {
         let idle = IDLE.lock().pop();
-        let shell = idle.unwrap_or_else(|| Shell::create());
-        shell.counters.clear();
-        shell.read.special.store(special, Ordering::Relaxed);
-        shell.end_drowsiness();
-        *shell.history.lock() = history;
-        *shell.checks.write() = core.device.as_ref().and_then(Device::checks).cloned();
-        // Before the core is placed, so that a thread that comes late from the shell's last life finds the shell either empty or open.
-        shell.read.closed.store(false, Ordering::SeqCst);
-        *shell.core.lock() = core;
-        shell
+        let state = idle.unwrap_or_else(|| AllocatorState::create());
+        state.counters.clear();
+        state.read.special.store(special, Ordering::Relaxed);
+        state.end_quiescing();
+        *state.history.lock() = history;
+        *state.checks.write() = shared.device.as_ref().and_then(Device::checks).cloned();
+        // Before the shared state is placed, so that a thread that comes late from the allocator state's last life finds the allocator state either empty or open.
+        state.read.closed.store(false, Ordering::SeqCst);
+        *state.shared.lock() = shared;
+        state
     }
 
-    /// A new shell, whose allocations leave the fast path in forked children.
-    fn create() -> &'static Shell {
-        let shell: &'static Shell = Box::leak(Box::default());
+    /// A new allocator state, whose allocations leave the fast path in forked children.
+    fn create() -> &'static AllocatorState {
+        let state: &'static AllocatorState = Box::leak(Box::default());
         #[cfg(not(aquifer_shuttle))]
-        fork::set_in_child(&shell.read.special, special::FORKED);
-        shell
+        fork::set_in_child(&state.read.special, special::FORKED);
+        state
     }
 
     /// Bits of [`special`].
@@ -187,60 +187,60 @@ impl Shell {
         self.checks.read().as_deref().inspect(|checks| tell(checks));
     }
 
-    /// Takes the core's lock.
-    pub(crate) fn core(&'static self) -> MutexGuard<'static, Core> {
-        self.core.lock()
+    /// Takes the shared state's lock.
+    pub(crate) fn shared(&'static self) -> MutexGuard<'static, SharedState> {
+        self.shared.lock()
     }
 
     /// Takes all locks and applies the frees queued so far.
-    pub(crate) fn whole(&'static self) -> Whole {
-        Whole::lock(self, self.core.lock())
+    pub(crate) fn lock_all(&'static self) -> StateGuard {
+        StateGuard::lock(self, self.shared.lock())
     }
 
-    /// Takes the core's lock, and that of the arena `own`; applies all frees queued so far. Other arenas are locked as
+    /// Takes the shared state's lock, and that of the arena `own`; applies all frees queued so far. Other arenas are locked as
     /// they are asked for.
-    pub(crate) fn part(&'static self, own: Option<u32>) -> Whole {
-        Whole::lock_part(self, self.core.lock(), own)
+    pub(crate) fn lock(&'static self, own: Option<u32>) -> StateGuard {
+        StateGuard::lock_part(self, self.shared.lock(), own)
     }
 
-    /// As [`Shell::part`]; `None` if another thread holds a lock.
-    fn try_part(&'static self) -> Option<Whole> {
-        Whole::try_lock_part(self, self.core.try_lock()?)
+    /// As [`AllocatorState::lock`]; `None` if another thread holds a lock.
+    fn try_part(&'static self) -> Option<StateGuard> {
+        StateGuard::try_lock_part(self, self.shared.try_lock()?)
     }
 
     /// Takes the lock of a stream's arena, which is opened if this is the stream's first allocation.
     #[inline]
-    pub(crate) fn enter(&'static self, stream: &Stream) -> Guard {
+    pub(crate) fn enter(&'static self, stream: &Stream) -> ArenaGuard {
         match self.arenas.get(stream.id()).and_then(Arena::enter) {
-            Some(guard) => guard,
+            Some(locked) => locked,
             None => self.enter_first(stream),
         }
     }
 
     #[cold]
-    fn enter_first(&'static self, stream: &Stream) -> Guard {
+    fn enter_first(&'static self, stream: &Stream) -> ArenaGuard {
         loop {
-            let mut whole = self.part(Some(stream.id()));
-            whole.open_arena(stream);
-            whole.admit_thread();
-            drop(whole);
+            let mut guard = self.lock(Some(stream.id()));
+            guard.open_arena(stream);
+            guard.admit_thread();
+            drop(guard);
             // Another thread may be admitted here, but only a few times before there are several for good.
-            if let Some(guard) = self.arenas.get(stream.id()).and_then(Arena::enter) {
-                return guard;
+            if let Some(locked) = self.arenas.get(stream.id()).and_then(Arena::enter) {
+                return locked;
             }
         }
     }
 
     /// Makes the calling thread known as being at work here. Returns false if that would have to wait for a lock.
     pub(crate) fn try_admit_thread(&'static self) -> bool {
-        let whole = self.try_part();
-        whole.map(|mut whole| whole.admit_thread()).is_some()
+        let guard = self.try_part();
+        guard.map(|mut guard| guard.admit_thread()).is_some()
     }
 
     /// Applies the frees queued so far, so that values read afterwards include them.
     pub(crate) fn apply_queued_frees(&'static self) {
-        if !self.shared_frees.is_empty() || self.arenas.iter().any(Arena::has_remote_frees) {
-            drop(self.part(None));
+        if !self.deferred_frees.is_empty() || self.arenas.iter().any(Arena::has_remote_frees) {
+            drop(self.lock(None));
         }
     }
 
@@ -263,18 +263,18 @@ impl Shell {
 
     /// Adds one to a counter, on a slow path.
     pub(crate) fn count(&'static self, counter: impl FnOnce(&Counters) -> &Counter) {
-        let _core = self.core();
+        let _core = self.shared();
         counter(&self.counters).add(1);
     }
 
     /// Frees a block that other streams use, too: at once if no other thread holds a lock, otherwise through the queue.
     #[cold]
-    pub(crate) fn free_shared(&'static self, free: SharedFree) {
+    pub(crate) fn free_deferred(&'static self, free: DeferredFree) {
         if fork::is_child() {
             return;
         }
-        self.leave_shared(free);
-        // Either this sees that the shell closed, or `close` sees the entry.
+        self.defer_free(free);
+        // Either this sees that the allocator state closed, or `close` sees the entry.
         if self.is_closed() {
             self.recycle_if_unused();
         } else {
@@ -284,8 +284,8 @@ impl Shell {
     }
 
     /// Leaves such a free to the next slow path, which the next allocation takes.
-    pub(crate) fn leave_shared(&self, free: SharedFree) {
-        self.shared_frees.push(free);
+    pub(crate) fn defer_free(&self, free: DeferredFree) {
+        self.deferred_frees.push(free);
         // Not `Relaxed`, here and in `take_shared`: a thread that clears the bit sees every entry whose push had set it.
         self.read.special.fetch_or(special::LEFT, Ordering::SeqCst);
     }
@@ -296,11 +296,11 @@ impl Shell {
     }
 
     /// Takes those frees, one by one.
-    pub(crate) fn take_shared(&self) -> impl Iterator<Item = SharedFree> + '_ {
+    pub(crate) fn take_deferred(&self) -> impl Iterator<Item = DeferredFree> + '_ {
         if self.read.special.load(Ordering::SeqCst) & special::LEFT != 0 {
             self.read.special.fetch_and(!special::LEFT, Ordering::SeqCst);
         }
-        std::iter::from_fn(|| self.shared_frees.pop())
+        std::iter::from_fn(|| self.deferred_frees.pop())
     }
 
     /// True if the last handle of the allocator is gone.
@@ -309,39 +309,39 @@ impl Shell {
         self.read.closed.load(Ordering::SeqCst)
     }
 
-    /// Closes the shell, as the last handle of the allocator is gone.
+    /// Closes the allocator state, as the last handle of the allocator is gone.
     pub(crate) fn close(&'static self) {
         self.read.closed.store(true, Ordering::SeqCst);
         // A thread that queued a free either sees the store, or taking all locks applies its free.
         fence(Ordering::SeqCst);
-        self.recycle_whole_if_unused(self.whole());
+        self.recycle_whole_if_unused(self.lock_all());
     }
 
-    /// Recycles the shell if it is closed and unused, after applying the frees queued so far. A thread that closed it, or freed its last
-    /// block, may come here after another thread recycled it, and even in the shell's next life. Then it finds an empty core, or an
+    /// Recycles the allocator state if it is closed and unused, after applying the frees queued so far. A thread that closed it, or freed its last
+    /// block, may come here after another thread recycled it, and even in the allocator state's next life. Then it finds an empty shared state, or an
     /// allocator that is open, or one that is closed and unused as well.
     #[cold]
     pub(crate) fn recycle_if_unused(&'static self) {
-        self.recycle_whole_if_unused(self.whole());
+        self.recycle_whole_if_unused(self.lock_all());
     }
 
-    fn recycle_whole_if_unused(&'static self, whole: Whole) {
-        if whole.device.is_some() && whole.live() == 0 && self.is_closed() {
-            self.recycle(whole);
+    fn recycle_whole_if_unused(&'static self, guard: StateGuard) {
+        if guard.device.is_some() && guard.live() == 0 && self.is_closed() {
+            self.recycle(guard);
         }
     }
 
-    /// Empties the shell and makes it available to the next allocator. Makes no driver call: the segments are freed when driver calls are
+    /// Empties the allocator state and makes it available to the next allocator. Makes no driver call: the segments are freed when driver calls are
     /// next made for the device.
     #[cold]
-    fn recycle(&'static self, mut whole: Whole) {
-        let (core, desks) = whole.empty();
+    fn recycle(&'static self, mut guard: StateGuard) {
+        let (shared, inners) = guard.empty();
         let history = std::mem::take(&mut *self.history.lock());
-        // Pushed under the lock: a thread that saw this shell closed and comes late finds an empty core and does nothing.
+        // Pushed under the lock: a thread that saw this allocator state closed and comes late finds an empty shared state and does nothing.
         IDLE.lock().push(self);
-        drop(whole);
+        drop(guard);
         drop(history);
-        bury(core, desks);
+        close_later(shared, inners);
     }
 }
 
@@ -371,8 +371,8 @@ pub fn close_abandoned() {
     // a lock.
     let services = std::mem::take(&mut *SERVICES.lock());
     drop(services);
-    let buried = std::mem::take(&mut *BURIED.lock());
-    drop(buried);
+    let devices = std::mem::take(&mut *CLOSED_DEVICES.lock());
+    drop(devices);
 }
 
 /// Keeps the services of an allocator that is closed until driver calls are allowed.
@@ -384,15 +384,15 @@ pub(crate) fn leave_services(services: Vec<Service>) {
 
 /// Hands every segment to the device object, to be freed at its next driver calls, and drops the handle of the device. The device stays
 /// open until driver calls are allowed again.
-fn bury(mut core: Core, desks: Vec<Desk>) {
-    let Some(device) = core.device.take() else { return };
-    for region in desks.iter().flat_map(|desk| desk.heap.regions()).filter(|region| !region.is_paged()) {
+fn close_later(mut shared: SharedState, inners: Vec<ArenaInner>) {
+    let Some(device) = shared.device.take() else { return };
+    for region in inners.iter().flat_map(|inner| inner.heap.regions()).filter(|region| !region.is_paged()) {
         device.free_later(DevicePtr(region.addr));
     }
-    if let Some(paged) = core.paged.take() {
-        paged.bury(&device);
+    if let Some(paged) = shared.paged.take() {
+        paged.release_later(&device);
     }
     // The device goes last: its driver must not end with the timelines that this thread drops.
-    drop((core, desks));
-    BURIED.lock().push(device);
+    drop((shared, inners));
+    CLOSED_DEVICES.lock().push(device);
 }

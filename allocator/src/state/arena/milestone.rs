@@ -1,9 +1,9 @@
 //! Whether a milestone of an arena is due (`backing/paged/milestones.rs`).
 
 use crate::backing::paged::milestones::{Reason, SHARE};
-use crate::shell::arena::Guard;
+use crate::state::arena::ArenaGuard;
 
-impl Guard {
+impl ArenaGuard {
     /// True if a milestone is due now. The caller must then record it; it is counted as recorded here.
     #[inline]
     pub(crate) fn is_milestone_due(&mut self) -> bool {
@@ -21,13 +21,13 @@ impl Guard {
 
     #[cold]
     fn begin_milestone(&mut self) -> bool {
-        let apart = self.arena.shell.counters.reserved_bytes.read().all.current / SHARE;
+        let dedicated = self.arena.state.counters.reserved_bytes.read().all.current / SHARE;
         let freed = self.given_back_for_good();
         let milestones = &mut self.milestones;
         let may_record = milestones.may_record(Reason::Milestone);
         // If nothing was freed since the start, there is nothing to learn.
         let useful = freed > 0;
-        milestones.due_at = freed + apart.max(1);
+        milestones.due_at = freed + dedicated.max(1);
         if useful && may_record {
             milestones.note_recorded(Reason::Milestone);
         }

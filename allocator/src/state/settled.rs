@@ -1,20 +1,20 @@
-//! Arenas in which nothing happened since a thread with the core's lock last looked at them. Slow paths visit the
+//! Arenas in which nothing happened since a thread with the shared state's lock last looked at them. Slow paths visit the
 //! others, and of these only arenas that have what they look for.
 //!
 //! A thread that settles an arena notes facts about it here, and leaves [`Writer::SETTLED`] in place of the thread that
 //! works there. So the next thread that takes a block from the arena, or frees one there, leaves the fast path once: it
-//! makes the arena an unsettled one (`Arena::unsettle`) and enters it in the queue of the shell. A block that comes by
+//! makes the arena an unsettled one (`Arena::unsettle`) and enters it in the queue of the allocator state. A block that comes by
 //! the queue of remote frees does so, too. The fast path itself is the same for settled arenas and others.
 //!
 //! Invariant: every open arena is either settled, with facts that were true when a thread last had its lock, or in the
-//! list of those that are not, or in the shell's queue.
+//! list of those that are not, or in the allocator state's queue.
 //!
 //! [`Writer::SETTLED`]: crate::accounting::tally::Writer::SETTLED
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::heap::Heap;
-use crate::shell::arena::{Arena, Desk};
+use crate::state::arena::{Arena, ArenaInner};
 
 /// Up to so many open arenas, none is settled: looking at all of them costs less than finding out which to look at. Few
 /// in tests and debug builds, so that these settle arenas, too.
@@ -28,7 +28,7 @@ struct Facts {
     free: u64,
     /// The only free block, if there is only one, it is the home stream's in a default pool, and it is known done.
     single: Option<Single>,
-    /// The streams that own strays there.
+    /// The streams that own foreign free blocks there.
     stray_owners: Vec<u32>,
     /// True if a reservation there has no memory.
     has_empty: bool,
@@ -65,10 +65,10 @@ pub(crate) struct Sums {
 }
 
 impl Sums {
-    pub(super) fn add(&mut self, desk: &Desk) {
-        self.live += desk.live;
-        self.in_use += desk.heap.in_use();
-        self.searches += desk.milestones.searches;
+    pub(super) fn add(&mut self, inner: &ArenaInner) {
+        self.live += inner.live;
+        self.in_use += inner.heap.in_use();
+        self.searches += inner.milestones.searches;
     }
 
     fn sub(&mut self, other: Sums) {
@@ -93,7 +93,7 @@ pub(crate) enum Sought {
     /// Strays of a stream.
     StraysOf(u32),
     /// Strays of any stream.
-    Strays,
+    Foreign,
     /// Reservations without memory.
     Empty,
 }
@@ -107,29 +107,29 @@ pub(crate) struct Settled {
     /// Those of them that have no single, and the singles of the others.
     without_single: BTreeSet<(u64, u32)>,
     singles: BTreeSet<Single>,
-    /// Those with strays, by the strays' owners.
+    /// Those with foreign free blocks, by the foreign free blocks' owners.
     by_stray_owner: BTreeSet<(u32, u32)>,
     with_empty: BTreeSet<u32>,
     /// Sums over the settled arenas.
     pub(super) sums: Sums,
-    /// The open arenas that are not settled, but for those in the shell's queue.
+    /// The open arenas that are not settled, but for those in the allocator state's queue.
     pub(super) unsettled: Vec<&'static Arena>,
 }
 
 impl Settled {
     /// Notes what there is in an arena. `is_done` tells of a tick of its stream whether it is known done.
-    pub(super) fn insert(&mut self, desk: &Desk, is_done: impl Fn(u64) -> bool) {
-        let heap: &Heap = &desk.heap;
+    pub(super) fn insert(&mut self, inner: &ArenaInner, is_done: impl Fn(u64) -> bool) {
+        let heap: &Heap = &inner.heap;
         let slot = heap.home;
         let mut sums = Sums::default();
-        sums.add(desk);
-        let mut stray_owners: Vec<u32> = heap.strays().map(|id| heap.blocks[id].owner).collect();
+        sums.add(inner);
+        let mut stray_owners: Vec<u32> = heap.foreign().map(|id| heap.blocks[id].owner).collect();
         stray_owners.sort_unstable();
         stray_owners.dedup();
         let single = if stray_owners.is_empty() { Single::of(heap, is_done) } else { None };
         let has_empty = heap.empty_reservations().next().is_some();
         let facts = Facts { sums, free: heap.free, single, stray_owners, has_empty };
-        self.sums.add(desk);
+        self.sums.add(inner);
         if facts.free > 0 {
             self.by_free.insert((facts.free, slot));
             match single {
@@ -176,7 +176,7 @@ impl Settled {
         self.facts.is_empty()
     }
 
-    pub(super) fn has_strays(&self) -> bool {
+    pub(super) fn has_foreign(&self) -> bool {
         !self.by_stray_owner.is_empty()
     }
 
@@ -193,7 +193,7 @@ impl Settled {
             Sought::StraysOf(owner) => {
                 self.by_stray_owner.range((owner, 0)..=(owner, u32::MAX)).map(|&(_, slot)| slot).collect()
             }
-            Sought::Strays => self.by_stray_owner.iter().map(|&(_, slot)| slot).collect(),
+            Sought::Foreign => self.by_stray_owner.iter().map(|&(_, slot)| slot).collect(),
             Sought::Empty => self.with_empty.clone(),
         }
     }
@@ -242,7 +242,7 @@ mod tests {
         fn new(options: &str, never_settles: bool) -> Subject {
             let device = Device::new(SimDriver::new(SimConfig::new(256 << 20)));
             let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-            allocator.shell().core().never_settles = never_settles;
+            allocator.state().shared().never_settles = never_settles;
             let streams = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
             Subject { allocator, streams, live: Vec::new() }
         }
@@ -311,15 +311,15 @@ mod tests {
                 prop_assert_eq!(some.step(step), all.step(step), "{:?}", step);
             }
             prop_assert_eq!(some.state(), all.state());
-            let shell = some.allocator.shell();
+            let state = some.allocator.state();
             let (sums, settled) = {
-                let part = shell.part(None);
+                let part = state.lock(None);
                 ((part.live(), part.in_use_in_heaps(), part.searches()), part.settled.facts.len())
             };
-            let whole = shell.whole();
-            prop_assert_eq!(sums, (whole.live(), whole.in_use_in_heaps(), whole.searches()));
-            prop_assert!(whole.settled.is_empty());
-            prop_assert!(whole.arenas.len() <= FEW || settled > 0);
+            let guard = state.lock_all();
+            prop_assert_eq!(sums, (guard.live(), guard.in_use_in_heaps(), guard.searches()));
+            prop_assert!(guard.settled.is_empty());
+            prop_assert!(guard.arenas.len() <= FEW || settled > 0);
         }
     }
 }

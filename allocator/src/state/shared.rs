@@ -1,4 +1,4 @@
-//! The core: the state that the arenas of an allocator share, under a lock of its own, for slow paths alone.
+//! The shared state: the state that the arenas of an allocator share, under a lock of its own, for slow paths alone.
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 
@@ -8,22 +8,22 @@ use std::sync::Arc;
 use aquifer_device::internal::Timeline;
 use aquifer_device::{Device, Stream};
 
-use crate::accounting::tally::Writer;
+use crate::accounting::writer::CounterWriter;
 use crate::backing::growing::Growing;
 use crate::backing::paged::{Paged, Pins};
 use crate::cross_stream::waiting_list::WaitingList;
 use crate::heap::BlockId;
 use crate::pools::table::PoolTable;
 use crate::request::{Place, Request};
-use crate::shell::arena::Arena;
-use crate::shell::settled::Settled;
 use crate::size_class::SizeClasses;
+use crate::state::arena::Arena;
+use crate::state::settled::Settled;
 use crate::sync::atomic::Ordering;
 use crate::tags::Tag;
 
 #[derive(Debug, Default)]
-pub(crate) struct Core {
-    /// `None` while the shell is idle.
+pub(crate) struct SharedState {
+    /// `None` while the allocator state is idle.
     pub(crate) device: Option<Device>,
     pub(crate) classes: SizeClasses,
     /// True if free blocks may be lent between streams. Otherwise blocks never leave the stream of their segment.
@@ -38,14 +38,14 @@ pub(crate) struct Core {
     /// True if segments are released by age.
     pub(crate) collects_garbage: bool,
     /// The thread that writes to the shared counters, and how often the work has passed from one thread to another.
-    pub(crate) writer: Writer,
+    pub(crate) writer: CounterWriter,
     pub(crate) handovers: u32,
     pub(crate) pools: PoolTable,
     /// Timelines by our own stream number.
     pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
     pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own, in order.
-    pub(crate) shared: BTreeMap<Place, Vec<u32>>,
+    pub(crate) other_users: BTreeMap<Place, Vec<u32>>,
     /// Bytes held from the device; bytes that threads are about to take; and bytes on their way back to the device, which do not count
     /// as held any more.
     pub(crate) reserved: u64,
@@ -61,7 +61,7 @@ pub(crate) struct Core {
     pub(crate) paged: Option<Paged>,
 }
 
-impl Core {
+impl SharedState {
     /// Registers a stream, and returns its number here.
     #[inline]
     pub(crate) fn slot(&mut self, stream: &Stream) -> u32 {
@@ -89,24 +89,24 @@ impl Core {
     /// True if the calling thread may change counters without holding all locks: it is the only one at work, or each
     /// arena counts for itself.
     pub(crate) fn may_count_here(&self) -> bool {
-        [Writer::NOBODY, Writer::SEVERAL, Writer::this_thread()].contains(&self.writer)
+        [CounterWriter::NOBODY, CounterWriter::SEVERAL, CounterWriter::this_thread()].contains(&self.writer)
     }
 
     /// Notes that a stream uses a live block beside its own.
     pub(crate) fn note_use(&mut self, arena: &'static Arena, id: BlockId, slot: u32) {
-        let used = arena.look(|desk| {
-            let block = &mut desk.heap.blocks[id];
+        let used = arena.look(|inner| {
+            let block = &mut inner.heap.blocks[id];
             let used = block.owner != slot;
-            block.shared |= used;
+            block.used_elsewhere |= used;
             if used {
-                desk.heap.make_irregular(id);
+                inner.heap.make_irregular(id);
             }
             used
         });
         if used {
-            let users = self.shared.entry(Place { arena: arena.slot, block: id }).or_default();
+            let users = self.other_users.entry(Place { arena: arena.slot, block: id }).or_default();
             if users.is_empty() {
-                arena.shared_blocks.fetch_add(1, Ordering::Relaxed);
+                arena.blocks_used_elsewhere.fetch_add(1, Ordering::Relaxed);
             }
             if let Err(at) = users.binary_search(&slot) {
                 users.insert(at, slot);

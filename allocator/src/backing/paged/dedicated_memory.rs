@@ -1,4 +1,4 @@
-//! The owner's hold on memory apart, which the handle and the buffers made of it share.
+//! The owner's hold on dedicated memory, which the handle and the buffers made of it share.
 //!
 //! Invariant: the owner's record in the table of mapped memory lives until this is dropped. Dropping it retires all memory that the owner
 //! has.
@@ -11,14 +11,14 @@ use aquifer_device::sim::{Checks, NewBlock};
 use aquifer_device::{DevicePtr, Operation, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::apart::{owned_size, retire, set_owned};
+use crate::backing::paged::dedicated::{owned_size, retire, set_owned};
 use crate::error::AllocError;
-use crate::shell::Shell;
+use crate::state::AllocatorState;
 use crate::tags::Tag;
 
-/// Memory apart, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
+/// Dedicated memory, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
 #[derive(Debug)]
-pub(crate) struct MemoryApart {
+pub(crate) struct DedicatedMemory {
     allocator: Allocator,
     ptr: DevicePtr,
     /// Requested bytes.
@@ -27,10 +27,10 @@ pub(crate) struct MemoryApart {
     users: Mutex<Vec<u32>>,
 }
 
-impl MemoryApart {
+impl DedicatedMemory {
     /// The hold of the owner of the reservation at `ptr`.
-    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> MemoryApart {
-        MemoryApart {
+    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> DedicatedMemory {
+        DedicatedMemory {
             allocator: allocator.kept_open(),
             ptr,
             bytes: AtomicU64::new(bytes),
@@ -53,7 +53,7 @@ impl MemoryApart {
     /// Sets the requested bytes, and tells a simulated device.
     pub(crate) fn resize(&self, bytes: u64, at: &'static Location<'static>) {
         let before = self.bytes.swap(bytes, Ordering::AcqRel);
-        self.shell().tell_checks(|checks| match before {
+        self.state().tell_checks(|checks| match before {
             0 => self.tell_of_block(checks, bytes, at),
             _ => checks.resized(self.ptr, bytes, Some(at)),
         });
@@ -69,8 +69,8 @@ impl MemoryApart {
         self.users.lock().clone()
     }
 
-    pub(crate) fn shell(&self) -> &'static Shell {
-        self.allocator.shell()
+    pub(crate) fn state(&self) -> &'static AllocatorState {
+        self.allocator.state()
     }
 
     /// Notes that `stream` uses the memory, too.
@@ -80,7 +80,7 @@ impl MemoryApart {
         if stream.device_id() != device_id {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
-        let slot = self.allocator.shell().core().slot(stream);
+        let slot = self.allocator.state().shared().slot(stream);
         let mut users = self.users.lock();
         if let Err(at) = users.binary_search(&slot) {
             users.insert(at, slot);
@@ -89,18 +89,18 @@ impl MemoryApart {
     }
 }
 
-impl Drop for MemoryApart {
+impl Drop for DedicatedMemory {
     fn drop(&mut self) {
         if fork::is_child() {
             return;
         }
-        self.shell().tell_checks(|checks| checks.dropped(self.ptr, None));
-        let mut whole = self.allocator.shell().part(None);
-        let size = owned_size(&whole, self.ptr.0);
-        set_owned(&mut whole, self.ptr.0, 0, 0);
-        retire(&mut whole, self.ptr.0, self.ptr.range(size), self.users.get_mut());
-        if let Some(paged) = &mut whole.paged {
-            paged.retired.abandon(self.ptr.0);
+        self.state().tell_checks(|checks| checks.dropped(self.ptr, None));
+        let mut guard = self.allocator.state().lock(None);
+        let size = owned_size(&guard, self.ptr.0);
+        set_owned(&mut guard, self.ptr.0, 0, 0);
+        retire(&mut guard, self.ptr.0, self.ptr.range(size), self.users.get_mut());
+        if let Some(paged) = &mut guard.paged {
+            paged.deferred_release.abandon(self.ptr.0);
         }
     }
 }

@@ -49,7 +49,7 @@ impl Rested {
 
 /// The blocks that rest.
 #[derive(Debug, Default)]
-pub(super) struct Resting {
+pub(super) struct Deferred {
     /// The one that came last.
     newest: Rested,
     /// True if small blocks go on resting among the older ones. Otherwise these are empty.
@@ -66,8 +66,8 @@ impl Heap {
     #[inline]
     pub(crate) fn give_to_rest(&mut self, block: BlockId, size: u64, after: u64) {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == self.home);
-        debug_assert_eq!(self.resting.newest.size, 0);
-        let newest = &mut self.resting.newest;
+        debug_assert_eq!(self.deferred.newest.size, 0);
+        let newest = &mut self.deferred.newest;
         (newest.size, newest.block, newest.after) = (size, block, after);
         self.blocks.prefetch(block);
     }
@@ -75,32 +75,32 @@ impl Heap {
     /// True if the place of the newest block is taken.
     #[inline]
     pub(crate) fn has_newest(&self) -> bool {
-        self.resting.newest.size != 0
+        self.deferred.newest.size != 0
     }
 
     /// True if the newest block may go on resting among older ones.
     #[inline]
     pub(crate) fn lets_several_rest(&self) -> bool {
-        self.resting.several
+        self.deferred.several
     }
 
     /// Takes out the newest block.
     #[inline(always)]
     pub(crate) fn take_newest(&mut self) -> Rested {
-        let Rested { size, block, after } = self.resting.newest;
-        self.resting.newest.size = 0;
+        let Rested { size, block, after } = self.deferred.newest;
+        self.deferred.newest.size = 0;
         Rested { size, block, after }
     }
 
     /// True if the newest block is large, so that all must be merged now.
     pub(crate) fn newest_is_large(&self) -> bool {
-        self.resting.newest.size > SMALL_SIZE
+        self.deferred.newest.size > SMALL_SIZE
     }
 
     /// Has the newest block rest among the older ones. Takes out the one in whose place it is, if there is one.
     pub(crate) fn exchange_oldest(&mut self) -> Option<Rested> {
         let newest = self.take_newest();
-        let Resting { older, oldest, .. } = &mut self.resting;
+        let Deferred { older, oldest, .. } = &mut self.deferred;
         let place = &mut older[*oldest];
         let before = Rested { size: place.size, block: place.block, after: place.after };
         (place.size, place.block, place.after) = (newest.size, newest.block, newest.after);
@@ -111,7 +111,7 @@ impl Heap {
     /// Asks for the records of the neighbours of the older block that will be merged next. Its own record is in the cache by now.
     #[inline(always)]
     pub(crate) fn prefetch_around_oldest(&self) {
-        let rested = &self.resting.older[self.resting.oldest];
+        let rested = &self.deferred.older[self.deferred.oldest];
         if rested.size != 0 {
             // A free one will be read, and where one is free, the other is written, too.
             let Block { prev, next, .. } = self.blocks[rested.block];
@@ -122,7 +122,7 @@ impl Heap {
 
     /// Takes out the block that has rested longest.
     pub(crate) fn take_oldest_resting(&mut self) -> Option<Rested> {
-        let Resting { newest, older, oldest, .. } = &mut self.resting;
+        let Deferred { newest, older, oldest, .. } = &mut self.deferred;
         let (second, first) = older.split_at_mut(*oldest);
         let occupied = first.iter_mut().chain(second).chain([newest]).find(|rested| rested.size != 0);
         occupied.map(std::mem::take)
@@ -130,7 +130,7 @@ impl Heap {
 
     /// True if any block rests.
     pub(crate) fn has_resting(&self) -> bool {
-        self.resting.newest.size != 0 || self.resting.older.iter().any(|rested| rested.size != 0)
+        self.deferred.newest.size != 0 || self.deferred.older.iter().any(|rested| rested.size != 0)
     }
 
     /// Decides whether several blocks may rest. None does when this is called.
@@ -138,7 +138,7 @@ impl Heap {
         debug_assert!(!self.has_resting());
         let records = self.blocks.records_count();
         let are_small = self.total - self.hole_bytes < records as u64 * SMALL_SIZE;
-        self.resting.several = self.index_kind == IndexKind::Bins && records >= MANY && are_small;
+        self.deferred.several = self.index_kind == IndexKind::Bins && records >= MANY && are_small;
     }
 
     /// Takes the block that came to rest last, if that is the block that the request gets. Also returns by how much merging it would have
@@ -151,15 +151,15 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> Option<(BlockId, SplitChange)> {
-        let id = self.resting.newest.block;
-        if self.resting.newest.size != size || self.blocks[id].pool != pool {
+        let id = self.deferred.newest.block;
+        if self.deferred.newest.size != size || self.blocks[id].pool != pool {
             return None;
         }
         let change = match self.index_kind {
             IndexKind::Bins => SplitChange::default(),
             IndexKind::Exact => self.best_is(classes, id)?,
         };
-        self.resting.newest.size = 0;
+        self.deferred.newest.size = 0;
         self.blocks[id].requested = requested;
         self.pools[pool].searches += 1;
         self.retaken += size;
@@ -177,9 +177,9 @@ impl Heap {
         let pool = &self.pools[pool];
         let FreeIndex::Exact(index) = &pool.own else { return None };
         let above = self.is_free_of(next, self.home).then(|| &self.blocks[next]);
-        let whole = size + above.map_or(0, |above| above.size);
-        let cut_off = above.is_none() || !pool.options.no_split && classes.should_split(pool.kind, whole, size);
-        if !cut_off || !classes.fits(whole, size) {
+        let guard = size + above.map_or(0, |above| above.size);
+        let cut_off = above.is_none() || !pool.options.no_split && classes.should_split(pool.kind, guard, size);
+        if !cut_off || !classes.fits(guard, size) {
             return None;
         }
         let mut best = index.best_from(size);
@@ -189,13 +189,13 @@ impl Heap {
             }
             best = index.best_from(held.size + MIN_BLOCK);
         }
-        if best.is_some_and(|best| (best.size, self.blocks[best.block].addr) < (whole, addr)) {
+        if best.is_some_and(|best| (best.size, self.blocks[best.block].addr) < (guard, addr)) {
             return None;
         }
         let beyond = above.map_or(next, |above| above.next);
         let whole_region = prev == BlockId::NONE && beyond == BlockId::NONE;
         let count = 1 - i64::from(above.is_some()) - i64::from(whole_region);
-        Some(SplitChange { count, bytes: signed(size) - (signed(whole) & -i64::from(whole_region)) })
+        Some(SplitChange { count, bytes: signed(size) - (signed(guard) & -i64::from(whole_region)) })
     }
 
     /// Merges a block that rested with its neighbours. Returns by how much that changed the count of pieces.
@@ -224,7 +224,7 @@ impl Heap {
     }
 }
 
-/// As an arena does it (`shell/arena/mod.rs`).
+/// As an arena does it (`state/arena/mod.rs`).
 #[cfg(test)]
 impl Heap {
     /// Lets a block rest, after what must be merged before.
@@ -240,14 +240,14 @@ impl Heap {
         let merged = match () {
             () if !self.has_newest() => None,
             () if !self.lets_several_rest() => Some(self.take_newest()),
-            () if self.newest_is_large() => return self.merge_resting(),
+            () if self.newest_is_large() => return self.coalesce_deferred(),
             () => self.exchange_oldest(),
         };
         merged.map_or_else(SplitChange::default, |rested| self.merge(rested))
     }
 
     /// Merges all blocks that rest, and returns by how much that changed the count of pieces.
-    pub(crate) fn merge_resting(&mut self) -> SplitChange {
+    pub(crate) fn coalesce_deferred(&mut self) -> SplitChange {
         let mut change = SplitChange::default();
         while let Some(rested) = self.take_oldest_resting() {
             let SplitChange { count, bytes } = self.merge(rested);
@@ -296,7 +296,7 @@ mod tests {
         }
 
         fn merge(&mut self) {
-            let change = self.heap.merge_resting();
+            let change = self.heap.coalesce_deferred();
             self.note(change);
         }
 
@@ -346,8 +346,8 @@ mod tests {
             prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
             prop_assert_eq!(rests.heap.check(), Ok(()));
             let ages = |heap: &Heap| heap.regions().map(|region| region.age_base).collect::<Vec<_>>();
-            let whole = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();
-            prop_assert_eq!(whole(&rests.heap), whole(&merges.heap));
+            let guard = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();
+            prop_assert_eq!(guard(&rests.heap), guard(&merges.heap));
             prop_assert_eq!(rests.heap.free, merges.heap.free);
             if live.is_empty() {
                 prop_assert_eq!(ages(&rests.heap), ages(&merges.heap));
@@ -389,7 +389,7 @@ mod tests {
         heap.let_rest(live[20], 6);
         assert_eq!(heap.free, 4096, "the oldest is merged for it");
         assert_eq!(heap.check(), Ok(()));
-        heap.merge_resting();
+        heap.coalesce_deferred();
         assert_eq!(heap.free, 4096 * (OLDER as u64 + 2));
         assert!(!heap.has_resting());
         assert_eq!(heap.check(), Ok(()));
@@ -429,7 +429,7 @@ mod tests {
                         heap.take_best(&classes, 0, size, size)
                     });
                     let taken = taken.or_else(|| {
-                        heap.merge_resting();
+                        heap.coalesce_deferred();
                         heap.take_best(&classes, 0, size, size)
                     });
                     match taken {
@@ -445,10 +445,10 @@ mod tests {
                 }
                 prop_assert_eq!(heap.check(), Ok(()));
                 let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
-                let resting: u64 = [heap.resting.newest].iter().chain(&heap.resting.older).map(|rested| rested.size).sum();
-                prop_assert_eq!(in_use + resting + heap.free, total);
+                let deferred: u64 = [heap.deferred.newest].iter().chain(&heap.deferred.older).map(|rested| rested.size).sum();
+                prop_assert_eq!(in_use + deferred + heap.free, total);
             }
-            heap.merge_resting();
+            heap.coalesce_deferred();
             let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
             prop_assert_eq!(in_use + heap.free, total);
             prop_assert!(live.iter().all(|id| heap.blocks[*id].state == State::Live));

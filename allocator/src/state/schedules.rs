@@ -1,4 +1,4 @@
-//! Models of the shell and its arenas under a scheduler that explores interleavings; every access to their locks and flags, and every
+//! Models of the allocator state and its arenas under a scheduler that explores interleavings; every access to their locks and flags, and every
 //! driver call, is a point where another thread may run. Run by `ci/schedules`.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
@@ -10,7 +10,7 @@ use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
-use super::{IDLE, Shell};
+use super::{AllocatorState, IDLE};
 use crate::{Allocation, Allocator, Config};
 
 const SIZE: u64 = 4096;
@@ -33,13 +33,13 @@ fn open(device: &Device) -> Allocator {
     Allocator::new(device, Config::default()).unwrap()
 }
 
-fn assert_idle_once(shell: &'static Shell) {
-    let entries = IDLE.lock().iter().filter(|idle| std::ptr::eq(**idle, shell)).count();
+fn assert_idle_once(state: &'static AllocatorState) {
+    let entries = IDLE.lock().iter().filter(|idle| std::ptr::eq(**idle, state)).count();
     assert_eq!(entries, 1, "a shell that nobody uses is idle, once");
-    let core = shell.core.lock();
-    assert!(core.device.is_none() && core.arenas.is_empty());
-    assert!(shell.arenas.iter().all(crate::shell::arena::Arena::is_empty), "a free was left behind");
-    assert!(shell.shared_frees.is_empty(), "a shared free was left behind");
+    let shared = state.shared.lock();
+    assert!(shared.device.is_none() && shared.arenas.is_empty());
+    assert!(state.arenas.iter().all(crate::state::arena::Arena::is_empty), "a free was left behind");
+    assert!(state.deferred_frees.is_empty(), "a shared free was left behind");
 }
 
 fn drop_in_thread(allocation: Allocation) -> thread::JoinHandle<()> {
@@ -69,12 +69,12 @@ fn frees_that_race_with_an_allocation_and_readers_are_all_counted() {
         ];
         join(threads);
         assert_eq!(allocator.memory_allocated(), SIZE, "exact with no call in flight");
-        let shell = allocator.shell();
-        assert_eq!(shell.whole().live(), 1);
+        let state = allocator.state();
+        assert_eq!(state.lock_all().live(), 1);
         drop(kept);
         assert_eq!(allocator.memory_allocated(), 0);
         drop(allocator);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -85,9 +85,9 @@ fn frees_that_race_with_each_other_and_with_the_last_handle() {
         let allocator = open(&device);
         let stream = device.stream().unwrap();
         let [one, two] = [0; 2].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
-        let shell = allocator.shell();
+        let state = allocator.state();
         join([drop_in_thread(one), drop_in_thread(two), thread::spawn(move || drop(allocator))]);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -99,7 +99,7 @@ fn a_thread_that_frees_more_than_a_queue_holds_while_others_allocate_and_close()
         let allocator = open(&device);
         let stream = device.stream().unwrap();
         let blocks = [0; 5].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
-        let shell = allocator.shell();
+        let state = allocator.state();
         join([
             thread::spawn(move || drop(blocks)),
             thread::spawn(move || {
@@ -107,7 +107,7 @@ fn a_thread_that_frees_more_than_a_queue_holds_while_others_allocate_and_close()
                 drop((allocator, one, two));
             }),
         ]);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -118,7 +118,7 @@ fn the_last_handles_race_with_each_other_and_with_a_reader() {
         let allocator = open(&device);
         let stream = device.stream().unwrap();
         let last = allocator.alloc_bytes(SIZE, &stream).unwrap();
-        let shell = allocator.shell();
+        let state = allocator.state();
         let (clone, reading) = (allocator.clone(), allocator.clone());
         join([
             drop_in_thread(last),
@@ -126,7 +126,7 @@ fn the_last_handles_race_with_each_other_and_with_a_reader() {
             thread::spawn(move || assert!(reading.memory_allocated() <= SIZE)),
             thread::spawn(move || drop(allocator)),
         ]);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -152,7 +152,7 @@ fn a_shell_is_not_shared_by_allocators_that_open_while_others_close() {
         };
         let threads = [live(&device), drop_in_thread(last), live(&device), thread::spawn(move || drop(allocator))];
         join(threads);
-        let mut idle: Vec<*const Shell> = IDLE.lock().iter().map(|&shell| std::ptr::from_ref(shell)).collect();
+        let mut idle: Vec<*const AllocatorState> = IDLE.lock().iter().map(|&state| std::ptr::from_ref(state)).collect();
         let count = idle.len();
         idle.sort_unstable();
         idle.dedup();
@@ -216,7 +216,7 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
             thread::spawn(move || drop(asking.alloc_bytes(SIZE, &one).unwrap())),
         ]);
         allocator.empty_cache().unwrap();
-        assert!(allocator.shell().core().waiting.is_empty(), "the stream is known to be done");
+        assert!(allocator.state().shared().waiting.is_empty(), "the stream is known to be done");
     });
 }
 
@@ -228,29 +228,29 @@ fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
         let allocator = open(&device);
         let streams = [0; 3].map(|_| device.stream().unwrap());
         let mut kept = streams.each_ref().map(|stream| Some(allocator.alloc_bytes(SIZE, stream).unwrap()));
-        let shell = allocator.shell();
-        drop(shell.part(None));
+        let state = allocator.state();
+        drop(state.lock(None));
         let (hitting, visiting) = (allocator.clone(), allocator.clone());
         let [first, second, _] = streams;
         join([
             drop_in_thread(kept[0].take().unwrap()),
             thread::spawn(move || drop(hitting.alloc_bytes(SIZE, &second).unwrap())),
             thread::spawn(move || {
-                drop(visiting.shell().part(Some(first.id())));
+                drop(visiting.state().lock(Some(first.id())));
                 assert!(visiting.fragmentation(SIZE).allocated_bytes <= 4 * SIZE);
             }),
         ]);
-        let part = shell.part(None);
+        let part = state.lock(None);
         let sums = (part.live(), part.in_use_in_heaps(), part.searches());
         drop(part);
-        let whole = shell.whole();
-        assert_eq!(sums, (whole.live(), whole.in_use_in_heaps(), whole.searches()));
-        assert_eq!(whole.live(), 2, "no free is left in a queue");
-        drop(whole);
+        let guard = state.lock_all();
+        assert_eq!(sums, (guard.live(), guard.in_use_in_heaps(), guard.searches()));
+        assert_eq!(guard.live(), 2, "no free is left in a queue");
+        drop(guard);
         drop(kept);
         assert_eq!(allocator.memory_allocated(), 0);
         drop(allocator);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -297,18 +297,18 @@ fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
             })
         });
         join(threads);
-        let shell = allocator.shell();
-        assert_eq!(shell.core().arenas.len(), 2);
+        let state = allocator.state();
+        assert_eq!(state.shared().arenas.len(), 2);
         let stats = allocator.stats();
         let count = stats.allocation.all;
         assert_eq!((count.current, count.allocated, count.freed), (0, 6, 6));
-        // A stream that borrowed from the other leaves strays: they count as pieces, until they go home.
+        // A stream that borrowed from the other leaves foreign free blocks: they count as pieces, until they go home.
         let snapshot = allocator.snapshot();
         let pieces = snapshot.segments.iter().filter(|segment| segment.blocks.len() > 1);
         let pieces: u64 = pieces.map(|segment| segment.blocks.len() as u64).sum();
         assert_eq!(stats.inactive_split.all.current, pieces, "counted as they are");
         drop(allocator);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -320,11 +320,11 @@ fn blocks_that_other_streams_use_and_the_last_handle() {
         let [one, two] = [0; 2].map(|_| device.stream().unwrap());
         let blocks = [0; 2].map(|_| allocator.alloc_bytes(SIZE, &one).unwrap());
         blocks.iter().for_each(|block| block.record_stream(&two).unwrap());
-        let shell = allocator.shell();
+        let state = allocator.state();
         let other = allocator.alloc_bytes(SIZE, &two).unwrap();
         let [first, second] = blocks.map(drop_in_thread);
         join([first, second, drop_in_thread(other), thread::spawn(move || drop(allocator))]);
-        assert_idle_once(shell);
+        assert_idle_once(state);
     });
 }
 
@@ -336,7 +336,7 @@ fn counters_hold_while_arenas_begin_to_count_for_themselves() {
         let streams = [0; 2].map(|_| device.stream().unwrap());
         // As after many changes of thread: the next one makes arenas count for themselves.
         let kept = streams.each_ref().map(|stream| allocator.alloc_bytes(SIZE, stream).unwrap());
-        allocator.shell().core().handovers = u32::MAX - 8;
+        allocator.state().shared().handovers = u32::MAX - 8;
         let work = |stream: usize| {
             let (allocator, stream) = (allocator.clone(), streams[stream].clone());
             thread::spawn(move || {

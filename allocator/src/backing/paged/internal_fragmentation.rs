@@ -21,10 +21,10 @@ impl Stranded {
     pub(crate) fn add(&mut self, size: usize, free: Range<usize>) {
         let count = free.len() as u64;
         self.all += count;
-        for (log2, stranded) in self.by_limit.iter_mut().enumerate() {
+        for (log2, internal_fragmentation) in self.by_limit.iter_mut().enumerate() {
             let limit = 1 << log2;
-            let whole = if limit < size { (free.end / limit).saturating_sub(free.start.div_ceil(limit)) } else { 0 };
-            *stranded += count - (whole as u64) * (limit as u64);
+            let guard = if limit < size { (free.end / limit).saturating_sub(free.start.div_ceil(limit)) } else { 0 };
+            *internal_fragmentation += count - (guard as u64) * (limit as u64);
         }
     }
 
@@ -54,11 +54,11 @@ mod tests {
 
     #[test]
     fn smaller_frames_strand_less() {
-        let mut stranded = Stranded::default();
-        stranded.add(8, 3..8);
-        assert_eq!([1, 2, 4, 8, 64].map(|limit| stranded.below(limit)), [0, 1, 1, 5, 5]);
-        stranded += stranded;
-        assert_eq!((stranded.granules(), stranded.below(2)), (10, 2));
+        let mut internal_fragmentation = Stranded::default();
+        internal_fragmentation.add(8, 3..8);
+        assert_eq!([1, 2, 4, 8, 64].map(|limit| internal_fragmentation.below(limit)), [0, 1, 1, 5, 5]);
+        internal_fragmentation += internal_fragmentation;
+        assert_eq!((internal_fragmentation.granules(), internal_fragmentation.below(2)), (10, 2));
     }
 
     proptest! {
@@ -67,13 +67,13 @@ mod tests {
             let size = 1_usize << log2;
             let free = from.min(to).min(size)..from.max(to).min(size);
             prop_assume!(free.len() < size);
-            let mut stranded = Stranded::default();
-            stranded.add(size, free.clone());
+            let mut internal_fragmentation = Stranded::default();
+            internal_fragmentation.add(size, free.clone());
             let smaller = (1 << limit).min(size);
             let wholly_free = |frame: usize| free.start <= frame * smaller && (frame + 1) * smaller <= free.end;
             let movable = (0..size / smaller).filter(|&frame| wholly_free(frame)).count() * smaller;
-            prop_assert_eq!(stranded.below(1 << limit), (free.len() - movable) as u64);
-            prop_assert_eq!(stranded.granules(), free.len() as u64);
+            prop_assert_eq!(internal_fragmentation.below(1 << limit), (free.len() - movable) as u64);
+            prop_assert_eq!(internal_fragmentation.granules(), free.len() as u64);
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The arenas of a shell by stream number: an append-only table, read without a lock.
+//! The arenas of an allocator state by stream number: an append-only table, read without a lock.
 
 use std::sync::OnceLock;
 
-use crate::shell::arena::Arena;
+use crate::state::arena::Arena;
 
 /// The binary logarithm of the first chunk's length.
 const FIRST_BITS: u32 = 6;

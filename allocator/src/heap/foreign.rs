@@ -1,6 +1,6 @@
 //! Strays: free blocks away from home, that is, whose owner is not the stream of their heap.
 //!
-//! They come from memory that one stream borrowed from another. Once a stray is done for everybody it goes home and merges with
+//! They come from memory that one stream borrowed from another. Once a foreign free block is done for everybody it goes home and merges with
 //! its neighbours there.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use super::index::{FreeIndex, IndexKind};
 use super::{BlockId, Heap, SplitChange, State, signed};
 
-/// The indexes of a pool's strays, one for each owner that has any there. Whoever looks for memory of other streams looks at all of these in
+/// The indexes of a pool's foreign free blocks, one for each owner that has any there. Whoever looks for memory of other streams looks at all of these in
 /// all heaps, so none is empty.
 #[derive(Debug, Default)]
 pub(super) struct Away {
@@ -26,14 +26,14 @@ impl Away {
         self.indexes.iter().map(|(&owner, index)| (owner, index))
     }
 
-    /// The index of an owner, for a stray to be put in, or to be taken out and [`Away::left`].
+    /// The index of an owner, for a foreign free block to be put in, or to be taken out and [`Away::left`].
     #[cold]
     pub(super) fn index_mut(&mut self, owner: u32, kind: IndexKind) -> &mut FreeIndex {
         let spare = &mut self.spare;
         self.indexes.entry(owner).or_insert_with(|| spare.pop().unwrap_or_else(|| FreeIndex::new(kind)))
     }
 
-    /// Notes that a stray was taken out of the index of its owner.
+    /// Notes that a foreign free block was taken out of the index of its owner.
     #[cold]
     fn left(&mut self, owner: u32) {
         if self.indexes.get(&owner).is_some_and(FreeIndex::is_empty) {
@@ -43,15 +43,15 @@ impl Away {
 }
 
 impl Heap {
-    /// Returns strays that are done for every stream to the home stream, and merges them. Returns by how much `inactive_split` of each pool
+    /// Returns foreign free blocks that are done for every stream to the home stream, and merges them. Returns by how much `inactive_split` of each pool
     /// changed.
     pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
         let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
-        let candidates: Vec<BlockId> = self.strays.iter().copied().filter(done).collect();
+        let candidates: Vec<BlockId> = self.foreign.iter().copied().filter(done).collect();
         let mut changes = Vec::new();
         for id in candidates {
-            // A stray sent home before may have merged with it.
-            if !self.strays.contains(&id) {
+            // A foreign free block sent home before may have merged with it.
+            if !self.foreign.contains(&id) {
                 continue;
             }
             let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size, self.blocks[id].pool);
@@ -67,42 +67,42 @@ impl Heap {
     }
 
     /// Free blocks that are away from home.
-    pub(crate) fn strays(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
-        self.strays.iter().copied()
+    pub(crate) fn foreign(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
+        self.foreign.iter().copied()
     }
 
     #[inline]
     pub(super) fn strays_note(&mut self, id: BlockId) {
         if self.blocks[id].owner != self.home {
-            self.strays.insert(id);
+            self.foreign.insert(id);
         }
     }
 
-    /// Notes that a stray was taken. Its rest, if there is one, is a stray.
+    /// Notes that a foreign free block was taken. Its rest, if there is one, is a foreign free block.
     pub(super) fn strays_took(&mut self, id: BlockId, pool: u16, owner: u32, rest: Option<BlockId>) {
         match rest {
             Some(rest) if rest == id => {}
             Some(rest) => {
-                self.strays.remove(&id);
-                self.strays.insert(rest);
+                self.foreign.remove(&id);
+                self.foreign.insert(rest);
             }
             None => self.strays_forget(id, pool, owner),
         }
     }
 
-    /// Notes that a block became a stray, joined with its neighbours, of which `above` may be gone.
+    /// Notes that a block became a foreign free block, joined with its neighbours, of which `above` may be gone.
     #[cold]
     pub(super) fn strays_joined(&mut self, id: BlockId, above: Option<BlockId>) {
         if let Some(above) = above {
-            self.strays.remove(&above);
+            self.foreign.remove(&above);
         }
-        self.strays.insert(id);
+        self.foreign.insert(id);
     }
 
-    /// Notes that a stray was taken out of its index.
+    /// Notes that a foreign free block was taken out of its index.
     #[cold]
     pub(super) fn strays_forget(&mut self, id: BlockId, pool: u16, owner: u32) {
-        self.strays.remove(&id);
+        self.foreign.remove(&id);
         self.pools[pool].away.left(owner);
     }
 }

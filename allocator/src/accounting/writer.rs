@@ -11,20 +11,20 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::accounting::counter::Sum;
 use crate::accounting::counters::Hot;
-use crate::shell::Shell;
 use crate::size_class::PoolKind;
+use crate::state::AllocatorState;
 
 /// The thread that writes to the shared counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Writer(usize);
+pub(crate) struct CounterWriter(usize);
 
-impl Writer {
+impl CounterWriter {
     /// None yet.
-    pub(crate) const NOBODY: Writer = Writer(0);
+    pub(crate) const NOBODY: CounterWriter = CounterWriter(0);
     /// Several threads are at work: each arena counts for itself.
-    pub(crate) const SEVERAL: Writer = Writer(1);
-    /// The writer of an arena in which no thread has worked since a slow path last looked (`shell/settled.rs`).
-    pub(crate) const SETTLED: Writer = Writer(2);
+    pub(crate) const SEVERAL: CounterWriter = CounterWriter(1);
+    /// The writer of an arena in which no thread has worked since a slow path last looked (`state/settled.rs`).
+    pub(crate) const SETTLED: CounterWriter = CounterWriter(2);
 
     /// A number that no two running threads share.
     pub(crate) const fn number(self) -> usize {
@@ -34,40 +34,40 @@ impl Writer {
     /// The calling thread. It may be mistaken for a thread that has ended, which does no harm, because that one is not at work any more.
     #[cfg(not(aquifer_shuttle))]
     #[inline]
-    pub(crate) fn this_thread() -> Writer {
+    pub(crate) fn this_thread() -> CounterWriter {
         thread_local! {
             static HERE: u64 = const { 0 };
         }
         // Addresses of thread-local values differ from each other and, being aligned, from the numbers above.
-        HERE.with(|here| Writer(std::ptr::from_ref(here).addr()))
+        HERE.with(|here| CounterWriter(std::ptr::from_ref(here).addr()))
     }
 
     #[cfg(aquifer_shuttle)]
-    pub(crate) fn this_thread() -> Writer {
-        Writer(3 + usize::from(shuttle::current::me()))
+    pub(crate) fn this_thread() -> CounterWriter {
+        CounterWriter(3 + usize::from(shuttle::current::me()))
     }
 }
 
 /// The counters that an operation writes to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Tally {
-    /// The shell's shared counters: the caller is the only thread at work, holds every lock, or holds those of the core
+pub(crate) enum CounterTarget {
+    /// The allocator state's shared counters: the caller is the only thread at work, holds every lock, or holds those of the shared state
     /// and for publishing.
-    Shared(&'static Shell),
+    Shared(&'static AllocatorState),
     /// The arena's own counters.
-    Own(&'static Shell, &'static OwnCounters),
+    Own(&'static AllocatorState, &'static ArenaCounters),
 }
 
-impl Tally {
+impl CounterTarget {
     /// Counts that a block of `size` bytes became live.
     #[inline]
     pub(crate) fn allocated(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
-            Tally::Shared(shell) => shell.counters.allocated(kind, size, requested),
-            Tally::Own(shell, own) => {
-                own.add(shell, Hot::Blocks, kind, 1);
-                own.add(shell, Hot::Bytes, kind, signed(size));
-                own.add(shell, Hot::Requested, kind, signed(requested));
+            CounterTarget::Shared(state) => state.counters.allocated(kind, size, requested),
+            CounterTarget::Own(state, own) => {
+                own.add(state, Hot::Blocks, kind, 1);
+                own.add(state, Hot::Bytes, kind, signed(size));
+                own.add(state, Hot::Requested, kind, signed(requested));
             }
         }
     }
@@ -76,11 +76,11 @@ impl Tally {
     #[inline(always)]
     pub(crate) fn freed(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
-            Tally::Shared(shell) => shell.counters.freed(kind, size, requested),
-            Tally::Own(shell, own) => {
-                own.add(shell, Hot::Blocks, kind, -1);
-                own.add(shell, Hot::Bytes, kind, -signed(size));
-                own.add(shell, Hot::Requested, kind, -signed(requested));
+            CounterTarget::Shared(state) => state.counters.freed(kind, size, requested),
+            CounterTarget::Own(state, own) => {
+                own.add(state, Hot::Blocks, kind, -1);
+                own.add(state, Hot::Bytes, kind, -signed(size));
+                own.add(state, Hot::Requested, kind, -signed(requested));
             }
         }
     }
@@ -88,8 +88,8 @@ impl Tally {
     /// Changes one quantity, on a slow path.
     pub(crate) fn change(self, quantity: Hot, kind: PoolKind, n: i64) {
         match self {
-            Tally::Shared(shell) => shell.counters.hot(quantity).change(kind, n),
-            Tally::Own(shell, own) => own.add(shell, quantity, kind, n),
+            CounterTarget::Shared(state) => state.counters.hot(quantity).change(kind, n),
+            CounterTarget::Own(state, own) => own.add(state, quantity, kind, n),
         }
     }
 
@@ -97,13 +97,13 @@ impl Tally {
     #[inline(never)]
     pub(crate) fn pieces(self, kind: PoolKind, count: i64, bytes: i64) {
         match self {
-            Tally::Shared(shell) => {
-                shell.counters.hot(Hot::Pieces).change(kind, count);
-                shell.counters.hot(Hot::PieceBytes).change(kind, bytes);
+            CounterTarget::Shared(state) => {
+                state.counters.hot(Hot::Pieces).change(kind, count);
+                state.counters.hot(Hot::PieceBytes).change(kind, bytes);
             }
-            Tally::Own(shell, own) => {
-                own.add(shell, Hot::Pieces, kind, count);
-                own.add(shell, Hot::PieceBytes, kind, bytes);
+            CounterTarget::Own(state, own) => {
+                own.add(state, Hot::Pieces, kind, count);
+                own.add(state, Hot::PieceBytes, kind, bytes);
             }
         }
     }
@@ -112,11 +112,11 @@ impl Tally {
     #[inline(never)]
     pub(crate) fn touch_pieces(self, kind: PoolKind, count: i64, bytes: i64) {
         match self {
-            Tally::Shared(shell) => {
-                shell.counters.hot(Hot::Pieces).touch(kind, count);
-                shell.counters.hot(Hot::PieceBytes).touch(kind, bytes);
+            CounterTarget::Shared(state) => {
+                state.counters.hot(Hot::Pieces).touch(kind, count);
+                state.counters.hot(Hot::PieceBytes).touch(kind, bytes);
             }
-            Tally::Own(..) => {
+            CounterTarget::Own(..) => {
                 self.pieces(kind, count, bytes);
                 self.pieces(kind, -count, -bytes);
             }
@@ -126,9 +126,9 @@ impl Tally {
     /// Counts that an oversize block became live, or is not live any more. Such blocks are rare, so they are counted in one place.
     #[cold]
     pub(crate) fn oversize(self, live: bool) {
-        let (Tally::Shared(shell) | Tally::Own(shell, _)) = self;
-        let _publishing = shell.publishing.lock();
-        let counter = &shell.counters.oversize_allocations;
+        let (CounterTarget::Shared(state) | CounterTarget::Own(state, _)) = self;
+        let _publishing = state.publishing.lock();
+        let counter = &state.counters.oversize_allocations;
         if live {
             counter.add(1);
         } else {
@@ -139,7 +139,7 @@ impl Tally {
 
 /// One quantity in one arena and pool. It is negative if blocks are freed here whose allocation was counted elsewhere.
 #[derive(Debug, Default)]
-struct OwnCounter {
+struct ArenaCounter {
     current: AtomicU64,
     increases: AtomicU64,
     /// The published value: at least `current`, and at most two credits more.
@@ -148,11 +148,11 @@ struct OwnCounter {
 
 /// The counters of an arena, by quantity and pool. Only the holder of the arena's lock writes.
 #[derive(Debug, Default)]
-pub(crate) struct OwnCounters([[OwnCounter; 2]; 5]);
+pub(crate) struct ArenaCounters([[ArenaCounter; 2]; 5]);
 
-impl OwnCounters {
+impl ArenaCounters {
     #[inline]
-    fn add(&self, shell: &Shell, quantity: Hot, kind: PoolKind, n: i64) {
+    fn add(&self, state: &AllocatorState, quantity: Hot, kind: PoolKind, n: i64) {
         let counter = &self.0[quantity as usize][kind as usize];
         let current = counter.current.load(Relaxed).wrapping_add(n.cast_unsigned());
         counter.current.store(current, Relaxed);
@@ -161,7 +161,7 @@ impl OwnCounters {
             counter.increases.store(increases, Relaxed);
         }
         if counter.published.load(Relaxed).wrapping_sub(current) > 2 * quantity.credit() {
-            counter.publish_bound(shell, quantity, kind, current);
+            counter.publish_bound(state, quantity, kind, current);
         }
     }
 
@@ -172,16 +172,16 @@ impl OwnCounters {
     }
 
     /// Publishes every value exactly. Needs every lock.
-    pub(crate) fn publish_exactly(&self, shell: &Shell) {
+    pub(crate) fn publish_exactly(&self, state: &AllocatorState) {
         for quantity in Hot::ALL {
             for kind in [PoolKind::Small, PoolKind::Large] {
                 let counter = &self.0[quantity as usize][kind as usize];
-                counter.publish(shell, quantity, kind, counter.current.load(Relaxed));
+                counter.publish(state, quantity, kind, counter.current.load(Relaxed));
             }
         }
     }
 
-    /// Sets all counters to zero, for the next allocator in the same shell.
+    /// Sets all counters to zero, for the next allocator in the same allocator state.
     pub(crate) fn clear(&self) {
         for counter in self.0.iter().flatten() {
             [&counter.current, &counter.increases, &counter.published]
@@ -191,23 +191,23 @@ impl OwnCounters {
     }
 }
 
-impl OwnCounter {
+impl ArenaCounter {
     /// Publishes a bound of `current`: on its way up one that is a sixteenth more, so that peaks are that exact, and on its way
     /// down one credit more, so that what goes up and down is published once.
     #[cold]
-    fn publish_bound(&self, shell: &Shell, quantity: Hot, kind: PoolKind, current: u64) {
+    fn publish_bound(&self, state: &AllocatorState, quantity: Hot, kind: PoolKind, current: u64) {
         let rises = self.published.load(Relaxed).wrapping_sub(current).cast_signed() < 0;
         let share = (current.cast_signed() / 16).max(quantity.credit().cast_signed() / 4096 + 1);
         let more = if rises { quantity.credit().min(share.unsigned_abs()) } else { quantity.credit() };
-        self.publish(shell, quantity, kind, current.wrapping_add(more));
+        self.publish(state, quantity, kind, current.wrapping_add(more));
     }
 
     #[cold]
-    fn publish(&self, shell: &Shell, quantity: Hot, kind: PoolKind, value: u64) {
+    fn publish(&self, state: &AllocatorState, quantity: Hot, kind: PoolKind, value: u64) {
         let change = value.wrapping_sub(self.published.load(Relaxed));
         self.published.store(value, Relaxed);
-        let _publishing = shell.publishing.lock();
-        shell.counters.published(quantity, kind, change);
+        let _publishing = state.publishing.lock();
+        state.counters.published(quantity, kind, change);
     }
 }
 

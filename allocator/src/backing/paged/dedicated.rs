@@ -1,4 +1,4 @@
-//! Memory apart: memory mapped for one owner at addresses of its own, outside of every heap ([`crate::Growable`], [`crate::Exportable`]).
+//! Dedicated memory: memory mapped for one owner at addresses of its own, outside of every heap ([`crate::Growable`], [`crate::Exportable`]).
 //!
 //! It counts in `reserved` and `allocated` as a block of the large pool. Memory that its owner gives up is *retired*: it is listed with a
 //! tick of each stream that used it, which makes no driver call. Later operations on mappings unmap retired memory whose ticks are done,
@@ -12,40 +12,40 @@ use std::sync::Arc;
 use aquifer_device::internal::{Reservation, Timeline};
 use aquifer_device::{DeviceError, DevicePtr, RawPhysical};
 
-use crate::accounting::tally::Tally;
+use crate::accounting::writer::CounterTarget;
 use crate::allocator::Allocator;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::deferred_release::DeferredRelease;
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::{Owned, POOL, Purpose};
-use crate::backing::paged::retired::Retired;
 use crate::cross_stream::ticks::Use;
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
-use crate::shell::core::Core;
-use crate::shell::whole::Whole;
 use crate::size_class::PoolKind;
+use crate::state::guard::StateGuard;
+use crate::state::shared::SharedState;
 
 /// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go back to the device. Returns how
 /// many bytes went back.
-pub(crate) fn recycle_retired(allocator: &Allocator) -> Result<u64, AllocError> {
-    if allocator.device().is_capturing() || !is_recyclable(&mut allocator.shell().core()) {
+pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, AllocError> {
+    if allocator.device().is_capturing() || !is_recyclable(&mut allocator.state().shared()) {
         return Ok(0);
     }
     // Exclusive, so that a reservation never goes before the last memory mapped in it.
     let _alone = allocator.gate()?.exclusive();
     let mut released = 0;
     loop {
-        let leaving = begin_recycling(&mut allocator.shell().core());
+        let leaving = begin_recycling(&mut allocator.state().shared());
         let Some(leaving) = leaving else { break };
         let failed = unmap_leaving(allocator, &leaving);
-        let mut whole = allocator.shell().part(None);
-        let frames = settle_recycling(&mut whole, leaving, failed.is_none());
+        let mut guard = allocator.state().lock(None);
+        let frames = settle_recycling(&mut guard, leaving, failed.is_none());
         let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
-        whole.leaving += bytes;
-        drop(whole);
+        guard.leaving += bytes;
+        drop(guard);
         release_freed(allocator, frames);
-        allocator.shell().core().leaving -= bytes;
+        allocator.state().shared().leaving -= bytes;
         released += bytes;
         if let Some(error) = failed {
             // A capture that began meanwhile.
@@ -53,7 +53,7 @@ pub(crate) fn recycle_retired(allocator: &Allocator) -> Result<u64, AllocError> 
         }
     }
     loop {
-        let vacant = take_vacant_reservation(&mut allocator.shell().core());
+        let vacant = take_vacant_reservation(&mut allocator.state().shared());
         let Some((ptr, bytes)) = vacant else { return Ok(released) };
         if let Err(error) = allocator.device().driver().unreserve(ptr, bytes) {
             allocator.device().unreserve_later(Reservation { ptr, bytes, mapped: Vec::new() });
@@ -64,7 +64,7 @@ pub(crate) fn recycle_retired(allocator: &Allocator) -> Result<u64, AllocError> 
 
 /// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays retired.
 fn unmap_leaving(allocator: &Allocator, leaving: &Leaving) -> Option<DeviceError> {
-    let Retired { range, was_told, .. } = &leaving.retired;
+    let DeferredRelease { range, was_told, .. } = &leaving.deferred_release;
     if *was_told {
         unmap_range(allocator.device(), allocator.hooks(), range).err()
     } else {
@@ -84,76 +84,77 @@ fn release_freed(allocator: &Allocator, freed: Vec<(RawPhysical, u64)>) {
 
 /// Retired memory while the driver unmaps it.
 struct Leaving {
-    retired: Retired,
+    deferred_release: DeferredRelease,
     purpose: Purpose,
     frames: Vec<Frame>,
 }
 
 /// Takes one piece of retired memory that is done off the list.
-fn begin_recycling(core: &mut Core) -> Option<Leaving> {
-    let Core { paged, timelines, .. } = core;
+fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
+    let SharedState { paged, timelines, .. } = shared;
     let paged = paged.as_mut().filter(|paged| paged.absent.is_none())?;
-    let retired = paged.retired.take_done(|slot| done_until(timelines, slot))?;
-    let purpose = paged.purpose_of(retired.base)?;
-    let frames = paged.forget_mapped(retired.range.start, retired.range.end - retired.range.start);
-    Some(Leaving { retired, purpose, frames })
+    let deferred_release = paged.deferred_release.take_done(|slot| done_until(timelines, slot))?;
+    let purpose = paged.purpose_of(deferred_release.base)?;
+    let frames =
+        paged.forget_mapped(deferred_release.range.start, deferred_release.range.end - deferred_release.range.start);
+    Some(Leaving { deferred_release, purpose, frames })
 }
 
 /// Accounts for retired memory after the driver unmapped it, or failed to. Returns the frames that are of no use to others, with their
 /// bytes.
-fn settle_recycling(whole: &mut Whole, leaving: Leaving, unmapped: bool) -> Vec<(RawPhysical, u64)> {
-    let Leaving { retired, purpose, frames } = leaving;
-    let Some(paged) = &mut whole.paged else { return Vec::new() };
-    let Range { start, end } = retired.range;
+fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) -> Vec<(RawPhysical, u64)> {
+    let Leaving { deferred_release, purpose, frames } = leaving;
+    let Some(paged) = &mut guard.paged else { return Vec::new() };
+    let Range { start, end } = deferred_release.range;
     if !unmapped {
         paged.put_all(start, &frames);
-        paged.retired.put_back(retired);
+        paged.deferred_release.put_back(deferred_release);
         return Vec::new();
     }
     paged.mapped_bytes[PoolKind::Large as usize] -= end - start;
-    let slot = paged.owned.get(&retired.base).map_or(0, |owned| owned.slot);
-    paged.retired.forget(retired.base);
+    let slot = paged.owned.get(&deferred_release.base).map_or(0, |owned| owned.slot);
+    paged.deferred_release.forget(deferred_release.base);
     let frames = if purpose == Purpose::Exportable {
         frames.into_iter().map(|frame| (frame.physical, end - start)).collect()
     } else {
         paged.spares.extend(frames);
         Vec::new()
     };
-    note_mapping(whole, Action::SegmentUnmap, POOL, slot, start, end - start);
-    whole.counters().num_device_free.add(1);
-    account_for_granules(whole);
+    note_mapping(guard, Action::SegmentUnmap, POOL, slot, start, end - start);
+    guard.counters().num_device_free.add(1);
+    account_for_granules(guard);
     frames
 }
 
 /// Adds the retired granules to those that ticks not known done keep from moving, by tick.
-pub(crate) fn add_retired(whole: &Whole, not_done: &mut BTreeMap<Use, u64>) {
-    let ticks = whole.paged.iter().flat_map(|paged| paged.retired.ticks());
-    for (tick, granules) in ticks.filter(|&((slot, after), _)| !whole.is_known_done(slot, after)) {
+pub(crate) fn add_deferred_release(guard: &StateGuard, not_done: &mut BTreeMap<Use, u64>) {
+    let ticks = guard.paged.iter().flat_map(|paged| paged.deferred_release.ticks());
+    for (tick, granules) in ticks.filter(|&((slot, after), _)| !guard.is_known_done(slot, after)) {
         *not_done.entry(tick).or_default() += granules;
     }
 }
 
-/// Bytes in blocks that are in use, memory apart included.
-pub(crate) fn in_use(whole: &Whole) -> u64 {
-    let apart = whole.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
-    apart + whole.in_use_in_heaps()
+/// Bytes in blocks that are in use, dedicated memory included.
+pub(crate) fn in_use(guard: &StateGuard) -> u64 {
+    let dedicated = guard.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
+    dedicated + guard.in_use_in_heaps()
 }
 
 /// Bytes of an owner's part of its reservation.
-pub(crate) fn owned_size(whole: &Whole, base: u64) -> u64 {
-    whole.paged.as_ref().and_then(|paged| paged.owned.get(&base)).map_or(0, |owned| owned.size)
+pub(crate) fn owned_size(guard: &StateGuard, base: u64) -> u64 {
+    guard.paged.as_ref().and_then(|paged| paged.owned.get(&base)).map_or(0, |owned| owned.size)
 }
 
 /// Sets the size of an owner's part of its reservation, and notes that in statistics and history.
-pub(crate) fn set_owned(whole: &mut Whole, base: u64, size: u64, requested: u64) {
-    let Some(paged) = &mut whole.paged else { return };
+pub(crate) fn set_owned(guard: &mut StateGuard, base: u64, size: u64, requested: u64) {
+    let Some(paged) = &mut guard.paged else { return };
     let Some(owned) = paged.owned.get_mut(&base) else { return };
     let before = *owned;
     (owned.size, owned.requested) = (size, requested);
     paged.owned_bytes = paged.owned_bytes - before.size + size;
-    count_owned(whole, before, size, requested);
+    count_owned(guard, before, size, requested);
     let subject = |size| Subject { addr: base, size, slot: before.slot, tag: before.tag, pool: 0 };
-    let mut history = whole.shell.history.lock();
+    let mut history = guard.state.history.lock();
     if before.size > 0 {
         history.note(Actions::FREE, subject(before.requested));
     }
@@ -162,38 +163,38 @@ pub(crate) fn set_owned(whole: &mut Whole, base: u64, size: u64, requested: u64)
     }
 }
 
-fn count_owned(whole: &Whole, before: Owned, size: u64, requested: u64) {
+fn count_owned(guard: &StateGuard, before: Owned, size: u64, requested: u64) {
     // Arenas may publish meanwhile: not all of their locks are held.
-    let _publishing = whole.shell.publishing.lock();
-    let tally = Tally::Shared(whole.shell);
+    let _publishing = guard.state.publishing.lock();
+    let counter_target = CounterTarget::Shared(guard.state);
     if before.size > 0 {
-        tally.freed(PoolKind::Large, before.size, before.requested);
+        counter_target.freed(PoolKind::Large, before.size, before.requested);
     }
     if size > 0 {
-        tally.allocated(PoolKind::Large, size, requested);
+        counter_target.allocated(PoolKind::Large, size, requested);
     }
 }
 
 /// True if retired memory is known done, or addresses may go back. Not while the allocator sleeps: nothing is behind the addresses then.
-fn is_recyclable(core: &mut Core) -> bool {
-    let Core { paged, timelines, .. } = core;
+fn is_recyclable(shared: &mut SharedState) -> bool {
+    let SharedState { paged, timelines, .. } = shared;
     let paged = paged.as_mut().filter(|paged| paged.absent.is_none());
-    paged.is_some_and(|paged| paged.retired.any_done(|slot| done_until(timelines, slot)))
+    paged.is_some_and(|paged| paged.deferred_release.any_done(|slot| done_until(timelines, slot)))
 }
 
 /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its addresses and length.
-fn take_vacant_reservation(core: &mut Core) -> Option<(DevicePtr, u64)> {
-    let paged = core.paged.as_mut().filter(|paged| paged.absent.is_none())?;
-    let base = paged.retired.take_vacant()?;
+fn take_vacant_reservation(shared: &mut SharedState) -> Option<(DevicePtr, u64)> {
+    let paged = shared.paged.as_mut().filter(|paged| paged.absent.is_none())?;
+    let base = paged.deferred_release.take_vacant()?;
     paged.owned.remove(&base);
     Some((DevicePtr(base), paged.remove_reservation(base)))
 }
 
 /// Retires a range of a reservation that its owner gives up and that the streams `users` used.
-pub(crate) fn retire(core: &mut Core, base: u64, range: Range<u64>, users: &[u32]) {
-    let uses = users.iter().map(|&slot| (slot, core.tick_of(slot))).collect();
-    if let Some(paged) = core.paged.as_mut().filter(|_| !range.is_empty()) {
-        paged.retired.add(Retired { base, range, uses, was_told: true });
+pub(crate) fn retire(shared: &mut SharedState, base: u64, range: Range<u64>, users: &[u32]) {
+    let uses = users.iter().map(|&slot| (slot, shared.tick_of(slot))).collect();
+    if let Some(paged) = shared.paged.as_mut().filter(|_| !range.is_empty()) {
+        paged.deferred_release.add(DeferredRelease { base, range, uses, was_told: true });
     }
 }
 

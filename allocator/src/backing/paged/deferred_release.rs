@@ -1,4 +1,4 @@
-//! Memory apart from heaps that its owners gave up: which of it is done, and which reservations are of no use any more.
+//! Dedicated memory that its owners gave up: which of it is done, and which reservations are of no use any more.
 //!
 //! Invariants: pieces of one reservation do not overlap; a reservation whose owner is gone is in `gone` while it has pieces, and in `vacant`
 //! afterwards, until its addresses are taken.
@@ -10,7 +10,7 @@ use crate::cross_stream::ticks::{TickIndex, Use};
 
 /// Memory that its owner gave up.
 #[derive(Debug)]
-pub(crate) struct Retired {
+pub(crate) struct DeferredRelease {
     /// First address of the reservation that it is in.
     pub(crate) base: u64,
     /// Not empty.
@@ -21,10 +21,10 @@ pub(crate) struct Retired {
     pub(crate) was_told: bool,
 }
 
-impl Retired {
+impl DeferredRelease {
     /// Memory of a growth that failed, which the driver neither gave access to nor unmapped again.
-    pub(crate) fn unusable(base: u64, range: Range<u64>) -> Retired {
-        Retired { base, range, uses: Vec::new(), was_told: false }
+    pub(crate) fn unusable(base: u64, range: Range<u64>) -> DeferredRelease {
+        DeferredRelease { base, range, uses: Vec::new(), was_told: false }
     }
 
     fn key(&self) -> Key {
@@ -39,7 +39,7 @@ type Key = (u64, u64);
 #[derive(Debug, Default)]
 pub(crate) struct RetiredMemory {
     granule: u64,
-    pieces: BTreeMap<Key, Retired>,
+    pieces: BTreeMap<Key, DeferredRelease>,
     uses: TickIndex<Key>,
     /// Reservations whose owners are gone, and which have pieces.
     gone: BTreeSet<u64>,
@@ -57,10 +57,10 @@ impl RetiredMemory {
         self.pieces.is_empty() && self.vacant.is_empty()
     }
 
-    pub(crate) fn add(&mut self, retired: Retired) {
-        debug_assert!(!retired.range.is_empty() && !self.pieces.contains_key(&retired.key()));
-        self.uses.insert(retired.key(), self.granules(&retired), &retired.uses);
-        self.pieces.insert(retired.key(), retired);
+    pub(crate) fn add(&mut self, deferred_release: DeferredRelease) {
+        debug_assert!(!deferred_release.range.is_empty() && !self.pieces.contains_key(&deferred_release.key()));
+        self.uses.insert(deferred_release.key(), self.granules(&deferred_release), &deferred_release.uses);
+        self.pieces.insert(deferred_release.key(), deferred_release);
     }
 
     /// Notes that a reservation's owner is gone, after it gave up all memory there.
@@ -72,14 +72,14 @@ impl RetiredMemory {
         }
     }
 
-    fn take(&mut self, key: Key) -> Option<Retired> {
-        let retired = self.pieces.remove(&key)?;
-        self.uses.remove(key, self.granules(&retired), &retired.uses);
-        Some(retired)
+    fn take(&mut self, key: Key) -> Option<DeferredRelease> {
+        let deferred_release = self.pieces.remove(&key)?;
+        self.uses.remove(key, self.granules(&deferred_release), &deferred_release.uses);
+        Some(deferred_release)
     }
 
     /// Takes a piece that is known done; `reached` gives for a stream the tick that its timeline is known to have reached.
-    pub(crate) fn take_done(&mut self, reached: impl Fn(u32) -> u64) -> Option<Retired> {
+    pub(crate) fn take_done(&mut self, reached: impl Fn(u32) -> u64) -> Option<DeferredRelease> {
         self.uses.advance(reached);
         let key = *self.uses.done().first()?;
         self.take(key)
@@ -92,13 +92,13 @@ impl RetiredMemory {
     }
 
     /// Puts a piece back that was taken as done: the driver did not unmap it.
-    pub(crate) fn put_back(&mut self, retired: Retired) {
+    pub(crate) fn put_back(&mut self, deferred_release: DeferredRelease) {
         // The owner may have gone meanwhile, and seen no pieces.
-        if let Some(at) = self.vacant.iter().position(|&base| base == retired.base) {
+        if let Some(at) = self.vacant.iter().position(|&base| base == deferred_release.base) {
             self.vacant.swap_remove(at);
-            self.gone.insert(retired.base);
+            self.gone.insert(deferred_release.base);
         }
-        self.add(retired);
+        self.add(deferred_release);
     }
 
     /// Notes that a piece of a reservation that was taken as done is gone.
@@ -114,23 +114,25 @@ impl RetiredMemory {
     }
 
     /// The pieces of a reservation, by address.
-    pub(crate) fn of(&self, base: u64) -> impl Iterator<Item = &Retired> + '_ {
-        self.pieces.range((base, 0)..=(base, u64::MAX)).map(|(_, retired)| retired)
+    pub(crate) fn of(&self, base: u64) -> impl Iterator<Item = &DeferredRelease> + '_ {
+        self.pieces.range((base, 0)..=(base, u64::MAX)).map(|(_, deferred_release)| deferred_release)
     }
 
     /// True if a piece of a reservation begins below an address.
     pub(crate) fn is_below(&self, base: u64, end: u64) -> bool {
-        self.of(base).next().is_some_and(|retired| retired.range.start < end)
+        self.of(base).next().is_some_and(|deferred_release| deferred_release.range.start < end)
     }
 
     /// Takes what of a reservation's pieces lies below `end` and has been in use.
-    pub(crate) fn take_below(&mut self, base: u64, end: u64) -> Vec<Retired> {
+    pub(crate) fn take_below(&mut self, base: u64, end: u64) -> Vec<DeferredRelease> {
         let below = self.pieces.range((base, 0)..(base, end));
         // Memory without uses was left by a growth that failed. It may lack access, so it is recycled first.
-        let keys: Vec<Key> = below.filter(|(_, retired)| !retired.uses.is_empty()).map(|(&key, _)| key).collect();
-        let mut taken: Vec<Retired> = keys.into_iter().filter_map(|key| self.take(key)).collect();
+        let keys: Vec<Key> =
+            below.filter(|(_, deferred_release)| !deferred_release.uses.is_empty()).map(|(&key, _)| key).collect();
+        let mut taken: Vec<DeferredRelease> = keys.into_iter().filter_map(|key| self.take(key)).collect();
         if let Some(last) = taken.last_mut().filter(|last| last.range.end > end) {
-            let beyond = Retired { base, range: end..last.range.end, uses: last.uses.clone(), was_told: last.was_told };
+            let beyond =
+                DeferredRelease { base, range: end..last.range.end, uses: last.uses.clone(), was_told: last.was_told };
             last.range.end = end;
             self.add(beyond);
         }
@@ -140,7 +142,7 @@ impl RetiredMemory {
     /// True if the memory at an address of a reservation never became usable.
     pub(crate) fn is_unusable(&self, base: u64, at: u64) -> bool {
         let before = self.pieces.range((base, 0)..=(base, at)).next_back();
-        before.is_some_and(|(_, retired)| retired.range.contains(&at) && !retired.was_told)
+        before.is_some_and(|(_, deferred_release)| deferred_release.range.contains(&at) && !deferred_release.was_told)
     }
 
     /// The ticks that pieces wait for, each with their granules.
@@ -148,8 +150,8 @@ impl RetiredMemory {
         self.uses.ticks()
     }
 
-    fn granules(&self, retired: &Retired) -> u64 {
-        (retired.range.end - retired.range.start).div_ceil(self.granule)
+    fn granules(&self, deferred_release: &DeferredRelease) -> u64 {
+        (deferred_release.range.end - deferred_release.range.start).div_ceil(self.granule)
     }
 }
 
@@ -161,60 +163,64 @@ mod tests {
 
     const GRANULE: u64 = 1 << 21;
 
-    fn piece(base: u64, granules: Range<u64>, uses: &[Use]) -> Retired {
+    fn piece(base: u64, granules: Range<u64>, uses: &[Use]) -> DeferredRelease {
         let range = base + granules.start * GRANULE..base + granules.end * GRANULE;
-        Retired { base, range, uses: uses.to_vec(), was_told: true }
+        DeferredRelease { base, range, uses: uses.to_vec(), was_told: true }
     }
 
     /// The granules of a piece, by number in its reservation.
-    fn granules(piece: &Retired) -> Range<u64> {
+    fn granules(piece: &DeferredRelease) -> Range<u64> {
         (piece.range.start - piece.base) / GRANULE..(piece.range.end - piece.base) / GRANULE
     }
 
     #[test]
     fn addresses_are_vacant_once_the_owner_and_all_pieces_are_gone() {
-        let mut retired = RetiredMemory::new(GRANULE);
-        retired.add(piece(0, 1..3, &[(1, 5)]));
-        retired.add(piece(0, 0..1, &[(1, 6), (2, 1)]));
-        assert!(retired.take_done(|_| 0).is_none());
-        retired.abandon(0);
-        retired.abandon(GRANULE * 64);
-        assert_eq!((retired.take_vacant(), retired.take_vacant()), (Some(GRANULE * 64), None));
+        let mut deferred_release = RetiredMemory::new(GRANULE);
+        deferred_release.add(piece(0, 1..3, &[(1, 5)]));
+        deferred_release.add(piece(0, 0..1, &[(1, 6), (2, 1)]));
+        assert!(deferred_release.take_done(|_| 0).is_none());
+        deferred_release.abandon(0);
+        deferred_release.abandon(GRANULE * 64);
+        assert_eq!((deferred_release.take_vacant(), deferred_release.take_vacant()), (Some(GRANULE * 64), None));
         let reached = |slot| if slot == 1 { 6 } else { 0 };
-        assert_eq!(retired.take_done(reached).map(|one| one.range), Some(GRANULE..3 * GRANULE));
-        retired.forget(0);
-        assert!(retired.take_done(reached).is_none() && !retired.any_done(reached) && !retired.is_empty());
-        assert_eq!(retired.take_done(|_| 6).map(|one| one.range), Some(0..GRANULE));
-        retired.forget(0);
-        assert!(retired.any_done(|_| 0));
-        assert_eq!(retired.take_vacant(), Some(0));
-        assert!(retired.is_empty());
+        assert_eq!(deferred_release.take_done(reached).map(|one| one.range), Some(GRANULE..3 * GRANULE));
+        deferred_release.forget(0);
+        assert!(
+            deferred_release.take_done(reached).is_none()
+                && !deferred_release.any_done(reached)
+                && !deferred_release.is_empty()
+        );
+        assert_eq!(deferred_release.take_done(|_| 6).map(|one| one.range), Some(0..GRANULE));
+        deferred_release.forget(0);
+        assert!(deferred_release.any_done(|_| 0));
+        assert_eq!(deferred_release.take_vacant(), Some(0));
+        assert!(deferred_release.is_empty());
     }
 
     #[test]
     fn addresses_of_a_piece_that_stayed_mapped_are_not_vacant() {
-        let mut retired = RetiredMemory::new(GRANULE);
-        retired.add(piece(0, 0..1, &[(1, 5)]));
-        let taken = retired.take_done(|_| 5).unwrap();
-        retired.abandon(0);
-        retired.put_back(taken);
-        assert_eq!(retired.take_vacant(), None);
-        assert!(retired.take_done(|_| 5).is_some());
-        retired.forget(0);
-        assert_eq!(retired.take_vacant(), Some(0));
+        let mut deferred_release = RetiredMemory::new(GRANULE);
+        deferred_release.add(piece(0, 0..1, &[(1, 5)]));
+        let taken = deferred_release.take_done(|_| 5).unwrap();
+        deferred_release.abandon(0);
+        deferred_release.put_back(taken);
+        assert_eq!(deferred_release.take_vacant(), None);
+        assert!(deferred_release.take_done(|_| 5).is_some());
+        deferred_release.forget(0);
+        assert_eq!(deferred_release.take_vacant(), Some(0));
     }
 
     #[test]
     fn a_piece_that_is_taken_back_in_part_still_waits() {
-        let mut retired = RetiredMemory::new(GRANULE);
-        retired.add(piece(0, 1..5, &[(1, 5)]));
-        retired.add(Retired::unusable(0, 0..GRANULE));
-        let taken = retired.take_below(0, 2 * GRANULE);
+        let mut deferred_release = RetiredMemory::new(GRANULE);
+        deferred_release.add(piece(0, 1..5, &[(1, 5)]));
+        deferred_release.add(DeferredRelease::unusable(0, 0..GRANULE));
+        let taken = deferred_release.take_below(0, 2 * GRANULE);
         assert_eq!((taken.len(), taken[0].range.clone()), (1, GRANULE..2 * GRANULE));
-        assert_eq!(retired.ticks().collect::<Vec<_>>(), [((1, 5), 3)]);
-        assert!(retired.is_unusable(0, GRANULE / 2) && !retired.is_unusable(0, 3 * GRANULE));
-        assert!(retired.is_below(0, GRANULE) && !retired.is_below(64 * GRANULE, u64::MAX));
-        assert_eq!(retired.of(0).count(), 2);
+        assert_eq!(deferred_release.ticks().collect::<Vec<_>>(), [((1, 5), 3)]);
+        assert!(deferred_release.is_unusable(0, GRANULE / 2) && !deferred_release.is_unusable(0, 3 * GRANULE));
+        assert!(deferred_release.is_below(0, GRANULE) && !deferred_release.is_below(64 * GRANULE, u64::MAX));
+        assert_eq!(deferred_release.of(0).count(), 2);
     }
 
     proptest! {
@@ -223,7 +229,7 @@ mod tests {
         fn behaves_like_a_list_of_granules(
             steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80),
         ) {
-            let (mut retired, mut now, mut done) = (RetiredMemory::new(GRANULE), 1, 0);
+            let (mut deferred_release, mut now, mut done) = (RetiredMemory::new(GRANULE), 1, 0);
             // The tick that each granule waits for, by reservation and number.
             let mut model: BTreeMap<(u64, u64), u64> = BTreeMap::new();
             for (what, owner, from, count) in steps {
@@ -233,13 +239,13 @@ mod tests {
                         let is_vacant = |at: &u64| !model.contains_key(&(owner, *at));
                         let vacant = (from..from + count).take_while(is_vacant).count() as u64;
                         if vacant > 0 {
-                            retired.add(piece(base, from..from + vacant, &[(7, now)]));
+                            deferred_release.add(piece(base, from..from + vacant, &[(7, now)]));
                             model.extend((from..from + vacant).map(|at| ((owner, at), now)));
                         }
                         now += 1;
                     }
                     2 => {
-                        let taken = retired.take_below(base, base + from * GRANULE);
+                        let taken = deferred_release.take_below(base, base + from * GRANULE);
                         let taken = taken.iter().flat_map(|one| granules(one).map(move |at| (at, one.uses[0].1)));
                         let expected = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &after)| (at, after));
                         let expected: Vec<_> = expected.collect();
@@ -248,7 +254,7 @@ mod tests {
                     }
                     3 => done = now - 1,
                     _ => {
-                        while let Some(one) = retired.take_done(|_| done) {
+                        while let Some(one) = deferred_release.take_done(|_| done) {
                             let owner = one.base / 64 / GRANULE;
                             for at in granules(&one) {
                                 prop_assert!(model.remove(&(owner, at)).is_some_and(|after| after <= done));
@@ -257,7 +263,7 @@ mod tests {
                         prop_assert!(model.values().all(|&after| after > done));
                     }
                 }
-                let waits = retired.ticks().filter(|&((_, after), _)| after > done);
+                let waits = deferred_release.ticks().filter(|&((_, after), _)| after > done);
                 let listed: u64 = waits.map(|(_, granules)| granules).sum();
                 prop_assert_eq!(listed, model.values().filter(|&&after| after > done).count() as u64);
             }

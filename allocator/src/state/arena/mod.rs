@@ -1,16 +1,16 @@
 //! An arena: the heap of one stream, under a lock of its own. Allocating for a stream takes a free block from its arena, and
 //! dropping a handle gives the block back to the arena that it came from; both need that lock alone.
 //!
-//! Arenas are never deallocated but recycled with their shell, so a handle refers to its arena by a plain reference. Each has
+//! Arenas are never deallocated but recycled with their allocator state, so a handle refers to its arena by a plain reference. Each has
 //! its own queue of remote frees (`remote.rs`, filled by `free.rs`) and its own counters,
 //! on cache lines of its own.
 //!
 //! Invariants:
-//! * an arena is *open* from the stream's first allocation until the shell is recycled; blocks live in open arenas only;
+//! * an arena is *open* from the stream's first allocation until the allocator state is recycled; blocks live in open arenas only;
 //! * a slow path that looks into the arena first applies the remote frees queued before;
 //! * the streams that own blocks here are known by their timelines.
 //!
-//! Lock order: the core's lock, arenas, then leaf locks (history, publishing, lists). Work in one
+//! Lock order: the shared state's lock, arenas, then leaf locks (history, publishing, lists). Work in one
 //! arena alone takes that arena's lock while holding no other.
 
 use std::collections::BTreeMap;
@@ -25,14 +25,14 @@ use aquifer_device::sim::NewBlock;
 use crossbeam_utils::CachePadded;
 use remote::{RemoteFree, RemoteFrees};
 
-use crate::accounting::tally::{OwnCounters, Tally, Writer};
+use crate::accounting::writer::{ArenaCounters, CounterTarget, CounterWriter};
 use crate::backing::paged::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::raw::RawTable;
 use crate::request::Request;
-use crate::shell::{SharedFree, Shell};
 use crate::size_class::{PoolKind, SizeClasses};
+use crate::state::{AllocatorState, DeferredFree};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
@@ -46,16 +46,16 @@ mod rest;
 pub(crate) const UNKNOWN: u64 = u64::MAX;
 
 pub(crate) struct Arena {
-    pub(crate) shell: &'static Shell,
+    pub(crate) state: &'static AllocatorState,
     pub(crate) slot: u32,
-    /// True if the arena is settled (`shell/settled.rs`). Set to false before the arena enters the queue of unsettled ones.
+    /// True if the arena is settled (`state/settled.rs`). Set to false before the arena enters the queue of unsettled ones.
     settled: AtomicBool,
-    /// Number of live blocks that streams besides their own use. Written under the core's lock.
-    pub(crate) shared_blocks: AtomicU32,
+    /// Number of live blocks that streams besides their own use. Written under the shared state's lock.
+    pub(crate) blocks_used_elsewhere: AtomicU32,
     /// True once another stream may own blocks here. Set before it does.
     pub(crate) has_lent: AtomicBool,
-    desk: CachePadded<Mutex<Desk>>,
-    pub(crate) own: CachePadded<OwnCounters>,
+    inner: CachePadded<Mutex<ArenaInner>>,
+    pub(crate) own: CachePadded<ArenaCounters>,
     remote: CachePadded<RemoteFrees>,
     /// Blocks that were given out as raw pointers.
     pub(crate) raw: CachePadded<RawTable>,
@@ -69,12 +69,12 @@ impl fmt::Debug for Arena {
 
 /// The state that an arena's lock protects.
 #[derive(Debug, Default)]
-pub(crate) struct Desk {
+pub(crate) struct ArenaInner {
     /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not
     /// open, and [`Writer::SETTLED`] while it is settled.
-    writer: Writer,
+    writer: CounterWriter,
     /// What `writer` was before the arena was settled.
-    settled_writer: Writer,
+    settled_writer: CounterWriter,
     /// Number of live blocks.
     pub(crate) live: u64,
     pub(crate) heap: Heap,
@@ -100,14 +100,14 @@ pub(crate) struct Desk {
 struct Shared;
 
 impl Arena {
-    pub(crate) fn new(shell: &'static Shell, slot: u32) -> Arena {
+    pub(crate) fn new(state: &'static AllocatorState, slot: u32) -> Arena {
         Arena {
-            shell,
+            state,
             slot,
             settled: AtomicBool::new(false),
-            shared_blocks: AtomicU32::new(0),
+            blocks_used_elsewhere: AtomicU32::new(0),
             has_lent: AtomicBool::new(false),
-            desk: CachePadded::default(),
+            inner: CachePadded::default(),
             own: CachePadded::default(),
             remote: CachePadded::default(),
             raw: CachePadded::default(),
@@ -115,63 +115,63 @@ impl Arena {
     }
 
     /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
-    /// thread is not known yet (`Whole::admit_thread`).
+    /// thread is not known yet (`StateGuard::admit_thread`).
     #[inline]
-    pub(crate) fn enter(&'static self) -> Option<Guard> {
+    pub(crate) fn enter(&'static self) -> Option<ArenaGuard> {
         // Before the lock, which all later loads wait for.
         let is_direct = self.remote.has_direct_thread();
-        let guard = self.admit(self.desk.lock())?;
+        let locked = self.admit(self.inner.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
-        if is_direct { Some(guard) } else { guard.drained() }
+        if is_direct { Some(locked) } else { locked.drained() }
     }
 
     #[inline]
-    fn admit(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
-        if desk.is_known_here() { Some(Guard { arena: self, desk }) } else { self.admit_unsettled(desk) }
+    fn admit(&'static self, inner: MutexGuard<'static, ArenaInner>) -> Option<ArenaGuard> {
+        if inner.is_known_here() { Some(ArenaGuard { arena: self, inner }) } else { self.admit_unsettled(inner) }
     }
 
     /// As [`Arena::admit`], where the arena may be settled.
     #[cold]
     #[inline(never)]
-    fn admit_unsettled(&'static self, desk: MutexGuard<'static, Desk>) -> Option<Guard> {
-        let mut guard = Guard { arena: self, desk };
-        if guard.desk.writer == Writer::SETTLED {
-            guard.desk.writer = guard.desk.settled_writer;
+    fn admit_unsettled(&'static self, inner: MutexGuard<'static, ArenaInner>) -> Option<ArenaGuard> {
+        let mut locked = ArenaGuard { arena: self, inner };
+        if locked.inner.writer == CounterWriter::SETTLED {
+            locked.inner.writer = locked.inner.settled_writer;
             self.unsettle();
         }
-        guard.desk.is_known_here().then_some(guard)
+        locked.inner.is_known_here().then_some(locked)
     }
 
     /// Enters the arena in the queue of those that are not settled any more, if it is settled and not there yet.
     fn unsettle(&'static self) {
         if self.settled.load(Ordering::SeqCst) && self.settled.swap(false, Ordering::SeqCst) {
-            self.shell.unsettled.push(self);
+            self.state.unsettled.push(self);
         }
     }
 
-    /// Takes the lock for a caller that has the core's lock.
-    pub(crate) fn lock_with_all(&'static self) -> Guard {
-        self.with_all(self.desk.lock())
+    /// Takes the lock for a caller that has the shared state's lock.
+    pub(crate) fn lock_with_all(&'static self) -> ArenaGuard {
+        self.with_all(self.inner.lock())
     }
 
-    pub(crate) fn try_lock_with_all(&'static self) -> Option<Guard> {
-        Some(self.with_all(self.desk.try_lock()?))
+    pub(crate) fn try_lock_with_all(&'static self) -> Option<ArenaGuard> {
+        Some(self.with_all(self.inner.try_lock()?))
     }
 
-    fn with_all(&'static self, desk: MutexGuard<'static, Desk>) -> Guard {
-        Guard { arena: self, desk }
+    fn with_all(&'static self, inner: MutexGuard<'static, ArenaInner>) -> ArenaGuard {
+        ArenaGuard { arena: self, inner }
     }
 
     /// Runs `look` under the lock, to read or mark a block. It must neither allocate nor free one.
-    pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut Desk) -> R) -> R {
-        look(&mut self.desk.lock())
+    pub(crate) fn look<R>(&'static self, look: impl FnOnce(&mut ArenaInner) -> R) -> R {
+        look(&mut self.inner.lock())
     }
 
     /// Adds a block's raw pointer, for a caller that holds the lock.
     #[inline]
     pub(crate) fn add_raw(&self, ptr: u64, block: BlockId) {
         self.raw.insert(ptr, block);
-        self.shell.guesses.note(ptr, self.slot);
+        self.state.guesses.note(ptr, self.slot);
     }
 
     /// Tells a simulated device of a block that is handed out.
@@ -184,12 +184,12 @@ impl Arena {
         bytes: u64,
         at: &'static Location<'static>,
     ) {
-        if id == BlockId::NONE || !self.shell.has_checks() {
+        if id == BlockId::NONE || !self.state.has_checks() {
             return;
         }
-        let (tag, pool) = self.look(|desk| (Tag(desk.heap.blocks[id].tag), desk.heap.blocks[id].pool));
+        let (tag, pool) = self.look(|inner| (Tag(inner.heap.blocks[id].tag), inner.heap.blocks[id].pool));
         let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
-        self.shell.tell_checks(|checks| checks.allocated(block));
+        self.state.tell_checks(|checks| checks.allocated(block));
     }
 
     /// Tells a simulated device that a block is given back, before anybody else can get the memory. Takes the words of
@@ -197,7 +197,7 @@ impl Arena {
     #[cold]
     #[inline(never)]
     pub(crate) fn tell_of_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
-        self.shell.tell_checks(|checks| checks.dropped(ptr, at));
+        self.state.tell_checks(|checks| checks.dropped(ptr, at));
     }
 
     /// True if frees are queued.
@@ -207,45 +207,45 @@ impl Arena {
 
     #[cfg(all(test, aquifer_shuttle))]
     pub(crate) fn is_empty(&self) -> bool {
-        self.remote.is_empty() && self.desk.lock().live == 0
+        self.remote.is_empty() && self.inner.lock().live == 0
     }
 }
 
 /// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: copying
 /// it, and handles, through memory cost about 40 ns a hot pair.
 #[derive(Debug)]
-pub(crate) struct Guard {
+pub(crate) struct ArenaGuard {
     pub(crate) arena: &'static Arena,
-    desk: MutexGuard<'static, Desk>,
+    inner: MutexGuard<'static, ArenaInner>,
 }
 
-impl Deref for Guard {
-    type Target = Desk;
+impl Deref for ArenaGuard {
+    type Target = ArenaInner;
 
     #[inline]
-    fn deref(&self) -> &Desk {
-        &self.desk
+    fn deref(&self) -> &ArenaInner {
+        &self.inner
     }
 }
 
-impl DerefMut for Guard {
+impl DerefMut for ArenaGuard {
     #[inline]
-    fn deref_mut(&mut self) -> &mut Desk {
-        &mut self.desk
+    fn deref_mut(&mut self) -> &mut ArenaInner {
+        &mut self.inner
     }
 }
 
-impl Guard {
+impl ArenaGuard {
     /// Applies the remote frees queued so far, has other threads free through the queue until they next allocate here,
     /// and merges what rests.
     pub(crate) fn tidy(&mut self) {
         self.arena.remote.forget_other_threads();
         self.drain();
-        self.merge_resting();
+        self.coalesce_deferred();
     }
 
     /// Settles the arena: the next thread that works here unsettles it. Returns false if frees were queued meanwhile.
-    /// The caller holds the core's lock.
+    /// The caller holds the shared state's lock.
     pub(crate) fn settle(&mut self) -> bool {
         let arena = self.arena;
         arena.settled.store(true, Ordering::SeqCst);
@@ -254,45 +254,49 @@ impl Guard {
         if arena.has_remote_frees() && arena.settled.swap(false, Ordering::SeqCst) {
             return false;
         }
-        self.desk.settled_writer = std::mem::replace(&mut self.desk.writer, Writer::SETTLED);
+        self.inner.settled_writer = std::mem::replace(&mut self.inner.writer, CounterWriter::SETTLED);
         true
     }
 
-    /// Makes the arena an unsettled one, for a caller that has the core's lock.
+    /// Makes the arena an unsettled one, for a caller that has the shared state's lock.
     pub(crate) fn unsettle_held(&mut self) {
-        if self.desk.writer == Writer::SETTLED {
-            self.desk.writer = self.desk.settled_writer;
+        if self.inner.writer == CounterWriter::SETTLED {
+            self.inner.writer = self.inner.settled_writer;
             self.arena.settled.store(false, Ordering::SeqCst);
         }
     }
 
     /// Changes the thread that writes to the shared counters. The caller holds all locks.
-    pub(crate) fn set_writer(&mut self, writer: Writer) {
-        self.desk.writer = writer;
+    pub(crate) fn set_writer(&mut self, writer: CounterWriter) {
+        self.inner.writer = writer;
     }
 
     /// The counters that operations write to now.
     #[inline]
-    pub(crate) fn tally(&self) -> Tally {
-        let (shell, own) = (self.arena.shell, &*self.arena.own);
-        if self.desk.writer == Writer::SEVERAL { Tally::Own(shell, own) } else { Tally::Shared(shell) }
+    pub(crate) fn counter_target(&self) -> CounterTarget {
+        let (state, own) = (self.arena.state, &*self.arena.own);
+        if self.inner.writer == CounterWriter::SEVERAL {
+            CounterTarget::Own(state, own)
+        } else {
+            CounterTarget::Shared(state)
+        }
     }
 
     /// Applies the remote frees before an allocation by the calling thread, which frees directly from now on. `None` as for
     /// [`Arena::enter`].
     #[cold]
-    fn drained(mut self) -> Option<Guard> {
+    fn drained(mut self) -> Option<ArenaGuard> {
         self.arena.remote.add_direct_thread();
         self.drain();
         let arena = self.arena;
-        if !arena.shell.has_left() {
+        if !arena.state.has_left() {
             return Some(self);
         }
         drop(self);
-        // Blocks that other streams used, too, need the core's lock. They are not to count as live, and their wait
+        // Blocks that other streams used, too, need the shared state's lock. They are not to count as live, and their wait
         // begins now.
-        drop(arena.shell.part(None));
-        arena.admit(arena.desk.lock())
+        drop(arena.state.lock(None));
+        arena.admit(arena.inner.lock())
     }
 
     /// Applies the remote frees queued so far.
@@ -300,7 +304,7 @@ impl Guard {
         let arena = self.arena;
         for RemoteFree { block, on, bytes } in arena.remote.drain() {
             if let Err(Shared) = self.free(block, on, bytes) {
-                arena.shell.leave_shared(SharedFree { arena, block, on });
+                arena.state.defer_free(DeferredFree { arena, block, on });
             }
         }
     }
@@ -314,9 +318,9 @@ impl Guard {
     /// As [`Guard::take_own`], less what is in the queue, compiled into its caller, so that request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
-        let desk = &mut *self.desk;
-        desk.milestones.searches += 1;
-        let retaken = desk.heap.retake(&desk.classes, request.pool, request.size, request.requested);
+        let inner = &mut *self.inner;
+        inner.milestones.searches += 1;
+        let retaken = inner.heap.retake(&inner.classes, request.pool, request.size, request.requested);
         let (block, change) = match retaken {
             Some((block, given)) => {
                 self.split_touched(kind_of(request.pool), given);
@@ -324,25 +328,25 @@ impl Guard {
             }
             None => {
                 self.make_room();
-                let desk = &mut *self.desk;
-                match desk.heap.take_best(&desk.classes, request.pool, request.size, request.requested) {
+                let inner = &mut *self.inner;
+                match inner.heap.take_best(&inner.classes, request.pool, request.size, request.requested) {
                     Some(taken) => taken,
                     None => self.take_what_rests(request.pool, request.size, request.requested)?,
                 }
             }
         };
         if !request.is_regular {
-            self.desk.heap.make_irregular(block);
+            self.inner.heap.make_irregular(block);
         }
         Some(self.taken(request, block, change))
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
     pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
-        let desk = &mut *self.desk;
-        let (block, change) = desk.heap.take(&desk.classes, free, request.slot, request.size, request.requested);
-        if !request.is_regular || request.slot != desk.heap.home {
-            desk.heap.make_irregular(block);
+        let inner = &mut *self.inner;
+        let (block, change) = inner.heap.take(&inner.classes, free, request.slot, request.size, request.requested);
+        if !request.is_regular || request.slot != inner.heap.home {
+            inner.heap.make_irregular(block);
         }
         self.taken(request, block, change)
     }
@@ -350,14 +354,14 @@ impl Guard {
     /// Accounts for a block that became live.
     #[inline(always)]
     fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
-        let block = &mut self.desk.heap.blocks[id];
+        let block = &mut self.inner.heap.blocks[id];
         block.tag = request.tag.0;
         let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
-        self.desk.live += 1;
-        self.tally().allocated(kind, size, request.requested);
+        self.inner.live += 1;
+        self.counter_target().allocated(kind, size, request.requested);
         self.split_changed(kind, change);
-        if self.desk.classes.is_oversize(size) {
-            self.tally().oversize(true);
+        if self.inner.classes.is_oversize(size) {
+            self.counter_target().oversize(true);
         }
         self.note(Action::Alloc, id);
         self.debug_check();
@@ -368,30 +372,30 @@ impl Guard {
     /// that is not its own.
     #[inline(always)]
     fn free(&mut self, id: BlockId, on: Option<u32>, bytes: u64) -> Result<(), Shared> {
-        if self.desk.is_paged && bytes != UNKNOWN && on.is_none() && self.desk.heap.is_regular(id) {
-            let size = self.desk.classes.round(bytes);
-            let kind = self.desk.classes.pool(size);
-            debug_assert!(self.desk.is_as_requested(id, kind, size, bytes), "{:?}", self.desk.heap.blocks[id]);
+        if self.inner.is_paged && bytes != UNKNOWN && on.is_none() && self.inner.heap.is_regular(id) {
+            let size = self.inner.classes.round(bytes);
+            let kind = self.inner.classes.pool(size);
+            debug_assert!(self.inner.is_as_requested(id, kind, size, bytes), "{:?}", self.inner.heap.blocks[id]);
             self.free_at_home(id, kind, size, bytes);
             return Ok(());
         }
-        let block = &self.desk.heap.blocks[id];
+        let block = &self.inner.heap.blocks[id];
         debug_assert_eq!(block.state, State::Live);
-        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.shared);
+        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.used_elsewhere);
         let kind = kind_of(block.pool);
-        self.desk.heap.forget_irregular(id);
+        self.inner.heap.forget_irregular(id);
         let heir = match on.filter(|&on| on != owner) {
             None if !shared => owner,
-            Some(on) if !shared && self.desk.crosses_streams => on,
+            Some(on) if !shared && self.inner.crosses_streams => on,
             _ => return Err(Shared),
         };
-        if heir == self.desk.heap.home && owner == heir {
+        if heir == self.inner.heap.home && owner == heir {
             self.free_at_home(id, kind, size, requested);
         } else {
             self.note(Actions::FREE, id);
             self.given_back(size);
-            self.tally().freed(kind, size, requested);
-            let after = self.desk.tick_of(heir);
+            self.counter_target().freed(kind, size, requested);
+            let after = self.inner.tick_of(heir);
             self.complete(id, heir, after, after);
         }
         Ok(())
@@ -402,48 +406,48 @@ impl Guard {
     fn free_at_home(&mut self, id: BlockId, kind: PoolKind, size: u64, requested: u64) {
         self.note(Actions::FREE, id);
         self.given_back(size);
-        self.tally().freed(kind, size, requested);
-        let after = self.desk.tick_of(self.desk.heap.home);
+        self.counter_target().freed(kind, size, requested);
+        let after = self.inner.tick_of(self.inner.heap.home);
         self.make_room();
-        self.desk.heap.give_to_rest(id, size, after);
+        self.inner.heap.give_to_rest(id, size, after);
         self.debug_check();
     }
 
     /// Accounts for a live block of `size` bytes that was freed.
     #[inline]
     pub(crate) fn given_back(&mut self, size: u64) {
-        self.desk.live -= 1;
-        self.desk.milestones.freed += size;
-        if self.desk.classes.is_oversize(size) {
-            self.tally().oversize(false);
+        self.inner.live -= 1;
+        self.inner.milestones.freed += size;
+        if self.inner.classes.is_oversize(size) {
+            self.counter_target().oversize(false);
         }
     }
 
     /// Notes in the history, if that is on, what happened to a live or waiting block.
     #[inline]
     pub(crate) fn note(&self, actions: impl Into<Actions>, id: BlockId) {
-        if self.desk.records_history {
+        if self.inner.records_history {
             self.note_always(actions.into(), id);
         }
     }
 
     #[inline(never)]
     fn note_always(&self, actions: Actions, id: BlockId) {
-        let &Block { addr, requested: size, owner: slot, tag, pool, .. } = &self.desk.heap.blocks[id];
-        let pool = self.desk.heap.pools[pool].options.history_id;
-        self.arena.shell.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
+        let &Block { addr, requested: size, owner: slot, tag, pool, .. } = &self.inner.heap.blocks[id];
+        let pool = self.inner.heap.pools[pool].options.history_id;
+        self.arena.state.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
     }
 
     /// Makes a block free that was given back and is accounted for: reusable by `owner` at once, and by others after the tick `after`. Its
     /// memory itself was used until `last_use`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
-        self.merge_resting();
-        let kind = kind_of(self.desk.heap.blocks[id].pool);
-        if self.desk.is_paged {
-            self.desk.heap.note_last_use(id, owner, last_use);
+        self.coalesce_deferred();
+        let kind = kind_of(self.inner.heap.blocks[id].pool);
+        if self.inner.is_paged {
+            self.inner.heap.note_last_use(id, owner, last_use);
         }
-        let (_, change) = self.desk.heap.give(id, owner, after);
+        let (_, change) = self.inner.heap.give(id, owner, after);
         self.split_changed(kind, change);
         self.debug_check();
     }
@@ -451,27 +455,27 @@ impl Guard {
     /// Notes the last uses of granules in the log that are not known done (`heap/recent.rs`).
     pub(crate) fn note_recent_uses(&mut self) {
         let done = self.done();
-        self.desk.heap.note_recent_uses(done);
+        self.inner.heap.note_recent_uses(done);
     }
 
     /// The tick that the stream's timeline is known to have reached.
     fn done(&self) -> u64 {
-        self.desk.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
+        self.inner.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
     }
 
     /// Counts pieces of segments. Mapped memory has none, as in PyTorch: its free memory can go back to the device.
     #[inline(always)]
     pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
-        if change != SplitChange::default() && !self.desk.is_paged {
-            self.tally().pieces(kind, change.count, change.bytes);
+        if change != SplitChange::default() && !self.inner.is_paged {
+            self.counter_target().pieces(kind, change.count, change.bytes);
         }
     }
 
     /// Notes that the count of pieces changed and changed back, which may raise a peak.
     #[inline(always)]
     fn split_touched(&self, kind: PoolKind, change: SplitChange) {
-        if change != SplitChange::default() && !self.desk.is_paged {
-            self.tally().touch_pieces(kind, change.count, change.bytes);
+        if change != SplitChange::default() && !self.inner.is_paged {
+            self.counter_target().touch_pieces(kind, change.count, change.bytes);
         }
     }
 
@@ -481,21 +485,21 @@ impl Guard {
     fn debug_check(&mut self) {
         #[cfg(debug_assertions)]
         {
-            let desk = &mut *self.desk;
-            desk.unchecked += 1;
-            if desk.unchecked > 64 + desk.heap.blocks.records_count() {
-                desk.unchecked = 0;
-                debug_assert_eq!(desk.heap.check(), Ok(()));
+            let inner = &mut *self.inner;
+            inner.unchecked += 1;
+            if inner.unchecked > 64 + inner.heap.blocks.records_count() {
+                inner.unchecked = 0;
+                debug_assert_eq!(inner.heap.check(), Ok(()));
             }
         }
     }
 }
 
-impl Desk {
+impl ArenaInner {
     /// True if the calling thread may work here.
     #[inline]
     fn is_known_here(&self) -> bool {
-        self.writer == Writer::this_thread() || self.writer == Writer::SEVERAL
+        self.writer == CounterWriter::this_thread() || self.writer == CounterWriter::SEVERAL
     }
 
     /// Opens the arena of the stream with this timeline.
@@ -520,7 +524,7 @@ impl Desk {
     /// True if the record of a live block says what its handle does: what [`Heap::is_regular`] promises.
     fn is_as_requested(&self, id: BlockId, kind: PoolKind, size: u64, requested: u64) -> bool {
         let block = &self.heap.blocks[id];
-        let is_own = block.state == State::Live && block.owner == self.heap.home && !block.shared;
+        let is_own = block.state == State::Live && block.owner == self.heap.home && !block.used_elsewhere;
         is_own && (kind_of(block.pool), block.size, block.requested) == (kind, size, requested)
     }
 

@@ -3,12 +3,12 @@
 //! A thread that allocates from the arena frees directly, under the arena's lock. Every other thread puts the block into the arena's queue
 //! (`remote.rs`), unless streams besides their own use blocks of the arena, or another stream inherits this one; then it frees
 //! directly, too. A thread that finds the lock taken uses the queue in any case. A block that other streams use goes from the arena to
-//! the shell, because it needs the core's lock.
+//! the allocator state, because it needs the shared state's lock.
 
 use super::remote::RemoteFree;
-use super::{Arena, Guard, Shared};
+use super::{Arena, ArenaGuard, Shared};
 use crate::heap::BlockId;
-use crate::shell::SharedFree;
+use crate::state::DeferredFree;
 use crate::sync::atomic::Ordering;
 
 /// How often a free tries the lock, which is held for tens of nanoseconds.
@@ -24,9 +24,9 @@ impl Arena {
         if !self.remote.has_direct_thread() {
             return self.free_elsewhere(block, on, bytes);
         }
-        match self.desk.try_lock() {
-            Some(desk) => match self.admit(desk) {
-                Some(guard) => self.free_in(guard, block, on, bytes),
+        match self.inner.try_lock() {
+            Some(inner) => match self.admit(inner) {
+                Some(locked) => self.free_in(locked, block, on, bytes),
                 None => self.free_as_stranger(block, on, bytes),
             },
             None => self.free_contended(block, on, bytes),
@@ -47,8 +47,8 @@ impl Arena {
     #[cold]
     fn free_contended(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
         for _ in 0..TRIES {
-            match self.desk.try_lock().map(|desk| self.admit(desk)) {
-                Some(Some(guard)) => return self.free_in(guard, block, on, bytes),
+            match self.inner.try_lock().map(|inner| self.admit(inner)) {
+                Some(Some(locked)) => return self.free_in(locked, block, on, bytes),
                 Some(None) => return self.free_as_stranger(block, on, bytes),
                 None => std::hint::spin_loop(),
             }
@@ -59,22 +59,22 @@ impl Arena {
     /// True if streams besides its own use any live block. Such blocks are not queued if that can be helped: they wait for these streams as
     /// of when they are taken out.
     fn has_shared_blocks(&self) -> bool {
-        self.shared_blocks.load(Ordering::Relaxed) > 0
+        self.blocks_used_elsewhere.load(Ordering::Relaxed) > 0
     }
 
     #[inline(always)]
-    fn free_in(&'static self, mut guard: Guard, block: BlockId, on: Option<u32>, bytes: u64) {
-        match guard.free(block, on, bytes) {
+    fn free_in(&'static self, mut locked: ArenaGuard, block: BlockId, on: Option<u32>, bytes: u64) {
+        match locked.free(block, on, bytes) {
             Ok(()) => {
-                let last = guard.live == 0;
-                drop(guard);
-                if last && self.shell.is_closed() && !aquifer_device::fork::is_child() {
-                    self.shell.recycle_if_unused();
+                let last = locked.live == 0;
+                drop(locked);
+                if last && self.state.is_closed() && !aquifer_device::fork::is_child() {
+                    self.state.recycle_if_unused();
                 }
             }
             Err(Shared) => {
-                drop(guard);
-                self.shell.free_shared(SharedFree { arena: self, block, on });
+                drop(locked);
+                self.state.free_deferred(DeferredFree { arena: self, block, on });
             }
         }
     }
@@ -82,10 +82,10 @@ impl Arena {
     /// Frees a block directly for a thread that is not known to be at work here.
     #[cold]
     fn free_as_stranger(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if self.shell.try_admit_thread()
-            && let Some(guard) = self.desk.try_lock().and_then(|desk| self.admit(desk))
+        if self.state.try_admit_thread()
+            && let Some(locked) = self.inner.try_lock().and_then(|inner| self.admit(inner))
         {
-            return self.free_in(guard, block, on, bytes);
+            return self.free_in(locked, block, on, bytes);
         }
         self.free_remotely(RemoteFree { block, on, bytes }, true);
     }
@@ -99,13 +99,13 @@ impl Arena {
         while let Err(back) = self.remote.push(free, hurries) {
             // The queue's arena is not settled, or is not any more, so this empties it.
             self.unsettle();
-            drop(self.shell.part(None));
+            drop(self.state.lock(None));
             free = back;
         }
         self.unsettle();
-        // Either this sees that the shell closed, or `close` sees the entry.
-        if self.shell.is_closed() {
-            self.shell.recycle_if_unused();
+        // Either this sees that the allocator state closed, or `close` sees the entry.
+        if self.state.is_closed() {
+            self.state.recycle_if_unused();
         }
     }
 }

@@ -1,48 +1,48 @@
 //! When blocks that rest are merged (`heap/resting.rs` says why they rest): before another rests or a search, before a
 //! slow path looks into the arena, and when a search fails.
 
-use super::Guard;
+use super::ArenaGuard;
 use crate::heap::{BlockId, Rested, SplitChange, kind_of};
 
-impl Guard {
+impl ArenaGuard {
     /// Makes room for another block to rest, and for a search: merges what may not rest any longer (`heap/resting.rs`).
     #[inline(always)]
     pub(super) fn make_room(&mut self) {
-        if !self.desk.heap.has_newest() {
+        if !self.inner.heap.has_newest() {
             return;
         }
-        if self.desk.heap.lets_several_rest() {
+        if self.inner.heap.lets_several_rest() {
             return self.make_room_among_several();
         }
-        let newest = self.desk.heap.take_newest();
+        let newest = self.inner.heap.take_newest();
         self.merge(newest);
     }
 
     #[inline(never)]
     fn make_room_among_several(&mut self) {
-        if self.desk.heap.newest_is_large() {
-            self.merge_resting();
-        } else if let Some(oldest) = self.desk.heap.exchange_oldest() {
-            self.desk.heap.prefetch_around_oldest();
+        if self.inner.heap.newest_is_large() {
+            self.coalesce_deferred();
+        } else if let Some(oldest) = self.inner.heap.exchange_oldest() {
+            self.inner.heap.prefetch_around_oldest();
             self.merge(oldest);
         }
     }
 
     /// Merges all blocks that rest with their neighbours.
     #[inline(never)]
-    pub(crate) fn merge_resting(&mut self) {
-        while let Some(rested) = self.desk.heap.take_oldest_resting() {
+    pub(crate) fn coalesce_deferred(&mut self) {
+        while let Some(rested) = self.inner.heap.take_oldest_resting() {
             self.merge(rested);
         }
-        self.desk.heap.set_room_to_rest();
+        self.inner.heap.set_room_to_rest();
     }
 
     #[inline(always)]
     fn merge(&mut self, rested: Rested) {
-        let kind = kind_of(self.desk.heap.blocks[rested.block()].pool);
-        let change = self.desk.heap.merge(rested);
+        let kind = kind_of(self.inner.heap.blocks[rested.block()].pool);
+        let change = self.inner.heap.merge(rested);
         self.split_changed(kind, change);
-        if self.desk.heap.has_many_recent_uses() {
+        if self.inner.heap.has_many_recent_uses() {
             self.thin_recent_uses();
         }
     }
@@ -51,7 +51,7 @@ impl Guard {
     #[inline(never)]
     fn thin_recent_uses(&mut self) {
         let done = self.done();
-        self.desk.heap.thin_recent_uses(done);
+        self.inner.heap.thin_recent_uses(done);
     }
 
     /// Serves a request that no free block serves after merging the blocks that rest, if there are any. The ladder would do so, too, but under
@@ -59,11 +59,11 @@ impl Guard {
     #[cold]
     #[inline(never)]
     pub(super) fn take_what_rests(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
-        if !self.desk.heap.has_resting() {
+        if !self.inner.heap.has_resting() {
             return None;
         }
-        self.merge_resting();
-        let desk = &mut *self.desk;
-        desk.heap.take_best(&desk.classes, pool, size, requested)
+        self.coalesce_deferred();
+        let inner = &mut *self.inner;
+        inner.heap.take_best(&inner.classes, pool, size, requested)
     }
 }
