@@ -98,7 +98,7 @@ pub fn lagging(backing: Backing) -> impl Strategy<Value = Setup> {
     (setup(backing), 1_u64..60).prop_map(|(setup, lag)| Setup { lag, ..setup })
 }
 
-/// As [`setup`], with so many small blocks that their records do not fit the processor's caches (`heap/resting.rs` of the allocator).
+/// As [`setup`], with so many small blocks that their records do not fit the processor's caches (`heap/deferred.rs` of the allocator).
 pub fn crowded(backing: Backing) -> impl Strategy<Value = Setup> {
     (setup(backing), prop_oneof![2 => Just(0), 1 => 1_u64..60]).prop_map(|(setup, lag)| {
         let mut config = setup.config;

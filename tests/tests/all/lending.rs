@@ -1,4 +1,4 @@
-//! Tests of what the random programs, the fault sweep or reading found.
+//! Memory lent between streams, and allocators, pools and streams that end while memory of theirs is in use.
 
 use std::any::Any;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Tests of what reading the paged backing found.
+//! Mapped memory at its edges: mappings that fail or are stuck, devices of odd sizes, pools, captures and pins.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Blocks that rest in a heap of many small ones (`heap/resting.rs` of the allocator) are found when nothing else serves a request.
+//! Blocks that rest in a heap of many small ones (`heap/deferred.rs` of the allocator) are found when nothing else serves a request.
 
 use aquifer::Allocator;
 use aquifer::memory::{Allocation, Config};

@@ -204,7 +204,7 @@ impl Busy {
 
 impl Subscriber for Busy {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() == Level::DEBUG && metadata.target().ends_with("paged::grow")
+        *metadata.level() == Level::DEBUG && metadata.target() == "aquifer::wait"
     }
 
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
