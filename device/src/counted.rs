@@ -80,10 +80,20 @@ impl Counted {
         CallCounts(self.calls.iter().map(|calls| calls.load(Ordering::Relaxed)).collect())
     }
 
-    fn on(&self, operation: Operation) -> Result<&dyn Driver> {
+    fn below(&self) -> &dyn Driver {
+        &*self.inner
+    }
+
+    fn call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
+        let answer = self.count(operation, make)?;
+        self.heard(answer)
+    }
+
+    /// Counts a call and makes it.
+    fn count<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<Result<T>> {
         fork::check(operation).map_err(|error| error.of_device(&self.label))?;
         self.calls[operation as usize].fetch_add(1, Ordering::Relaxed);
-        Ok(&*self.inner)
+        Ok(make(&*self.inner))
     }
 
     /// What a call was answered; errors name the device and, where it is lost, what it was lost by.
@@ -120,84 +130,30 @@ impl Counted {
     }
 }
 
-/// Methods that are counted under one operation and passed on unchanged.
-macro_rules! pass_on {
-    ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
-        fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            self.heard(self.on(Operation::$operation)?.$method($($arg),*))
-        }
-    )*};
-}
-
 impl Driver for Counted {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-
-    fn as_any(&self) -> Option<&dyn Any> {
-        self.inner.as_any()
-    }
-
-    fn capturing_streams(&self) -> Arc<CapturingStreams> {
-        self.inner.capturing_streams()
+    crate::forward_calls! {
+        info as_any capturing_streams checks take_violation
+        memory_info attribute alloc free alloc_async free_async
+        reserve unreserve create_physical release_physical map unmap set_access
+        host_alloc host_free host_register host_unregister
+        create_stream destroy_stream synchronize_stream query_stream stream_id
+        create_event destroy_event record wait query_event synchronize_event elapsed_ms synchronize
+        copy_to_device copy_to_host copy_on_device copy_2d copy_batch memset load_module unload_module launch
+        begin_capture capture_status end_capture launch_graph destroy_graph
+        pool_usage trim_pool trim_graph_memory can_access_peer
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {
-        if fork::is_child() {
-            return;
+        if !fork::is_child() {
+            // SAFETY: the caller's promise about the stream is passed on unchanged.
+            unsafe { self.inner.adopt_stream(stream) }
         }
-        // SAFETY: the caller's promise about the stream is passed on unchanged.
-        unsafe { self.inner.adopt_stream(stream) }
     }
 
     fn release_stream(&self, stream: RawStream) {
-        if fork::is_child() {
-            return;
+        if !fork::is_child() {
+            self.inner.release_stream(stream);
         }
-        self.inner.release_stream(stream);
-    }
-
-    pass_on! {
-        MemoryInfo => memory_info() -> MemoryInfo;
-        Attribute => attribute(attribute: Attribute) -> u64;
-        Alloc => alloc(bytes: u64) -> DevicePtr;
-        Free => free(ptr: DevicePtr) -> ();
-        AllocAsync => alloc_async(bytes: u64, stream: RawStream) -> DevicePtr;
-        FreeAsync => free_async(ptr: DevicePtr, stream: RawStream) -> ();
-        Reserve => reserve(bytes: u64, alignment: u64) -> DevicePtr;
-        Unreserve => unreserve(ptr: DevicePtr, bytes: u64) -> ();
-        CreatePhysical => create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical;
-        ReleasePhysical => release_physical(physical: RawPhysical) -> ();
-        Map => map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> ();
-        Unmap => unmap(ptr: DevicePtr, bytes: u64) -> ();
-        SetAccess => set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
-        HostAlloc => host_alloc(bytes: usize) -> HostPtr;
-        CreateStream => create_stream(flags: StreamFlags) -> RawStream;
-        DestroyStream => destroy_stream(stream: RawStream) -> ();
-        SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
-        QueryStream => query_stream(stream: RawStream) -> bool;
-        CreateEvent => create_event(timing: bool) -> RawEvent;
-        DestroyEvent => destroy_event(event: RawEvent) -> ();
-        Record => record(event: RawEvent, stream: RawStream) -> ();
-        Wait => wait(stream: RawStream, event: RawEvent) -> ();
-        QueryEvent => query_event(event: RawEvent) -> bool;
-        SynchronizeEvent => synchronize_event(event: RawEvent) -> ();
-        ElapsedTime => elapsed_ms(start: RawEvent, end: RawEvent) -> f64;
-        Synchronize => synchronize() -> ();
-        CopyOnDevice => copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
-        Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
-        BeginCapture => begin_capture(stream: RawStream) -> ();
-        EndCapture => end_capture(stream: RawStream) -> RawGraph;
-        LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
-        DestroyGraph => destroy_graph(graph: RawGraph) -> ();
-        LoadModule => load_module(ptx: &str) -> RawModule;
-        UnloadModule => unload_module(module: RawModule) -> ();
-        CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
-        StreamId => stream_id(stream: RawStream) -> Option<u64>;
-        PoolUsage => pool_usage() -> PoolUsage;
-        TrimPool => trim_pool(keep: u64) -> ();
-        TrimGraphMemory => trim_graph_memory() -> ();
-        CanAccessPeer => can_access_peer(peer: u32) -> bool;
     }
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
@@ -206,7 +162,7 @@ impl Driver for Counted {
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.heard_of_two(self.on(Operation::Wait)?.wait_peer(stream, peer, event))
+        self.heard_of_two(self.count(Operation::Wait, |below| below.wait_peer(stream, peer, event))?)
     }
 
     fn copy_peer(
@@ -217,54 +173,6 @@ impl Driver for Counted {
         bytes: u64,
         stream: RawStream,
     ) -> Result<()> {
-        self.heard_of_two(self.on(Operation::CopyPeer)?.copy_peer(dst, peer, src, bytes, stream))
-    }
-
-    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about `src` is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::CopyToDevice)?.copy_to_device(dst, src, bytes, stream) })
-    }
-
-    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about `dst` is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::CopyToHost)?.copy_to_host(dst, src, bytes, stream) })
-    }
-
-    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
-        // SAFETY: the caller's promise about the memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::HostRegister)?.host_register(ptr, bytes) })
-    }
-
-    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
-        // SAFETY: the caller's promise about the memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::HostFree)?.host_free(ptr) })
-    }
-
-    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
-        // SAFETY: the caller's promise about the memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::HostUnregister)?.host_unregister(ptr) })
-    }
-
-    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about host memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::Copy2d)?.copy_2d(copy, stream) })
-    }
-
-    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about host memory is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::CopyBatch)?.copy_batch(copies, stream) })
-    }
-
-    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about the kernel is passed on unchanged.
-        self.heard(unsafe { self.on(Operation::Launch)?.launch(launch, stream) })
-    }
-
-    fn checks(&self) -> Option<Arc<Checks>> {
-        self.inner.checks()
-    }
-
-    fn take_violation(&self) -> Option<String> {
-        self.inner.take_violation()
+        self.heard_of_two(self.count(Operation::CopyPeer, |below| below.copy_peer(dst, peer, src, bytes, stream))?)
     }
 }

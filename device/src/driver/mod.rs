@@ -12,6 +12,7 @@
 //! kernels (`launch.rs`).
 
 mod facts;
+mod forward;
 pub(crate) mod handles;
 
 use std::any::Any;

@@ -16,16 +16,15 @@ use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 use crate::sim::Checks;
 
-/// Methods that are passed on unchanged.
-macro_rules! pass_on {
-    ($($method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
-        fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            self.inner.$method($($arg),*)
-        }
-    )*};
-}
-
 impl Lagging {
+    fn below(&self) -> &dyn Driver {
+        &*self.inner
+    }
+
+    fn call<T>(&self, _: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
+        make(&*self.inner)
+    }
+
     /// Whether work is done that was enqueued at `event`, asking the simulator once the device has reached it. Asking has its
     /// price before that, too.
     fn answer(&self, operation: Operation, event: u64, done: impl FnOnce() -> Result<bool>) -> Result<bool> {
@@ -34,63 +33,14 @@ impl Lagging {
 }
 
 impl Driver for Lagging {
-    fn info(&self) -> &DeviceInfo {
-        self.inner.info()
-    }
-
-    fn as_any(&self) -> Option<&dyn Any> {
-        self.inner.as_any()
-    }
-
-    fn capturing_streams(&self) -> Arc<CapturingStreams> {
-        self.inner.capturing_streams()
-    }
-
-    /// The simulator answers at once, whatever the peer's position is: what lags is what the host is told.
-    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.inner.wait_peer(stream, peer, event)
-    }
-
-    fn copy_peer(
-        &self,
-        dst: DevicePtr,
-        peer: &dyn Driver,
-        src: DevicePtr,
-        bytes: u64,
-        stream: RawStream,
-    ) -> Result<()> {
-        self.inner.copy_peer(dst, peer, src, bytes, stream)
-    }
-
-    pass_on! {
-        memory_info() -> MemoryInfo;
-        attribute(attribute: Attribute) -> u64;
-        reserve(bytes: u64, alignment: u64) -> DevicePtr;
-        unreserve(ptr: DevicePtr, bytes: u64) -> ();
-        create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical;
-        release_physical(physical: RawPhysical) -> ();
-        map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> ();
-        set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> ();
-        host_alloc(bytes: usize) -> HostPtr;
-        host_access(ptr: HostPtr, bytes: usize, kind: AccessKind) -> ();
-        create_stream(flags: StreamFlags) -> RawStream;
-        destroy_stream(stream: RawStream) -> ();
-        create_event(timing: bool) -> RawEvent;
-        wait(stream: RawStream, event: RawEvent) -> ();
-        copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
-        memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
-        begin_capture(stream: RawStream) -> ();
-        end_capture(stream: RawStream) -> RawGraph;
-        launch_graph(graph: RawGraph, stream: RawStream) -> ();
-        destroy_graph(graph: RawGraph) -> ();
-        load_module(ptx: &str) -> RawModule;
-        unload_module(module: RawModule) -> ();
-        capture_status(stream: RawStream) -> CaptureStatus;
-        stream_id(stream: RawStream) -> Option<u64>;
-        pool_usage() -> PoolUsage;
-        trim_pool(keep: u64) -> ();
-        trim_graph_memory() -> ();
-        can_access_peer(peer: u32) -> bool;
+    // The simulator answers `wait_peer` at once, whatever the peer's position is: only what the host learns lags.
+    crate::forward_calls! {
+        info as_any capturing_streams adopt_stream release_stream host_access checks
+        memory_info attribute reserve unreserve create_physical release_physical map set_access
+        host_alloc host_free host_register create_stream destroy_stream stream_id create_event wait wait_peer
+        copy_to_device copy_to_host copy_on_device copy_peer copy_2d copy_batch memset load_module unload_module launch
+        begin_capture capture_status end_capture launch_graph destroy_graph
+        pool_usage trim_pool trim_graph_memory can_access_peer
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
@@ -172,49 +122,10 @@ impl Driver for Lagging {
         self.inner.synchronize()
     }
 
-    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about `src` is passed on unchanged.
-        unsafe { self.inner.copy_to_device(dst, src, bytes, stream) }
-    }
-
-    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about `dst` is passed on unchanged.
-        unsafe { self.inner.copy_to_host(dst, src, bytes, stream) }
-    }
-
-    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
-        // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.inner.host_register(ptr, bytes) }
-    }
-
-    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
-        // SAFETY: the caller's promise about the memory is passed on unchanged.
-        unsafe { self.inner.host_free(ptr) }
-    }
-
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         self.wait_for(self.now());
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         unsafe { self.inner.host_unregister(ptr) }
-    }
-
-    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about host memory is passed on unchanged.
-        unsafe { self.inner.copy_2d(copy, stream) }
-    }
-
-    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about host memory is passed on unchanged.
-        unsafe { self.inner.copy_batch(copies, stream) }
-    }
-
-    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about the kernel is passed on unchanged.
-        unsafe { self.inner.launch(launch, stream) }
-    }
-
-    fn checks(&self) -> Option<Arc<Checks>> {
-        self.inner.checks()
     }
 
     fn take_violation(&self) -> Option<String> {

@@ -12,70 +12,16 @@ use aquifer_device::{
 
 use super::{ADDRESSES_FOR_MEMORY, Physical, ROUNDING, Rationed, RationedMapping};
 
-/// Methods that only enter and are passed on.
-macro_rules! pass_on {
-    ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
-        fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            self.enter(Operation::$operation)?.$method($($arg),*)
-        }
-    )*};
-}
-
 impl Driver for Rationed {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    fn as_any(&self) -> Option<&dyn Any> {
-        self.gpu.as_any()
-    }
-
-    fn capturing_streams(&self) -> Arc<CapturingStreams> {
-        self.gpu.capturing_streams()
-    }
-
-    fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.enter(Operation::Wait)?.wait_peer(stream, peer, event)
-    }
-
-    fn copy_peer(
-        &self,
-        dst: DevicePtr,
-        peer: &dyn Driver,
-        src: DevicePtr,
-        bytes: u64,
-        stream: RawStream,
-    ) -> Result<()> {
-        self.enter(Operation::CopyPeer)?.copy_peer(dst, peer, src, bytes, stream)
-    }
-
-    pass_on! {
-        SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
-        QueryStream => query_stream(stream: RawStream) -> bool;
-        Record => record(event: RawEvent, stream: RawStream) -> ();
-        Wait => wait(stream: RawStream, event: RawEvent) -> ();
-        QueryEvent => query_event(event: RawEvent) -> bool;
-        SynchronizeEvent => synchronize_event(event: RawEvent) -> ();
-        ElapsedTime => elapsed_ms(start: RawEvent, end: RawEvent) -> f64;
-        Synchronize => synchronize() -> ();
-        CopyOnDevice => copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> ();
-        Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
-        LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
-        CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
-        StreamId => stream_id(stream: RawStream) -> Option<u64>;
-        PoolUsage => pool_usage() -> PoolUsage;
-        TrimPool => trim_pool(keep: u64) -> ();
-        TrimGraphMemory => trim_graph_memory() -> ();
-        CanAccessPeer => can_access_peer(peer: u32) -> bool;
-    }
-
-    unsafe fn adopt_stream(&self, stream: RawStream) {
-        // SAFETY: the caller's promise about the stream is passed on unchanged.
-        unsafe { self.gpu.adopt_stream(stream) }
-    }
-
-    fn release_stream(&self, stream: RawStream) {
-        self.gpu.release_stream(stream);
+    aquifer_device::forward_calls! {
+        as_any capturing_streams adopt_stream release_stream host_access
+        synchronize_stream query_stream stream_id record wait wait_peer query_event synchronize_event elapsed_ms
+        synchronize copy_to_device copy_to_host copy_on_device copy_peer copy_2d copy_batch memset launch
+        capture_status launch_graph pool_usage trim_pool trim_graph_memory can_access_peer
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u64> {
@@ -307,20 +253,6 @@ impl Driver for Rationed {
         )
     }
 
-    fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
-        self.gpu.host_access(ptr, bytes, kind)
-    }
-
-    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about `src` is passed on unchanged.
-        unsafe { self.enter(Operation::CopyToDevice)?.copy_to_device(dst, src, bytes, stream) }
-    }
-
-    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about `dst` is passed on unchanged.
-        unsafe { self.enter(Operation::CopyToHost)?.copy_to_host(dst, src, bytes, stream) }
-    }
-
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         let register = |below: &dyn Driver| unsafe { below.host_register(ptr, bytes) };
@@ -339,20 +271,5 @@ impl Driver for Rationed {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         let unregister = |below: &dyn Driver| unsafe { below.host_unregister(ptr) };
         self.end(Operation::HostUnregister, |left| &mut left.registered, ptr, unregister)
-    }
-
-    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about host memory is passed on unchanged.
-        unsafe { self.enter(Operation::Copy2d)?.copy_2d(copy, stream) }
-    }
-
-    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about host memory is passed on unchanged.
-        unsafe { self.enter(Operation::CopyBatch)?.copy_batch(copies, stream) }
-    }
-
-    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
-        // SAFETY: the caller's promise about the kernel is passed on unchanged.
-        unsafe { self.enter(Operation::Launch)?.launch(launch, stream) }
     }
 }

@@ -177,6 +177,11 @@ impl Rationed {
         }
     }
 
+    /// Makes a call that changes nothing about the ration.
+    fn call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
+        make(self.enter(operation)?)
+    }
+
     /// Bytes of the ration that are left.
     fn left(&self, state: &State) -> u64 {
         self.info.total_bytes.saturating_sub(state.other).saturating_sub(state.used)
