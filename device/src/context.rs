@@ -2,11 +2,12 @@
 //!
 //! Invariants:
 //! * An event in `idle` is complete and referenced by nobody (invariant T3: events are recycled only when complete).
-//! * Dropping an event makes no driver call: events that cannot be recycled become orphans (`orphans.rs`).
+//! * Dropping an event makes no driver call: events that cannot be recycled go to the queue of deferred releases (`release.rs`).
 //!
 //! The lock of the list of timelines is a leaf, and the queues are lock-free, so a context can be used under any lock. Only the lock of
 //! adoptions comes before those of timelines; no code of callers runs under it.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -15,16 +16,15 @@ use crossbeam_queue::SegQueue;
 
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
-use crate::deferred::{self, Deferred};
 use crate::driver::{DevicePtr, Driver, DriverKind, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
-use crate::orphans::Orphans;
+use crate::release::{Effort, ReleaseQueue};
 use crate::sim::thread::Caller;
 use crate::sim::{CalledFrom, Checks};
 use crate::sync::Mutex;
-use crate::timeline::Timeline;
+use crate::unfinished;
 use crate::waits::Waits;
 
 /// State shared by a device, its streams and their timelines.
@@ -39,7 +39,8 @@ pub(crate) struct Context {
     pub(crate) device_id: u32,
     next_stream: AtomicU32,
     idle: SegQueue<RawEvent>,
-    pub(crate) orphans: Arc<Orphans>,
+    /// Objects that go back to the driver later.
+    pub(crate) releases: Arc<ReleaseQueue>,
     pub(crate) events_recorded: AtomicU64,
     pub(crate) waits_inserted: AtomicU64,
     /// The capturing streams of all drivers that share the driver's context.
@@ -52,10 +53,19 @@ pub(crate) struct Context {
     pub(crate) adopting: Mutex<()>,
 }
 
+/// A timeline, which learns from waits for the device (T1).
+pub(crate) trait Waited: fmt::Debug + Send + Sync {
+    /// Raises the counter before the host waits for all work. Returns the value for [`Waited::mark_done`] after the wait.
+    fn begin_wait(&self) -> u64;
+
+    /// Ticks below this are done.
+    fn mark_done(&self, covers: u64);
+}
+
 /// Timelines, and some that are gone.
 #[derive(Debug, Default)]
 struct Timelines {
-    known: Vec<Weak<Timeline>>,
+    known: Vec<Weak<dyn Waited>>,
     /// How many were left when those that are gone were last forgotten. That is done once there are twice as many.
     left: usize,
 }
@@ -70,7 +80,7 @@ impl Context {
         let capturing = driver.capturing_streams();
         let (is_simulated, checks) = (driver.info().kind == DriverKind::Simulated, driver.checks());
         let driver = Arc::new(Counted::new(driver));
-        let orphans = Orphans::new(driver.clone(), capturing.clone());
+        let releases = ReleaseQueue::new(driver.clone(), capturing.clone());
         Arc::new(Context {
             driver,
             is_simulated,
@@ -78,7 +88,7 @@ impl Context {
             device_id,
             next_stream: AtomicU32::new(0),
             idle: SegQueue::new(),
-            orphans,
+            releases,
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
             capturing,
@@ -99,7 +109,7 @@ impl Context {
         self.next_stream.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// What the driver calls a stream that somebody else owns, if it tells.
+    /// The driver's number of a stream, if it has one.
     pub(crate) fn stream_identity(&self, raw: RawStream) -> Option<u64> {
         let identity = self.driver.stream_id(raw);
         identity.inspect_err(|error| tracing::debug!(%error, "the driver does not identify an adopted stream")).ok()?
@@ -116,7 +126,7 @@ impl Context {
 
     /// Records an event on `stream`. Reuses an idle event if there is one.
     pub(crate) fn record(self: &Arc<Self>, stream: RawStream) -> Result<Arc<PooledEvent>> {
-        self.orphans.destroy_events();
+        self.releases.destroy_events();
         let raw = match self.idle.pop() {
             Some(raw) => raw,
             None => self.driver.create_event(false)?,
@@ -134,13 +144,13 @@ impl Context {
         if self.device_id == owner.device_id {
             self.driver.wait(stream, event)
         } else {
-            self.heard_of_peer(owner, self.driver.wait_peer(stream, &*owner.driver, event))
+            self.complete_with_peer(owner, self.driver.wait_peer(stream, &*owner.driver, event))
         }
     }
 
     /// Completes the result of a call that involved a peer: if the peer is the device that is lost, the error says so, and names the error
     /// by which it was lost.
-    pub(crate) fn heard_of_peer<T>(&self, peer: &Context, answer: Result<T>) -> Result<T> {
+    pub(crate) fn complete_with_peer<T>(&self, peer: &Context, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let is_peers = error.is_device_lost() && self.driver.lost().is_none() && peer.driver.is_lost();
             match (is_peers, peer.driver.lost()) {
@@ -159,9 +169,27 @@ impl Context {
         self.capturing.any()
     }
 
-    /// Holds captures off while the result lives. `None` while a stream captures. Captures that nobody holds are ended first.
+    /// Holds captures off while the result lives. `None` while a stream captures. Captures that were dropped and could not be ended are
+    /// tried again first.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
-        deferred::hold_off(&self.capturing)
+        self.capturing.hold_off().or_else(|| {
+            unfinished::finish_all();
+            self.capturing.hold_off()
+        })
+    }
+
+    /// Releases objects of the queue. Returns how many bytes of page-locked memory were released.
+    pub(crate) fn settle(&self, effort: Effort) -> u64 {
+        if fork::is_child() || (effort != Effort::Waiting && !self.releases.any()) {
+            return 0;
+        }
+        let held_off = self.hold_off();
+        let wait = held_off.as_ref().map(|held_off| || self.wait_for_all(held_off));
+        let settled = self.releases.settle(effort, wait.as_ref().map(|wait| wait as &dyn Fn() -> Result<()>));
+        drop(held_off);
+        // Runs code of callers.
+        drop(settled.owners);
+        settled.host_bytes
     }
 
     /// Waits on the host until the device is idle; refused while a stream captures, because that would break the capture.
@@ -177,7 +205,7 @@ impl Context {
     /// As [`Context::synchronize`], while the caller holds captures off.
     pub(crate) fn wait_for_all(&self, _: &HeldOff<'_>) -> Result<()> {
         let wait = self.waits.begin();
-        let timelines: Vec<Arc<Timeline>> = self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect();
+        let timelines: Vec<Arc<dyn Waited>> = self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect();
         let reached: Vec<u64> = timelines.iter().map(|timeline| timeline.begin_wait()).collect();
         self.driver.synchronize()?;
         timelines.iter().zip(reached).for_each(|(timeline, reached)| timeline.mark_done(reached));
@@ -186,14 +214,14 @@ impl Context {
     }
 
     /// Registers a stream's timeline, so that it is updated when the host has waited for the device.
-    pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
+    pub(crate) fn register(&self, timeline: Weak<dyn Waited>) {
         let mut timelines = self.timelines.lock();
         let Timelines { known, left } = &mut *timelines;
         if known.len() > 2 * *left {
             known.retain(|known| known.strong_count() > 0);
             *left = known.len();
         }
-        known.push(Arc::downgrade(timeline));
+        known.push(timeline);
     }
 
     /// Frees plain memory; refused while a stream captures, because the driver waits for the device first.
@@ -223,9 +251,9 @@ impl Drop for Context {
             return;
         }
         while let Some(raw) = self.idle.pop() {
-            self.orphans.add_event(raw);
+            self.releases.add_event(raw);
         }
-        deferred::finish_or_keep(Deferred::Orphans(self.orphans.clone()));
+        unfinished::finish_or_keep(self.releases.clone());
         DeviceLabel::close(self.device_id);
     }
 }
@@ -271,7 +299,7 @@ impl Drop for PooledEvent {
         if *self.complete.get_mut() {
             self.context.idle.push(self.raw);
         } else {
-            self.context.orphans.add_event(self.raw);
+            self.context.releases.add_event(self.raw);
         }
     }
 }

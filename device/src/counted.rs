@@ -1,12 +1,9 @@
-//! A driver that counts the calls made to another one, and remembers the first answer that says that the device is
-//! lost.
-//!
-//! Every device is driven through one of these, so tests can assert how many driver calls something costs, and errors
-//! name the device and can say what it was lost by.
+//! The driver in front of every device's own: it counts calls, and completes errors with the device's name and the error by
+//! which the device was lost.
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
@@ -18,7 +15,6 @@ use crate::error::{DeviceError, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
 use crate::launch::{AccessKind, Launch};
-use crate::lost::Lost;
 use crate::physical::PhysicalOptions;
 use crate::sim::Checks;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -65,7 +61,8 @@ impl fmt::Debug for CallCounts {
 pub(crate) struct Counted {
     inner: Arc<dyn Driver>,
     calls: Vec<AtomicU64>,
-    lost: Lost,
+    /// The first error that reported the device as lost.
+    lost: OnceLock<DeviceError>,
     label: DeviceLabel,
 }
 
@@ -73,7 +70,7 @@ impl Counted {
     pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
         let (calls, label) =
             (Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), DeviceLabel::from(inner.info()));
-        Counted { inner, calls, lost: Lost::default(), label }
+        Counted { inner, calls, lost: OnceLock::new(), label }
     }
 
     pub(crate) fn counts(&self) -> CallCounts {
@@ -86,7 +83,7 @@ impl Counted {
 
     fn call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
         let answer = self.count(operation, make)?;
-        self.heard(answer)
+        self.complete(answer)
     }
 
     /// Counts a call and makes it.
@@ -96,34 +93,45 @@ impl Counted {
         Ok(make(&*self.inner))
     }
 
-    /// What a call was answered; errors name the device and, where it is lost, what it was lost by.
+    /// Completes the result of a call: errors name the device and, if it is lost, the error by which it was lost.
     #[inline]
-    pub(crate) fn heard<T>(&self, answer: Result<T>) -> Result<T> {
+    pub(crate) fn complete<T>(&self, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let error = error.of_device(&self.label);
             if error.is_device_lost() { self.note_lost(error) } else { error }
         })
     }
 
-    /// The same of a call in which a peer took part, which may be the one that is lost.
-    fn heard_of_two<T>(&self, answer: Result<T>) -> Result<T> {
+    /// As [`Counted::complete`], for a call with a peer, which may be the device that is lost.
+    fn complete_with_peer<T>(&self, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let error = error.of_device(&self.label);
             if error.is_device_lost() && self.is_lost() { self.note_lost(error) } else { error }
         })
     }
 
-    /// The first error that said that the device is lost, if any did.
+    /// The first error that reported the device as lost, if any did.
     pub(crate) fn lost(&self) -> Option<&DeviceError> {
-        self.lost.first()
+        self.lost.get()
     }
 
-    /// Takes an error for one of this device, which is lost.
+    /// Remembers an error of this device, which is lost, if it is the first. A later one then names the first, which says most: the
+    /// driver reports failed work at the first call afterwards, and at all calls from then on.
+    #[cold]
     pub(crate) fn note_lost(&self, error: DeviceError) -> DeviceError {
-        self.lost.note(error, self.inner.info())
+        let mut is_first = false;
+        let first = self.lost.get_or_init(|| {
+            is_first = true;
+            error.clone()
+        });
+        if is_first {
+            return error;
+        }
+        let (label, operation, code) = (&self.label, first.operation, first.code.name());
+        error.with_more(format_args!("{label} was lost before: {operation} reported {code}"))
     }
 
-    /// Whether the device is lost. Asks the driver where nobody heard so yet; the call is not counted, for it is made
+    /// Whether the device is lost. Asks the driver if no error reported it yet. That call is not counted, because it is made
     /// only after one that failed.
     pub(crate) fn is_lost(&self) -> bool {
         self.lost().is_some() || self.inner.memory_info().is_err_and(|error| error.is_device_lost())
@@ -158,11 +166,11 @@ impl Driver for Counted {
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
         fork::check(Operation::CopyToHost)?;
-        self.heard(self.inner.host_access(ptr, bytes, kind))
+        self.complete(self.inner.host_access(ptr, bytes, kind))
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.heard_of_two(self.count(Operation::Wait, |below| below.wait_peer(stream, peer, event))?)
+        self.complete_with_peer(self.count(Operation::Wait, |below| below.wait_peer(stream, peer, event))?)
     }
 
     fn copy_peer(
@@ -173,6 +181,8 @@ impl Driver for Counted {
         bytes: u64,
         stream: RawStream,
     ) -> Result<()> {
-        self.heard_of_two(self.count(Operation::CopyPeer, |below| below.copy_peer(dst, peer, src, bytes, stream))?)
+        self.complete_with_peer(
+            self.count(Operation::CopyPeer, |below| below.copy_peer(dst, peer, src, bytes, stream))?,
+        )
     }
 }

@@ -1,7 +1,6 @@
 //! The handle of a device.
 
 use std::any::Any;
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
@@ -13,7 +12,6 @@ use crate::fork::Mutex;
 
 use crate::context::Context;
 use crate::counted::CallCounts;
-use crate::deferred::{self, Deferred};
 use crate::driver::{
     DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, RawModule, RawPhysical, RawStream, StreamFlags,
 };
@@ -22,12 +20,12 @@ use crate::event::Event;
 use crate::external::ExternalStream;
 use crate::fork;
 use crate::label::DeviceLabel;
-use crate::left::{Left, LeftMemory};
-use crate::orphans::{Orphan, Reservation};
+use crate::release::{Effort, HostMemory, Object, Reservation};
 use crate::sim::{CalledFrom, Checks};
 use crate::stream::Stream;
 use crate::streams::Streams;
-use crate::timeline::{Owner, Retired, StreamKind, Tick, Timeline};
+use crate::timeline::{Owner, ReusableTimelines, StreamKind, Tick, Timeline};
+use crate::unfinished;
 use crate::waits::WaitMark;
 
 /// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same
@@ -51,12 +49,10 @@ pub struct Device(Arc<Inner>);
 pub(crate) struct Inner {
     context: Arc<Context>,
     default_stream: Stream,
-    /// The per-thread default stream of each running thread that has used it.
-    per_thread: Mutex<HashMap<ThreadId, Stream>>,
+    /// The per-thread default stream of each thread that has used it.
+    per_thread: Mutex<HashMap<ThreadId, ThreadStream>>,
     /// Timelines of streams that are gone.
-    retired: Arc<Retired>,
-    /// Page-locked memory to be given back later.
-    left: LeftMemory,
+    reusable: Arc<ReusableTimelines>,
     /// Its streams by the driver's handle, and those that it adopted.
     streams: Streams,
     /// Why [`Device::best`] chose the device.
@@ -68,10 +64,31 @@ impl Drop for Inner {
         if fork::is_child() {
             return;
         }
-        self.left.leave_to(&self.context);
-        deferred::finish_or_keep(Deferred::Streams(self.retired.clone()));
+        self.context.releases.forget_uses();
     }
 }
+
+/// A thread's default stream, and a sign that the thread runs.
+struct ThreadStream {
+    stream: Stream,
+    runs: Weak<()>,
+}
+
+impl ThreadStream {
+    /// True if the thread has ended. Its timeline can serve another stream once no handle of this one is left.
+    fn has_ended(&self) -> bool {
+        self.runs.strong_count() == 0
+    }
+}
+
+thread_local! {
+    /// Dropped when the thread ends.
+    static RUNS: Arc<()> = Arc::default();
+}
+
+/// Number of ended threads from which on events are recorded for them. Every blocking stream waits for such an event, so they are recorded
+/// for several threads at a time.
+const ENDED_THREADS: usize = 16;
 
 /// Number of events and waits that timelines have cost so far, without events created by users.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,7 +103,7 @@ pub struct TimelineCounts {
 impl Device {
     /// Makes a new device driven by `driver`. A GPU that [`Device::open`] opened is another device, with streams of its own.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
-        deferred::settle();
+        unfinished::finish_all();
         Device::of_driver(driver)
     }
 
@@ -99,8 +116,7 @@ impl Device {
             context,
             default_stream,
             per_thread: Mutex::default(),
-            retired: Arc::default(),
-            left: LeftMemory::default(),
+            reusable: Arc::default(),
             streams: Streams::default(),
             choice: OnceLock::new(),
         }))
@@ -229,17 +245,46 @@ impl Device {
     /// The default stream of the calling thread: one stream for each thread, as with CUDA's per-thread default stream.
     pub fn per_thread_stream(&self) -> Stream {
         let thread = std::thread::current().id();
-        if let Some(stream) = self.0.per_thread.lock().get(&thread) {
-            return stream.clone();
+        if let Some(known) = self.0.per_thread.lock().get(&thread) {
+            return known.stream.clone();
         }
-        forget_at_exit(Arc::downgrade(&self.0));
-        self.0.retired.close_ended();
+        self.close_streams_of_ended_threads();
+        // Where the thread is ending already, it is as if it had.
+        let runs = RUNS.try_with(Arc::downgrade).unwrap_or_default();
         let (context, owner) = (&self.0.context, Some(Owner::this_thread()));
         let new = || Timeline::new(context.clone(), RawStream::PER_THREAD, StreamKind::Blocking, owner);
-        let timeline = self.0.retired.reopen(RawStream::PER_THREAD, StreamKind::Blocking, owner).unwrap_or_else(new);
-        let stream = Stream::new(context.clone(), timeline, Some(&self.0.retired));
-        self.0.per_thread.lock().insert(thread, stream.clone());
+        let timeline = self.0.reusable.reopen(RawStream::PER_THREAD, StreamKind::Blocking, owner).unwrap_or_else(new);
+        let stream = Stream::new(context.clone(), timeline, None);
+        self.0.per_thread.lock().insert(thread, ThreadStream { stream: stream.clone(), runs });
         stream
+    }
+
+    /// Records the last events of ended threads' default streams, if there are several, so that their numbers can serve other streams.
+    /// Those that fail are tried again later.
+    fn close_streams_of_ended_threads(&self) {
+        let is_over = |ended: &ThreadStream| ended.has_ended() && ended.stream.is_last_handle();
+        let mut threads = self.0.per_thread.lock();
+        if threads.values().filter(|thread| is_over(thread)).count() < ENDED_THREADS {
+            return;
+        }
+        let ended: Vec<_> = threads.extract_if(|_, thread| is_over(thread)).collect();
+        drop(threads);
+        for (id, ended) in ended {
+            match ended.stream.timeline().close() {
+                Ok(()) => self.0.reusable.add(ended.stream.timeline().clone()),
+                Err(error) => {
+                    tracing::debug!(%error, "an ended thread's last event could not be recorded yet");
+                    self.0.per_thread.lock().insert(id, ended);
+                }
+            }
+        }
+    }
+
+    /// Gives up captures of ended threads' default streams, which no call can end any more.
+    fn give_up_captures_of_ended_threads(&self) {
+        let captures = |ended: &ThreadStream| ended.has_ended().then(|| ended.stream.timeline().capture()).flatten();
+        let captures: Vec<_> = self.0.per_thread.lock().values().filter_map(captures).collect();
+        captures.iter().for_each(|capture| capture.give_up());
     }
 
     /// Creates a stream that does not synchronise with the legacy default stream.
@@ -257,13 +302,12 @@ impl Device {
     pub fn stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         fork::check(Operation::CreateStream)?;
         let context = &self.0.context;
-        self.0.retired.destroy_left();
         let raw = context.driver.create_stream(flags)?;
         let kind = if flags.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };
         let new = || Timeline::new(context.clone(), raw, kind, None);
-        let timeline = self.0.retired.reopen(raw, kind, None).unwrap_or_else(new);
-        let stream = Stream::new(context.clone(), timeline, Some(&self.0.retired));
-        self.know(&stream, None, None);
+        let timeline = self.0.reusable.reopen(raw, kind, None).unwrap_or_else(new);
+        let stream = Stream::new(context.clone(), timeline, Some(&self.0.reusable));
+        self.0.streams.insert(&stream, None, None).into_iter().for_each(|external| self.note_destroyed(external));
         Ok(stream)
     }
 
@@ -301,28 +345,23 @@ impl Device {
         Ok(unsafe { self.find_or_adopt(raw, true) }.0)
     }
 
-    /// Lets a stream go that [`Device::stream_from_raw`] adopted, before its owner destroys it. Its ticks stay answerable; calls on handles of
-    /// it fail from now on, unless it is adopted again. Does nothing for other streams.
+    /// Releases a stream that [`Device::stream_from_raw`] adopted, before its owner destroys it. Its ticks stay answerable; calls on handles
+    /// of it fail from now on. Does nothing for other streams.
     ///
     /// # Errors
     /// As those of [`ExternalStream::release`]: the stream stays adopted while it captures.
     pub fn forget_stream(&self, raw: RawStream) -> Result<()> {
         fork::check(Operation::StreamId)?;
-        let Some(stream) = self.0.streams.kept(raw) else { return Ok(()) };
-        ExternalStream::refuse_captures(&stream)?;
-        match self.0.streams.take_kept(raw, |kept| kept.is(&stream)) {
-            Some(mut external) => external.let_go(),
-            None => {
-                // Another thread released it. It may be adopted again.
-                stream.timeline().let_captures_begin(true);
-                Ok(())
-            }
+        let Some(mut external) = self.0.streams.take_kept(raw) else { return Ok(()) };
+        let released = external.release();
+        if external.stream().timeline().is_open() {
+            self.0.streams.put_back(external);
         }
+        released
     }
 
     /// Adopts a stream that another library owns until the result is released or dropped, so that ticks can be taken on it and waited for.
-    /// A stream that was adopted before and released is the same stream again, with the same number, where the driver can tell
-    /// ([`Driver::stream_id`]).
+    /// A stream that was adopted before and released gets another number.
     ///
     /// If the device has the stream already, because it was created here, is a default stream, or is adopted, this returns that stream, and
     /// releasing the result does nothing. Where several libraries use one stream, use [`Device::stream_from_raw`].
@@ -349,47 +388,35 @@ impl Device {
         if let Some(stream) = self.known(raw) {
             return (stream, None);
         }
-        let destroyed = self.0.streams.take_kept(raw, |_| true);
+        let destroyed = self.0.streams.take_kept(raw);
+        let context = &self.0.context;
         // SAFETY: passed on to the caller.
-        let external = unsafe { self.adopt(raw) };
-        let (stream, identity) = (external.stream().clone(), external.identity());
+        unsafe { context.driver.adopt_stream(raw) };
+        let (identity, kind) = (context.stream_identity(raw), StreamKind::of_unknown(raw));
+        let timeline = self.0.reusable.reopen(raw, kind, None);
+        let timeline = timeline.unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, None));
+        let stream = Stream::new(context.clone(), timeline, None);
+        let external = ExternalStream::new(stream.clone());
         let (kept, given) = if keeps { (Some(external), None) } else { (None, Some(external)) };
-        self.know(&stream, identity, kept);
+        let replaced = self.0.streams.insert(&stream, identity, kept);
         drop(adopting);
         // After the lock, because giving up a capture runs code of callers.
-        destroyed.into_iter().for_each(ExternalStream::note_destroyed);
+        destroyed.into_iter().chain(replaced).for_each(|external| self.note_destroyed(external));
         (stream, given)
+    }
+
+    /// Lets the timeline of a stream that its owner destroyed without forgetting it serve a later one.
+    fn note_destroyed(&self, external: ExternalStream) {
+        let timeline = external.note_destroyed();
+        if !timeline.is_capturing() {
+            self.0.reusable.add(timeline);
+        }
     }
 
     /// The stream with this handle that the device has already.
     fn known(&self, raw: RawStream) -> Option<Stream> {
         let (stream, identity) = self.0.streams.find(raw)?;
         identity.is_none_or(|identity| self.0.context.is_same_stream(raw, identity)).then_some(stream)
-    }
-
-    /// Lets a stream be found by its handle.
-    fn know(&self, stream: &Stream, identity: Option<u64>, kept: Option<ExternalStream>) {
-        let destroyed = self.0.streams.insert(stream, identity, kept);
-        destroyed.into_iter().for_each(ExternalStream::note_destroyed);
-    }
-
-    /// Adopts a stream that the device does not have.
-    ///
-    /// # Safety
-    /// `raw` must be a live stream of this device until the result is released or dropped.
-    unsafe fn adopt(&self, raw: RawStream) -> ExternalStream {
-        let context = &self.0.context;
-        // SAFETY: passed on to the caller.
-        unsafe { context.driver.adopt_stream(raw) };
-        // A stream of its own for each adoption would give each a number, which allocators keep something for.
-        let (retired, kind) = (&self.0.retired, StreamKind::of_unknown(raw));
-        let identity = context.stream_identity(raw);
-        let timeline = identity
-            .and_then(|identity| retired.readopt(raw, identity))
-            .or_else(|| retired.reopen(raw, kind, None))
-            .unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, None));
-        let stream = Stream::new(context.clone(), timeline, None);
-        ExternalStream::new(stream, identity.map(|identity| (identity, Arc::downgrade(retired))))
     }
 
     /// The default stream that a handle stands for.
@@ -444,7 +471,7 @@ impl Device {
         let _place = self.called_from(Location::caller());
         self.settle_unused();
         match self.0.context.driver.alloc(bytes) {
-            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.orphans.any() => {
+            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.releases.any() => {
                 self.settle();
                 self.0.context.driver.alloc(bytes)
             }
@@ -474,25 +501,25 @@ impl Device {
     /// Leaves a plain driver allocation to the device, to be freed at the next [`Device::settle`], at a [`Device::alloc`] that lacks
     /// memory, or when the last handle of the device is dropped. Makes no driver call, so it can be used in destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
-        self.0.context.orphans.add(Orphan::Allocation(ptr));
+        self.0.context.releases.add(Object::Allocation(ptr));
     }
 
     /// Leaves reserved addresses, and the memory mapped there, to the device, to be given back when memory of [`Device::free_later`] is.
     /// That waits for the device, unless nothing is mapped there. Makes no driver call.
     pub fn unreserve_later(&self, reservation: Reservation) {
-        self.0.context.orphans.add(Orphan::Reservation(reservation));
+        self.0.context.releases.add(Object::Reservation(reservation));
     }
 
     /// Leaves physical memory that is mapped nowhere to the device, to be released when memory of [`Device::free_later`] is freed. Makes no
     /// driver call.
     pub fn release_later(&self, physical: RawPhysical) {
-        self.0.context.orphans.add(Orphan::Physical(physical));
+        self.0.context.releases.add(Object::Physical(physical));
     }
 
     /// Leaves a module of kernels to the device, to be unloaded when memory of [`Device::free_later`] is freed. That waits for the device.
     /// Makes no driver call.
     pub fn unload_later(&self, module: RawModule) {
-        self.0.context.orphans.add(Orphan::Module(module));
+        self.0.context.releases.add(Object::Module(module));
     }
 
     /// Leaves page-locked memory of [`Driver::host_alloc`] to the device, to be freed once its last `uses` are known to be done: at the
@@ -513,8 +540,8 @@ impl Device {
     /// of this device, and one of its allocations starts at `ptr`, which nothing else frees.
     pub unsafe fn host_free_later(&self, ptr: HostPtr, bytes: u64, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
-        let memory = unsafe { Left::new(ptr, None) };
-        self.0.left.add(memory, bytes, uses);
+        let memory = unsafe { HostMemory::new(ptr, bytes, None, Box::new(uses)) };
+        self.0.context.releases.add(Object::Host(memory));
     }
 
     /// Leaves registered memory to the device, to be unregistered ([`Driver::host_unregister`]) when [`Device::host_free_later`] would free
@@ -527,20 +554,20 @@ impl Device {
     /// ticks are of this device, and memory registered with it starts at `ptr`, which nothing else unregisters.
     pub unsafe fn host_unregister_later(&self, ptr: HostPtr, bytes: u64, owner: Box<dyn Any + Send>, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
-        let memory = unsafe { Left::new(ptr, Some(owner)) };
-        self.0.left.add(memory, bytes, uses);
+        let memory = unsafe { HostMemory::new(ptr, bytes, Some(owner), Box::new(uses)) };
+        self.0.context.releases.add(Object::Host(memory));
     }
 
     /// Asks the driver how far streams got, and gives back page-locked memory of [`Device::host_free_later`] whose uses are done, and
     /// registered memory if there is much of it. Does nothing while a stream captures. Returns how many bytes went back.
     #[doc(hidden)]
     pub fn settle_host(&self) -> u64 {
-        self.0.left.free_done(&self.0.context)
+        self.0.context.settle(Effort::MuchAtATime)
     }
 
     /// As [`Device::settle_host`], for all such memory. Waits for the device if it may still use some of it.
     pub fn wait_and_settle_host(&self) -> u64 {
-        self.0.left.free_all(&self.0.context)
+        self.0.context.settle(Effort::Waiting)
     }
 
     /// True if any of the device's streams captures. Calls that wait for the device would break the capture.
@@ -554,17 +581,15 @@ impl Device {
         if fork::is_child() {
             return;
         }
-        deferred::settle();
-        self.0.retired.destroy_left();
-        self.0.left.free_all(&self.0.context);
-        self.0.context.orphans.free();
+        self.give_up_captures_of_ended_threads();
+        unfinished::finish_all();
+        self.0.context.settle(Effort::Waiting);
     }
 
     /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits for nothing.
     #[doc(hidden)]
     pub fn settle_unused(&self) {
-        self.0.left.free_allocated(&self.0.context);
-        self.0.context.orphans.free_unused();
+        self.0.context.settle(Effort::WithoutWaiting);
     }
 }
 
@@ -584,53 +609,5 @@ impl Device {
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("id", &self.id()).field("name", &self.info().name).finish_non_exhaustive()
-    }
-}
-
-/// The devices whose default stream for this thread goes when the thread exits.
-struct AtExit(RefCell<Vec<Weak<Inner>>>);
-
-impl Drop for AtExit {
-    fn drop(&mut self) {
-        if fork::is_child() {
-            return std::mem::forget(std::mem::take(self.0.get_mut()));
-        }
-        for device in self.0.get_mut().drain(..).filter_map(|device| device.upgrade()) {
-            let stream = device.per_thread.lock().remove(&std::thread::current().id());
-            drop(stream);
-            // For the case that the device's other handles were dropped meanwhile. A thread that ends makes no driver call.
-            Arc::into_inner(device).into_iter().for_each(|device| deferred::keep(Deferred::Device(Box::new(device))));
-        }
-    }
-}
-
-thread_local! {
-    static AT_EXIT: AtExit = const { AtExit(RefCell::new(Vec::new())) };
-}
-
-/// Makes the device forget the calling thread's default stream when the thread exits. Its ticks stay answerable: another
-/// thread covers them with an event on the legacy stream.
-fn forget_at_exit(device: Weak<Inner>) {
-    // Fails only while the thread is already exiting; the entry then stays, which costs its memory and nothing else.
-    let _ = AT_EXIT.try_with(|at_exit| {
-        let mut devices = at_exit.0.borrow_mut();
-        // A thread may outlive many devices, and each entry keeps the memory of its device's record.
-        devices.retain(|device| device.strong_count() > 0);
-        devices.push(device);
-    });
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sim::{SimConfig, SimDriver};
-
-    #[test]
-    fn a_thread_keeps_nothing_of_devices_that_are_gone() {
-        for _ in 0..10 {
-            let device = Device::new(SimDriver::new(SimConfig::default()));
-            drop(device.per_thread_stream());
-        }
-        AT_EXIT.with(|at_exit| assert_eq!(at_exit.0.borrow().len(), 1));
     }
 }

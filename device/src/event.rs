@@ -6,7 +6,7 @@ use crate::context::Context;
 use crate::driver::{Driver, RawEvent};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceMismatch;
-use crate::orphans::Orphan;
+use crate::release::Object;
 use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
@@ -108,7 +108,7 @@ impl Event {
                     .with_detail("the event was recorded in a capture, which streams of other devices cannot join"))
             }
             Some(Record { recording: Recording { capture: Some(scope), .. }, .. }) => {
-                timeline.join_capture(scope, wait)
+                timeline.join_capture(scope, stream.keep_alive(), wait)
             }
             Some(Record { timeline: recorded, recording }) => {
                 wait()?;
@@ -122,6 +122,6 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        self.context.orphans.give_back(Orphan::Event(self.raw));
+        self.context.releases.release(Object::Event(self.raw));
     }
 }

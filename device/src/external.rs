@@ -1,40 +1,34 @@
 //! External streams: streams that another library owns.
 
-use std::sync::Weak;
+use std::sync::Arc;
 
-use crate::capture::Capture;
 use crate::driver::CaptureStatus;
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::error::{Operation, Result};
 use crate::fork;
+use crate::release::Object;
 use crate::stream::Stream;
-use crate::timeline::Retired;
+use crate::timeline::Timeline;
 
 /// A stream that another library owns, adopted so that ticks can be taken on it.
 ///
 /// Its owner may enqueue work on it at any time; an event recorded on it covers that work, too. Release it before its owner destroys it.
 /// Dropping this releases the stream, and ends a capture that this library began on it. Memory of the stream that is given back after its
-/// release can be reused by its work if it is adopted again, or by any once the host has waited for the device.
+/// release can be reused once the host has waited for the device. A stream that is adopted again has another number. So adopt a stream
+/// once, or use [`crate::Device::stream_from_raw`], instead of adopting it for each call.
 #[derive(Debug)]
 pub struct ExternalStream {
     stream: Stream,
-    /// The driver's number of the stream, and where its timeline goes on release.
-    identity: Option<(u64, Weak<Retired>)>,
     released: bool,
 }
 
 impl ExternalStream {
-    pub(crate) fn new(stream: Stream, identity: Option<(u64, Weak<Retired>)>) -> ExternalStream {
-        ExternalStream { stream, identity, released: false }
+    pub(crate) fn new(stream: Stream) -> ExternalStream {
+        ExternalStream { stream, released: false }
     }
 
     /// A stream that the device has already, which is not released.
     pub(crate) fn of_device(stream: Stream) -> ExternalStream {
-        ExternalStream { stream, identity: None, released: true }
-    }
-
-    /// The driver's number of the stream, if the driver tells.
-    pub(crate) fn identity(&self) -> Option<u64> {
-        self.identity.as_ref().map(|&(identity, _)| identity)
+        ExternalStream { stream, released: true }
     }
 
     /// The adopted stream.
@@ -43,82 +37,69 @@ impl ExternalStream {
     }
 
     /// Records a last event and releases the stream. The owner may destroy it then: that event still tells whether its ticks are done, and
-    /// calls on clones of the stream fail, unless it is adopted again.
+    /// calls on clones of the stream fail.
     ///
     /// # Errors
     /// When the stream is known to capture, and the driver does not report that the capture is over. The stream then stays adopted, and can
-    /// be released after the capture's end. Errors of the driver: the stream then counts as released all the same
+    /// be released after the capture's end. Errors of the driver: the stream then counts as released all the same,
     /// and waiting for a tick that no event covers waits for the whole device.
     pub fn release(&mut self) -> Result<()> {
         if self.released {
             return Ok(());
         }
         fork::check(Operation::StreamId)?;
-        Self::refuse_captures(&self.stream)?;
-        self.let_go()
-    }
-
-    /// Refuses to release a stream that captures. Otherwise no capture begins on it any more.
-    pub(crate) fn refuse_captures(stream: &Stream) -> Result<()> {
-        // First, so that no capture begins after the check.
-        stream.timeline().let_captures_begin(false);
-        Self::refuse_capture(stream).inspect_err(|_| stream.timeline().let_captures_begin(true))
-    }
-
-    /// Refuses to release a stream that captures, because nobody here could end the capture any more. A capture that its owner ended is
-    /// over.
-    fn refuse_capture(stream: &Stream) -> Result<()> {
-        let Some(scope) = stream.timeline().capture() else { return Ok(()) };
-        let operation = Operation::CaptureStatus;
-        let raw = stream.usable(operation)?;
-        if stream.driver().capture_status(raw)? == CaptureStatus::None {
-            scope.give_up();
-            return Ok(());
+        // A capture that its owner ended is over.
+        if let Some(scope) = self.stream.timeline().capture() {
+            let raw = self.stream.usable(Operation::CaptureStatus)?;
+            if self.stream.driver().capture_status(raw)? == CaptureStatus::None {
+                scope.give_up();
+            }
         }
-        Err(DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED)
-            .of_request("the stream was not released")
-            .with_detail("an adopted stream cannot be released while it captures: end the capture first"))
+        self.close(false)
     }
 
-    /// Releases the stream. Ends a capture that began on it.
-    pub(crate) fn let_go(&mut self) -> Result<()> {
-        self.released = true;
-        self.stream.timeline().let_captures_begin(false);
-        let goes_on = Capture::end_on(&self.stream);
+    /// Releases the stream, and also one that captures if `even_capturing`: no call can end its capture afterwards.
+    fn close(&mut self, even_capturing: bool) -> Result<()> {
+        let timeline = self.stream.timeline();
         let adopting = self.stream.context().adopting.lock();
-        let closed = self.stream.timeline().close_released();
-        self.stream.driver().release_stream(self.stream.raw());
-        if let Some((identity, retired)) = self.identity.take()
-            && let Some(retired) = retired.upgrade()
-        {
-            retired.keep_released(identity, self.stream.timeline().clone());
+        let closed = timeline.close_released(even_capturing);
+        if timeline.is_open() {
+            return closed;
         }
+        self.released = true;
+        self.stream.driver().release_stream(self.stream.raw());
         drop(adopting);
-        // After the lock, because this runs code of callers.
-        goes_on.inspect(|capture| capture.give_up());
         closed
     }
 
-    /// Closes the stream, which its owner destroyed without releasing it. No driver call names its handle any more.
-    pub(crate) fn note_destroyed(mut self) {
+    /// Closes the stream, which its owner destroyed without releasing it. No driver call names its handle any more. Returns the timeline,
+    /// which can serve a later stream.
+    pub(crate) fn note_destroyed(mut self) -> Arc<Timeline> {
         self.released = true;
         let timeline = self.stream.timeline();
         timeline.close_without_event();
         timeline.capture().filter(|scope| scope.began_on(timeline)).into_iter().for_each(|scope| scope.give_up());
-        let retired = self.identity.as_ref().and_then(|(_, retired)| retired.upgrade());
-        if let Some(retired) = retired.filter(|_| !timeline.is_capturing()) {
-            retired.keep(timeline.clone());
-        }
+        timeline.clone()
     }
 }
 
 impl Drop for ExternalStream {
     fn drop(&mut self) {
-        if !fork::is_child()
-            && !self.released
-            && let Err(error) = self.let_go()
-        {
+        if fork::is_child() || self.released {
+            return;
+        }
+        let timeline = self.stream.timeline();
+        let scope = timeline.capture().filter(|scope| scope.began_on(timeline));
+        if let Some(scope) = scope.as_ref().filter(|scope| !scope.launches.is_foreign()) {
+            match scope.end(timeline) {
+                Ok(graph) => self.stream.context().releases.release(Object::Graph(graph)),
+                Err(error) => tracing::warn!(%error, "a capture on an adopted stream could not be ended"),
+            }
+        }
+        if let Err(error) = self.close(true) {
             tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
         }
+        // Once the stream is closed, so that no event is recorded into the capture.
+        scope.inspect(|scope| scope.give_up());
     }
 }

@@ -13,9 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::Result;
-use crate::stream::Stream;
 use crate::sync::Mutex;
-use crate::timeline::Tick;
+use crate::timeline::{Tick, Timeline};
 
 /// The launches of one captured graph, from the beginning of its capture on, and after it was dropped.
 ///
@@ -125,14 +124,14 @@ impl Launches {
     }
 
     /// Calls `launch` to launch the graph on the stream, ordered after all ticks that it comes after, and notes the launch.
-    pub(crate) fn launch(&self, stream: &Stream, launch: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn launch(&self, stream: &Arc<Timeline>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         let orders = self.made.lock().orders.clone();
         let mut lasts: Vec<_> = orders.iter().map(|order| order.last.lock()).collect();
         let before = self.after();
         before
             .iter()
             .chain(lasts.iter().filter_map(|last| last.as_ref()))
-            .try_for_each(|tick| stream.wait_for(tick))?;
+            .try_for_each(|tick| stream.wait_for(&tick.timeline, tick.n))?;
         let launched = launch();
         // Noted even after a failure: part of it may run.
         let tick = stream.tick();
@@ -150,7 +149,7 @@ impl Launches {
         std::mem::take(&mut made.kept)
     }
 
-    /// True if launches are not seen here, because another library captured the graph ([`Stream::announce_capture`]).
+    /// True if launches are not seen here, because another library captured the graph ([`crate::Stream::announce_capture`]).
     pub fn is_foreign(&self) -> bool {
         !self.ours
     }

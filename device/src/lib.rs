@@ -50,7 +50,6 @@ mod copies;
 mod counted;
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
 pub mod cuda;
-mod deferred;
 mod device;
 mod discovery;
 mod driver;
@@ -62,10 +61,9 @@ pub mod fork;
 mod label;
 mod launch;
 mod launches;
-mod left;
-mod lost;
-mod orphans;
+mod peer;
 mod physical;
+mod release;
 pub mod sim;
 mod stream;
 mod stream_map;
@@ -73,6 +71,7 @@ mod streams;
 mod sync;
 mod timeline;
 mod unavailable;
+mod unfinished;
 mod waits;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
@@ -99,7 +98,7 @@ pub use unavailable::Unavailable;
 pub mod internal {
     pub use crate::capturing_streams::CapturingStreams;
     pub use crate::launches::{LaunchOrder, Launches};
-    pub use crate::orphans::Reservation;
+    pub use crate::release::Reservation;
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};
     pub use crate::waits::WaitMark;
 }

@@ -3,11 +3,9 @@
 use std::panic::Location;
 use std::sync::{Arc, Weak};
 
-use crate::capture::{self, AnnouncedCapture, Capture};
-use crate::context::Context;
+use crate::capture::{AnnouncedCapture, Capture, StreamHandle};
+use crate::context::{Context, Waited};
 use crate::copies::{Copy2d, CopyPart};
-use crate::deferred::{self, Deferred};
-use crate::device::Device;
 use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
@@ -15,7 +13,7 @@ use crate::fork;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
 use crate::sim::CalledFrom;
-use crate::timeline::{CapturesHeldOff, Retired, Tick, Timeline};
+use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
 ///
@@ -61,12 +59,16 @@ impl WeakStream {
 struct Inner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
-    /// For a stream that ends with its last handle: the list that its timeline goes to then.
-    owned: Option<Weak<Retired>>,
+    /// For a stream that is destroyed with its last handle: the list that its timeline goes to then.
+    owned: Option<Weak<ReusableTimelines>>,
 }
 
 impl Stream {
-    pub(crate) fn new(context: Arc<Context>, timeline: Arc<Timeline>, owned: Option<&Arc<Retired>>) -> Stream {
+    pub(crate) fn new(
+        context: Arc<Context>,
+        timeline: Arc<Timeline>,
+        owned: Option<&Arc<ReusableTimelines>>,
+    ) -> Stream {
         let owned = owned.map(Arc::downgrade);
         Stream(Arc::new(Inner { timeline, context, owned }))
     }
@@ -76,9 +78,14 @@ impl Stream {
         WeakStream(Arc::downgrade(&self.0))
     }
 
-    /// True if both are handles of one stream, which was not released and adopted again between them.
-    pub(crate) fn is(&self, other: &Stream) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+    /// True if there is no other handle of the stream.
+    pub(crate) fn is_last_handle(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
+    /// A handle for a capture that the stream becomes part of.
+    pub(crate) fn keep_alive(&self) -> StreamHandle {
+        self.0.clone()
     }
 
     /// The stream's timeline, which outlives it.
@@ -275,39 +282,6 @@ impl Stream {
         unsafe { self.0.context.driver.copy_batch(copies, raw) }
     }
 
-    /// Enqueues a copy from the memory of another device of the same kind, whether or not the two can access each other's memory. Use
-    /// [`Stream::wait_for`], which takes ticks of other devices, to order this stream after the work that wrote the source, and to order
-    /// work that overwrites or frees the source after this stream.
-    ///
-    /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
-    /// let [one, two] = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
-    /// let (producer, consumer) = (one.stream()?, two.stream()?);
-    /// let (src, dst) = (one.alloc(1 << 20)?, two.alloc(1 << 20)?);
-    /// producer.fill(src, 7, 1 << 20)?;
-    /// consumer.wait_for(&producer.tick())?; // before the source is read
-    /// consumer.copy_from_peer(dst, &one, src, 1 << 20)?;
-    /// producer.wait_for(&consumer.tick())?; // before the source is used again
-    /// producer.fill(src, 8, 1 << 20)?;
-    /// let mut bytes = [0; 4];
-    /// consumer.download_blocking(&mut bytes, dst)?;
-    /// assert_eq!(bytes, [7; 4]);
-    /// one.assert_no_violations();
-    /// two.assert_no_violations();
-    /// # Ok::<(), aquifer_device::DeviceError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// When the device is of another kind, the ranges are not live memory of their devices, or a capture is in progress; errors of the
-    /// driver.
-    #[track_caller]
-    pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
-        let _place = self.called_here();
-        let context = &self.0.context;
-        let answer = context.driver.copy_peer(dst, peer.driver(), src, bytes, self.usable(Operation::CopyPeer)?);
-        context.heard_of_peer(peer.context(), answer)
-    }
-
     /// Copies from host memory and waits until the bytes are on the device.
     ///
     /// Returns only once nothing reads the memory any more. So it also waits after an error, and for the end of a capture that another
@@ -441,19 +415,10 @@ impl Stream {
 impl Drop for Inner {
     fn drop(&mut self) {
         let Some(owned) = self.owned.as_ref().filter(|_| !fork::is_child()) else { return };
-        if let Some(left) = self.timeline.capture().filter(|capture| capture.is_left_to(&self.timeline)) {
-            capture::end_left(&left);
-        }
-        match owned.upgrade() {
-            // The device keeps a handle as long as the thread runs. The driver has nothing to destroy.
-            Some(retired) if self.timeline.is_of_thread() => retired.keep_ended(self.timeline.clone()),
-            None if self.timeline.is_of_thread() => {}
-            Some(retired) => retired.destroy(self.timeline.clone()),
-            None => {
-                let retired = Arc::<Retired>::default();
-                retired.destroy(self.timeline.clone());
-                deferred::finish_or_keep(Deferred::Streams(retired));
-            }
+        if self.timeline.destroy()
+            && let Some(reusable) = owned.upgrade()
+        {
+            reusable.add(self.timeline.clone());
         }
     }
 }

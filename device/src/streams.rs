@@ -58,17 +58,20 @@ impl Streams {
         found.filter(|(stream, _)| stream.raw() == raw && stream.timeline().is_open())
     }
 
-    /// The stream with this handle that the device adopted until it is forgotten.
-    pub(crate) fn kept(&self, raw: RawStream) -> Option<Stream> {
-        let table = self.0.lock();
-        table.known.get(&raw.0)?.kept.as_ref().map(|kept| kept.stream().clone())
+    /// Takes the stream out that the device adopted with this handle.
+    pub(crate) fn take_kept(&self, raw: RawStream) -> Option<ExternalStream> {
+        self.0.lock().known.get_mut(&raw.0)?.kept.take()
     }
 
-    /// Takes that stream out, if it `matches`.
-    pub(crate) fn take_kept(&self, raw: RawStream, matches: impl FnOnce(&Stream) -> bool) -> Option<ExternalStream> {
+    /// Puts a stream back that [`Streams::take_kept`] took out.
+    pub(crate) fn put_back(&self, kept: ExternalStream) {
         let mut table = self.0.lock();
-        let kept = &mut table.known.get_mut(&raw.0)?.kept;
-        kept.take_if(|kept| matches(kept.stream()))
+        if let Some(known) = table.known.get_mut(&kept.stream().raw().0).filter(|known| known.kept.is_none()) {
+            known.kept = Some(kept);
+            return;
+        }
+        drop(table);
+        drop(kept);
     }
 }
 
@@ -106,8 +109,8 @@ mod tests {
         let raw = stream.raw();
         streams.insert(&stream, Some(7), None);
         let (found, identity) = streams.find(raw).unwrap();
-        assert!(found.is(&stream) && identity == Some(7));
-        assert!(streams.kept(raw).is_none() && streams.take_kept(raw, |_| true).is_none());
+        assert!(found.id() == stream.id() && identity == Some(7));
+        assert!(streams.take_kept(raw).is_none());
         drop((stream, found));
         assert!(streams.find(raw).is_none());
     }

@@ -1,32 +1,28 @@
 //! Graph capture: a stream's work is recorded into a graph instead of being run.
 
-mod of_thread;
 mod scope;
 
 use std::panic::Location;
 use std::sync::Arc;
 
-pub(crate) use scope::Scope;
+use scope::Abandoned;
+pub(crate) use scope::{Scope, StreamHandle};
 
 use crate::context::Context;
-use crate::deferred::{self, Deferred};
-use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
-use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::driver::{CaptureStatus, Driver, RawGraph};
+use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::label::DeviceMismatch;
 use crate::launches::Launches;
-use crate::orphans::Orphan;
+use crate::release::Object;
 use crate::stream::Stream;
-use crate::timeline::Timeline;
-
-/// How often ending a capture is tried again after a failure.
-const ATTEMPTS: u32 = 3;
+use crate::unfinished::{self, CleanUp};
 
 /// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and discards the graph.
 ///
 /// If the driver does not end it now, this is logged, and the capture goes on. It is ended when its stream next begins a capture
-/// ([`Stream::begin_capture`]), a device is opened or settled ([`crate::Device::settle`]), or somebody wants to wait for its device. A capture
-/// of a per-thread default stream can only be ended on its own thread, or ends with it.
+/// ([`Stream::begin_capture`]), a device is opened or settled ([`crate::Device::settle`]), or a call waits for its device. A capture of a
+/// per-thread default stream can only be ended on its own thread. If that thread has ended, the next [`crate::Device::settle`] gives it up.
 ///
 /// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through ticks fail on the stream until the
 /// capture ends, and its timeline learns nothing meanwhile. The same holds for every stream that joins the capture by waiting
@@ -61,13 +57,10 @@ impl Capture {
     pub(crate) fn begin(stream: Stream) -> Result<Capture> {
         let (timeline, scope) = (stream.timeline(), Scope::new(true));
         let raw = timeline.usable(Operation::BeginCapture)?;
-        if let Some(left) = timeline.capture().filter(|capture| capture.is_left_to(timeline)) {
-            end_left(&left);
+        if let Some(abandoned) = timeline.capture().filter(|capture| capture.is_abandoned_on(timeline)) {
+            Abandoned(abandoned).finish();
         }
-        if timeline.is_of_thread() {
-            of_thread::end_with_thread(&scope)?;
-        }
-        timeline.begin_capture(&scope, || stream.driver().begin_capture(raw))?;
+        timeline.begin_capture(&scope, stream.keep_alive(), || stream.driver().begin_capture(raw))?;
         Ok(Capture { stream, scope })
     }
 
@@ -91,88 +84,9 @@ impl Capture {
     /// # Ok::<(), aquifer_device::DeviceError>(())
     /// ```
     pub fn end(&self) -> Result<Graph> {
-        finish(self.stream.timeline(), &self.scope)
+        let raw = self.scope.end(self.stream.timeline())?;
+        Ok(Graph { raw, launches: self.scope.launches.clone(), context: self.stream.context().clone() })
     }
-
-    /// Ends a capture that this library began on an adopted stream, before the stream is released, because nobody can end it afterwards. If
-    /// the capture goes on, or another library began it, returns it: it is to be given up when the stream is closed, so that no event is
-    /// recorded into it.
-    pub(crate) fn end_on(stream: &Stream) -> Option<Arc<Scope>> {
-        let timeline = stream.timeline();
-        let scope = timeline.capture().filter(|capture| capture.began_on(timeline))?;
-        if !scope.launches.is_foreign()
-            && let Err(error) = finish(timeline, &scope)
-        {
-            tracing::warn!(%error, "a capture on an adopted stream could not be ended");
-        }
-        // A capture of another thread's default stream goes on until that thread ends.
-        (!timeline.is_of_thread()).then_some(scope)
-    }
-}
-
-/// Ends a capture in the driver and for all its streams, or leaves both as they are (T5).
-fn finish(timeline: &Timeline, scope: &Arc<Scope>) -> Result<Graph> {
-    let operation = Operation::EndCapture;
-    fork::check(operation)?;
-    let alone = scope.ending.lock();
-    if scope.is_over() {
-        return Err(DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(
-            "the capture is over: it was ended before, its stream was released, or its thread has ended",
-        ));
-    }
-    let goes_on = |error: DeviceError| error.with_more("the capture goes on");
-    let raw = timeline.usable(operation).map_err(goes_on)?;
-    let context = timeline.context();
-    let graph = |raw| Graph { raw, launches: scope.launches.clone(), context: context.clone() };
-    let ended = context.driver.end_capture(raw).map(graph);
-    let mut late = None;
-    if ended.is_err() && !is_ended(context, raw, &mut late) {
-        return ended.map_err(goes_on);
-    }
-    let late = late.map(graph);
-    scope.close();
-    scope.launches.cover();
-    drop(alone);
-    // Dropping what they kept runs foreign code.
-    drop(late);
-    ended.inspect_err(|_| drop(scope.launches.note_gone()))
-}
-
-/// True if a capture whose end failed has ended all the same, or ends at another attempt, which may give a graph (`late`).
-fn is_ended(context: &Context, raw: RawStream, late: &mut Option<RawGraph>) -> bool {
-    // What ending it failed with does not tell: a driver may refuse that now, and end it at another attempt.
-    let is_over = || match context.driver.capture_status(raw) {
-        Ok(status) => status == CaptureStatus::None,
-        Err(error) => is_without_captures(&error),
-    };
-    for _ in 0..ATTEMPTS {
-        if is_over() {
-            return true;
-        }
-        if let Ok(raw) = context.driver.end_capture(raw) {
-            *late = Some(raw);
-            return true;
-        }
-    }
-    is_over()
-}
-
-/// Ends a capture that nobody holds, and discards its graph. Returns false if it goes on.
-pub(crate) fn end_left(scope: &Arc<Scope>) -> bool {
-    if scope.is_over() {
-        return true;
-    }
-    let Some(timeline) = scope.origin() else { return true };
-    match finish(&timeline, scope) {
-        Ok(graph) => drop(graph),
-        Err(error) => tracing::debug!(%error, "a capture that was dropped could not be ended"),
-    }
-    scope.is_over()
-}
-
-/// True if an error of a question about a stream means that the stream or the device is gone, so that nothing captures.
-fn is_without_captures(error: &DeviceError) -> bool {
-    error.code == Code::INVALID_HANDLE || error.kind == ErrorKind::DeviceLost
 }
 
 impl Drop for Capture {
@@ -184,8 +98,8 @@ impl Drop for Capture {
             && !self.scope.is_over()
         {
             tracing::warn!(%error, "a capture that was dropped could not be ended; it will be tried again");
-            self.scope.leave();
-            deferred::keep(Deferred::Capture(self.scope.clone()));
+            self.scope.abandon();
+            unfinished::keep(Arc::new(Abandoned(self.scope.clone())));
         }
     }
 }
@@ -218,17 +132,16 @@ impl AnnouncedCapture {
         let operation = Operation::CaptureStatus;
         let scope = Scope::new(false);
         let raw = stream.timeline().usable(operation)?;
-        if stream.timeline().is_of_thread() {
-            of_thread::end_with_thread(&scope)?;
-        }
-        stream.timeline().announce_capture(&scope, || match stream.driver().capture_status(raw)? {
-            CaptureStatus::Active => Ok(()),
-            CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
-                .of_request(NOT_ANNOUNCED)
-                .with_detail("an earlier call broke the capture that is announced")),
-            CaptureStatus::None => Err(DeviceError::refused(operation, Code::INVALID_VALUE)
-                .of_request(NOT_ANNOUNCED)
-                .with_detail("the stream does not capture: announce a capture after it began")),
+        stream.timeline().announce_capture(&scope, stream.keep_alive(), || {
+            match stream.driver().capture_status(raw)? {
+                CaptureStatus::Active => Ok(()),
+                CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
+                    .of_request(NOT_ANNOUNCED)
+                    .with_detail("an earlier call broke the capture that is announced")),
+                CaptureStatus::None => Err(DeviceError::refused(operation, Code::INVALID_VALUE)
+                    .of_request(NOT_ANNOUNCED)
+                    .with_detail("the stream does not capture: announce a capture after it began")),
+            }
         })?;
         Ok(AnnouncedCapture { scope })
     }
@@ -239,7 +152,7 @@ impl Drop for AnnouncedCapture {
         if fork::is_child() {
             return;
         }
-        self.scope.close();
+        drop(self.scope.close());
     }
 }
 
@@ -287,7 +200,7 @@ impl Graph {
             return Err(DeviceError::new(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
                 .with_detail("the stream captures, and CUDA does not capture launches of graphs"));
         }
-        self.launches.launch(stream, || self.context.driver.launch_graph(self.raw, raw))
+        self.launches.launch(stream.timeline(), || self.context.driver.launch_graph(self.raw, raw))
     }
 }
 
@@ -297,6 +210,6 @@ impl Drop for Graph {
             return;
         }
         let _kept_until_then = self.launches.note_gone();
-        self.context.orphans.give_back(Orphan::Graph(self.raw));
+        self.context.releases.release(Object::Graph(self.raw));
     }
 }

@@ -1,16 +1,24 @@
 //! The scope of one capture, to which its streams and the events recorded in it refer.
 //!
-//! Invariant: a scope is over once the driver has ended the capture, or nobody can end it any more. Until then all of its streams count as
-//! capturing (T5), afterwards none does.
+//! Invariant: a scope is over once the driver has ended the capture, or no call can end it any more. Until then all of its streams count
+//! as capturing (T5), afterwards none does. It keeps its streams alive until then, because CUDA does not specify the fate of a capture
+//! whose stream is destroyed.
 
+use std::any::Any;
 use std::ptr;
 use std::sync::Arc;
 
-use crate::fork::Mutex as Leaf;
-
+use crate::driver::{CaptureStatus, Driver, RawGraph};
+use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::fork::{self, Mutex as Leaf};
 use crate::launches::Launches;
+use crate::release::Object;
 use crate::sync::Mutex;
 use crate::timeline::Timeline;
+use crate::unfinished::CleanUp;
+
+/// A handle of a stream, which keeps the stream from being destroyed.
+pub(crate) type StreamHandle = Arc<dyn Any + Send + Sync>;
 
 /// A capture.
 #[derive(Debug)]
@@ -19,7 +27,7 @@ pub(crate) struct Scope {
     pub(crate) launches: Arc<Launches>,
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended in its place. Taken before locks of
     /// timelines.
-    pub(super) ending: Mutex<()>,
+    ending: Mutex<()>,
     /// A leaf, below the lock of a timeline.
     members: Leaf<Members>,
 }
@@ -27,11 +35,10 @@ pub(crate) struct Scope {
 #[derive(Debug, Default)]
 struct Members {
     over: bool,
-    /// True if the capture goes on although nobody holds it.
-    left: bool,
-    /// Its streams: the one that it began on, and those that joined by waiting for one of its events. They stay here when it is over,
-    /// because the capture may end where no driver call can be made, and dropping the last handles of a device may make some.
-    streams: Vec<Arc<Timeline>>,
+    /// True if the capture goes on although it was dropped.
+    abandoned: bool,
+    /// Its streams: the one that it began on, and those that joined by waiting for one of its events.
+    streams: Vec<(Arc<Timeline>, StreamHandle)>,
 }
 
 impl Scope {
@@ -41,10 +48,10 @@ impl Scope {
     }
 
     /// Adds a stream. Returns false if the capture is over already.
-    pub(crate) fn join(&self, timeline: &Arc<Timeline>) -> bool {
+    pub(crate) fn join(&self, timeline: &Arc<Timeline>, handle: StreamHandle) -> bool {
         let mut members = self.members.lock();
         if !members.over {
-            members.streams.push(timeline.clone());
+            members.streams.push((timeline.clone(), handle));
         }
         !members.over
     }
@@ -56,43 +63,88 @@ impl Scope {
 
     /// True if the capture began on this stream.
     pub(crate) fn began_on(&self, timeline: &Timeline) -> bool {
-        self.members.lock().streams.first().is_some_and(|first| ptr::eq(&raw const **first, timeline))
+        self.members.lock().streams.first().is_some_and(|(first, _)| ptr::eq(&raw const **first, timeline))
     }
 
-    /// The stream that the capture began on.
-    pub(super) fn origin(&self) -> Option<Arc<Timeline>> {
-        self.members.lock().streams.first().cloned()
+    /// Notes that the capture goes on although it was dropped.
+    pub(super) fn abandon(&self) {
+        self.members.lock().abandoned = true;
     }
 
-    /// Notes that the capture goes on although nobody holds it.
-    pub(super) fn leave(&self) {
-        self.members.lock().left = true;
+    /// True if the capture began on this stream and was dropped.
+    pub(super) fn is_abandoned_on(&self, timeline: &Timeline) -> bool {
+        self.began_on(timeline) && self.members.lock().abandoned
     }
 
-    /// True if the capture began on this stream and nobody holds it.
-    pub(crate) fn is_left_to(&self, timeline: &Timeline) -> bool {
-        self.began_on(timeline) && self.members.lock().left
+    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5). Returns the graph.
+    pub(crate) fn end(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
+        let operation = Operation::EndCapture;
+        fork::check(operation)?;
+        let alone = self.ending.lock();
+        if self.is_over() {
+            return Err(DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(
+                "the capture is over: it was ended before, its stream was released, or its thread has ended",
+            ));
+        }
+        let goes_on = |error: DeviceError| error.with_more("the capture goes on");
+        let raw = timeline.usable(operation).map_err(goes_on)?;
+        let driver = &timeline.context().driver;
+        let ended = driver.end_capture(raw);
+        if let Err(error) = &ended {
+            // The error does not tell: a capture that failed to end as it should has mostly ended all the same.
+            let is_over = match driver.capture_status(raw) {
+                Ok(status) => status == CaptureStatus::None,
+                Err(error) => error.code == Code::INVALID_HANDLE || error.kind == ErrorKind::DeviceLost,
+            };
+            if !is_over {
+                return Err(goes_on(error.clone()));
+            }
+        }
+        let streams = self.close();
+        self.launches.cover();
+        drop(alone);
+        // Dropping streams, and what the launches keep, runs code of callers.
+        drop(streams);
+        ended.inspect_err(|_| drop(self.launches.note_gone()))
     }
 
-    /// Makes the capture over for all its streams. Makes no driver call.
-    pub(crate) fn close(self: &Arc<Self>) {
+    /// Makes the capture over for all its streams. Makes no driver call. Returns the streams, to be dropped where no lock is held.
+    #[must_use]
+    pub(super) fn close(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
         let mut members = self.members.lock();
         members.over = true;
-        let streams = members.streams.clone();
+        let streams = std::mem::take(&mut members.streams);
         drop(members);
-        streams.iter().for_each(|stream| stream.end_capture(self));
+        streams.iter().for_each(|(stream, _)| stream.end_capture(self));
+        streams
     }
 
-    /// As [`Scope::close`], for a capture that ended elsewhere, or that nobody can end any more: it gives no graph here.
+    /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more: it gives no graph here.
     pub(crate) fn give_up(self: &Arc<Self>) {
         let alone = self.ending.lock();
         if self.is_over() {
             return;
         }
         let kept = self.launches.note_gone();
-        self.close();
+        let streams = self.close();
         drop(alone);
-        // Dropping what it kept runs foreign code.
-        drop(kept);
+        // Dropping these runs code of callers.
+        drop((kept, streams));
+    }
+}
+
+/// A capture that was dropped and that the driver did not end.
+#[derive(Debug)]
+pub(super) struct Abandoned(pub(super) Arc<Scope>);
+
+impl CleanUp for Abandoned {
+    fn finish(&self) -> bool {
+        let origin = self.0.members.lock().streams.first().map(|(first, _)| first.clone());
+        let Some(timeline) = origin else { return true };
+        match self.0.end(&timeline) {
+            Ok(graph) => timeline.context().releases.release(Object::Graph(graph)),
+            Err(error) => tracing::debug!(%error, "a capture that was dropped could not be ended"),
+        }
+        self.0.is_over()
     }
 }

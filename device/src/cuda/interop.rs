@@ -65,7 +65,7 @@ pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
 pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
     let driver = driver_of(device.driver(), Operation::Init);
     let context = driver.map_err(|error| error.of_request("no context was lent"))?.cudarc_context();
-    device.context().driver.heard(context)
+    device.context().driver.complete(context)
 }
 
 /// cudarc's object of a stream, to enqueue work of cudarc's on it. The stream lives as long as the object does.
@@ -79,7 +79,7 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     let operation = Operation::StreamId;
     let raw = stream.timeline().usable(operation).map_err(not_lent)?;
     let stream_of = driver_of(stream.driver(), operation).map_err(not_lent)?.cudarc_stream(raw);
-    stream.context().driver.heard(stream_of)
+    stream.context().driver.complete(stream_of)
 }
 
 /// The device's stream for a stream of cudarc's, so that two libraries in one program share it: one that was created here and lent with

@@ -11,9 +11,9 @@ use std::sync::{Arc, Weak};
 use crate::fork::Mutex;
 
 use super::driver::CudaDriver;
-use crate::deferred;
 use crate::device::{self, Device};
 use crate::error::Result;
+use crate::unfinished;
 
 /// The device of one context.
 type Place = Mutex<Weak<device::Inner>>;
@@ -23,7 +23,7 @@ static PLACES: Mutex<Vec<(u64, Arc<Place>)>> = Mutex::new(Vec::new());
 /// The device of a context. If there is none, `open` opens the driver for one.
 pub(super) fn device_in(context: u64, open: impl FnOnce() -> Result<Arc<CudaDriver>>) -> Result<Device> {
     // Before the lock, because this may run code of callers.
-    deferred::settle();
+    unfinished::finish_all();
     let place = place(context);
     let mut known = place.lock();
     if let Some(device) = Device::upgrade(&known) {

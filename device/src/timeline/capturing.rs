@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{GONE, State, StreamKind, Timeline};
-use crate::capture::Scope;
+use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -96,11 +96,12 @@ impl Timeline {
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
+        handle: StreamHandle,
         begin: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter(blocking);
-        let begun = self.begin_capture_now(scope, begin);
+        let begun = self.begin_capture_now(scope, handle, begin);
         begun.inspect_err(|_| self.context.capturing.leave(blocking))
     }
 
@@ -108,18 +109,24 @@ impl Timeline {
     pub(crate) fn announce_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
+        handle: StreamHandle,
         ask: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter_begun(blocking);
-        let found = self.begin_capture_now(scope, ask);
+        let found = self.begin_capture_now(scope, handle, ask);
         found.inspect_err(|_| self.context.capturing.leave(blocking))
     }
 
-    fn begin_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, begin: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn begin_capture_now(
+        self: &Arc<Self>,
+        scope: &Arc<Scope>,
+        handle: StreamHandle,
+        begin: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let mut state = self.lock_to_capture();
         // Another thread may have released the stream since this was called.
-        if state.closed || state.is_let_go {
+        if state.closed {
             return Err(self.closed_error(Operation::BeginCapture, GONE));
         }
         if state.capture.is_some() {
@@ -129,17 +136,22 @@ impl Timeline {
             return Err(capture_error(Operation::BeginCapture, BORROWED));
         }
         begin()?;
-        scope.join(self);
+        scope.join(self, handle);
         self.take_part(&mut state, scope);
         Ok(())
     }
 
     /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream joins the capture. If the capture has
     /// ended, the driver is not called, because its result is not documented.
-    pub(crate) fn join_capture(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(crate) fn join_capture(
+        self: &Arc<Self>,
+        scope: &Arc<Scope>,
+        handle: StreamHandle,
+        wait: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter(blocking);
-        let joined = self.join_capture_now(scope, wait);
+        let joined = self.join_capture_now(scope, handle, wait);
         if !matches!(joined, Ok(true)) {
             self.context.capturing.leave(blocking);
         }
@@ -147,9 +159,14 @@ impl Timeline {
     }
 
     /// Joins the capture. Returns true if the stream was not part of it before, and is now.
-    fn join_capture_now(self: &Arc<Self>, scope: &Arc<Scope>, wait: impl FnOnce() -> Result<()>) -> Result<bool> {
+    fn join_capture_now(
+        self: &Arc<Self>,
+        scope: &Arc<Scope>,
+        handle: StreamHandle,
+        wait: impl FnOnce() -> Result<()>,
+    ) -> Result<bool> {
         let mut state = self.lock_to_capture();
-        if state.closed || state.is_let_go {
+        if state.closed {
             return Err(self.closed_error(Operation::Wait, GONE));
         }
         if scope.is_over() {
@@ -160,16 +177,11 @@ impl Timeline {
             return Err(capture_error(Operation::Wait, BORROWED));
         }
         wait()?;
-        let joins = state.capture.is_none() && scope.join(self);
+        let joins = state.capture.is_none() && scope.join(self, handle);
         if joins {
             self.take_part(&mut state, scope);
         }
         Ok(joins)
-    }
-
-    /// Sets whether captures may begin on the stream, or the stream may join one: not while it is being released.
-    pub(crate) fn let_captures_begin(&self, may_begin: bool) {
-        self.state.lock().is_let_go = !may_begin;
     }
 
     fn take_part(&self, state: &mut State, scope: &Arc<Scope>) {
@@ -189,7 +201,7 @@ impl Timeline {
 
     /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5). No such capture begins while the result
     /// lives.
-    pub(super) fn spare_captures(&self, raw: RawStream, operation: Operation) -> Result<Option<BlockingHeldOff<'_>>> {
+    pub(super) fn protect_captures(&self, raw: RawStream, operation: Operation) -> Result<Option<BlockingHeldOff<'_>>> {
         if StreamKind::of_unknown(raw) != StreamKind::Legacy {
             return Ok(None);
         }

@@ -17,14 +17,14 @@
 //!   the timeline's own lock, or while a reference keeps the event alive.
 //! * **T4** A stream is identified by a number of our own on its device, never by the driver's handle. A number stands for one stream
 //!   after another: that of a destroyed stream goes to a new one once all its work is known to be done, and its ticks count on. The
-//!   same holds for the default stream of a thread that has ended. A stream is destroyed once its last event is recorded; without one
-//!   only while it captures, on a lost device, if the driver does not know it any more, or if the device object goes. The handle of a
-//!   per-thread stream means another stream on every thread, so only its owner makes driver calls with it; when another thread needs its
-//!   ticks, an event on the legacy stream covers them. The handle of a released stream may come to mean another stream, so nobody makes
-//!   driver calls with it, unless it is adopted again and the driver's own number of the stream is the same.
+//!   same holds for the default stream of a thread that has ended, and for an adopted stream that was released. A stream is destroyed
+//!   after its last event; if the driver refuses to record one, its ticks are known to be done once the host has waited for the device.
+//!   The handle of a per-thread stream means another stream on every thread, so only its owner makes driver calls with it; when another
+//!   thread needs its ticks, an event on the legacy stream covers them. The handle of a released stream may come to mean another
+//!   stream, so no driver call names it.
 //! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record on it nor make it wait, and its
 //!   clock does not change. Ticks that were open when the capture began stay open unless they were covered. Waiting for an event
-//!   recorded in a capture changes no clock. This holds until the driver has ended the capture, or nobody can end it any more.
+//!   recorded in a capture changes no clock. This holds until the driver has ended the capture, or no call can end it any more.
 //!
 //! Locks: a timeline's lock may be taken under the lock of a user's [`crate::Event`], and under those of orders of launches. Under it
 //! only leaf locks are taken: that of a capture's scope, and that of holding captures off. Two timelines are never locked at once. The
@@ -32,26 +32,26 @@
 //! events that could not be recycled, before a record; and across the calls that begin or join a capture, or ask whether the stream
 //! captures.
 
-mod borrowed;
+mod blocking;
 mod capturing;
 mod clock;
 mod owner;
 mod peers;
 mod recording;
-mod retired;
+mod reuse;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod tick;
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
 pub use tick::Tick;
 
 use crate::capture::Scope;
-use crate::context::{Context, PooledEvent};
+use crate::context::{Context, PooledEvent, Waited};
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
@@ -61,7 +61,7 @@ use capturing::capture_error;
 pub(crate) use owner::Owner;
 use owner::OwnerCell;
 use peers::Peers;
-pub(crate) use retired::Retired;
+pub(crate) use reuse::ReusableTimelines;
 
 /// The order of events on one stream: which of its [`Tick`]s are done, and how other work is ordered after them.
 ///
@@ -72,7 +72,7 @@ pub struct Timeline {
     /// The driver's handle of the stream that the timeline serves now.
     raw: AtomicU64,
     kind: StreamKind,
-    /// For a per-thread default stream, the only thread that can use it; nobody once the stream is gone.
+    /// For a per-thread default stream, the only thread that can use it; no thread once the stream is gone.
     owner: OwnerCell,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
     count: AtomicU64,
@@ -120,10 +120,8 @@ struct State {
     capture: Option<Arc<Scope>>,
     /// Number of calls under way that enqueue work with borrowed memory and wait for it.
     borrowed: u32,
-    /// Number of those who hold captures of the stream off for a moment.
+    /// Number of [`CapturesHeldOff`] guards.
     held_off: u32,
-    /// True while the stream is being released, so that no capture begins any more.
-    is_let_go: bool,
 }
 
 /// An event on a timeline. It covers every tick smaller than `covers`.
@@ -157,7 +155,8 @@ impl Timeline {
             state: Mutex::default(),
             may_capture: Condvar::default(),
         });
-        timeline.context.know(&timeline);
+        let waited: Weak<dyn Waited> = Arc::downgrade(&timeline) as Weak<dyn Waited>;
+        timeline.context.register(waited);
         timeline
     }
 
@@ -190,11 +189,6 @@ impl Timeline {
     #[inline]
     fn is_foreign(&self) -> bool {
         self.owner.is_foreign()
-    }
-
-    /// True for a per-thread default stream.
-    pub(crate) fn is_of_thread(&self) -> bool {
-        self.owner.is_some()
     }
 
     /// Identity of the device, unique in this process.
@@ -306,14 +300,6 @@ impl Timeline {
         Ok(())
     }
 
-    /// Raises the counter before the host waits for all of the stream, as before a record (T1). Returns the value for
-    /// [`Timeline::mark_done`] after the wait. The counter of a destroyed stream stays: its last event covers every tick, and so does this
-    /// wait.
-    pub(crate) fn begin_wait(&self) -> u64 {
-        let state = self.state.lock();
-        if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }
-    }
-
     /// A copy of this stream's clock, to be read where no lock may be taken: the ticks that later work of this stream is ordered after.
     pub fn clock(&self) -> Clock {
         self.state.lock().clock.clone()
@@ -373,7 +359,7 @@ impl Timeline {
                  before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host",
             ));
         }
-        let _held_off = self.spare_captures(raw, Operation::Wait)?;
+        let _held_off = self.protect_captures(raw, Operation::Wait)?;
         self.refuse_unannounced_capture()?;
         let recorded = {
             let Some(mut state) = other.lock_unless_done(n) else { return Ok(()) };
@@ -400,9 +386,16 @@ impl Timeline {
             state.peers.raise(other.place(), covers);
         }
     }
+}
 
-    /// Ticks below this are done.
-    pub(crate) fn mark_done(&self, covers: u64) {
+impl Waited for Timeline {
+    /// The counter of a destroyed stream stays: its last event covers every tick, and so does this wait.
+    fn begin_wait(&self) -> u64 {
+        let state = self.state.lock();
+        if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }
+    }
+
+    fn mark_done(&self, covers: u64) {
         self.done.fetch_max(covers, Ordering::AcqRel);
     }
 }

@@ -30,7 +30,7 @@ impl Owner {
 pub(super) struct OwnerCell(AtomicU64);
 
 /// The number of no thread.
-const NOBODY: u64 = u64::MAX;
+const NO_THREAD: u64 = u64::MAX;
 
 impl OwnerCell {
     pub(super) fn new(owner: Option<Owner>) -> OwnerCell {
@@ -43,17 +43,12 @@ impl OwnerCell {
 
     /// Marks the stream as gone, so that no thread can use it any more.
     pub(super) fn close(&self) {
-        self.0.store(NOBODY, Ordering::Relaxed);
+        self.0.store(NO_THREAD, Ordering::Relaxed);
     }
 
     /// True if no thread can use the stream any more.
     pub(super) fn is_closed(&self) -> bool {
-        self.0.load(Ordering::Relaxed) == NOBODY
-    }
-
-    /// True if a thread owns the stream.
-    pub(super) fn is_some(&self) -> bool {
-        !matches!(self.0.load(Ordering::Relaxed), 0 | NOBODY)
+        self.0.load(Ordering::Relaxed) == NO_THREAD
     }
 
     /// True if the stream is another thread's, or gone.

@@ -2,6 +2,7 @@
 
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, State, Timeline};
+use crate::context::Waited;
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
@@ -16,22 +17,29 @@ impl Timeline {
         let state = self.state.lock();
         // An event recorded in an unannounced capture would seem to cover work enqueued before.
         self.refuse_unannounced(&state)?;
-        let _held_off = self.spare_captures(self.raw(), Operation::Record)?;
+        let _held_off = self.protect_captures(self.raw(), Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
-    /// Records the last event of a stream that its owner gets back, by which all its ticks can still be asked about, and closes the
-    /// timeline, also where that fails.
-    pub(crate) fn close_released(&self) -> Result<()> {
+    /// Records the last event of an adopted stream that is released, by which all its ticks can still be asked about, and closes the
+    /// timeline, also if the driver refuses. A stream that captures stays open, unless `even_capturing`.
+    pub(crate) fn close_released(&self, even_capturing: bool) -> Result<()> {
         let mut state = self.state.lock();
+        if state.capture.is_some() && !even_capturing {
+            return Err(capture_error(
+                Operation::CaptureStatus,
+                "an adopted stream cannot be released while it captures: end the capture first",
+            )
+            .of_request("the stream was not released"));
+        }
         let last = self.record(&mut state);
         state.closed = true;
         self.owner.close();
         last.map(drop)
     }
 
-    /// Records the last event of a stream that nobody enqueues work on any more, so that it covers ticks taken later, too, and closes the
+    /// Records the last event of a stream on which no work is enqueued any more, so that it covers ticks taken later, too, and closes the
     /// timeline. The timeline stays open if the event cannot be recorded now. Any thread may call it.
     pub(crate) fn close(&self) -> Result<()> {
         let mut state = self.state.lock();
@@ -42,25 +50,11 @@ impl Timeline {
         Ok(())
     }
 
-    /// Closes the timeline of a stream that is destroyed without a last event.
+    /// Closes the timeline of a stream that is gone without a last event.
     pub(crate) fn close_without_event(&self) {
         let mut state = self.state.lock();
         (state.closed, state.destroyed) = (true, true);
         self.owner.close();
-    }
-
-    /// Opens the timeline of a released stream again, because the stream was adopted again. The next event covers all that its owner had it do
-    /// meanwhile.
-    pub(super) fn readopt(&self) {
-        let mut state = self.state.lock();
-        (state.closed, state.is_let_go) = (false, false);
-        self.owner.set(None);
-    }
-
-    /// Notes that a released stream was destroyed, so that no more work comes. What came after its last event is known to be done once the
-    /// host has waited for the device.
-    pub(super) fn note_destroyed(&self) {
-        self.state.lock().destroyed = true;
     }
 
     /// Makes the timeline serve a new stream from now on, if all work of the earlier stream, which is gone, is done; returns whether it
@@ -102,7 +96,7 @@ impl Timeline {
         }
         self.refuse_unannounced(state)?;
         let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw() };
-        let _held_off = self.spare_captures(on, Operation::Record)?;
+        let _held_off = self.protect_captures(on, Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
         let event = self.context.record(on)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };

@@ -1,9 +1,11 @@
 //! Ticks as programs hold them.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::Timeline;
 use crate::error::Result;
+use crate::release::Uses;
 
 /// A point on a stream's timeline, which stands for all work enqueued on the stream until the tick was taken.
 ///
@@ -39,8 +41,8 @@ impl Tick {
     /// Makes sure an event covers the tick, recording one if need be.
     ///
     /// # Errors
-    /// When the stream is gone without a last event, because it captured, was lent, or was destroyed by somebody else, until the host has
-    /// waited for the device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver's event calls.
+    /// When the stream is gone without a last event, because it captured, was lent, was destroyed by its owner, or the driver refused to
+    /// record, until the host has waited for the device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver's event calls.
     pub fn cover(&self) -> Result<()> {
         self.timeline.cover(self.n)
     }
@@ -51,5 +53,21 @@ impl Tick {
     /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.synchronize(self.n)
+    }
+}
+
+impl Uses for Vec<Tick> {
+    fn are_known_done(&self) -> bool {
+        self.iter().all(|tick| tick.timeline.is_known_done(tick.n))
+    }
+
+    fn cover(&self) -> Result<()> {
+        self.iter().map(Tick::cover).fold(Ok(()), Result::and)
+    }
+
+    fn ask(&self, asked: &mut BTreeSet<u32>) -> Result<()> {
+        let unknown =
+            self.iter().filter(|tick| !tick.timeline.is_known_done(tick.n) && asked.insert(tick.timeline.id()));
+        unknown.map(|tick| tick.is_done().map(drop)).fold(Ok(()), Result::and)
     }
 }

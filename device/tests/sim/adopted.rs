@@ -60,29 +60,24 @@ fn t5_a_stream_that_captures_stays_adopted_until_that_is_over() {
     assert_eq!((cost(&bench.device), bench.driver.violations()), ((1, 0), vec![]));
 }
 
-/// What a graph keeps may be the stream that it was captured on, and go as soon as the capture has ended, at the second attempt.
+/// What a graph keeps may be the stream that it was captured on, and go as soon as the capture has ended.
 #[test]
 fn an_adopted_stream_that_its_own_graph_keeps_goes_with_it() {
-    for fails in [false, true] {
-        let bench = Bench::new();
-        let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
-        // SAFETY: the stream lives to the end of the test, and is adopted once.
-        let external = unsafe { bench.device.adopt_stream(raw) };
-        let stream = external.stream().clone();
-        let capture = stream.begin_capture().unwrap();
-        let external: Arc<dyn Any + Send + Sync> = Arc::new(external);
-        stream.launches_of_capture().unwrap().keep(&external);
-        drop(external);
-        if fails {
-            bench.driver.inject(Fault::Nth { operation: Some(Operation::EndCapture), nth: 1, code: Code(999) });
-        }
-        assert_eq!(capture.end().map(drop).is_err(), fails);
-        assert!(!stream.tick().timeline().is_open());
-        bench.device.synchronize().unwrap();
-    }
+    let bench = Bench::new();
+    let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: the stream lives to the end of the test, and is adopted once.
+    let external = unsafe { bench.device.adopt_stream(raw) };
+    let stream = external.stream().clone();
+    let capture = stream.begin_capture().unwrap();
+    let external: Arc<dyn Any + Send + Sync> = Arc::new(external);
+    stream.launches_of_capture().unwrap().keep(&external);
+    drop(external);
+    drop(capture.end().unwrap());
+    assert!(!stream.tick().timeline().is_open());
+    bench.device.synchronize().unwrap();
 }
 
-/// Its capture could be ended through nobody.
+/// No handle is left that could end its capture.
 #[test]
 fn t5_an_adopted_stream_dropped_while_it_captures_captures_no_more() {
     for fails in [0, 4, 8] {
@@ -192,37 +187,28 @@ fn t4_a_handle_of_a_released_stream_takes_no_call_of_a_clone() {
     assert!(said.contains("released"), "{said}");
 }
 
-/// A program that adopts a stream for each of its calls has one stream, not one a call.
+/// Its owner's work after the release is covered by the ticks of the new number alone.
 #[test]
-fn t4_a_stream_adopted_again_goes_on() {
+fn t4_a_stream_adopted_again_has_another_number() {
     let bench = Bench::new();
     let driver = bench.device.driver();
     let raw = driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
     let other = bench.device.stream().unwrap();
-    let mut ids = Vec::new();
-    let mut tick = None;
-    for _ in 0..4 {
-        // SAFETY: the stream lives to the end of the test, and is adopted once at a time.
-        let mut external = unsafe { bench.device.adopt_stream(raw) };
-        if let Some(tick) = &tick {
-            // Its owner's work is covered, whose tick was taken when nothing could be recorded.
-            other.wait_for(tick).unwrap();
-            fill(&other, bench.ptr);
-            external.stream().wait_for(&other.tick()).unwrap();
-        }
-        let clone = external.stream().clone();
-        fill(&clone, bench.ptr);
-        ids.push(clone.id());
-        external.release().unwrap();
-        assert_eq!(kind(clone.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
-        driver.memset(bench.ptr, 2, MIB, raw).unwrap();
-        tick = Some(clone.tick());
-        bench.device.synchronize().unwrap();
-        driver.memset(bench.ptr, 3, MIB, raw).unwrap();
-        assert!(!tick.as_ref().unwrap().timeline().is_known_done(clone.tick().n()));
-        tick = Some(clone.tick());
-    }
-    assert_eq!(ids, [ids[0]; 4]);
+    // SAFETY: the stream lives to the end of the test, and is adopted once at a time.
+    let mut external = unsafe { bench.device.adopt_stream(raw) };
+    let first = external.stream().clone();
+    fill(&first, bench.ptr);
+    external.release().unwrap();
+    driver.memset(bench.ptr, 2, MIB, raw).unwrap();
+    // SAFETY: as above.
+    let mut external = unsafe { bench.device.adopt_stream(raw) };
+    assert_ne!(external.stream().id(), first.id());
+    assert_eq!(kind(first.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
+    other.wait_for(&external.stream().tick()).unwrap();
+    fill(&other, bench.ptr);
+    external.release().unwrap();
+    bench.device.synchronize().unwrap();
+    assert!(!first.tick().is_done().unwrap(), "its owner may go on");
     assert_eq!(bench.driver.violations(), []);
 }
 
@@ -243,13 +229,12 @@ fn t4_default_streams_that_are_adopted_are_the_devices_own() {
     assert!(legacy.timeline().is_open() && own.timeline().is_open());
 }
 
-/// The number of a stream whose owner destroyed it goes to a later one, once its work is known to be done, and not before.
 #[test]
 fn t4_a_stream_with_the_handle_of_a_released_one_is_another() {
     let bench = Bench::new();
     let driver = bench.device.driver();
     let mut numbers = Vec::new();
-    for round in 0..6 {
+    for _ in 0..3 {
         let raw = driver.create_stream(StreamFlags::default()).unwrap();
         // SAFETY: live until it is released below, and adopted once.
         let mut external = unsafe { bench.device.adopt_stream(raw) };
@@ -258,12 +243,6 @@ fn t4_a_stream_with_the_handle_of_a_released_one_is_another() {
         external.release().unwrap();
         driver.memset(bench.ptr, 2, MIB, raw).unwrap();
         driver.destroy_stream(raw).unwrap();
-        if round >= 2 {
-            bench.device.synchronize().unwrap();
-        }
     }
-    let mut distinct = numbers.clone();
-    distinct.sort_unstable();
-    distinct.dedup();
-    assert!(numbers[0] != numbers[1] && distinct.len() < numbers.len(), "{numbers:?}");
+    assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
 }

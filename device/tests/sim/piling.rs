@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_device::{Device, Operation, StreamFlags};
+use aquifer_device::{Device, Operation};
 
 use crate::common::device;
 
@@ -29,18 +29,4 @@ fn t3_events_of_streams_that_wait_for_each_other_do_not_pile_up() {
     assert!(queries <= 2 * ROUNDS / 16, "{queries} queries for {ROUNDS} rounds");
     // The ticks before are known to be done.
     assert!(one.timeline().frontier() + FEW > one.tick().n());
-}
-
-#[test]
-fn t3_last_events_of_a_stream_that_is_adopted_again_and_again_do_not_pile_up() {
-    let driver = device(0);
-    let device = Device::new(driver.clone());
-    let raw = device.driver().create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
-    for _ in 0..ROUNDS {
-        // SAFETY: the stream lives to the end of the test, and is adopted once at a time.
-        unsafe { device.adopt_stream(raw) }.release().unwrap();
-        driver.advance(Duration::from_millis(1));
-    }
-    let created = events_created(&device);
-    assert!(created <= FEW, "{created} events for {ROUNDS} rounds");
 }

@@ -249,7 +249,7 @@ fn t5_a_capture_dropped_on_another_thread_goes_on_until_its_own_begins_the_next(
 }
 
 #[test]
-fn t5_a_capture_that_a_thread_leaves_open_is_over_with_it() {
+fn t5_a_capture_that_a_thread_leaves_open_is_given_up_when_the_device_is_settled() {
     for dropped in [false, true] {
         let bench = Bench::new();
         let one = bench.stream();
@@ -266,6 +266,8 @@ fn t5_a_capture_that_a_thread_leaves_open_is_over_with_it() {
             assert!(bench.device.is_capturing() && one.is_capturing());
             (capture, own)
         });
+        assert_eq!(kind(bench.device.synchronize()), ErrorKind::Capture);
+        bench.device.settle();
         assert!(!bench.device.is_capturing() && !one.is_capturing() && !own.is_capturing());
         if let Some(capture) = capture {
             assert_eq!(kind(capture.end()), ErrorKind::InvalidUse);

@@ -1,0 +1,40 @@
+//! Clean-up that a failing driver or a capture in progress cut short, after the last handle that stood for it is gone: captures to be
+//! ended, and the release queues of devices that were closed.
+//!
+//! Each is tried again whenever a device of the process is opened or settled, or a capture is in the way of a call. Invariant: an
+//! unfinished clean-up is in the list or in the hands of one thread.
+//!
+//! The list's lock is a leaf: nothing is called or dropped under it.
+
+use std::sync::Arc;
+
+use crate::fork::{self, Mutex};
+
+/// A clean-up that may have to be tried several times.
+pub(crate) trait CleanUp: Send + Sync {
+    /// Tries to finish. Returns true if nothing is left to do.
+    fn finish(&self) -> bool;
+}
+
+static UNFINISHED: Mutex<Vec<Arc<dyn CleanUp>>> = Mutex::new(Vec::new());
+
+/// Adds a clean-up to the list. Makes no driver call.
+pub(crate) fn keep(clean_up: Arc<dyn CleanUp>) {
+    UNFINISHED.lock().push(clean_up);
+}
+
+/// Tries a clean-up now, and adds it to the list if it cannot be finished.
+pub(crate) fn finish_or_keep(clean_up: Arc<dyn CleanUp>) {
+    if !clean_up.finish() {
+        keep(clean_up);
+    }
+}
+
+/// Tries everything in the list.
+pub(crate) fn finish_all() {
+    if fork::is_child() {
+        return;
+    }
+    let all = std::mem::take(&mut *UNFINISHED.lock());
+    all.into_iter().for_each(finish_or_keep);
+}
