@@ -163,7 +163,7 @@ impl AddressSpace {
         self.mappings.reservation_holding(at).map(|(start, bytes)| start..start + bytes)
     }
 
-    /// Removes the allocation at `ptr` for good.
+    /// Removes the allocation at `ptr`.
     pub(super) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
         let allocation = self.allocations.remove(&ptr)?;
         self.plain.give(ptr, allocation.bytes.next_multiple_of(GRANULARITY));
@@ -214,7 +214,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Maps physical memory, which is mapped nowhere, at `ptr`, if it fits there. Nobody may touch it yet.
+    /// Maps physical memory, which is mapped nowhere, at `ptr`, if it fits there. No device may touch it yet.
     pub(super) fn map(&mut self, ptr: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !ptr.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{ptr:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));
@@ -253,7 +253,7 @@ impl AddressSpace {
         Ok(count)
     }
 
-    /// Removes the mapping that starts at `ptr`, and tells the number of its memory; [`AddressSpace::unmapped`] is to be told.
+    /// Removes the mapping that starts at `ptr`, and returns the number of its memory, for [`AddressSpace::unmapped`].
     pub(super) fn unmap(&mut self, ptr: u64) -> Option<(u64, Mapping)> {
         self.mappings.unmap(ptr)
     }

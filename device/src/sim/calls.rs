@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::machine::Machine;
+use super::module::Module;
 use super::race::Space;
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
 use super::work::{Body, End, HostPart, explain};
-use crate::driver::{DevicePtr, HostPtr, RawStream, StreamFlags};
+use crate::driver::{DevicePtr, HostPtr, RawModule, RawStream, StreamFlags};
 use crate::error::{Code, Operation};
 use crate::launch::{AccessKind, Launch};
 
@@ -19,6 +20,9 @@ const BLOCK_THREADS_MAX: u64 = 1024;
 
 /// Most dynamic shared memory of a block in bytes: that of the largest card.
 const SHARED_BYTES_MAX: u32 = 227 << 10;
+
+/// `CUDA_ERROR_NOT_FOUND`.
+const NOT_FOUND: Code = Code(500);
 
 /// The end of a range of device addresses.
 pub(super) fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> {
@@ -192,6 +196,24 @@ impl Machine {
             range(access.ptr, access.bytes)?;
         }
         self.submit(id, Body::Kernel(Arc::new(launch.clone()))).map(|_| ())
+    }
+
+    pub(super) fn load_module(&mut self, ptx: &str, capability: (u64, u64)) -> Answer<RawModule> {
+        Module::parse(ptx, capability).map(|module| RawModule(self.modules.insert(module)))
+    }
+
+    pub(super) fn unload_module(&mut self, module: RawModule) -> Answer<()> {
+        self.modules.remove(module.0).map(|_| ()).ok_or_else(|| Refused::handle("module", module.0))
+    }
+
+    /// Refuses a kernel that its module does not have.
+    pub(super) fn find_kernel(&self, launch: &Launch) -> Answer<()> {
+        let Some(raw) = launch.module else { return Ok(()) };
+        let module = self.modules.get(raw.0).ok_or_else(|| Refused::handle("module", raw.0))?;
+        if module.has(launch.name) {
+            return Ok(());
+        }
+        Err(Refused::new(NOT_FOUND, format!("the module has no kernel {}", launch.name)))
     }
 
     pub(super) fn host_free(&mut self, ptr: HostPtr) -> Answer<()> {

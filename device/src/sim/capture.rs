@@ -8,44 +8,17 @@
 
 use std::collections::BTreeSet;
 
-use super::checks::{Misuse, Needed};
+use super::checks::Misuse;
 use super::clock::{Clock, StreamKey};
 use super::machine::Machine;
+use super::objects::{Capture, Membership};
 use super::queue::LEGACY;
-use super::race::{Epoch, Shadow, Space};
+use super::race::{Epoch, Space};
 use super::refused::{Answer, Refused};
 use super::violation::Violation;
 use super::work::Body;
 use crate::driver::{CaptureStatus, RawGraph, RawStream};
 use crate::error::{Code, Operation};
-
-/// A stream's part in a capture.
-#[derive(Debug)]
-pub(super) struct Membership {
-    pub(super) capture: u64,
-    /// What its next work is ordered after, within the capture.
-    pub(super) clock: Clock,
-    seq: u64,
-}
-
-/// A capture in progress.
-#[derive(Debug, Default)]
-pub(super) struct Capture {
-    origin: u32,
-    members: BTreeSet<u32>,
-    graph: CapturedGraph,
-    invalid: bool,
-    device: Shadow,
-    host: Shadow,
-}
-
-/// What a capture recorded.
-#[derive(Clone, Debug, Default)]
-pub(super) struct CapturedGraph {
-    pub(super) works: Vec<Body>,
-    /// Blocks that must be live whenever it is launched.
-    needed: BTreeSet<Needed>,
-}
 
 fn unsupported(detail: impl Into<String>) -> Refused {
     Refused::new(Code::CAPTURE_UNSUPPORTED, detail)

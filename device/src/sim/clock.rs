@@ -38,7 +38,7 @@ impl Clock {
         }
     }
 
-    /// Forgets the components that do not pass, save some beside others that do.
+    /// Forgets the components that do not pass, except some next to others that do.
     pub(super) fn forget_unless(&mut self, mut keep: impl FnMut(StreamKey, u64) -> bool) {
         self.0.retain_mut(|&mut (device, ref mut streams)| {
             streams.forget_unless(|stream, seq| keep(StreamKey { device, stream }, seq));

@@ -6,31 +6,10 @@ use std::sync::Arc;
 
 use super::clock::Clock;
 use super::machine::Machine;
+use super::objects::{Event, Record};
 use super::refused::{Answer, Refused};
 use crate::driver::{RawEvent, RawStream};
 use crate::error::Code;
-
-/// What an event stands for.
-#[derive(Clone, Debug)]
-pub(super) enum Record {
-    /// Nothing yet.
-    Never,
-    /// All work of a stream until it was recorded.
-    Work {
-        /// When the stream gets there, in virtual ns.
-        at: u64,
-        clock: Arc<Clock>,
-    },
-    /// A node of a capture.
-    Captured { capture: u64, clock: Arc<Clock> },
-}
-
-/// A live event.
-#[derive(Debug)]
-pub(super) struct Event {
-    timing: bool,
-    pub(super) record: Record,
-}
 
 impl Machine {
     pub(super) fn create_event(&mut self, timing: bool) -> RawEvent {

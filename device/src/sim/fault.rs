@@ -38,7 +38,7 @@ use crate::error::{Code, ErrorKind, Operation};
 #[non_exhaustive]
 pub enum Fault {
     /// The `nth` call (from 1) of `operation`, or of all operations where it is `None`, fails with `code`.
-    /// A code of kind [`ErrorKind::DeviceLost`] loses the device for good.
+    /// A code of kind [`ErrorKind::DeviceLost`] loses the device.
     Nth {
         /// Which calls are counted; `None` counts all.
         operation: Option<Operation>,

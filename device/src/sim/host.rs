@@ -2,8 +2,8 @@
 //! was registered.
 //!
 //! All reads and writes of host memory through raw pointers happen in this file. Invariant: a block's bytes are
-//! initialised and stay allocated until the last [`Arc`] of it is gone; whoever accesses them checks the range first. A registered
-//! block's bytes are there until it is unregistered, and nobody accesses them after that: pending work was run then, and later
+//! initialised and stay allocated until the last [`Arc`] of it is gone; every access checks the range first. A registered
+//! block's bytes are there until it is unregistered, and nothing accesses them after that: pending work was run then, and later
 //! work finds the block in `gone`.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};

@@ -17,7 +17,7 @@ pub struct CaptureRef {
     pub broken: bool,
 }
 
-/// How many objects of each kind a program has made and not given back, beside memory of the device.
+/// How many objects of each kind a program has made and not given back, apart from memory of the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveObjects {

@@ -83,7 +83,7 @@ impl Known {
         }
     }
 
-    /// The device is lost or gone. Everybody may take its work as complete, for what is left of it never happens.
+    /// The device is lost or gone. Its work counts as complete, because the rest of it never happens.
     pub(super) fn end(&self) {
         self.own.0.lock().over = true;
     }

@@ -9,22 +9,20 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::address::AddressSpace;
-use super::capture::{Capture, CapturedGraph};
 use super::checks::{Checks, Misuse, Needed, Unwritten};
 use super::config::SimConfig;
 use super::engine::Engine;
-use super::event::Event;
 use super::fault::{FaultPlan, is_sticky};
 use super::handle::Handles;
 use super::host::HostMemory;
 use super::memory::Memory;
 use super::module::Module;
+use super::objects::{Capture, CapturedGraph, Event, Physicals};
 use super::queue::Streams;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
 use super::thread;
 use super::violation::{OpRef, Violation, ViolationKind};
-use super::vmm::Physicals;
 use super::work::{Body, Cause, HostPart, Touch};
 use crate::driver::PoolUsage;
 use crate::error::{Code, Operation};
@@ -152,7 +150,7 @@ impl Machine {
         self.streams.forget_known(|stream, seq| known.knows(stream, seq));
     }
 
-    /// Lets the time pass that a call itself takes. Fails when the device is lost by then.
+    /// Lets the time pass that a call itself takes. Fails if the device is lost meanwhile.
     pub(super) fn spend_in_call(&mut self, ns: u64) -> Answer<()> {
         self.in_calls = self.in_calls.saturating_add(ns);
         self.spend(ns);
@@ -194,7 +192,7 @@ impl Machine {
         }
     }
 
-    /// The host waits until `time`. Fails when the device is lost by then.
+    /// The host waits until `time`. Fails if the device is lost meanwhile.
     pub(super) fn wait_until(&mut self, time: u64) -> Answer<()> {
         self.run_until(time);
         self.check_lost()
@@ -225,7 +223,7 @@ impl Machine {
         }
     }
 
-    /// Why work failed, in words; reports what nobody could see before it ran.
+    /// Why work failed, in words; reports what could not be seen before it ran.
     fn explain_broken(&mut self, op: OpRef, cause: Cause) -> String {
         match cause {
             Cause::Reported(violation) => violation.to_string(),
@@ -241,7 +239,7 @@ impl Machine {
         }
     }
 
-    /// Frees an allocation for good.
+    /// Frees an allocation.
     pub(super) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
         if let Some(allocation) = self.address.remove_allocation(ptr, by) {
             self.memory.destroy(allocation.store);

@@ -1,5 +1,5 @@
 //! Which simulated devices there are, by ordinal: those that the process has made so far. One whose driver is dropped counts on, as a GPU does
-//! that nobody has open; so what was given access to it stays valid.
+//! that no handle has open; so what was given access to it stays valid.
 
 use std::collections::BTreeSet;
 

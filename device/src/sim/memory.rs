@@ -2,7 +2,7 @@
 //!
 //! A [`Store`] is one piece of physical memory. It holds bytes in pages where single bytes were written, and fills
 //! (byte value by range) where memory was set; anything else is poison. So a fill of any size costs one entry, and a
-//! device of any capacity costs the host only what programs write to it: a store that nobody wrote to is three words.
+//! device of any capacity costs the host only what programs write to it: a store that was never written to is three words.
 //!
 //! Invariants: where a page exists it alone counts, and fills below it mean nothing. `used` is the sum of the sizes of
 //! all stores, and never exceeds the capacity.
@@ -51,7 +51,7 @@ struct Written {
     fills: IntervalMap<u8>,
 }
 
-/// What is in a store that nobody wrote to.
+/// The content of a store that was never written to.
 static NOTHING: Written = Written { pages: BTreeMap::new(), fills: IntervalMap::new() };
 
 impl Store {

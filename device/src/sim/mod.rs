@@ -74,6 +74,7 @@ mod made;
 mod mappings;
 mod memory;
 mod module;
+mod objects;
 mod parse;
 mod peer;
 mod preset;
@@ -290,7 +291,7 @@ fn small(number: u64) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// A size for people.
+/// A size in a readable unit.
 struct Size(u64);
 
 impl fmt::Display for Size {

@@ -6,15 +6,11 @@
 
 use std::collections::BTreeSet;
 
-use super::machine::Machine;
 use super::refused::{Answer, Refused};
-use crate::driver::RawModule;
 use crate::error::Code;
-use crate::launch::Launch;
 
 const INVALID_PTX: Code = Code(218);
 const NO_BINARY_FOR_GPU: Code = Code(209);
-const NOT_FOUND: Code = Code(500);
 
 /// A loaded module.
 #[derive(Debug)]
@@ -24,7 +20,7 @@ pub(super) struct Module {
 
 impl Module {
     /// Reads PTX text for a device of the given compute capability.
-    fn parse(ptx: &str, capability: (u64, u64)) -> Answer<Module> {
+    pub(super) fn parse(ptx: &str, capability: (u64, u64)) -> Answer<Module> {
         let invalid = |what: &str| Refused::new(INVALID_PTX, format!("the PTX text {what}"));
         let text = without_comments(ptx);
         let mut words = text.split(|c: char| c.is_whitespace() || "(,;".contains(c)).filter(|word| !word.is_empty());
@@ -50,6 +46,11 @@ impl Module {
             }
         }
         Ok(Module { entries })
+    }
+
+    /// True if the module has a kernel of this name.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.entries.contains(name)
     }
 }
 
@@ -80,26 +81,6 @@ fn without_comments(text: &str) -> String {
     }
     out.push_str(rest);
     out
-}
-
-impl Machine {
-    pub(super) fn load_module(&mut self, ptx: &str, capability: (u64, u64)) -> Answer<RawModule> {
-        Module::parse(ptx, capability).map(|module| RawModule(self.modules.insert(module)))
-    }
-
-    pub(super) fn unload_module(&mut self, module: RawModule) -> Answer<()> {
-        self.modules.remove(module.0).map(|_| ()).ok_or_else(|| Refused::handle("module", module.0))
-    }
-
-    /// Refuses a kernel that its module does not have.
-    pub(super) fn find_kernel(&self, launch: &Launch) -> Answer<()> {
-        let Some(raw) = launch.module else { return Ok(()) };
-        let module = self.modules.get(raw.0).ok_or_else(|| Refused::handle("module", raw.0))?;
-        if module.entries.contains(launch.name) {
-            return Ok(());
-        }
-        Err(Refused::new(NOT_FOUND, format!("the module has no kernel {}", launch.name)))
-    }
 }
 
 #[cfg(test)]

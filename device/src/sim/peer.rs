@@ -5,9 +5,9 @@
 //!
 //! * A *wait* lets the other device run until it reaches the event, which is one of the schedules that CUDA allows, and takes the
 //!   event's clock over. It costs the waiting stream no virtual time.
-//! * A *copy* takes the source's bytes when it is enqueued, which in a program without races are there by then: whatever wrote
+//! * A *copy* takes the source's bytes when it is enqueued, which in a program without races are there already: whatever wrote
 //!   them is waited for. It occupies the link to the host, like a copy from there. The race detector of the device that the
-//!   source is on is told that it was read, so that work there that should have waited for the copy is found.
+//!   source is on notes that it was read, so that work there that should have waited for the copy is found.
 
 use std::ops::Range;
 use std::ptr;
@@ -18,10 +18,10 @@ use super::address::Illegal;
 use super::calls::range;
 use super::checks::Unwritten;
 use super::clock::Clock;
-use super::event::Record;
 use super::known::Peers;
 use super::machine::Machine;
 use super::memory::Content;
+use super::objects::Record;
 use super::race::{Epoch, Space};
 use super::refused::{Answer, Refused};
 use super::violation::OpRef;
@@ -37,7 +37,7 @@ struct Reached {
     peers: Peers,
 }
 
-/// A copy that was enqueued, as the source's device is told of it.
+/// A copy that was enqueued, as reported to the source's device.
 struct Enqueued {
     epoch: Epoch,
     clock: Clock,

@@ -4,15 +4,15 @@
 //! they for it; each thread has a blocking default stream of its own.
 //!
 //! Invariants: a stream's clock holds its own operations; what a destroyed stream left, or the default stream of a thread that
-//! has ended, is in `buried`, so that the legacy stream and device-wide waits still cover it.
+//! has ended, is in `ended`, so that the legacy stream and device-wide waits still cover it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
-use super::capture::Membership;
 use super::clock::{Clock, StreamKey};
 use super::handle::Handles;
+use super::objects::Membership;
 use super::race::Epoch;
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, StreamRef};
@@ -51,13 +51,13 @@ struct OfThread {
 
 /// What streams that are gone left behind.
 #[derive(Debug, Default)]
-struct Buried {
+struct Ended {
     blocking: Clock,
     blocking_tail: u64,
     all: Clock,
 }
 
-impl Buried {
+impl Ended {
     fn add(&mut self, stream: &Stream) {
         self.all.join(&stream.clock);
         if stream.blocking {
@@ -75,12 +75,12 @@ pub(super) struct Streams {
     live: BTreeMap<u32, Stream>,
     handles: Handles<u32>,
     per_thread: HashMap<ThreadId, OfThread>,
-    /// Streams buried since [`Streams::forget_known`].
+    /// Streams that ended since [`Streams::forget_known`].
     gone: usize,
     next: u32,
     /// Counts what happens on the legacy stream.
     legacy_version: u64,
-    buried: Buried,
+    ended: Ended,
 }
 
 impl Streams {
@@ -93,7 +93,7 @@ impl Streams {
             gone: 0,
             next: LEGACY,
             legacy_version: 0,
-            buried: Buried::default(),
+            ended: Ended::default(),
         };
         streams.add(RawStream::LEGACY, true);
         streams
@@ -122,7 +122,7 @@ impl Streams {
         RawStream(handle)
     }
 
-    /// The identity behind a handle; the per-thread stream comes to life at its first use.
+    /// The identity behind a handle; the per-thread stream is created at its first use.
     pub(super) fn find(&mut self, handle: RawStream) -> Answer<u32> {
         match handle {
             RawStream(0) | RawStream::LEGACY => Ok(LEGACY),
@@ -148,26 +148,26 @@ impl Streams {
         }
         let id = self.handles.remove(handle.0).ok_or_else(|| Refused::handle("stream", handle.0))?;
         let stream = self.live.remove(&id).ok_or_else(|| Refused::handle("stream", handle.0))?;
-        self.buried.add(&stream);
+        self.ended.add(&stream);
         self.gone += 1;
         Ok(stream)
     }
 
     /// Those that capture come when that is over: see [`Streams::of_ended_threads`].
     fn bury_those_of_ended_threads(&mut self) {
-        let Streams { live, per_thread, buried, gone, .. } = self;
+        let Streams { live, per_thread, ended, gone, .. } = self;
         per_thread.retain(|_, OfThread { id, runs }| {
             let captures = live.get(id).is_some_and(|stream| stream.capture.is_some());
             let goes = runs.strong_count() == 0 && !captures;
             if goes && let Some(stream) = live.remove(id) {
-                buried.add(&stream);
+                ended.add(&stream);
                 *gone += 1;
             }
             !goes
         });
     }
 
-    /// The default streams of threads that have ended and are not buried.
+    /// The default streams of threads that have ended and are still live here.
     pub(super) fn of_ended_threads(&self) -> Vec<u32> {
         let ended = self.per_thread.values().filter(|of_thread| of_thread.runs.strong_count() == 0);
         ended.map(|of_thread| of_thread.id).collect()
@@ -178,12 +178,12 @@ impl Streams {
         self.gone > self.live.len()
     }
 
-    /// Forgets what everybody is ordered after by the host's knowledge alone, of streams that are gone.
+    /// Forgets what every stream is ordered after by the host's knowledge alone, of streams that are gone.
     pub(super) fn forget_known(&mut self, knows: impl Fn(StreamKey, u64) -> bool) {
         self.gone = 0;
         let keep = |stream, seq| !knows(stream, seq);
-        self.buried.all.forget_unless(keep);
-        self.buried.blocking.forget_unless(keep);
+        self.ended.all.forget_unless(keep);
+        self.ended.blocking.forget_unless(keep);
         let (device, live) = (self.device, self.live.keys().copied().collect::<HashSet<_>>());
         for stream in self.live.values_mut() {
             let is_live = |key: StreamKey| key.device == device && live.contains(&key.stream);
@@ -209,8 +209,8 @@ impl Streams {
     /// Orders what comes next on the stream as the legacy stream's rules ask for.
     pub(super) fn arrive(&mut self, id: u32) {
         if id == LEGACY {
-            let mut clock = self.buried.blocking.clone();
-            let mut tail = self.buried.blocking_tail;
+            let mut clock = self.ended.blocking.clone();
+            let mut tail = self.ended.blocking_tail;
             for stream in self.live.values().filter(|stream| stream.blocking) {
                 clock.join(&stream.clock);
                 tail = tail.max(stream.tail);
@@ -247,8 +247,8 @@ impl Streams {
 
     /// Everything that was enqueued so far, on destroyed streams too, which are forgotten.
     pub(super) fn everything(&mut self) -> Clock {
-        let mut clock = std::mem::take(&mut self.buried.all);
-        self.buried.blocking.clear();
+        let mut clock = std::mem::take(&mut self.ended.all);
+        self.ended.blocking.clear();
         for stream in self.live.values() {
             clock.join(&stream.clock);
         }

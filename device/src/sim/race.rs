@@ -20,7 +20,7 @@ use super::known::Known;
 use super::violation::{BlockRef, OpRef, Violation, ViolationKind};
 use crate::launch::AccessKind;
 
-/// Violations kept until somebody takes them; more of them are only counted.
+/// Most violations that are kept until they are taken; more of them are only counted.
 const KEPT_MAX: usize = 4096;
 
 /// An operation at its place on its stream.

@@ -235,7 +235,7 @@ pub struct Violation {
     pub range: Range<u64>,
     /// What was missing between the two, or what is wrong, in words.
     pub missing: String,
-    /// The allocator's block that the memory belongs to, where the allocator told the device of it.
+    /// The allocator's block that the memory belongs to, where the allocator reported it to the device.
     pub block: Option<BlockRef>,
 }
 

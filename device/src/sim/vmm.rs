@@ -4,12 +4,10 @@
 //! access before it is given, and no waiting for work. Invariant: a piece of physical memory lives while its handle or
 //! its mapping does.
 
-use std::collections::{BTreeMap, BTreeSet};
-
-use super::handle::Handles;
 use super::machine::Machine;
 use super::memory::StoreId;
-use super::race::{Epoch, Space, host_has_not_waited};
+use super::objects::Physical;
+use super::race::{Space, host_has_not_waited};
 use super::refused::{Answer, Refused};
 use super::violation::{Violation, ViolationKind};
 use super::work::Body;
@@ -32,50 +30,6 @@ pub struct Mapped {
     pub options: PhysicalOptions,
     /// Ordinals of the devices that may touch it, ascending.
     pub devices: Vec<u32>,
-}
-
-#[derive(Debug)]
-struct Physical {
-    bytes: u64,
-    options: PhysicalOptions,
-    store: StoreId,
-}
-
-/// Physical memory by handle, and by a number of our own that it keeps until it is gone.
-#[derive(Debug)]
-pub(super) struct Physicals {
-    handles: Handles<u64>,
-    live: Handles<Physical>,
-    /// Memory that is mapped, and whose handle is gone.
-    released: BTreeSet<u64>,
-    /// Work that was not known complete when memory was last unmapped, where there was any.
-    unfinished: BTreeMap<u64, Vec<Epoch>>,
-}
-
-impl Physicals {
-    pub(super) fn new(first_handle: u64) -> Self {
-        let (released, unfinished) = (BTreeSet::new(), BTreeMap::new());
-        Physicals { handles: Handles::new(first_handle), live: Handles::new(0), released, unfinished }
-    }
-
-    fn get(&self, handle: RawPhysical) -> Answer<(u64, &Physical)> {
-        let number = self.handles.get(handle.0).copied();
-        let physical = number.and_then(|number| Some((number, self.live.get(number)?)));
-        physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
-    }
-
-    /// Notes that memory was unmapped which such work may still use; tells whether it is gone by that.
-    fn unmapped(&mut self, number: u64, unfinished: Vec<Epoch>) -> bool {
-        if self.released.remove(&number) {
-            return true;
-        }
-        if unfinished.is_empty() {
-            self.unfinished.remove(&number);
-        } else {
-            self.unfinished.insert(number, unfinished);
-        }
-        false
-    }
 }
 
 impl Machine {
@@ -225,7 +179,7 @@ impl Machine {
         self.spend_on_mappings(Operation::Unmap, tiles)?;
         let op = self.op_ref(None, Operation::Unmap, None);
         let all = ptr.range(bytes);
-        // Mostly nobody uses any of it any more.
+        // Mostly none of it is in use any more.
         let untouched = self.detector.device.is_untouched(all.clone());
         let mut at = all.start;
         while at < all.end

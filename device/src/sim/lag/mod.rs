@@ -2,7 +2,7 @@
 //!
 //! [`Lagging`] says how far the device has got.
 //!
-//! The device also checks memory, independently of the allocator. It is told which addresses the program's allocations cover and
+//! The device also checks memory, independently of the allocator. The program reports which addresses its allocations cover and
 //! when each was last used, and reports a hazard, as the race detector reports its own (`take_violation`), when
 //! memory is unmapped that is live or whose last use the device has not reached, when plain memory is freed that is live, and
 //! when the same address is given out twice. Releasing physical memory needs no check of its own, because memory is gone only once it is
@@ -24,7 +24,7 @@ use super::SimDriver;
 use crate::driver::{DevicePtr, RawEvent};
 use uses::Uses;
 
-/// Hazards kept until somebody takes them; later ones are dropped.
+/// Most hazards that are kept until they are taken; later ones are dropped.
 const KEPT_MAX: usize = 4096;
 
 /// A simulated device that lags behind the host by a number of events of a program.
@@ -39,7 +39,7 @@ const KEPT_MAX: usize = 4096;
 /// there, and counts as a *stall* ([`Lagging::stalls`]) if that moved anything. Streams and the device as a whole are
 /// taken to be busy up to now. Calls that wait for the device, such as `cuMemFree`, do so here.
 ///
-/// It also watches over memory, independently of an allocator: told which addresses are live and when they were last
+/// It also watches over memory, independently of an allocator: from reports of which addresses are live and when they were last
 /// used, it reports as a violation what is unmapped too early, freed while live, or given out twice.
 ///
 /// ```
