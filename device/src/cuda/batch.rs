@@ -1,66 +1,65 @@
 //! Many copies with one call.
 
 use super::copies::refuse_overlap;
-use super::driver::CudaDriver;
 use super::functions::Functions;
+use super::gpu::Gpu;
 use super::installation::check;
-use super::memory::Locked;
+use super::objects::LiveStream;
+use super::objects::Locked;
 use super::raw::size;
 use super::shapes::CopyAttributes;
-use super::streams::LiveStream;
+use super::{captures, copies, memory, streams};
 use crate::copies::{CopyEnd, CopyPart};
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 
-impl CudaDriver {
-    /// Enqueues many copies.
-    ///
-    /// # Safety
-    /// As for [`crate::Driver::copy_batch`].
-    pub(super) unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
-        let operation = Operation::CopyBatch;
-        let batch = self.optional(operation, Batch::of(self.core.functions()))?;
-        self.refuse_legacy(operation, stream)?;
-        let stream = self.stream(operation, stream)?;
-        self.forbid_capture(operation, &stream, "copies in a batch cannot be captured")?;
-        let (mut targets, mut sources, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
-        for &CopyPart { dst, src, bytes } in copies.iter().filter(|copy| copy.bytes > 0) {
-            self.check_ends(operation, dst, src)?;
-            self.check_place(operation, dst, bytes)?;
-            self.check_place(operation, src, bytes)?;
-            self.check_address(operation, dst)?;
-            self.check_address(operation, src)?;
-            targets.push(address(dst));
-            sources.push(address(src));
-            lengths.push(size(bytes));
-        }
-        if targets.is_empty() {
-            return Ok(());
-        }
-        refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
-        let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory for which the caller
-        // vouches; the stream lives (L1).
-        let result = unsafe { batch.enqueue(&mut targets, &mut sources, &mut lengths, &stream) };
-        check(operation, result.0).map_err(|error| match result.1 {
-            Some(at) => error.with_detail(format!("copy {at} of {}", copies.len())),
-            None => error,
-        })
+/// Enqueues many copies.
+///
+/// # Safety
+/// As for [`crate::Driver::copy_batch`].
+pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+    let operation = Operation::CopyBatch;
+    let batch = gpu.optional(operation, Batch::of(gpu.core.functions()))?;
+    memory::refuse_legacy(operation, stream)?;
+    let stream = streams::live(gpu, operation, stream)?;
+    captures::forbid_capture(gpu, operation, &stream, "copies in a batch cannot be captured")?;
+    let (mut targets, mut sources, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
+    for &CopyPart { dst, src, bytes } in copies.iter().filter(|copy| copy.bytes > 0) {
+        copies::check_ends(operation, dst, src)?;
+        copies::check_place(gpu, operation, dst, bytes)?;
+        copies::check_place(gpu, operation, src, bytes)?;
+        check_address(gpu, operation, dst)?;
+        check_address(gpu, operation, src)?;
+        targets.push(address(dst));
+        sources.push(address(src));
+        lengths.push(size(bytes));
     }
+    if targets.is_empty() {
+        return Ok(());
+    }
+    refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
+    let _current = gpu.core.enter_relaxed(operation)?;
+    // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory for which the caller
+    // vouches; the stream lives (L1).
+    let result = unsafe { batch.enqueue(&mut targets, &mut sources, &mut lengths, &stream) };
+    check(operation, result.0).map_err(|error| match result.1 {
+        Some(at) => error.with_detail(format!("copy {at} of {}", copies.len())),
+        None => error,
+    })
+}
 
-    /// Refuses memory that the device knows by another address than the host: here the driver takes every address for one that
-    /// both use, as it does not ask which an address is. The device would fail to reach it.
-    fn check_address(&self, operation: Operation, place: CopyEnd) -> Result<()> {
-        match place {
-            CopyEnd::Host(ptr)
-                if !self.facts.registered_by_address && self.host.kind_at(ptr.0 as u64) == Some(Locked::Registered) =>
-            {
-                Err(DeviceError::refused(operation, Code::NOT_SUPPORTED).with_detail(
-                    "this device does not know registered memory by the host's address; copy it with a call of its own",
-                ))
-            }
-            _ => Ok(()),
+/// Refuses memory that the device knows by another address than the host: here the driver takes every address for one that
+/// both use, as it does not ask which an address is. The device would fail to reach it.
+fn check_address(gpu: &Gpu, operation: Operation, place: CopyEnd) -> Result<()> {
+    match place {
+        CopyEnd::Host(ptr)
+            if !gpu.facts.registered_by_address && gpu.host.kind_at(ptr.0 as u64) == Some(Locked::Registered) =>
+        {
+            Err(DeviceError::refused(operation, Code::NOT_SUPPORTED).with_detail(
+                "this device does not know registered memory by the host's address; copy it with a call of its own",
+            ))
         }
+        _ => Ok(()),
     }
 }
 

@@ -2,13 +2,13 @@
 //!
 //! Every call first makes the context current on its thread, because the driver looks for it there, and then restores what was current
 //! before: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) rely on it. Where the context is
-//! current already, this is one cheap call; it is checked each time, because anybody may change what is current.
+//! current already, this is one cheap call; it is checked each time, because any code may change what is current.
 //!
 //! cudarc makes its context current when one of its objects is dropped, and leaves it so, even a context that ends then. Where this
 //! crate may drop the last reference to such an object, the context is current already, as in any other call.
 //!
 //! Calls that CUDA calls *potentially unsafe* during a capture are made in the relaxed capture mode, so that they neither fail nor break
-//! a capture that somebody began in another mode, on this or another thread. These are allocation, freeing, mapping, queries, modules,
+//! a capture that began in another mode, on this or another thread. These are allocation, freeing, mapping, queries, modules,
 //! making and giving up contexts, and calls that may lead to them: launches and fills, which may load a kernel, and copies, which may go
 //! through memory of the driver's. Left as they are: recording an event and waiting for one, and captures themselves.
 //!
@@ -38,12 +38,12 @@ pub(super) struct Core {
     pub(super) installation: Installation,
     pub(super) device: CUdevice,
     context: Context,
-    /// cudarc's object of the context, once somebody asked for it or gave it.
+    /// cudarc's object of the context, once it was asked for or given.
     cudarc: OnceLock<Arc<CudaContext>>,
     /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context alive.
     retained: bool,
     pub(super) ongoing: Arc<Ongoing>,
-    /// Objects that nobody uses any more, and that the driver refused to destroy. They are tried again when a stream is created, when the
+    /// Objects that nothing uses any more, and that the driver refused to destroy. They are tried again when a stream is created, when the
     /// context is waited for, and at the end. A leaf.
     left: Mutex<Vec<Left>>,
 }
@@ -64,7 +64,7 @@ impl fmt::Debug for Left {
     }
 }
 
-/// How often a call is made at the end of a device, after which nobody is left to try again.
+/// How often a call is made at the end of a device, after which there is no later attempt.
 const ATTEMPTS_AT_LAST: u32 = 3;
 
 /// Makes a call for the last time, several times if it fails.
@@ -76,7 +76,7 @@ pub(super) fn persistently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
 #[derive(Clone, Copy, Debug)]
 struct Context(CUcontext);
 
-// SAFETY: a handle is a number to everybody but the driver, which takes it on every thread.
+// SAFETY: a handle is a number to all code but the driver, which takes it on every thread.
 unsafe impl Send for Context {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Context {}
@@ -123,7 +123,7 @@ impl Core {
         })
     }
 
-    /// cudarc's object of the context, once somebody asked for it or gave it.
+    /// cudarc's object of the context, once it was asked for or given.
     pub(super) fn cudarc(&self) -> &OnceLock<Arc<CudaContext>> {
         &self.cudarc
     }
@@ -143,10 +143,10 @@ impl Core {
         self.installation.functions
     }
 
-    /// Destroys an object that nobody uses any more, now or later.
+    /// Destroys an object that nothing uses any more, now or later.
     ///
     /// # Safety
-    /// `raw` must be a live object that nobody uses any more and nobody else destroys, and `destroy` destroys objects of its kind.
+    /// `raw` must be a live object that nothing uses any more and nothing else destroys, and `destroy` destroys objects of its kind.
     pub(super) unsafe fn destroy_or_keep(&self, name: &'static str, raw: u64, destroy: Destroy) {
         self.destroy_all([Left { name, raw, destroy }]);
     }
@@ -201,7 +201,7 @@ impl Core {
         Ok(current == self.context.0)
     }
 
-    /// Makes the context current and lets the thread's calls pass beside captures, until the result is dropped.
+    /// Makes the context current and lets the thread's calls pass during captures, until the result is dropped.
     pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Relaxed<'_>> {
         let current = self.enter(operation)?;
         let mode = RelaxedMode::enter(self.functions(), operation)?;

@@ -6,79 +6,77 @@ use std::ptr;
 use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
 
 use super::copies::refuse_overlap;
-use super::driver::CudaDriver;
-use super::installation::check;
-use super::memory::bad_value;
+use super::gpu::Gpu;
+use super::installation::{bad_value, check};
+use super::objects::LiveStream;
 use super::raw::{pointer, size};
 use super::rows::touched_rows;
-use super::streams::LiveStream;
+use super::{copies, streams};
 use crate::copies::{Copy2d, CopyEnd};
 use crate::driver::RawStream;
 use crate::error::{Operation, Result};
 
-impl CudaDriver {
-    /// Enqueues a copy of rows.
-    ///
-    /// # Safety
-    /// As for [`crate::Driver::copy_2d`].
-    pub(super) unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
-        let operation = Operation::Copy2d;
-        let call = self.optional(operation, self.core.functions().cuMemcpy2DAsync_v2)?;
-        let stream = self.stream(operation, stream)?;
-        let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
-        if dst_pitch < width || src_pitch < width {
-            let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
-            return Err(bad_value(operation, detail));
-        }
-        if width == 0 || height == 0 {
-            return Ok(());
-        }
-        self.check_ends(operation, dst, src)?;
-        for (place, pitch) in [(dst, dst_pitch), (src, src_pitch)] {
-            let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
-            let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
-            self.check_place(operation, place, bytes)?;
-        }
-        refuse_overlap(operation, touched_rows(copy))?;
-        if height == 1 || (dst_pitch == width && src_pitch == width) {
-            // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
-            return unsafe { self.copy_range(operation, dst, src, width * height, &stream) };
-        }
-        if dst_pitch.max(src_pitch) > self.facts.pitch_max {
-            // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
-            return unsafe { self.copy_row_by_row(copy, &stream) };
-        }
-        let copy = CUDA_MEMCPY2D {
-            dstPitch: size(dst_pitch),
-            srcPitch: size(src_pitch),
-            WidthInBytes: size(width),
-            Height: size(height),
-            ..ends(dst, src)
-        };
-        let _current = self.core.enter_relaxed(operation)?;
-        // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked memory for which the
-        // caller vouches; the stream lives (L1, F1).
-        check(operation, unsafe { call(&raw const copy, stream.raw) })
+/// Enqueues a copy of rows.
+///
+/// # Safety
+/// As for [`crate::Driver::copy_2d`].
+pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Result<()> {
+    let operation = Operation::Copy2d;
+    let call = gpu.optional(operation, gpu.core.functions().cuMemcpy2DAsync_v2)?;
+    let stream = streams::live(gpu, operation, stream)?;
+    let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
+    if dst_pitch < width || src_pitch < width {
+        let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
+        return Err(bad_value(operation, detail));
     }
+    if width == 0 || height == 0 {
+        return Ok(());
+    }
+    copies::check_ends(operation, dst, src)?;
+    for (place, pitch) in [(dst, dst_pitch), (src, src_pitch)] {
+        let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
+        let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
+        copies::check_place(gpu, operation, place, bytes)?;
+    }
+    refuse_overlap(operation, touched_rows(copy))?;
+    if height == 1 || (dst_pitch == width && src_pitch == width) {
+        // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
+        return unsafe { copies::copy_range(gpu, operation, dst, src, width * height, &stream) };
+    }
+    if dst_pitch.max(src_pitch) > gpu.facts.pitch_max {
+        // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
+        return unsafe { copy_row_by_row(gpu, copy, &stream) };
+    }
+    let copy = CUDA_MEMCPY2D {
+        dstPitch: size(dst_pitch),
+        srcPitch: size(src_pitch),
+        WidthInBytes: size(width),
+        Height: size(height),
+        ..ends(dst, src)
+    };
+    let _current = gpu.core.enter_relaxed(operation)?;
+    // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked memory for which the
+    // caller vouches; the stream lives (L1, F1).
+    check(operation, unsafe { call(&raw const copy, stream.raw) })
+}
 
-    /// Enqueues rows one by one, because they lie further apart than the driver's call allows. Such rows are gigabytes apart, so there are
-    /// few.
-    ///
-    /// # Safety
-    /// As for [`CudaDriver::copy_range`], for every row.
-    unsafe fn copy_row_by_row(&self, copy: &Copy2d, stream: &LiveStream) -> Result<()> {
-        let operation = Operation::Copy2d;
-        for row in 0..copy.height {
-            let start = |end: CopyEnd, pitch: u64| {
-                end.further(row * pitch).unwrap_or_else(|| unreachable!("a row beyond the end that was checked"))
-            };
-            let (dst, src) = (start(copy.dst, copy.dst_pitch), start(copy.src, copy.src_pitch));
-            // SAFETY: passed on to the caller.
-            let copied = unsafe { self.copy_range(operation, dst, src, copy.width, stream) };
-            copied.inspect_err(|_| self.finish_part(operation, stream, row))?;
-        }
-        Ok(())
+/// Enqueues rows one by one, because they lie further apart than the driver's call allows. Such rows are gigabytes apart, so there are
+/// few.
+///
+/// # Safety
+/// As for [`copy_range`], for every row.
+unsafe fn copy_row_by_row(gpu: &Gpu, copy: &Copy2d, stream: &LiveStream) -> Result<()> {
+    let operation = Operation::Copy2d;
+    for row in 0..copy.height {
+        let start = |end: CopyEnd, pitch: u64| {
+            end.further(row * pitch).unwrap_or_else(|| unreachable!("a row beyond the end that was checked"))
+        };
+        let (dst, src) = (start(copy.dst, copy.dst_pitch), start(copy.src, copy.src_pitch));
+        // SAFETY: passed on to the caller.
+        let copied = unsafe { copies::copy_range(gpu, operation, dst, src, copy.width, stream) };
+        copied.inspect_err(|_| copies::finish_part(gpu, operation, stream, row))?;
     }
+    Ok(())
 }
 
 /// A description of a copy of rows in which only the two ends are set.

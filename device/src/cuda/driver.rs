@@ -3,30 +3,22 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::fork::Mutex;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
 
-use super::batch::has_batches;
-use super::captures::Graphs;
 use super::context::{Core, persistently};
-use super::events::Events;
 use super::functions::{CALLED_BY_CUDARC, Functions};
-use super::handles::{Handles, Object};
-use super::installation::Installation;
-use super::mappings::Physicals;
-use super::memory::{Locked, Source};
-use super::modules::Modules;
-use super::peers::Peers;
-use super::ranges::Ranges;
-use super::streams::Entry;
+use super::gpu::Gpu;
+use super::installation::{Installation, bad_value};
+use super::objects::Locked;
+use super::{batch, captures, copies, copy_rows, events, mappings, memory, modules, peers, streams};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
     RawModule, RawPhysical, RawStream, StreamFlags,
 };
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::error::{Operation, Result};
 use crate::fork;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
@@ -36,72 +28,12 @@ use crate::physical::PhysicalOptions;
 /// What is still alive when it is dropped, memory included, is given back then.
 #[derive(Debug)]
 pub struct CudaDriver {
-    pub(super) core: Arc<Core>,
-    pub(super) info: DeviceInfo,
-    pub(super) facts: Facts,
-    pub(super) streams: Handles<Entry>,
-    /// Streams to be destroyed once cudarc's objects of them are given back.
-    pub(super) lent: Mutex<Vec<Arc<Entry>>>,
-    pub(super) events: Handles<Object<Events>>,
-    pub(super) graphs: Handles<Object<Graphs>>,
-    pub(super) modules: Handles<Object<Modules>>,
-    pub(super) physicals: Handles<Object<Physicals>>,
-    /// Allocated device memory.
-    pub(super) memory: Ranges<Source>,
-    /// Page-locked host memory.
-    pub(super) host: Ranges<Locked>,
-    /// Reserved addresses.
-    pub(super) reserved: Ranges<()>,
-    /// Mappings, all in reserved addresses.
-    pub(super) mapped: Ranges<()>,
-    /// Held while mappings change.
-    pub(super) rules: Mutex<()>,
-    /// Devices whose memory this one was allowed to reach directly, if it can.
-    pub(super) peers: Peers,
-}
-
-/// Capabilities of the GPU that calls ask for.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Facts {
-    pub(super) rdma: bool,
-    pub(super) posix_fd: bool,
-    /// The device knows registered host memory by the host's address.
-    pub(super) registered_by_address: bool,
-    /// How far apart rows may lie that one call copies, in bytes.
-    pub(super) pitch_max: u64,
+    pub(super) gpu: Gpu,
 }
 
 impl CudaDriver {
     pub(super) fn new(core: Arc<Core>, ordinal: u32) -> Result<Arc<CudaDriver>> {
-        let mut info = core.installation.info(ordinal)?;
-        info.priorities = core.priorities()?;
-        let can_map = info.granularity_bytes.is_some();
-        let has =
-            |attribute| Ok::<_, DeviceError>(can_map && core.installation.attribute(core.device, attribute)? != 0);
-        let ask = |attribute| core.installation.attribute(core.device, attribute);
-        let facts = Facts {
-            registered_by_address: ask(Attr::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)? != 0,
-            pitch_max: ask(Attr::CU_DEVICE_ATTRIBUTE_MAX_PITCH)?,
-            rdma: has(Attr::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?,
-            posix_fd: has(Attr::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?,
-        };
-        Ok(Arc::new(CudaDriver {
-            core,
-            info,
-            facts,
-            streams: Handles::default(),
-            lent: Mutex::default(),
-            events: Handles::default(),
-            graphs: Handles::default(),
-            modules: Handles::default(),
-            physicals: Handles::default(),
-            memory: Ranges::default(),
-            host: Ranges::default(),
-            reserved: Ranges::default(),
-            mapped: Ranges::default(),
-            rules: Mutex::default(),
-            peers: Peers::default(),
-        }))
+        Ok(Arc::new(CudaDriver { gpu: Gpu::new(core, ordinal)? }))
     }
 
     /// Opens a GPU in its primary context, the one that the CUDA runtime and most libraries use.
@@ -141,19 +73,11 @@ impl CudaDriver {
         Self::new(Core::shared(Installation::find()?, context), ordinal)
     }
 
-    /// A function that not every driver has.
-    pub(super) fn optional<F>(&self, operation: Operation, function: Option<F>) -> Result<F> {
-        function.ok_or_else(|| {
-            let (major, minor) = self.core.installation.version;
-            DeviceError::refused(operation, Code::NOT_SUPPORTED)
-                .with_detail(format!("this driver, for CUDA {major}.{minor}, lacks the function; a newer one has it"))
-        })
-    }
-
     /// Gives back what is still alive. Objects with handles follow, when their tables are dropped.
     fn give_everything_back(&self) -> Result<()> {
+        let gpu = &self.gpu;
         // Unmapping and freeing page-locked memory do not wait for work.
-        let mut outcome = persistently(|| self.synchronize());
+        let mut outcome = persistently(|| captures::synchronize(gpu));
         if outcome.as_ref().is_err_and(|error| !error.is_device_lost()) {
             self.leak_everything();
             return outcome;
@@ -161,17 +85,20 @@ impl CudaDriver {
         let mut attempt = |call: &dyn Fn() -> Result<()>| {
             outcome = std::mem::replace(&mut outcome, Ok(())).and(persistently(call));
         };
-        self.memory.drain().into_iter().for_each(|(ptr, ..)| attempt(&|| self.free_raw(ptr)));
-        self.mapped.drain().into_iter().for_each(|(ptr, bytes, ())| attempt(&|| self.unmap_raw(ptr, bytes)));
-        self.reserved.drain().into_iter().for_each(|(ptr, bytes, ())| attempt(&|| self.unreserve_raw(ptr, bytes)));
-        for (start, _, locked) in self.host.drain() {
+        gpu.memory.drain().into_iter().for_each(|(ptr, ..)| attempt(&|| memory::free_raw(gpu, ptr)));
+        gpu.mapped.drain().into_iter().for_each(|(ptr, bytes, ())| attempt(&|| mappings::unmap_raw(gpu, ptr, bytes)));
+        gpu.reserved
+            .drain()
+            .into_iter()
+            .for_each(|(ptr, bytes, ())| attempt(&|| mappings::unreserve_raw(gpu, ptr, bytes)));
+        for (start, _, locked) in gpu.host.drain() {
             attempt(&|| match locked {
-                // SAFETY: whoever has memory of this driver's keeps the driver, so it is nobody's; the context was waited for, or is
+                // SAFETY: holders of this driver's memory keep the driver, so there are none; the context was waited for, or is
                 // lost. A call that failed did not free it.
-                Locked::Allocated { skipped } => unsafe { self.host_free_raw(start - skipped) },
-                // SAFETY: whoever has registered memory here keeps the driver, so nobody does any more; the context was waited for, or is
+                Locked::Allocated { skipped } => unsafe { memory::host_free_raw(gpu, start - skipped) },
+                // SAFETY: holders of registered memory keep the driver, so there are none; the context was waited for, or is
                 // lost. A call that failed did not unregister it.
-                Locked::Registered => unsafe { self.host_unregister_raw(start) },
+                Locked::Registered => unsafe { memory::host_unregister_raw(gpu, start) },
             });
         }
         outcome
@@ -179,10 +106,11 @@ impl CudaDriver {
 
     /// Leaves everything that work may still use to the context, for as long as that lives.
     fn leak_everything(&self) {
-        self.modules.forget_all();
-        let ranges = [self.memory.drain().len(), self.mapped.drain().len(), self.host.drain().len()];
+        let gpu = &self.gpu;
+        gpu.modules.forget_all();
+        let ranges = [gpu.memory.drain().len(), gpu.mapped.drain().len(), gpu.host.drain().len()];
         let ranges = ranges.iter().sum::<usize>();
-        self.reserved.drain();
+        gpu.reserved.drain();
         if ranges > 0 {
             tracing::warn!(
                 "{ranges} pieces of memory of a device that was dropped are leaked, as work may still use them"
@@ -202,9 +130,18 @@ impl Drop for CudaDriver {
     }
 }
 
+/// The GPU behind a peer of the same kind.
+fn gpu_of(operation: Operation, peer: &dyn Driver) -> Result<&Gpu> {
+    let driver = peer.as_any().and_then(|driver| driver.downcast_ref::<CudaDriver>());
+    driver.map(|driver| &driver.gpu).ok_or_else(|| {
+        let detail = "the peer is not driven by CUDA; devices of two kinds share nothing: go through the host";
+        bad_value(operation, detail)
+    })
+}
+
 impl Driver for CudaDriver {
     fn info(&self) -> &DeviceInfo {
-        &self.info
+        &self.gpu.info
     }
 
     fn as_any(&self) -> Option<&dyn Any> {
@@ -212,80 +149,80 @@ impl Driver for CudaDriver {
     }
 
     fn capturing_streams(&self) -> Arc<CapturingStreams> {
-        self.core.ongoing.known.clone()
+        self.gpu.core.ongoing.known.clone()
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {
-        self.memory_info()
+        memory::memory_info(&self.gpu)
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u64> {
-        let ask = |attribute| self.core.installation.attribute(self.core.device, attribute);
+        let ask = |attribute| self.gpu.core.installation.attribute(self.gpu.core.device, attribute);
         match attribute {
             Attribute::ComputeCapabilityMajor => ask(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
             Attribute::ComputeCapabilityMinor => ask(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
             Attribute::MultiprocessorCount => ask(Attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             Attribute::AsyncEngineCount => ask(Attr::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT),
-            Attribute::VirtualMemoryManagement => Ok(self.info.granularity_bytes.is_some().into()),
-            Attribute::MemoryPools if !self.core.functions().has_pool() => Ok(0),
+            Attribute::VirtualMemoryManagement => Ok(self.gpu.info.granularity_bytes.is_some().into()),
+            Attribute::MemoryPools if !self.gpu.core.functions().has_pool() => Ok(0),
             Attribute::MemoryPools => ask(Attr::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
-            Attribute::GpuDirectRdmaWithVmm => Ok(self.facts.rdma.into()),
-            Attribute::PosixFdHandles => Ok(self.facts.posix_fd.into()),
-            Attribute::BatchedCopies => Ok(has_batches(self.core.functions()).into()),
+            Attribute::GpuDirectRdmaWithVmm => Ok(self.gpu.facts.rdma.into()),
+            Attribute::PosixFdHandles => Ok(self.gpu.facts.posix_fd.into()),
+            Attribute::BatchedCopies => Ok(batch::has_batches(self.gpu.core.functions()).into()),
         }
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
-        self.alloc(bytes)
+        memory::alloc(&self.gpu, bytes)
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.free(ptr)
+        memory::free(&self.gpu, ptr)
     }
 
     fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
-        self.alloc_async(bytes, stream)
+        memory::alloc_async(&self.gpu, bytes, stream)
     }
 
     fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
-        self.free_async(ptr, stream)
+        memory::free_async(&self.gpu, ptr, stream)
     }
 
     fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
-        self.reserve(bytes, alignment)
+        mappings::reserve(&self.gpu, bytes, alignment)
     }
 
     fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        self.unreserve(ptr, bytes)
+        mappings::unreserve(&self.gpu, ptr, bytes)
     }
 
     fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
-        self.create_physical(bytes, options)
+        mappings::create_physical(&self.gpu, bytes, options)
     }
 
     fn release_physical(&self, physical: RawPhysical) -> Result<()> {
-        self.release_physical(physical)
+        mappings::release_physical(&self.gpu, physical)
     }
 
     fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
-        self.map(ptr, bytes, physical)
+        mappings::map(&self.gpu, ptr, bytes, physical)
     }
 
     fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        self.unmap(ptr, bytes)
+        mappings::unmap(&self.gpu, ptr, bytes)
     }
 
     fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
-        self.set_access(ptr, bytes, devices)
+        mappings::set_access(&self.gpu, ptr, bytes, devices)
     }
 
     fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
-        self.host_alloc(bytes)
+        memory::host_alloc(&self.gpu, bytes)
     }
 
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.host_free(ptr) }
+        unsafe { memory::host_free(&self.gpu, ptr) }
     }
 
     fn host_access(&self, _ptr: HostPtr, _bytes: usize, _kind: AccessKind) -> Result<()> {
@@ -294,86 +231,86 @@ impl Driver for CudaDriver {
 
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: passed on to the caller.
-        unsafe { self.host_register(ptr, bytes) }
+        unsafe { memory::host_register(&self.gpu, ptr, bytes) }
     }
 
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.host_unregister(ptr) }
+        unsafe { memory::host_unregister(&self.gpu, ptr) }
     }
 
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
-        self.create_stream(flags)
+        streams::create_stream(&self.gpu, flags)
     }
 
     fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        self.destroy_stream(stream)
+        streams::destroy_stream(&self.gpu, stream)
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {
-        self.adopt(stream);
+        streams::adopt(&self.gpu, stream);
     }
 
     fn release_stream(&self, stream: RawStream) {
-        self.release(stream);
+        streams::release(&self.gpu, stream);
     }
 
     fn synchronize_stream(&self, stream: RawStream) -> Result<()> {
-        self.synchronize_stream(stream)
+        streams::synchronize_stream(&self.gpu, stream)
     }
 
     fn query_stream(&self, stream: RawStream) -> Result<bool> {
-        self.query_stream(stream)
+        streams::query_stream(&self.gpu, stream)
     }
 
     fn create_event(&self, timing: bool) -> Result<RawEvent> {
-        self.create_event(timing)
+        events::create_event(&self.gpu, timing)
     }
 
     fn destroy_event(&self, event: RawEvent) -> Result<()> {
-        self.events.destroy(event.0)
+        self.gpu.events.destroy(event.0)
     }
 
     fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        self.record(event, stream)
+        events::record(&self.gpu, event, stream)
     }
 
     fn wait(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        self.wait(stream, event)
+        events::wait(&self.gpu, stream, event)
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        self.wait_peer(stream, peer, event)
+        peers::wait_peer(&self.gpu, stream, gpu_of(Operation::Wait, peer)?, event)
     }
 
     fn query_event(&self, event: RawEvent) -> Result<bool> {
-        self.query_event(event)
+        events::query_event(&self.gpu, event)
     }
 
     fn synchronize_event(&self, event: RawEvent) -> Result<()> {
-        self.synchronize_event(event)
+        events::synchronize_event(&self.gpu, event)
     }
 
     fn elapsed_ms(&self, start: RawEvent, end: RawEvent) -> Result<f64> {
-        self.elapsed_ms(start, end)
+        events::elapsed_ms(&self.gpu, start, end)
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.synchronize()
+        captures::synchronize(&self.gpu)
     }
 
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.copy_to_device(dst, src, bytes, stream) }
+        unsafe { copies::copy_to_device(&self.gpu, dst, src, bytes, stream) }
     }
 
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.copy_to_host(dst, src, bytes, stream) }
+        unsafe { copies::copy_to_host(&self.gpu, dst, src, bytes, stream) }
     }
 
     fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
-        self.copy_on_device(dst, src, bytes, stream)
+        copies::copy_on_device(&self.gpu, dst, src, bytes, stream)
     }
 
     fn copy_peer(
@@ -384,73 +321,73 @@ impl Driver for CudaDriver {
         bytes: u64,
         stream: RawStream,
     ) -> Result<()> {
-        self.copy_peer(dst, peer, src, bytes, stream)
+        peers::copy_peer(&self.gpu, dst, gpu_of(Operation::CopyPeer, peer)?, src, bytes, stream)
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.copy_2d(copy, stream) }
+        unsafe { copy_rows::copy_2d(&self.gpu, copy, stream) }
     }
 
     unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.copy_batch(copies, stream) }
+        unsafe { batch::copy_batch(&self.gpu, copies, stream) }
     }
 
     fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
-        self.memset(ptr, value, bytes, stream)
+        copies::memset(&self.gpu, ptr, value, bytes, stream)
     }
 
     fn load_module(&self, ptx: &str) -> Result<RawModule> {
-        self.load_module(ptx)
+        modules::load_module(&self.gpu, ptx)
     }
 
     fn unload_module(&self, module: RawModule) -> Result<()> {
-        self.modules.destroy(module.0)
+        self.gpu.modules.destroy(module.0)
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
         // SAFETY: passed on to the caller.
-        unsafe { self.launch(launch, stream) }
+        unsafe { modules::launch(&self.gpu, launch, stream) }
     }
 
     fn begin_capture(&self, stream: RawStream) -> Result<()> {
-        self.begin_capture(stream)
+        captures::begin_capture(&self.gpu, stream)
     }
 
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
-        self.capture_status(stream)
+        captures::capture_status(&self.gpu, stream)
     }
 
     fn stream_id(&self, stream: RawStream) -> Result<Option<u64>> {
-        self.stream_id(stream)
+        streams::stream_id(&self.gpu, stream)
     }
 
     fn pool_usage(&self) -> Result<PoolUsage> {
-        self.pool_usage()
+        memory::pool_usage(&self.gpu)
     }
 
     fn trim_pool(&self, keep: u64) -> Result<()> {
-        self.trim_pool(keep)
+        memory::trim_pool(&self.gpu, keep)
     }
 
     fn trim_graph_memory(&self) -> Result<()> {
-        self.trim_graph_memory()
+        memory::trim_graph_memory(&self.gpu)
     }
 
     fn can_access_peer(&self, peer: u32) -> Result<bool> {
-        self.can_access_peer(peer)
+        mappings::can_access_peer(&self.gpu, peer)
     }
 
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
-        self.end_capture(stream)
+        captures::end_capture(&self.gpu, stream)
     }
 
     fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()> {
-        self.launch_graph(graph, stream)
+        captures::launch_graph(&self.gpu, graph, stream)
     }
 
     fn destroy_graph(&self, graph: RawGraph) -> Result<()> {
-        self.graphs.destroy(graph.0)
+        self.gpu.graphs.destroy(graph.0)
     }
 }

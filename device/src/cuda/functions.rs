@@ -20,7 +20,7 @@ use libloading::Library;
 
 use super::shapes::{AccessDescription, AllocationProperties, CopyAttributes};
 
-/// What cudarc calls beside the functions below when its object of a context is made and dropped. It must be there, because
+/// The functions that cudarc calls in addition when its object of a context is made and dropped. It must be there, because
 /// cudarc would panic.
 pub(super) const CALLED_BY_CUDARC: [&str; 1] = ["cuCtxSetCurrent"];
 

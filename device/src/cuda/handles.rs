@@ -3,7 +3,7 @@
 //! The driver itself does not check handles: a dead handle is a dangling pointer to it. So a call first looks its objects up here, and
 //! holds them until it returns.
 //!
-//! Invariant L1: a handle in a table is live, and stays live as long as anybody holds the object that the table returned for it. An
+//! Invariant L1: a handle in a table is live, and stays live while any caller holds the object that the table returned for it. An
 //! object that is destroyed while calls with it are in flight on other threads leaves the table at once, and is destroyed
 //! when the last of these calls returns.
 //!
@@ -55,12 +55,12 @@ impl<T> Handles<T> {
         self.shard(handle).read().get(&handle).cloned()
     }
 
-    /// Adds an object. One that has the handle already was destroyed by somebody else, since the driver gives handles of live
+    /// Adds an object. One that has the handle already was destroyed behind this table's back, since the driver gives handles of live
     /// objects to no others: its entry is forgotten, for dropping it would destroy the new one.
     pub(super) fn insert(&self, handle: u64, object: T) {
         let before = self.shard(handle).write().insert(handle, Arc::new(object));
         if before.is_some() {
-            tracing::warn!("an object of this device, {handle:#x}, was destroyed by somebody else");
+            tracing::warn!("an object of this device, {handle:#x}, was destroyed by other code");
             std::mem::forget(before);
         }
     }
@@ -116,10 +116,10 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
     const NAME: &'static str;
     /// The call that destroys one.
     const DESTROY: Operation;
-    /// What is known about it beside its handle.
+    /// What is known about it in addition to its handle.
     type Extra: fmt::Debug + Send + Sync;
 
-    /// Takes back what was lent out of it; false while somebody still has it, so that it must not be destroyed.
+    /// Takes back what was lent out of it; false while it is still lent, so that it must not be destroyed.
     fn release(_extra: &mut Self::Extra) -> bool {
         true
     }
@@ -127,7 +127,7 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
     /// Calls the driver to destroy it.
     ///
     /// # Safety
-    /// `raw` must be a live object of this kind that nobody uses any more, and its context current.
+    /// `raw` must be a live object of this kind that nothing uses any more, and its context current.
     unsafe fn destroy(core: &Core, raw: u64) -> Result<()>;
 }
 
@@ -144,7 +144,7 @@ impl<K: Kind> Object<K> {
     /// Takes over an object.
     ///
     /// # Safety
-    /// `raw` must be a live object of this kind in this context that nobody else destroys.
+    /// `raw` must be a live object of this kind in this context that nothing else destroys.
     pub(super) unsafe fn new(core: &Arc<Core>, raw: u64, extra: K::Extra) -> Object<K> {
         Object { core: core.clone(), raw, extra }
     }
@@ -166,7 +166,7 @@ impl<K: Kind> Object<K> {
 
 impl<K: Kind> Drop for Object<K> {
     fn drop(&mut self) {
-        // What somebody still has is left to the end of the context.
+        // What is still lent is left to the end of the context.
         if self.raw != 0 && K::release(&mut self.extra) {
             // SAFETY: the object is alive (L1), and this is its only reference.
             unsafe { self.core.destroy_or_keep(K::NAME, self.raw, K::destroy) };

@@ -116,7 +116,7 @@ impl Installation {
         const BYTES: u8 = 255;
         // One byte more, which stays 0.
         let mut name = [0_u8; BYTES as usize + 1];
-        // SAFETY: the buffer outlives the call and has the length that is told (F1).
+        // SAFETY: the buffer outlives the call and has the given length (F1).
         let code = unsafe { (self.functions.cuDeviceGetName)(name.as_mut_ptr().cast(), BYTES.into(), device) };
         check_function(Operation::Init, "cuDeviceGetName", code)?;
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
@@ -153,6 +153,12 @@ pub(super) fn check(operation: Operation, code: u32) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(error_of(operation, Code(code))) }
 }
 
+/// A bad argument.
+#[cold]
+pub(super) fn bad_value(operation: Operation, detail: impl Into<String>) -> DeviceError {
+    DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(detail)
+}
+
 /// As [`check`], for a function that is not the operation's own.
 pub(super) fn check_function(operation: Operation, function: &'static str, code: u32) -> Result<()> {
     check(operation, code).map_err(|error| error.of_function(function))
@@ -167,7 +173,7 @@ fn error_of(operation: Operation, code: Code) -> DeviceError {
     }
 }
 
-/// What is behind codes that somebody else caused, and whose names do not say so.
+/// Explains codes that other code in the process caused, which their names do not say.
 fn explanation(code: Code) -> Option<&'static str> {
     match code {
         Code(3) => Some(
@@ -179,7 +185,7 @@ fn explanation(code: Code) -> Option<&'static str> {
             Some("another process has the GPU to itself (`nvidia-smi -q -d COMPUTE` tells), or it must be reset")
         }
         Code(709) => Some(
-            "somebody destroyed or reset the device's context, and with it all memory, streams and events made there",
+            "other code destroyed or reset the device's context, and with it all memory, streams and events made there",
         ),
         _ => None,
     }

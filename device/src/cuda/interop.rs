@@ -8,9 +8,10 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use super::context::Core;
 use super::driver::CudaDriver;
 use super::installation::Installation;
+use super::objects::Entry;
 use super::raw::{handle, pointer};
 use super::registry;
-use super::streams::{Entry, is_default};
+use super::streams::{self, is_default};
 use crate::device::Device;
 use crate::driver::{Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -70,7 +71,7 @@ pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
 
 /// cudarc's object of a stream, to enqueue work of cudarc's on it. The stream lives as long as the object does.
 ///
-/// Whoever uses it orders cudarc's work and memory after that of others: its events, if they are on, know nothing of this crate's.
+/// The caller orders cudarc's work and memory after that of others: its events, if they are on, know nothing of this crate's.
 ///
 /// # Errors
 /// When the stream's device is simulated, cudarc cannot use its driver, the stream is another thread's default stream, or
@@ -107,7 +108,7 @@ pub fn stream(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
     let (driver, raw) = of_device(device, stream, "the stream was not adopted")?;
     // SAFETY: the stream lives now, and what keeps it alive is kept while it is adopted: see below.
     let ours = unsafe { device.stream_from_raw(raw) }?;
-    if !is_default(raw) && !driver.keep(raw, stream) {
+    if !is_default(raw) && !streams::keep(&driver.gpu, raw, stream) {
         return Err(DeviceError::refused(Operation::StreamId, Code::INVALID_HANDLE)
             .of_request("the stream was not adopted")
             .with_detail(
@@ -135,7 +136,7 @@ fn of_device<'a>(
 ) -> Result<(&'a CudaDriver, RawStream)> {
     let operation = Operation::StreamId;
     let driver = driver_of(device.driver(), operation).map_err(|error| error.of_request(request))?;
-    if driver.core.is(stream.context()) {
+    if driver.gpu.core.is(stream.context()) {
         return Ok((driver, RawStream(handle(stream.cu_stream()))));
     }
     Err(DeviceError::refused(operation, Code::INVALID_HANDLE).of_request(request).with_detail(
@@ -166,25 +167,25 @@ impl CudaDriver {
     /// Keeps cudarc's object of the context, unless there is one already.
     fn keep_context(&self, context: Arc<CudaContext>) {
         // cudarc makes the context current when it drops an object, and leaves it so; this restores the thread's own.
-        let _current = self.core.enter_relaxed(Operation::Init).ok();
-        let _ = self.core.cudarc().set(context);
+        let _current = self.gpu.core.enter_relaxed(Operation::Init).ok();
+        let _ = self.gpu.core.cudarc().set(context);
     }
 
     fn cudarc_context(&self) -> Result<Arc<CudaContext>> {
-        if let Some(context) = self.core.cudarc().get() {
+        if let Some(context) = self.gpu.core.cudarc().get() {
             return Ok(context.clone());
         }
         let operation = Operation::Init;
         // cudarc makes the context current and leaves it so; this restores the thread's own.
-        let _current = self.core.enter_relaxed(operation)?;
-        let ordinal = usize::try_from(self.info.ordinal).unwrap_or(usize::MAX);
+        let _current = self.gpu.core.enter_relaxed(operation)?;
+        let ordinal = usize::try_from(self.gpu.info.ordinal).unwrap_or(usize::MAX);
         let context = CudaContext::new(ordinal).map_err(|error| of_cudarc(operation, error))?;
-        if !self.core.is(&context) {
+        if !self.gpu.core.is(&context) {
             return Err(DeviceError::refused(operation, Code(803)).of_request("no context was lent").with_detail(
                 "cudarc uses another driver library than this crate: is a toolkit's stub on the library path?",
             ));
         }
-        Ok(self.core.cudarc().get_or_init(|| context).clone())
+        Ok(self.gpu.core.cudarc().get_or_init(|| context).clone())
     }
 
     fn cudarc_stream(&self, raw: RawStream) -> Result<Arc<CudaStream>> {
@@ -195,7 +196,7 @@ impl CudaDriver {
         }
         let operation = Operation::StreamId;
         let entry =
-            self.streams.get(raw.0).ok_or_else(|| not_lent(super::handles::dead(operation, "stream", raw.0)))?;
+            self.gpu.streams.get(raw.0).ok_or_else(|| not_lent(super::handles::dead(operation, "stream", raw.0)))?;
         match &*entry {
             Entry::Owned(object) => {
                 // SAFETY: the stream lives, is of this context, and is not destroyed while the object is lent out.

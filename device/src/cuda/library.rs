@@ -70,7 +70,7 @@ pub(super) fn open() -> std::result::Result<Library, Unavailable> {
 }
 
 fn open_chosen(path: &Path) -> std::result::Result<Library, Unavailable> {
-    // SAFETY: whoever chose it vouches for a CUDA driver, whose initialisation is sound on any thread.
+    // SAFETY: the caller that chose it vouches for a CUDA driver, whose initialisation is sound on any thread.
     unsafe { Library::new(path) }.map_err(|error| {
         let name = path.display().to_string();
         Unavailable::NoDriver {
@@ -110,8 +110,8 @@ fn together(reasons: &[(&str, String)]) -> String {
             _ => shared.push(((*name).to_owned(), cause)),
         }
     }
-    let told: Vec<String> = shared.into_iter().map(|(names, cause)| format!("{names}: {cause}")).collect();
-    told.join("; ")
+    let causes: Vec<String> = shared.into_iter().map(|(names, cause)| format!("{names}: {cause}")).collect();
+    causes.join("; ")
 }
 
 /// The library if the process has loaded it.

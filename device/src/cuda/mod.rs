@@ -8,11 +8,13 @@
 //!   A function that is missing turns its capability off, or is an error before anything is called.
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
 //!   the driver does not check what it is given; `rows` knows which ranges copies of rows touch. `registry` knows the devices of the process. `raw` has handles and sizes, `shapes` structures as the driver takes them.
-//! * **Families of calls**: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
+//! * **State**: `objects` says what is known about each kind of object, `gpu` holds the tables of a GPU, and `driver` implements the trait on
+//!   top.
+//! * **Families of calls** are functions on a `Gpu`: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
 //!   `captures`. `ongoing` knows which captures of the context they must not break.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
-//! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls any more, whoever makes them.
+//! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls of any library any more.
 //!
 //! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`) and passes promises on.
 
@@ -24,6 +26,7 @@ mod copy_rows;
 mod driver;
 mod events;
 mod functions;
+mod gpu;
 mod handles;
 mod installation;
 mod interop;
@@ -31,6 +34,7 @@ mod library;
 mod mappings;
 mod memory;
 mod modules;
+mod objects;
 mod ongoing;
 mod peers;
 mod ranges;

@@ -1,19 +1,17 @@
 //! Modules of kernels and their launches.
 
-use std::collections::HashMap;
 use std::ffi::{CString, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::fork::RwLock;
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute as FunctionAttr};
 
-use super::context::Core;
-use super::driver::CudaDriver;
-use super::handles::{Kind, Object};
-use super::installation::{check, check_function};
-use super::memory::bad_value;
+use super::gpu::Gpu;
+use super::handles::Object;
+use super::installation::{bad_value, check, check_function};
+use super::objects::{Kernel, Kernels, Modules};
 use super::raw::{handle, pointer};
+use super::streams;
 use crate::driver::{RawModule, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launch::{KernelArg, Launch};
@@ -21,151 +19,122 @@ use crate::launch::{KernelArg, Launch};
 /// Most arguments of a kernel, which are laid out on the stack.
 const ARGS_MAX: usize = 64;
 
-/// Shared memory that a kernel may use without being told beforehand, its own variables included, in bytes.
+/// Shared memory that a kernel may use without asking beforehand, its own variables included, in bytes.
 const SHARED_BYTES_PLAIN: u32 = 48 << 10;
 
 const INVALID_PTX: Code = Code(218);
 
-#[derive(Debug)]
-pub(super) enum Modules {}
-
-impl Kind for Modules {
-    const NAME: &'static str = "module";
-    const DESTROY: Operation = Operation::UnloadModule;
-    type Extra = Kernels;
-
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
-        // SAFETY: the caller vouches for the module (F1).
-        check(Self::DESTROY, unsafe { (core.functions().cuModuleUnload)(pointer(raw)) })
-    }
+pub(super) fn load_module(gpu: &Gpu, ptx: &str) -> Result<RawModule> {
+    let operation = Operation::LoadModule;
+    let text = CString::new(ptx)
+        .map_err(|_| DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it"))?;
+    let _current = gpu.core.enter_relaxed(operation)?;
+    let mut raw = ptr::null_mut();
+    // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
+    let code = unsafe { (gpu.core.functions().cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) };
+    check(operation, code).map_err(|error| explain(gpu, error))?;
+    let raw = handle(raw);
+    // SAFETY: just created, and known only here.
+    gpu.modules.insert(raw, unsafe { Object::new(&gpu.core, raw, Kernels::default()) });
+    Ok(RawModule(raw))
 }
 
-/// The kernels of a module that were launched so far, by name. They live as long as the module.
-#[derive(Debug, Default)]
-pub(super) struct Kernels(RwLock<HashMap<&'static str, Kernel>>);
-
-#[derive(Debug)]
-struct Kernel {
-    raw: u64,
-    /// Most dynamic shared memory that it was allowed so far.
-    shared_bytes: AtomicU32,
+/// Says whose fault it is that PTX was refused.
+fn explain(gpu: &Gpu, error: DeviceError) -> DeviceError {
+    let ((major, minor), (device_major, device_minor)) = (gpu.core.installation.version, gpu.info.compute_capability);
+    let detail = match error.code.0 {
+        222 => {
+            format!("the PTX text is newer than this driver, which supports CUDA {major}.{minor}; install a newer one")
+        }
+        209 => {
+            format!("the PTX text is for newer GPUs than this one, of compute capability {device_major}.{device_minor}")
+        }
+        218 => "the text is no PTX that the driver can compile".to_owned(),
+        221 => "the driver's PTX compiler is missing; install the driver again".to_owned(),
+        _ => return error,
+    };
+    error.with_detail(detail)
 }
 
-impl CudaDriver {
-    pub(super) fn load_module(&self, ptx: &str) -> Result<RawModule> {
-        let operation = Operation::LoadModule;
-        let text = CString::new(ptx).map_err(|_| {
-            DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it")
-        })?;
-        let _current = self.core.enter_relaxed(operation)?;
-        let mut raw = ptr::null_mut();
-        // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
-        let code = unsafe { (self.core.functions().cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) };
-        check(operation, code).map_err(|error| self.explain(error))?;
-        let raw = handle(raw);
-        // SAFETY: just created, and nobody else knows it.
-        self.modules.insert(raw, unsafe { Object::new(&self.core, raw, Kernels::default()) });
-        Ok(RawModule(raw))
-    }
+/// Enqueues a kernel.
+///
+/// # Safety
+/// As for [`crate::Driver::launch`].
+pub(super) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Result<()> {
+    let operation = Operation::Launch;
+    let stream = streams::live(gpu, operation, stream)?;
+    let Some(module) = launch.module else {
+        return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
+            .with_detail(format!("kernel {} has no device code: only the simulated device runs it", launch.name)));
+    };
+    let module = gpu.modules.find(operation, module.0)?;
+    let kernel: CUfunction = pointer(kernel(gpu, &module, launch)?);
+    let mut cells = cells(&launch.args)?;
+    let mut arguments = cells.each_mut().map(|cell| ptr::from_mut(cell).cast::<c_void>());
+    let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
+    let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
+    // Relaxed: the first launch may load the kernel.
+    let _current = gpu.core.enter_relaxed(operation)?;
+    let call = gpu.core.functions().cuLaunchKernel;
+    // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments outlive the call, in which
+    // they are copied; the caller vouches that they are those that the kernel expects.
+    let code = unsafe {
+        call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
+    };
+    check(operation, code).map_err(|error| error.with_more(format!("kernel {}", launch.name)))
+}
 
-    /// Says whose fault it is that PTX was refused.
-    fn explain(&self, error: DeviceError) -> DeviceError {
-        let ((major, minor), (device_major, device_minor)) =
-            (self.core.installation.version, self.info.compute_capability);
-        let detail = match error.code.0 {
-            222 => format!(
-                "the PTX text is newer than this driver, which supports CUDA {major}.{minor}; install a newer one"
-            ),
-            209 => format!(
-                "the PTX text is for newer GPUs than this one, of compute capability {device_major}.{device_minor}"
-            ),
-            218 => "the text is no PTX that the driver can compile".to_owned(),
-            221 => "the driver's PTX compiler is missing; install the driver again".to_owned(),
-            _ => return error,
-        };
-        error.with_detail(detail)
+/// The kernel that is to be launched, looked up in the module at its first launch.
+fn kernel(gpu: &Gpu, module: &Object<Modules>, launch: &Launch) -> Result<u64> {
+    if let Some(kernel) = module.extra.0.read().get(launch.name)
+        && launch.shared_bytes <= kernel.shared_bytes.load(Ordering::Relaxed)
+    {
+        return Ok(kernel.raw);
     }
+    let mut kernels = module.extra.0.write();
+    if !kernels.contains_key(launch.name) {
+        let raw = look_up(gpu, module, launch.name)?;
+        kernels.insert(launch.name, Kernel { raw, shared_bytes: AtomicU32::new(0) });
+    }
+    let Some(kernel) = kernels.get(launch.name) else { return Err(bad_value(Operation::Launch, launch.name)) };
+    if launch.shared_bytes > kernel.shared_bytes.load(Ordering::Relaxed) {
+        allow_shared(gpu, kernel, launch)?;
+    }
+    Ok(kernel.raw)
+}
 
-    /// Enqueues a kernel.
-    ///
-    /// # Safety
-    /// As for [`crate::Driver::launch`].
-    pub(super) unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
-        let operation = Operation::Launch;
-        let stream = self.stream(operation, stream)?;
-        let Some(module) = launch.module else {
-            return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
-                .with_detail(format!("kernel {} has no device code: only the simulated device runs it", launch.name)));
-        };
-        let module = self.modules.find(operation, module.0)?;
-        let kernel: CUfunction = pointer(self.kernel(&module, launch)?);
-        let mut cells = cells(&launch.args)?;
-        let mut arguments = cells.each_mut().map(|cell| ptr::from_mut(cell).cast::<c_void>());
-        let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
-        let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
-        // Relaxed: the first launch may load the kernel.
-        let _current = self.core.enter_relaxed(operation)?;
-        let call = self.core.functions().cuLaunchKernel;
-        // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments outlive the call, in which
-        // they are copied; the caller vouches that they are those that the kernel expects.
-        let code = unsafe {
-            call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
-        };
-        check(operation, code).map_err(|error| error.with_more(format!("kernel {}", launch.name)))
-    }
+fn look_up(gpu: &Gpu, module: &Object<Modules>, name: &str) -> Result<u64> {
+    let operation = Operation::Launch;
+    let c_name = CString::new(name).map_err(|_| {
+        DeviceError::refused(operation, Code(500)).with_detail(format!("the module has no kernel {name}"))
+    })?;
+    let _current = gpu.core.enter_relaxed(operation)?;
+    let mut raw = ptr::null_mut();
+    let call = gpu.core.functions().cuModuleGetFunction;
+    // SAFETY: handle and name outlive the call, and the module lives (L1, F1).
+    let code = unsafe { call(&raw mut raw, pointer(module.raw()), c_name.as_ptr()) };
+    check_function(operation, "cuModuleGetFunction", code).map_err(|error| {
+        if error.code == Code(500) { error.with_detail(format!("the module has no kernel {name}")) } else { error }
+    })?;
+    Ok(handle(raw))
+}
 
-    /// The kernel that is to be launched, looked up in the module at its first launch.
-    fn kernel(&self, module: &Object<Modules>, launch: &Launch) -> Result<u64> {
-        if let Some(kernel) = module.extra.0.read().get(launch.name)
-            && launch.shared_bytes <= kernel.shared_bytes.load(Ordering::Relaxed)
-        {
-            return Ok(kernel.raw);
-        }
-        let mut kernels = module.extra.0.write();
-        if !kernels.contains_key(launch.name) {
-            let raw = self.look_up(module, launch.name)?;
-            kernels.insert(launch.name, Kernel { raw, shared_bytes: AtomicU32::new(0) });
-        }
-        let Some(kernel) = kernels.get(launch.name) else { return Err(bad_value(Operation::Launch, launch.name)) };
-        if launch.shared_bytes > kernel.shared_bytes.load(Ordering::Relaxed) {
-            self.allow_shared(kernel, launch)?;
-        }
-        Ok(kernel.raw)
+/// Lets a kernel use so much dynamic shared memory. What it may use unasked depends on its own variables.
+fn allow_shared(gpu: &Gpu, kernel: &Kernel, launch: &Launch) -> Result<()> {
+    let operation = Operation::Launch;
+    let set = gpu.core.functions().cuFuncSetAttribute;
+    if set.is_some() || launch.shared_bytes > SHARED_BYTES_PLAIN {
+        let set = gpu.optional(operation, set)?;
+        let asked = || format!("kernel {} with {} bytes of shared memory", launch.name, launch.shared_bytes);
+        let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
+        let _current = gpu.core.enter_relaxed(operation)?;
+        let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
+        // SAFETY: the kernel lives with its module (L1, F1).
+        let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
+        check_function(operation, "cuFuncSetAttribute", code).map_err(|error| error.with_detail(asked()))?;
     }
-
-    fn look_up(&self, module: &Object<Modules>, name: &str) -> Result<u64> {
-        let operation = Operation::Launch;
-        let c_name = CString::new(name).map_err(|_| {
-            DeviceError::refused(operation, Code(500)).with_detail(format!("the module has no kernel {name}"))
-        })?;
-        let _current = self.core.enter_relaxed(operation)?;
-        let mut raw = ptr::null_mut();
-        let call = self.core.functions().cuModuleGetFunction;
-        // SAFETY: handle and name outlive the call, and the module lives (L1, F1).
-        let code = unsafe { call(&raw mut raw, pointer(module.raw()), c_name.as_ptr()) };
-        check_function(operation, "cuModuleGetFunction", code).map_err(|error| {
-            if error.code == Code(500) { error.with_detail(format!("the module has no kernel {name}")) } else { error }
-        })?;
-        Ok(handle(raw))
-    }
-
-    /// Lets a kernel use so much dynamic shared memory. What it may use unasked depends on its own variables.
-    fn allow_shared(&self, kernel: &Kernel, launch: &Launch) -> Result<()> {
-        let operation = Operation::Launch;
-        let set = self.core.functions().cuFuncSetAttribute;
-        if set.is_some() || launch.shared_bytes > SHARED_BYTES_PLAIN {
-            let set = self.optional(operation, set)?;
-            let asked = || format!("kernel {} with {} bytes of shared memory", launch.name, launch.shared_bytes);
-            let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
-            let _current = self.core.enter_relaxed(operation)?;
-            let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
-            // SAFETY: the kernel lives with its module (L1, F1).
-            let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
-            check_function(operation, "cuFuncSetAttribute", code).map_err(|error| error.with_detail(asked()))?;
-        }
-        kernel.shared_bytes.store(launch.shared_bytes, Ordering::Relaxed);
-        Ok(())
-    }
+    kernel.shared_bytes.store(launch.shared_bytes, Ordering::Relaxed);
+    Ok(())
 }
 
 /// One argument in memory, where its type may be read: its bytes from the start.

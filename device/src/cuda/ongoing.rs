@@ -19,14 +19,14 @@ type Which = (u64, Option<ThreadId>);
 #[derive(Debug, Default)]
 pub(super) struct Ongoing {
     /// Streams on which one was begun through a driver, and not ended; with the thread, where the handle means one for each, and a sign
-    /// that it runs: the default stream of a thread that has ended captures no more, and nobody else could end its capture.
+    /// that it runs: the default stream of a thread that has ended captures no more, and no other thread could end its capture.
     begun: Mutex<HashMap<Which, Weak<()>>>,
-    /// Streams of which devices know that they capture, those included that somebody else makes capture.
+    /// Streams of which devices know that they capture, including captures of other libraries.
     pub(super) known: Arc<CapturingStreams>,
 }
 
 impl Ongoing {
-    /// Those of the context with this handle. Whoever keeps them keeps the context, so that no other one has its handle.
+    /// Those of the context with this handle. Their holder keeps the context, so that no other one has its handle.
     pub(super) fn of_context(handle: u64) -> Arc<Ongoing> {
         static CONTEXTS: Mutex<Option<HashMap<u64, Weak<Ongoing>>>> = Mutex::new(None);
         let mut contexts = CONTEXTS.lock();

@@ -1,0 +1,261 @@
+//! The driver's objects: what is known about each kind, and how one is destroyed.
+
+use std::collections::HashMap;
+use std::ffi::c_uint;
+use std::ptr;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, OnceLock, Weak};
+
+use cudarc::driver::CudaStream;
+use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureStatus as Status};
+
+use super::context::Core;
+use super::handles::{Kind, Object};
+use super::installation::{check, check_function};
+use super::raw::{handle, pointer};
+use crate::driver::{CaptureStatus, RawStream};
+use crate::error::{Operation, Result};
+use crate::fork::{Mutex, RwLock};
+
+/// A live stream.
+#[derive(Debug)]
+pub(super) enum Entry {
+    /// Created here.
+    Owned(Object<Streams>),
+    /// Owned by another library.
+    Adopted(Adopted),
+}
+
+impl Entry {
+    /// Whether cudarc's object of it was asked for, and not taken back since.
+    pub(super) fn is_lent(&self) -> bool {
+        matches!(self, Entry::Owned(object) if object.extra.0.get().is_some())
+    }
+
+    /// Takes that object back; false while the caller has it.
+    pub(super) fn take_back(&mut self) -> bool {
+        match self {
+            Entry::Owned(object) => Streams::release(&mut object.extra),
+            Entry::Adopted(_) => true,
+        }
+    }
+}
+
+/// Streams created here.
+#[derive(Debug)]
+pub(super) enum Streams {}
+
+/// cudarc's object of a stream of ours, once it was asked for.
+#[derive(Debug, Default)]
+pub(super) struct Lent(pub(super) OnceLock<Arc<CudaStream>>);
+
+impl Lent {
+    /// Takes the object back; false while the caller has it.
+    fn take_back(&mut self) -> bool {
+        let Some(lent) = self.0.take() else { return true };
+        match Arc::try_unwrap(lent) {
+            // The object does not own the stream: dropping it makes no call.
+            Ok(_) => true,
+            Err(lent) => {
+                self.0 = OnceLock::from(lent);
+                false
+            }
+        }
+    }
+}
+
+impl Kind for Streams {
+    const NAME: &'static str = "stream";
+    const DESTROY: Operation = Operation::DestroyStream;
+    type Extra = Lent;
+
+    fn release(lent: &mut Lent) -> bool {
+        lent.take_back()
+    }
+
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+        // SAFETY: the caller vouches for the stream.
+        unsafe { end_before_destruction(core, pointer(raw)) }?;
+        // SAFETY: the caller vouches for the stream (F1).
+        check(Self::DESTROY, unsafe { (core.functions().cuStreamDestroy_v2)(pointer(raw)) })?;
+        core.ongoing.end(RawStream(raw));
+        Ok(())
+    }
+}
+
+/// A stream that another library owns.
+#[derive(Debug)]
+pub(super) struct Adopted {
+    /// What the driver called it when it was adopted: unlike the handle, never used again. Only in debug builds.
+    pub(super) id: Option<u64>,
+    /// What keeps it alive, where its owner is cudarc.
+    pub(super) keep: OnceLock<Arc<CudaStream>>,
+}
+
+/// A stream that is alive as long as this, for use in one call.
+#[derive(Debug)]
+pub(super) struct LiveStream {
+    pub(super) raw: CUstream,
+    pub(super) _entry: Option<Arc<Entry>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Events {}
+
+impl Kind for Events {
+    const NAME: &'static str = "event";
+    const DESTROY: Operation = Operation::DestroyEvent;
+    type Extra = ();
+
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+        // SAFETY: the caller vouches for the event (F1).
+        check(Self::DESTROY, unsafe { (core.functions().cuEventDestroy_v2)(pointer(raw)) })
+    }
+}
+
+/// Graphs, made executable. Each has a lock that is held while it is launched, because a graph must not be used by two calls at a time (CUDA
+/// driver API, “Graph object thread safety”). It is a leaf.
+#[derive(Debug)]
+pub(super) enum Graphs {}
+
+impl Kind for Graphs {
+    const NAME: &'static str = "graph";
+    const DESTROY: Operation = Operation::DestroyGraph;
+    type Extra = Mutex<()>;
+
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+        match core.functions().cuGraphExecDestroy {
+            // SAFETY: the caller vouches for the graph (F1).
+            Some(destroy) => check_function(Self::DESTROY, "cuGraphExecDestroy", unsafe { destroy(pointer(raw)) }),
+            // Nothing was created then.
+            None => Ok(()),
+        }
+    }
+}
+
+/// Destroys a captured graph, from which an executable one may have been made.
+///
+/// # Safety
+/// `raw` must be a live graph that nothing else uses.
+pub(super) unsafe fn destroy_captured(core: &Core, raw: u64) -> Result<()> {
+    match core.functions().cuGraphDestroy {
+        // SAFETY: the caller vouches for the graph (F1).
+        Some(destroy) => check(Operation::DestroyGraph, unsafe { destroy(pointer(raw)) }),
+        None => Ok(()),
+    }
+}
+
+/// Whether work of the stream is captured.
+///
+/// # Safety
+/// The stream must live.
+pub(super) unsafe fn status(core: &Core, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+    let functions = core.functions();
+    let _current = core.enter(operation)?;
+    let mut status: c_uint = 0;
+    let code = match functions.cuStreamGetCaptureInfo_v2 {
+        Some(ask) => {
+            let (id, graph, dependencies, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the number outlives the call, the caller vouches for the stream (F1), and what is null is not asked for.
+            unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
+        }
+        // SAFETY: the number outlives the call, and the caller vouches for the stream (F1).
+        None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
+    };
+    check(Operation::CaptureStatus, code)?;
+    Ok(match status {
+        status if status == Status::CU_STREAM_CAPTURE_STATUS_NONE as c_uint => CaptureStatus::None,
+        status if status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint => CaptureStatus::Active,
+        _ => CaptureStatus::Invalidated,
+    })
+}
+
+/// Ends the capture of a stream that is about to be destroyed, and destroys the captured graph. The CUDA documentation does not
+/// specify the fate of a capture whose stream is destroyed; if the capture went on, the context could not be waited for any more.
+///
+/// # Safety
+/// The stream must live, and nothing else may use it.
+unsafe fn end_before_destruction(core: &Core, stream: CUstream) -> Result<()> {
+    let operation = Operation::EndCapture;
+    // SAFETY: passed on to the caller.
+    let is_over = || unsafe { status(core, operation, stream) }.map(|status| status == CaptureStatus::None);
+    if is_over()? {
+        return Ok(());
+    }
+    // Without the function nothing was captured here.
+    let Some(end) = core.functions().cuStreamEndCapture else { return Ok(()) };
+    let mut graph: CUgraph = ptr::null_mut();
+    // SAFETY: the handle outlives the call, and the caller vouches for the stream (F1).
+    let ended = check(operation, unsafe { end(stream, &raw mut graph) });
+    if !graph.is_null() {
+        // SAFETY: the graph was just captured, and is known only here.
+        unsafe { core.destroy_or_keep("captured graph", handle(graph), destroy_captured) };
+    }
+    // A capture that failed to end as it should has mostly ended all the same.
+    if is_over()? { Ok(()) } else { ended }
+}
+
+#[derive(Debug)]
+pub(super) enum Physicals {}
+
+impl Kind for Physicals {
+    const NAME: &'static str = "physical memory";
+    const DESTROY: Operation = Operation::ReleasePhysical;
+    /// Length in bytes.
+    type Extra = u64;
+
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+        match core.functions().cuMemRelease {
+            // SAFETY: the caller vouches for the memory (F1).
+            Some(release) => check(Self::DESTROY, unsafe { release(raw) }),
+            // Nothing was created then.
+            None => Ok(()),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Modules {}
+
+impl Kind for Modules {
+    const NAME: &'static str = "module";
+    const DESTROY: Operation = Operation::UnloadModule;
+    type Extra = Kernels;
+
+    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+        // SAFETY: the caller vouches for the module (F1).
+        check(Self::DESTROY, unsafe { (core.functions().cuModuleUnload)(pointer(raw)) })
+    }
+}
+
+/// The kernels of a module that were launched so far, by name. They live as long as the module.
+#[derive(Debug, Default)]
+pub(super) struct Kernels(pub(super) RwLock<HashMap<&'static str, Kernel>>);
+
+#[derive(Debug)]
+pub(super) struct Kernel {
+    pub(super) raw: u64,
+    /// Most dynamic shared memory that it was allowed so far.
+    pub(super) shared_bytes: AtomicU32,
+}
+
+/// Which call gave device memory out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Plain,
+    Pool,
+}
+
+/// How host memory became page-locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Locked {
+    /// So many bytes behind where the driver's allocation starts.
+    Allocated {
+        skipped: u64,
+    },
+    Registered,
+}
+
+/// Contexts that were asked for access to their memory, whatever came of it.
+#[derive(Debug, Default)]
+pub(super) struct Peers(pub(super) Mutex<Vec<Weak<Core>>>);
