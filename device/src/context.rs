@@ -1,7 +1,7 @@
 //! The context: the state that the streams of one device share, which is the driver, the pool of events, and the counters of timelines.
 //!
 //! Invariants:
-//! * An event in `idle` is complete and referenced by nobody (invariant T3: events are recycled only when complete).
+//! * An event in `idle` is complete and unreferenced (invariant T3: events are recycled only when complete).
 //! * Dropping an event makes no driver call: events that cannot be recycled go to the queue of deferred releases (`release.rs`).
 //!
 //! The lock of the list of timelines is a leaf, and the queues are lock-free, so a context can be used under any lock. Only the lock of
@@ -258,7 +258,7 @@ impl Drop for Context {
     }
 }
 
-/// A recorded event; goes back to the pool when the last reference is dropped, if it is complete by then.
+/// A recorded event; goes back to the pool when the last reference is dropped, if it is complete.
 #[derive(Debug)]
 pub(crate) struct PooledEvent {
     pub(crate) raw: RawEvent,

@@ -147,7 +147,7 @@ impl FromStr for DeviceSpec {
             ("sim", rest) => SimConfig::parse(rest.unwrap_or(""))
                 .map(|config| DeviceSpec::Sim(Box::new(config)))
                 .map_err(|mut cause| {
-                    // Counted in the text that is quoted beside it.
+                    // Counted in the text that is quoted with it.
                     if cause.file.is_none() {
                         cause.offset += text.len() - rest.map_or(0, str::len);
                     }

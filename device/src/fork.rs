@@ -122,7 +122,7 @@ impl<T> Mutex<T> {
         })
     }
 
-    /// The lock, if nobody holds it.
+    /// The lock, if no thread holds it.
     #[inline]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         self.0.try_lock()
@@ -155,7 +155,7 @@ impl<T> RwLock<T> {
         RwLock(parking_lot::RwLock::new(value))
     }
 
-    /// Waits until nobody writes.
+    /// Waits until no thread writes.
     ///
     /// # Panics
     /// In a forked child, if the lock is held.
@@ -167,7 +167,7 @@ impl<T> RwLock<T> {
         })
     }
 
-    /// Waits until nobody else reads or writes.
+    /// Waits until no other thread reads or writes.
     ///
     /// # Panics
     /// In a forked child, if the lock is held.

@@ -113,7 +113,7 @@ impl Launches {
         made.after.clone()
     }
 
-    /// Covers the ticks that launches come after with events, so that a launch need not record any: the streams may capture again by then.
+    /// Covers the ticks that launches come after with events, so that a launch need not record any: the streams may capture again later.
     /// An event that cannot be recorded now is recorded when it is needed.
     pub(crate) fn cover(&self) {
         for tick in self.after() {

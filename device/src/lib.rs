@@ -67,7 +67,7 @@ mod release;
 pub mod sim;
 mod stream;
 mod stream_map;
-mod streams;
+mod stream_table;
 mod sync;
 mod timeline;
 mod unavailable;

@@ -212,6 +212,11 @@ impl ReleaseQueue {
         !self.objects.lock().is_empty()
     }
 
+    /// True if nothing is left, or the device is lost, so that everything goes with the driver.
+    fn is_finished(&self) -> bool {
+        self.driver.lost().is_some() || (!self.any() && self.events.is_empty())
+    }
+
     /// Releases what can go. `wait` waits for the device; it is `None` while a stream captures, and then only objects go that no work can
     /// use.
     pub(crate) fn settle(&self, effort: Effort, wait: Option<&dyn Fn() -> Result<()>>) -> Settled {
@@ -344,7 +349,7 @@ impl CleanUp for ReleaseQueue {
         let mut owners = Vec::new();
         let attempts = ATTEMPTS_AT_CLOSE.max(self.objects.lock().len());
         for _ in 0..attempts {
-            if self.driver.lost().is_some() || !(self.any() || !self.events.is_empty()) {
+            if self.is_finished() {
                 break;
             }
             let wait: Option<&dyn Fn() -> Result<()>> = if held_off.is_some() { Some(&wait) } else { None };
@@ -352,7 +357,7 @@ impl CleanUp for ReleaseQueue {
         }
         drop(held_off);
         drop(owners);
-        self.driver.lost().is_some() || !(self.any() || !self.events.is_empty())
+        self.is_finished()
     }
 }
 

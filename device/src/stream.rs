@@ -391,7 +391,7 @@ impl Stream {
     /// Keeps captures from beginning on this stream, and the stream from joining one, while the result lives. `None` if it captures already.
     ///
     /// This is for threads that enqueue work on a stream whose owner may capture it at any time, such as work that uses memory which is
-    /// somebody else's by the time that a graph is launched. Whoever begins a capture meanwhile waits. So hold captures off only while
+    /// another owner's when a graph is launched. Threads that begin a capture meanwhile wait. So hold captures off only while
     /// enqueuing, and neither wait for other threads nor begin a capture on the same thread meanwhile. Captures that other libraries begin
     /// are not held off.
     ///

@@ -2,7 +2,7 @@
 //!
 //! A stream that is ordered after thousands of others passes nearly all of its clock on to the next one. So a clock is a tree: a leaf holds
 //! the numbers of [`WIDTH`] streams side by side, and an inner node has as many children. A copy takes constant time and no memory. Changing a
-//! number copies the nodes on one path, unless nobody shares them, and joining two trees keeps the subtrees that have the result already.
+//! number copies the nodes on one path, unless no other tree shares them, and joining two trees keeps the subtrees that have the result already.
 
 use std::fmt;
 use std::sync::Arc;
@@ -180,7 +180,7 @@ fn join(mine: &mut Option<Arc<Node>>, theirs: &Option<Arc<Node>>) {
             }
         }
         (Node::Inner(_), Node::Inner(others)) => {
-            // In place, unless somebody shares this node.
+            // In place, unless another tree shares this node.
             let mut copied = None;
             let joined = match Arc::get_mut(own) {
                 Some(Node::Inner(children)) => children,

@@ -26,7 +26,7 @@ mod of_threads {
     pub(crate) struct Condvar(parking_lot::Condvar);
 
     impl Condvar {
-        /// Waits without the lock until somebody notifies, or for no reason.
+        /// Waits without the lock until notified; may return earlier.
         pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
             self.0.wait(&mut guard);
             guard

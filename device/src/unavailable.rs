@@ -87,7 +87,7 @@ fn advice(code: Code) -> &'static str {
     }
 }
 
-/// A CUDA version as people write it.
+/// A CUDA version in the usual notation.
 struct Version((u32, u32));
 
 impl fmt::Display for Version {

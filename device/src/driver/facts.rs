@@ -41,7 +41,7 @@ pub struct DeviceInfo {
     /// Compute capability, major and minor number: the architecture that kernels are compiled for.
     pub compute_capability: (u32, u32),
     /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device. There is no version of the
-    /// CUDA runtime beside it: nothing here calls or needs one.
+    /// CUDA runtime: nothing here calls or needs one.
     pub driver_version: Option<(u32, u32)>,
 }
 
@@ -105,7 +105,7 @@ pub enum Attribute {
     ComputeCapabilityMinor,
     /// Number of streaming multiprocessors.
     MultiprocessorCount,
-    /// Number of copy engines that run beside kernels.
+    /// Number of copy engines, which run at the same time as kernels.
     AsyncEngineCount,
     /// 1 if the device maps physical memory at reserved addresses, otherwise 0.
     VirtualMemoryManagement,

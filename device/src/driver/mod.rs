@@ -8,7 +8,7 @@
 //! All calls may be made from any thread.
 //!
 //! The types of its arguments and results have files of their own: addresses and handles (`handles.rs`), facts about a device and flags of
-//! streams (`facts.rs`); and, beside this folder, options of physical memory (`physical.rs`), rows and batches of copies (`copies.rs`), and
+//! streams (`facts.rs`); and, next to this folder, options of physical memory (`physical.rs`), rows and batches of copies (`copies.rs`), and
 //! kernels (`launch.rs`).
 
 mod facts;
@@ -113,7 +113,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Frees page-locked host memory. Does not wait for work: the caller must know it is done.
     ///
-    /// Anybody can make a [`HostPtr`] of any address, even that of a live buffer. So only the owner may free:
+    /// A [`HostPtr`] can be made of any address, even that of a live buffer. So only the owner may free:
     ///
     /// ```compile_fail,E0133
     /// use aquifer_device::{Driver, HostPtr};
@@ -123,8 +123,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// ```
     ///
     /// # Safety
-    /// If page-locked memory starts at `ptr`, the caller owns it: nobody has a reference to it or reads or writes it any more, on the host
-    /// or the device, and nobody else frees it. Graphs that copy from or to it are not launched again. Any other address is refused.
+    /// If page-locked memory starts at `ptr`, the caller owns it: there is no reference to it, nothing reads or writes it any more, on the host
+    /// or the device, and nothing else frees it. Graphs that copy from or to it are not launched again. Any other address is refused.
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
     /// Announces that the host reads or writes page-locked memory now. The simulator's race detector looks for work of the device that may
@@ -143,7 +143,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// the capture goes on.
     ///
     /// # Safety
-    /// If registered memory starts at `ptr`, the caller registered it, and nobody else relies on its being page-locked. Graphs that copy
+    /// If registered memory starts at `ptr`, the caller registered it, and nothing else relies on its being page-locked. Graphs that copy
     /// from or to it are not launched again. Any other address is refused.
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
 
@@ -153,7 +153,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Destroys a stream that was created here. Its pending work still runs. Default and adopted streams are refused.
     fn destroy_stream(&self, stream: RawStream) -> Result<()>;
 
-    /// Makes a stream that somebody else owns known, so that calls may name it until [`Driver::release_stream`]. Checks nothing: an
+    /// Makes a stream of another owner known, so that calls may name it until [`Driver::release_stream`]. Checks nothing: an
     /// unusable stream fails when it is used.
     ///
     /// # Safety
@@ -203,7 +203,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// # Safety
     /// `src..src + bytes` must be readable now and, if page-locked, stay readable and unwritten until the copy is done. A copy in a capture
     /// is done when its graph was destroyed and all launches of it are done. After an error, part of the copy may be under way, from memory
-    /// of either kind, until somebody has waited for the stream.
+    /// of either kind, until the stream was waited for.
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()>;
 
     /// Enqueues a copy of `bytes` bytes to host memory. Pageable memory, which this driver neither allocated nor registered, holds the
@@ -212,7 +212,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// # Safety
     /// `dst..dst + bytes` must be writable now and, if page-locked, stay writable and untouched until the copy is done. A copy in a capture
     /// is done when its graph was destroyed and all launches of it are done. After an error, part of the copy may be under way, into memory
-    /// of either kind, until somebody has waited for the stream.
+    /// of either kind, until the stream was waited for.
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()>;
 
     /// Enqueues a copy of `bytes` bytes within the device. Refuses ranges that overlap.

@@ -125,7 +125,7 @@ operations! {
     LoadModule = "cuModuleLoadData",
     /// Unloading a module of kernels.
     UnloadModule = "cuModuleUnload",
-    /// Page-locking memory that somebody else allocated.
+    /// Page-locking memory that the caller allocated.
     HostRegister = "cuMemHostRegister",
     /// Undoing that.
     HostUnregister = "cuMemHostUnregister",

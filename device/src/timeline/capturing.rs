@@ -49,7 +49,7 @@ impl Timeline {
         Some(CapturesHeldOff(self))
     }
 
-    /// Locks the timeline once nobody holds captures off.
+    /// Locks the timeline once no guard holds captures off.
     fn lock_to_capture(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock();
         while state.held_off > 0 {
@@ -220,7 +220,7 @@ pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
 pub(super) fn unannounced_error() -> DeviceError {
     capture_error(
         Operation::CaptureStatus,
-        "somebody else captures the stream and did not say so; announce it with `Stream::announce_capture` or \
+        "another library captures the stream and did not announce that; announce it with `Stream::announce_capture` or \
          `Allocator::capture` when it begins",
     )
     .of_request("nothing was enqueued")

@@ -161,7 +161,7 @@ impl Timeline {
     }
 
     /// The number by which this library identifies the stream, dense per device. A stream may have the number of one that was destroyed:
-    /// all work of that one was known to be done by then, and ticks count on.
+    /// all work of that one was known to be done before, and ticks count on.
     #[inline]
     pub fn id(&self) -> u32 {
         self.id

@@ -126,7 +126,7 @@ impl Timeline {
     }
 
     /// Asks about events whenever their number reaches a power of two, so that they do not pile up on a stream that others wait for and that
-    /// nobody asks about. That is one query for dozens of events, and fewer while the device lags behind.
+    /// no thread asks about. That is one query for dozens of events, and fewer while the device lags behind.
     fn keep_few(&self, state: &mut State) {
         let count = state.events.len();
         if count >= MANY

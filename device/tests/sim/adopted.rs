@@ -4,39 +4,15 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, SimDriver};
-use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, RawStream, Result, Stream, StreamFlags};
+use aquifer_device::sim::Fault;
+use aquifer_device::{Code, Device, ErrorKind, Operation, RawStream, Result, StreamFlags};
 
-use crate::common::{MIB, device};
-
-struct Bench {
-    driver: Arc<SimDriver>,
-    device: Device,
-    /// Memory that everybody fills.
-    ptr: DevicePtr,
-}
-
-impl Bench {
-    fn new() -> Bench {
-        let driver = device(1);
-        let device = Device::new(driver.clone());
-        let ptr = device.alloc(MIB).unwrap();
-        Bench { driver, device, ptr }
-    }
-}
-
-fn fill(stream: &Stream, ptr: DevicePtr) {
-    stream.fill(ptr, 1, MIB).unwrap();
-}
+use crate::common::{Bench, MIB, kind};
 
 /// Events recorded and waits inserted so far.
 fn cost(device: &Device) -> (u64, u64) {
     let counts = device.timeline_counts();
     (counts.events_recorded, counts.waits_inserted)
-}
-
-fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
-    result.unwrap_err().kind
 }
 
 #[test]
@@ -45,12 +21,12 @@ fn t5_a_stream_that_captures_stays_adopted_until_that_is_over() {
     let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
     // SAFETY: the stream lives to the end of the test, and is adopted once.
     let mut external = unsafe { bench.device.adopt_stream(raw) };
-    fill(external.stream(), bench.ptr);
+    bench.fill(external.stream());
     let tick = external.stream().tick();
     let capture = external.stream().begin_capture().unwrap();
     assert_eq!(kind(external.release()), ErrorKind::Capture);
     assert!(external.stream().is_capturing() && tick.timeline().is_open());
-    fill(external.stream(), bench.ptr);
+    bench.fill(external.stream());
     let graph = capture.end().unwrap();
     graph.launch(external.stream()).unwrap();
     external.release().unwrap();
@@ -135,8 +111,8 @@ fn t4_an_adopted_stream_is_covered_until_released_and_its_ticks_after() {
     let two = bench.device.stream().unwrap();
     assert_eq!(two.raw(), raw);
     two.wait_for(&tick).unwrap();
-    fill(&two, bench.ptr);
-    assert_eq!(bench.driver.violations(), []);
+    bench.fill(&two);
+    bench.assert_no_violation();
     assert_eq!(cost(&bench.device), (1, 1));
 }
 
@@ -146,7 +122,7 @@ fn t4_an_adopted_stream_dropped_without_release_is_released() {
     let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
     // SAFETY: live until it is dropped below, and adopted once.
     let external = unsafe { bench.device.adopt_stream(raw) };
-    fill(external.stream(), bench.ptr);
+    bench.fill(external.stream());
     let tick = external.stream().tick();
     drop(external);
     assert!(!tick.timeline().is_open());
@@ -197,7 +173,7 @@ fn t4_a_stream_adopted_again_has_another_number() {
     // SAFETY: the stream lives to the end of the test, and is adopted once at a time.
     let mut external = unsafe { bench.device.adopt_stream(raw) };
     let first = external.stream().clone();
-    fill(&first, bench.ptr);
+    bench.fill(&first);
     external.release().unwrap();
     driver.memset(bench.ptr, 2, MIB, raw).unwrap();
     // SAFETY: as above.
@@ -205,11 +181,11 @@ fn t4_a_stream_adopted_again_has_another_number() {
     assert_ne!(external.stream().id(), first.id());
     assert_eq!(kind(first.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
     other.wait_for(&external.stream().tick()).unwrap();
-    fill(&other, bench.ptr);
+    bench.fill(&other);
     external.release().unwrap();
     bench.device.synchronize().unwrap();
     assert!(!first.tick().is_done().unwrap(), "its owner may go on");
-    assert_eq!(bench.driver.violations(), []);
+    bench.assert_no_violation();
 }
 
 /// A program that adopts default streams for each of its calls has those of the device, which go on when they are released.
@@ -223,7 +199,7 @@ fn t4_default_streams_that_are_adopted_are_the_devices_own() {
             let mut external = unsafe { bench.device.adopt_stream(raw) };
             assert_eq!(external.stream().id(), same.id());
             external.release().unwrap();
-            fill(same, bench.ptr);
+            bench.fill(same);
         }
     }
     assert!(legacy.timeline().is_open() && own.timeline().is_open());
@@ -238,7 +214,7 @@ fn t4_a_stream_with_the_handle_of_a_released_one_is_another() {
         let raw = driver.create_stream(StreamFlags::default()).unwrap();
         // SAFETY: live until it is released below, and adopted once.
         let mut external = unsafe { bench.device.adopt_stream(raw) };
-        fill(external.stream(), bench.ptr);
+        bench.fill(external.stream());
         numbers.push(external.stream().id());
         external.release().unwrap();
         driver.memset(bench.ptr, 2, MIB, raw).unwrap();

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{
-    Access, AccessKind, Code, DeviceError, DevicePtr, Driver, HostKernel, HostPtr, KernelArg, Launch, PhysicalOptions,
-    RawEvent, RawPhysical, RawStream, Result, StreamFlags,
+    Access, AccessKind, Code, Device, DeviceError, DevicePtr, Driver, ErrorKind, HostKernel, HostPtr, KernelArg,
+    Launch, Operation, PhysicalOptions, RawEvent, RawPhysical, RawStream, Result, Stream, StreamFlags,
 };
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -20,7 +20,47 @@ pub(crate) fn code<T: std::fmt::Debug>(result: Result<T>) -> Code {
     result.map_err(|error: DeviceError| error.code).unwrap_err()
 }
 
-/// Calls that tests make often, without the ceremony.
+pub(crate) fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
+    result.unwrap_err().kind
+}
+
+/// A device with 1 GiB.
+pub(crate) struct Bench {
+    pub(crate) driver: Arc<SimDriver>,
+    pub(crate) device: Device,
+    pub(crate) stream: Stream,
+    /// 1 MiB of memory.
+    pub(crate) ptr: DevicePtr,
+}
+
+impl Bench {
+    pub(crate) fn new() -> Bench {
+        let driver = device(1);
+        let device = Device::new(driver.clone());
+        let (stream, ptr) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
+        Bench { driver, device, stream, ptr }
+    }
+
+    /// A stream of another library.
+    pub(crate) fn theirs(&self) -> RawStream {
+        self.driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap()
+    }
+
+    /// Fills the memory.
+    pub(crate) fn fill(&self, stream: &Stream) {
+        stream.fill(self.ptr, 1, MIB).unwrap();
+    }
+
+    pub(crate) fn calls(&self, operation: Operation) -> u64 {
+        self.device.driver_calls().of(operation)
+    }
+
+    pub(crate) fn assert_no_violation(&self) {
+        assert_eq!(self.driver.take_violations(), []);
+    }
+}
+
+/// Shorthands for calls that tests make often.
 pub(crate) trait Short: Driver {
     fn stream(&self) -> RawStream {
         self.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap()

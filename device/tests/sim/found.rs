@@ -5,66 +5,32 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_device::sim::SimDriver;
-use aquifer_device::{Device, DevicePtr, Driver, ErrorKind, RawStream, Result, Stream, StreamFlags};
+use aquifer_device::{Device, Driver, ErrorKind, RawStream, Stream, StreamFlags};
 
-use crate::common::{MIB, device};
+use crate::common::{Bench, MIB, kind};
 
-struct Bench {
-    driver: Arc<SimDriver>,
-    device: Device,
-    /// Memory that everybody fills.
-    ptr: DevicePtr,
-}
-
-impl Bench {
-    fn new() -> Bench {
-        let driver = device(1);
-        let device = Device::new(driver.clone());
-        let ptr = device.alloc(MIB).unwrap();
-        Bench { driver, device, ptr }
-    }
-
-    /// A stream that another library creates.
-    fn theirs(&self) -> RawStream {
-        self.driver.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap()
-    }
-
-    /// The device's stream for a handle.
-    fn find(&self, raw: RawStream) -> Stream {
-        // SAFETY: streams of these tests live until they are forgotten or their device is closed; those of the test of streams that do not
-        // are destroyed while nothing uses them, and the simulated device checks handles.
-        unsafe { self.device.stream_from_raw(raw) }.unwrap()
-    }
-
-    fn fill(&self, stream: &Stream) {
-        stream.fill(self.ptr, 1, MIB).unwrap();
-    }
-
-    fn assert_no_violation(&self) {
-        assert_eq!(self.driver.violations(), []);
-    }
-}
-
-fn kind<T: std::fmt::Debug>(result: Result<T>) -> ErrorKind {
-    result.unwrap_err().kind
+/// The device's stream for a handle.
+fn find(bench: &Bench, raw: RawStream) -> Stream {
+    // SAFETY: streams of these tests live until they are forgotten or their device is closed; those of the test of streams that do not
+    // are destroyed while nothing uses them, and the simulated device checks handles.
+    unsafe { bench.device.stream_from_raw(raw) }.unwrap()
 }
 
 #[test]
 fn a_stream_is_adopted_once_and_found_from_then_on() {
     let bench = Bench::new();
     let raw = bench.theirs();
-    let stream = bench.find(raw);
+    let stream = find(&bench, raw);
     bench.fill(&stream);
-    let (tick, same) = (stream.tick(), bench.find(raw));
+    let (tick, same) = (stream.tick(), find(&bench, raw));
     assert_eq!((same.id(), same.raw()), (stream.id(), raw));
     assert!(same.is_ordered_after(&tick), "one stream");
     drop((stream, same));
-    assert_eq!(bench.find(raw).id(), tick.timeline().id(), "the device keeps it");
+    assert_eq!(find(&bench, raw).id(), tick.timeline().id(), "the device keeps it");
     // What its owner enqueues is covered.
     bench.driver.memset(bench.ptr, 2, MIB, raw).unwrap();
     let other = bench.device.stream().unwrap();
-    other.wait_for(&bench.find(raw).tick()).unwrap();
+    other.wait_for(&find(&bench, raw).tick()).unwrap();
     bench.fill(&other);
     bench.assert_no_violation();
 }
@@ -74,9 +40,9 @@ fn streams_of_the_device_are_found_by_their_handles() {
     let bench = Bench::new();
     let (ours, legacy, own) =
         (bench.device.stream().unwrap(), bench.device.default_stream(), bench.device.per_thread_stream());
-    assert_eq!(bench.find(ours.raw()).id(), ours.id());
+    assert_eq!(find(&bench, ours.raw()).id(), ours.id());
     for (raw, same) in [(RawStream(0), legacy), (RawStream::LEGACY, legacy), (RawStream::PER_THREAD, &own)] {
-        assert_eq!(bench.find(raw).id(), same.id());
+        assert_eq!(find(&bench, raw).id(), same.id());
     }
     // Forgetting them does nothing.
     for stream in [&ours, legacy, &own] {
@@ -94,13 +60,13 @@ fn streams_of_the_device_are_found_by_their_handles() {
 fn a_stream_that_is_forgotten_and_found_again_has_another_number() {
     let bench = Bench::new();
     let raw = bench.theirs();
-    let stream = bench.find(raw);
+    let stream = find(&bench, raw);
     bench.fill(&stream);
     let tick = stream.tick();
     bench.device.forget_stream(raw).unwrap();
     bench.device.forget_stream(raw).expect("once is enough");
     assert_eq!(kind(stream.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
-    let again = bench.find(raw);
+    let again = find(&bench, raw);
     assert_ne!(again.id(), stream.id());
     bench.fill(&again);
     bench.device.forget_stream(raw).unwrap();
@@ -115,17 +81,17 @@ fn a_stream_that_is_forgotten_and_found_again_has_another_number() {
 fn a_handle_that_came_back_for_another_stream_finds_that_one() {
     let bench = Bench::new();
     let raw = bench.theirs();
-    let old = bench.find(raw);
+    let old = find(&bench, raw);
     bench.driver.stall(raw, Duration::from_secs(1)).unwrap();
     bench.fill(&old);
     let tick = old.tick();
     bench.driver.destroy_stream(raw).unwrap();
     assert_eq!(bench.theirs(), raw, "the handle came back");
-    let new = bench.find(raw);
+    let new = find(&bench, raw);
     assert_ne!(new.id(), old.id());
     assert!(!tick.timeline().is_open() && new.timeline().is_open());
     assert_eq!(kind(old.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
-    assert_eq!(bench.find(raw).id(), new.id());
+    assert_eq!(find(&bench, raw).id(), new.id());
     // Nothing covers the work of the old one, so nothing says that it is done before the device was waited for.
     assert!(!tick.is_done().unwrap());
     tick.synchronize().unwrap();
@@ -139,15 +105,15 @@ fn a_handle_that_came_back_for_another_stream_finds_that_one() {
 fn a_handle_that_came_back_for_a_stream_of_the_device_finds_that_one() {
     let bench = Bench::new();
     let raw = bench.theirs();
-    let old = bench.find(raw);
+    let old = find(&bench, raw);
     bench.driver.destroy_stream(raw).unwrap();
     let new = bench.device.stream().unwrap();
     assert_eq!(new.raw(), raw, "the handle came back");
-    assert_eq!(bench.find(raw).id(), new.id());
+    assert_eq!(find(&bench, raw).id(), new.id());
     assert!(!old.timeline().is_open());
     bench.device.forget_stream(raw).expect("the device's own stream is not released");
     bench.fill(&new);
-    drop(bench.find(raw));
+    drop(find(&bench, raw));
     bench.fill(&new);
     bench.device.synchronize().unwrap();
     bench.assert_no_violation();
@@ -158,7 +124,7 @@ fn numbers_of_streams_that_were_not_forgotten_serve_later_ones() {
     let bench = Bench::new();
     let ids: Vec<u32> = std::iter::repeat_with(|| {
         let raw = bench.theirs();
-        let stream = bench.find(raw);
+        let stream = find(&bench, raw);
         bench.fill(&stream);
         bench.driver.destroy_stream(raw).unwrap();
         bench.device.synchronize().unwrap();
@@ -173,9 +139,9 @@ fn numbers_of_streams_that_were_not_forgotten_serve_later_ones() {
 fn a_stream_that_captures_is_found_and_not_forgotten() {
     let bench = Bench::new();
     let raw = bench.theirs();
-    let stream = bench.find(raw);
+    let stream = find(&bench, raw);
     let capture = stream.begin_capture().unwrap();
-    assert_eq!(bench.find(raw).id(), stream.id());
+    assert_eq!(find(&bench, raw).id(), stream.id());
     assert_eq!(kind(bench.device.forget_stream(raw)), ErrorKind::Capture);
     bench.fill(&stream);
     let graph = capture.end().unwrap();
@@ -198,8 +164,8 @@ fn code_of_callers_that_a_release_runs_may_ask_for_streams() {
     }
     let bench = Bench::new();
     let (raw, other) = (bench.theirs(), bench.theirs());
-    let stream = bench.find(raw);
-    bench.find(other);
+    let stream = find(&bench, raw);
+    find(&bench, other);
     let capture = stream.begin_capture().unwrap();
     let asks: Arc<dyn Any + Send + Sync> = Arc::new(Asks(bench.device.clone(), other));
     stream.launches_of_capture().unwrap().keep(&asks);
@@ -207,7 +173,7 @@ fn code_of_callers_that_a_release_runs_may_ask_for_streams() {
     // Its owner ends the capture, so that forgetting the stream gives it up.
     let graph = bench.driver.end_capture(raw).unwrap();
     bench.device.forget_stream(raw).unwrap();
-    assert!(capture.end().is_err() && bench.find(other).timeline().is_open());
+    assert!(capture.end().is_err() && find(&bench, other).timeline().is_open());
     bench.driver.destroy_graph(graph).unwrap();
 }
 
@@ -217,14 +183,14 @@ fn a_stream_of_a_caller_who_releases_it_is_found_until_then() {
     let raw = bench.theirs();
     // SAFETY: the stream lives to the end of the test.
     let mut external = unsafe { bench.device.adopt_stream(raw) };
-    let found = bench.find(raw);
+    let found = find(&bench, raw);
     assert_eq!(found.id(), external.stream().id());
     bench.device.forget_stream(raw).expect("its release is the caller's");
     bench.fill(&found);
     external.release().unwrap();
     assert_eq!(kind(found.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
     // Adopted again, by the device now.
-    let kept = bench.find(raw);
+    let kept = find(&bench, raw);
     // SAFETY: as above.
     let mut external = unsafe { bench.device.adopt_stream(raw) };
     assert_eq!(kept.id(), external.stream().id());
@@ -236,7 +202,7 @@ fn a_stream_of_a_caller_who_releases_it_is_found_until_then() {
 
 #[test]
 fn a_closed_device_releases_the_streams_that_it_adopted() {
-    let Bench { driver, device, ptr } = Bench::new();
+    let Bench { driver, device, ptr, .. } = Bench::new();
     let raw = driver.create_stream(StreamFlags::default()).unwrap();
     // SAFETY: the stream lives longer than the device.
     let stream = unsafe { device.stream_from_raw(raw) }.unwrap();
@@ -259,7 +225,7 @@ fn threads_that_ask_for_a_handle_at_the_same_time_get_one_stream() {
         raws.iter()
             .map(|&raw| {
                 barrier.wait();
-                let stream = bench.find(raw);
+                let stream = find(&bench, raw);
                 stream.fill(bench.ptr, 1, 64).unwrap();
                 stream.id()
             })
@@ -283,7 +249,7 @@ fn streams_may_be_forgotten_and_found_on_several_threads() {
     let raw = bench.theirs();
     let work = || {
         for _ in 0..300 {
-            let stream = bench.find(raw);
+            let stream = find(&bench, raw);
             match stream.fill(bench.ptr, 1, 64) {
                 Err(error) => assert_eq!(error.kind, ErrorKind::InvalidUse, "{error}"),
                 Ok(()) => drop(stream.tick().cover()),
@@ -296,7 +262,7 @@ fn streams_may_be_forgotten_and_found_on_several_threads() {
         scope.spawn(work);
         scope.spawn(work);
     });
-    let stream = bench.find(raw);
+    let stream = find(&bench, raw);
     bench.fill(&stream);
     drop(stream.begin_capture().expect("captures may begin").end().unwrap());
     bench.device.synchronize().unwrap();
@@ -313,9 +279,9 @@ fn a_stream_may_be_found_while_a_caller_releases_it() {
         let mut external = unsafe { bench.device.adopt_stream(raw) };
         thread::scope(|scope| {
             scope.spawn(|| external.release().unwrap());
-            scope.spawn(|| bench.find(raw));
+            scope.spawn(|| find(&bench, raw));
         });
-        let stream = bench.find(raw);
+        let stream = find(&bench, raw);
         bench.fill(&stream);
         bench.device.forget_stream(raw).unwrap();
     }

@@ -6,51 +6,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aquifer_device::internal::Reservation;
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, DevicePtr, Operation, PhysicalOptions, Stream, Tick};
+use aquifer_device::sim::Fault;
+use aquifer_device::{Code, Device, Operation, PhysicalOptions, Stream, Tick};
 
-use crate::common::MIB;
+use crate::common::{Bench, MIB};
 
-struct Bench {
-    sim: Arc<SimDriver>,
-    device: Device,
-    stream: Stream,
-    memory: DevicePtr,
+/// Leaves page-locked memory to the device that a copy is in flight for.
+fn leave_in_flight(bench: &Bench) {
+    bench.driver.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
+    let host = bench.device.driver().host_alloc(4096).unwrap();
+    // SAFETY: nobody touches the memory, and it is freed after the copy.
+    unsafe { bench.stream.upload(bench.ptr, host, 4096) }.unwrap();
+    // SAFETY: allocated above; nobody has it, and the copy comes before the tick.
+    unsafe { bench.device.host_free_later(host, 4096, vec![bench.stream.tick()]) };
 }
 
-impl Bench {
-    fn new() -> Bench {
-        let sim = SimDriver::new(SimConfig::new(1 << 30));
-        let device = Device::new(sim.clone());
-        let (stream, memory) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
-        Bench { sim, device, stream, memory }
-    }
-
-    /// Leaves page-locked memory to the device that a copy is in flight for.
-    fn leave_in_flight(&self) {
-        self.sim.stall(self.stream.raw(), Duration::from_secs(1)).unwrap();
-        let host = self.device.driver().host_alloc(4096).unwrap();
-        // SAFETY: nobody touches the memory, and it is freed after the copy.
-        unsafe { self.stream.upload(self.memory, host, 4096) }.unwrap();
-        // SAFETY: allocated above; nobody has it, and the copy comes before the tick.
-        unsafe { self.device.host_free_later(host, 4096, vec![self.stream.tick()]) };
-    }
-
-    /// Leaves registered memory to the device, with an owner who tells that it is there while the answer can be upgraded.
-    fn leave_registered(&self, bytes: usize, uses: Vec<Tick>) -> std::sync::Weak<()> {
-        let (mut memory, life) = (vec![0_u8; bytes], Arc::new(()));
-        let there = Arc::downgrade(&life);
-        // SAFETY: the owner keeps the memory.
-        let host = unsafe { self.device.driver().host_register(memory.as_mut_ptr(), bytes) }.unwrap();
-        let owner: Box<dyn Any + Send> = Box::new((memory, life));
-        // SAFETY: registered above; nobody else has it.
-        unsafe { self.device.host_unregister_later(host, bytes as u64, owner, uses) };
-        there
-    }
-
-    fn calls(&self, operation: Operation) -> u64 {
-        self.device.driver_calls().of(operation)
-    }
+/// Leaves registered memory to the device, with an owner who tells that it is there while the answer can be upgraded.
+fn leave_registered(bench: &Bench, bytes: usize, uses: Vec<Tick>) -> std::sync::Weak<()> {
+    let (mut memory, life) = (vec![0_u8; bytes], Arc::new(()));
+    let there = Arc::downgrade(&life);
+    // SAFETY: the owner keeps the memory.
+    let host = unsafe { bench.device.driver().host_register(memory.as_mut_ptr(), bytes) }.unwrap();
+    let owner: Box<dyn Any + Send> = Box::new((memory, life));
+    // SAFETY: registered above; nobody else has it.
+    unsafe { bench.device.host_unregister_later(host, bytes as u64, owner, uses) };
+    there
 }
 
 /// What an owner does when it is dropped is its own affair.
@@ -81,13 +61,13 @@ fn its_owner_may_begin_a_capture() {
 #[test]
 fn it_goes_when_its_uses_are_done_and_nobody_waits_for_the_device() {
     let bench = Bench::new();
-    bench.leave_in_flight();
+    leave_in_flight(&bench);
     assert_eq!(bench.device.settle_host(), 0);
     assert_eq!(bench.calls(Operation::HostFree), 0);
-    bench.sim.advance(Duration::from_secs(2));
+    bench.driver.advance(Duration::from_secs(2));
     assert_eq!(bench.device.settle_host(), 4096);
     assert_eq!((bench.calls(Operation::HostFree), bench.calls(Operation::Synchronize)), (1, 0));
-    assert_eq!(bench.sim.take_violations(), []);
+    bench.assert_no_violation();
 }
 
 #[test]
@@ -96,31 +76,31 @@ fn who_needs_all_of_it_waits() {
         [|device: &Device| device.settle(), |device: &Device| assert_eq!(device.wait_and_settle_host(), 3 * 4096)]
     {
         let bench = Bench::new();
-        (0..3).for_each(|_| bench.leave_in_flight());
+        (0..3).for_each(|_| leave_in_flight(&bench));
         settle(&bench.device);
         assert_eq!((bench.calls(Operation::HostFree), bench.calls(Operation::Synchronize)), (3, 1));
-        assert_eq!(bench.sim.take_violations(), []);
+        bench.assert_no_violation();
     }
 }
 
 #[test]
 fn ticks_of_streams_that_are_gone_are_answered() {
     let mut bench = Bench::new();
-    bench.leave_in_flight();
+    leave_in_flight(&bench);
     bench.stream = bench.device.stream().unwrap();
     assert_eq!(bench.device.settle_host(), 0);
-    bench.sim.advance(Duration::from_secs(2));
+    bench.driver.advance(Duration::from_secs(2));
     assert_eq!(bench.device.settle_host(), 4096);
 }
 
 #[test]
 fn registered_memory_goes_when_there_is_much_and_its_owner_with_it() {
     let bench = Bench::new();
-    let first = bench.leave_registered(40 << 20, Vec::new());
+    let first = leave_registered(&bench, 40 << 20, Vec::new());
     assert_eq!(bench.device.settle_host(), 0);
-    let used = bench.leave_registered(100, vec![bench.stream.tick()]);
-    bench.sim.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
-    let second = bench.leave_registered(40 << 20, Vec::new());
+    let used = leave_registered(&bench, 100, vec![bench.stream.tick()]);
+    bench.driver.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
+    let second = leave_registered(&bench, 40 << 20, Vec::new());
     assert_eq!(bench.device.settle_host(), 80 << 20);
     assert!(first.upgrade().is_none() && second.upgrade().is_none() && used.upgrade().is_some());
     bench.device.settle();
@@ -130,33 +110,33 @@ fn registered_memory_goes_when_there_is_much_and_its_owner_with_it() {
 #[test]
 fn a_capture_is_not_broken_and_what_fails_is_tried_again() {
     let bench = Bench::new();
-    bench.leave_in_flight();
-    bench.sim.advance(Duration::from_secs(2));
+    leave_in_flight(&bench);
+    bench.driver.advance(Duration::from_secs(2));
     let other = bench.device.stream().unwrap();
     let capture = other.begin_capture().unwrap();
     assert_eq!((bench.device.settle_host(), bench.device.wait_and_settle_host()), (0, 0));
     drop(capture.end().unwrap());
     let code = Code(999);
-    bench.sim.inject(Fault::Rate { operation: Some(Operation::HostFree), rate: 1.0, code });
+    bench.driver.inject(Fault::Rate { operation: Some(Operation::HostFree), rate: 1.0, code });
     assert_eq!(bench.device.settle_host(), 0);
-    bench.sim.clear_faults();
+    bench.driver.clear_faults();
     assert_eq!(bench.device.settle_host(), 4096);
 }
 
 #[test]
 fn it_goes_with_the_device_at_last_and_a_lost_one_keeps_its_owner() {
     let bench = Bench::new();
-    bench.leave_in_flight();
-    let there = bench.leave_registered(100, vec![bench.stream.tick()]);
-    let Bench { sim, device, stream, .. } = bench;
+    leave_in_flight(&bench);
+    let there = leave_registered(&bench, 100, vec![bench.stream.tick()]);
+    let Bench { driver: sim, device, stream, .. } = bench;
     drop((device, stream));
     assert!(there.upgrade().is_none());
     assert_eq!(sim.take_violations(), []);
 
     let bench = Bench::new();
-    bench.sim.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
-    let there = bench.leave_registered(100, vec![bench.stream.tick()]);
-    bench.sim.inject(Fault::Rate { operation: Some(Operation::Synchronize), rate: 1.0, code: Code(700) });
+    bench.driver.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
+    let there = leave_registered(&bench, 100, vec![bench.stream.tick()]);
+    bench.driver.inject(Fault::Rate { operation: Some(Operation::Synchronize), rate: 1.0, code: Code(700) });
     drop(bench);
     assert!(there.upgrade().is_some(), "the device may still write there");
 }
@@ -165,7 +145,7 @@ fn it_goes_with_the_device_at_last_and_a_lost_one_keeps_its_owner() {
 fn what_cannot_go_at_the_end_is_not_in_the_way_of_the_rest() {
     for failing in [Operation::Free, Operation::Unmap, Operation::Synchronize, Operation::ReleasePhysical] {
         for nth in 1..=4 {
-            let Bench { sim, device, stream, memory } = Bench::new();
+            let Bench { driver: sim, device, stream, ptr: memory } = Bench::new();
             let granule = device.info().granularity_bytes.unwrap();
             device.free_later(memory);
             for _ in 0..3 {

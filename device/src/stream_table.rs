@@ -14,7 +14,7 @@ use crate::stream::{Stream, WeakStream};
 
 /// The streams of a device by handle.
 #[derive(Debug, Default)]
-pub(crate) struct Streams(Mutex<Table>);
+pub(crate) struct StreamTable(Mutex<Table>);
 
 #[derive(Debug, Default)]
 struct Table {
@@ -33,7 +33,7 @@ struct Known {
     kept: Option<ExternalStream>,
 }
 
-impl Streams {
+impl StreamTable {
     /// Adds a stream. Returns the adopted stream that had the handle before and was destroyed by its owner.
     pub(crate) fn insert(
         &self,
@@ -63,7 +63,7 @@ impl Streams {
         self.0.lock().known.get_mut(&raw.0)?.kept.take()
     }
 
-    /// Puts a stream back that [`Streams::take_kept`] took out.
+    /// Puts a stream back that [`StreamTable::take_kept`] took out.
     pub(crate) fn put_back(&self, kept: ExternalStream) {
         let mut table = self.0.lock();
         if let Some(known) = table.known.get_mut(&kept.stream().raw().0).filter(|known| known.kept.is_none()) {
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn streams_that_are_gone_leave_the_table() {
-        let (device, streams) = (Device::simulated("1GiB").unwrap(), Streams::default());
+        let (device, streams) = (Device::simulated("1GiB").unwrap(), StreamTable::default());
         let held = device.stream().unwrap();
         assert!(streams.insert(&held, None, None).is_none());
         for _ in 0..100 {
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_stream_is_found_while_it_lives() {
-        let (device, streams) = (Device::simulated("1GiB").unwrap(), Streams::default());
+        let (device, streams) = (Device::simulated("1GiB").unwrap(), StreamTable::default());
         let stream = device.stream().unwrap();
         let raw = stream.raw();
         streams.insert(&stream, Some(7), None);

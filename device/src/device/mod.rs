@@ -1,0 +1,309 @@
+//! The handle of a device.
+
+mod release;
+mod streams;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::panic::Location;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread::ThreadId;
+
+use streams::ThreadStream;
+
+use crate::context::Context;
+use crate::counted::CallCounts;
+use crate::driver::{DeviceInfo, DevicePtr, Driver, MemoryInfo, RawStream};
+use crate::error::{DeviceError, ErrorKind, Result};
+use crate::event::Event;
+use crate::fork::{self, Mutex};
+use crate::label::DeviceLabel;
+use crate::sim::{CalledFrom, Checks};
+use crate::stream::Stream;
+use crate::stream_table::StreamTable;
+use crate::timeline::{ReusableTimelines, StreamKind, Timeline};
+use crate::unfinished;
+use crate::waits::WaitMark;
+
+/// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same
+/// device.
+///
+/// [`Device::open`] opens a device by name, [`Device::best`] the best one, [`Device::new`] wraps a driver. Memory for programs comes from
+/// `aquifer-allocator`, which caches it; [`Device::alloc`] is a plain driver allocation.
+///
+/// ```
+/// use aquifer_device::Device;
+/// let device = Device::open("sim:24GiB")?;
+/// assert_eq!(device.info().total_bytes, 24 << 30);
+/// let ptr = device.alloc(1 << 30)?;
+/// assert_eq!(device.memory_info()?.free, 23 << 30);
+/// device.free(ptr)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+pub(crate) struct Inner {
+    context: Arc<Context>,
+    default_stream: Stream,
+    /// The per-thread default stream of each thread that has used it.
+    per_thread: Mutex<HashMap<ThreadId, ThreadStream>>,
+    /// Timelines of streams that are gone.
+    reusable: Arc<ReusableTimelines>,
+    /// Its streams by the driver's handle, and those that it adopted.
+    streams: StreamTable,
+    /// Why [`Device::best`] chose the device.
+    choice: OnceLock<String>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
+        self.context.releases.forget_uses();
+    }
+}
+
+/// Number of events and waits that timelines have cost so far, without events created by users.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TimelineCounts {
+    /// Events recorded to cover ticks.
+    pub events_recorded: u64,
+    /// Waits inserted into streams to order them after ticks.
+    pub waits_inserted: u64,
+}
+
+impl Device {
+    /// Makes a new device driven by `driver`. A GPU that [`Device::open`] opened is another device, with streams of its own.
+    pub fn new(driver: Arc<dyn Driver>) -> Device {
+        unfinished::finish_all();
+        Device::of_driver(driver)
+    }
+
+    /// As [`Device::new`], under a lock: runs no code of callers.
+    pub(crate) fn of_driver(driver: Arc<dyn Driver>) -> Device {
+        let context = Context::new(driver);
+        let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
+        let default_stream = Stream::new(context.clone(), legacy, None);
+        Device(Arc::new(Inner {
+            context,
+            default_stream,
+            per_thread: Mutex::default(),
+            reusable: Arc::default(),
+            streams: StreamTable::default(),
+            choice: OnceLock::new(),
+        }))
+    }
+
+    /// Notes why [`Device::best`] chose the device. The first reason stays.
+    pub(crate) fn note_choice(&self, reason: String) {
+        self.0.choice.get_or_init(|| reason);
+    }
+
+    /// Why [`Device::best`] chose this device; `None` if it never did.
+    pub fn chosen_because(&self) -> Option<&str> {
+        self.0.choice.get().map(String::as_str)
+    }
+
+    /// The state that the device shares with its streams.
+    pub(crate) fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// The first error that reported the device as lost, if any. It names the call that failed, its error code and, on a simulated device,
+    /// the work at fault. That work was enqueued before the call, on any stream. Every later error of the device names this one. Makes no
+    /// driver call.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let ptr = device.alloc(1 << 20)?;
+    /// device.default_stream().fill(ptr, 7, 2 << 20)?; // goes past the end, which no call reports yet
+    /// assert_eq!(device.lost(), None);
+    /// let first = device.synchronize().unwrap_err();
+    /// assert!(first.to_string().contains("'memset #1' on the legacy stream"));
+    /// assert_eq!(device.lost(), Some(first));
+    /// let later = device.alloc(512).unwrap_err();
+    /// assert!(later.to_string().ends_with("was lost before: cuCtxSynchronize reported CUDA_ERROR_ILLEGAL_ADDRESS"));
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    pub fn lost(&self) -> Option<DeviceError> {
+        self.0.context.driver.lost().cloned()
+    }
+
+    /// The device's properties, which never change.
+    pub fn info(&self) -> &DeviceInfo {
+        self.0.context.driver.info()
+    }
+
+    /// The device's name for messages, such as `cuda:1 (NVIDIA H100)`.
+    pub fn label(&self) -> DeviceLabel {
+        DeviceLabel::from(self.info())
+    }
+
+    /// Identity of the device, unique in this process.
+    #[inline]
+    pub fn id(&self) -> u32 {
+        self.0.context.device_id
+    }
+
+    /// Free and total memory in bytes. Memory that other processes use is not free.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn memory_info(&self) -> Result<MemoryInfo> {
+        self.0.context.driver.memory_info()
+    }
+
+    /// The driver, for calls that have no method here. Calls through it are counted, too.
+    pub fn driver(&self) -> &dyn Driver {
+        &*self.0.context.driver
+    }
+
+    /// The checks of how memory is used, where the device is simulated and they are on. An allocator tells them of its
+    /// blocks.
+    #[doc(hidden)]
+    pub fn checks(&self) -> Option<&Arc<Checks>> {
+        self.0.context.checks.as_ref()
+    }
+
+    /// As [`Stream::called_from`].
+    #[doc(hidden)]
+    #[inline]
+    pub fn called_from(&self, at: &'static Location<'static>) -> Option<CalledFrom> {
+        self.0.context.called_from(at)
+    }
+
+    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of memory. Takes them.
+    /// For the end of tests; a real device finds none. Wait for the device first: a kernel that reads its ranges in
+    /// part is checked when it runs.
+    ///
+    /// ```should_panic
+    /// use aquifer_device::Device;
+    /// let device = Device::open("sim:24GiB")?;
+    /// let (one, two) = (device.stream()?, device.stream()?);
+    /// let memory = device.alloc(1 << 20)?;
+    /// one.fill(memory, 1, 1 << 20)?;
+    /// two.fill(memory, 2, 1 << 20)?; // nothing orders it after the first
+    /// device.assert_no_violations();
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If there are violations.
+    #[track_caller]
+    pub fn assert_no_violations(&self) {
+        let violations: Vec<String> = std::iter::from_fn(|| self.driver().take_violation()).collect();
+        assert!(violations.is_empty(), "{} found violations:\n{}", self.label(), violations.join("\n"));
+    }
+
+    /// How often each driver call was made.
+    pub fn driver_calls(&self) -> CallCounts {
+        self.0.context.driver.counts()
+    }
+
+    /// How many events and waits timelines have cost so far.
+    pub fn timeline_counts(&self) -> TimelineCounts {
+        TimelineCounts {
+            events_recorded: self.0.context.events_recorded.load(Ordering::Relaxed),
+            waits_inserted: self.0.context.waits_inserted.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Creates an event. [`Event::elapsed_ms`] needs events created with `timing`.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn create_event(&self, timing: bool) -> Result<Event> {
+        Event::new(self.0.context.clone(), timing)
+    }
+
+    /// A mark for all work enqueued on the device so far, even on streams unknown to this handle. It serves where the stream of some work
+    /// is not known. It is passed once the host has waited for the whole device. No driver call.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let mark = device.wait_mark();
+    /// assert!(!mark.is_passed());
+    /// device.synchronize()?;
+    /// assert!(mark.is_passed());
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    #[doc(hidden)]
+    pub fn wait_mark(&self) -> WaitMark {
+        self.0.context.waits.mark()
+    }
+
+    /// Waits on the host until all work of the device is done. All ticks taken before on any of its streams are then known to be done.
+    ///
+    /// # Errors
+    /// When a stream captures, and errors of the driver.
+    pub fn synchronize(&self) -> Result<()> {
+        self.0.context.synchronize()
+    }
+
+    /// Makes a plain driver allocation, which nothing caches. If the device lacks memory, everything left to be given back later is given
+    /// back, which may wait for the device ([`Device::settle`]), and the allocation is tried again.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    #[track_caller]
+    pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let _place = self.called_from(Location::caller());
+        self.settle_unused();
+        match self.0.context.driver.alloc(bytes) {
+            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.releases.any() => {
+                self.settle();
+                self.0.context.driver.alloc(bytes)
+            }
+            allocated => allocated,
+        }
+    }
+
+    /// Frees a plain driver allocation. The driver waits for the device first.
+    ///
+    /// # Errors
+    /// When a stream captures, because waiting would break the capture; errors of the driver. The memory is still allocated then.
+    #[track_caller]
+    pub fn free(&self, ptr: DevicePtr) -> Result<()> {
+        let _place = self.called_from(Location::caller());
+        self.0.context.free(ptr)
+    }
+
+    /// Unmaps memory, as [`Driver::unmap`] does, which waits for no work. Refused while a stream captures: CUDA does not say whether
+    /// unmapping breaks a capture.
+    ///
+    /// # Errors
+    /// When a stream captures; errors of the driver. The memory is still mapped then.
+    pub fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.0.context.unmap(ptr, bytes)
+    }
+
+    /// True if any of the device's streams captures. Calls that wait for the device would break the capture.
+    pub fn is_capturing(&self) -> bool {
+        self.0.context.is_capturing()
+    }
+}
+
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+impl Device {
+    /// The device, unless its last handle is gone.
+    pub(crate) fn upgrade(device: &Weak<Inner>) -> Option<Device> {
+        device.upgrade().map(Device)
+    }
+
+    /// A reference that does not keep the device open.
+    pub(crate) fn downgrade(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.0)
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("id", &self.id()).field("name", &self.info().name).finish_non_exhaustive()
+    }
+}
