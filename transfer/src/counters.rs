@@ -60,7 +60,7 @@ const ON_HOST: usize = Direction::OnDevice as usize + 1;
 
 /// The counters as they are kept.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct AtomicCounters {
     /// By direction, and those on the host.
     copies: [AtomicU64; 4],
     bytes: [AtomicU64; 4],
@@ -69,7 +69,7 @@ pub(crate) struct Tally {
     flight_ns: AtomicU64,
 }
 
-impl Tally {
+impl AtomicCounters {
     pub(crate) fn count(&self, direction: Direction, bytes: u64) {
         self.count_all(direction, 1, bytes);
     }
@@ -151,11 +151,11 @@ mod tests {
 
     #[test]
     fn what_is_counted_is_read() {
-        let tally = Tally::default();
-        tally.count(Direction::Download, 7);
-        tally.waiting(Instant::now(), || {});
-        tally.waits();
-        let counters = tally.read();
+        let counters = AtomicCounters::default();
+        counters.count(Direction::Download, 7);
+        counters.waiting(Instant::now(), || {});
+        counters.waits();
+        let counters = counters.read();
         assert_eq!(counters.downloads, Traffic { copies: 1, bytes: 7 });
         assert_eq!((counters.uploads, counters.synchronisations), (Traffic::default(), 2));
         assert!(counters.time_in_flight >= counters.time_waited);

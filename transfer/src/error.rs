@@ -8,9 +8,10 @@ use aquifer_allocator::{AllocError, OomReport};
 use aquifer_device::{DeviceError, DeviceLabel, RequestError, Unavailable};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 
+use crate::layout::LayoutError;
 use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
 use crate::placement::NoDevice;
-use crate::tensor::{LayoutError, OperandsError};
+use crate::tensor::OperandsError;
 
 /// Why a transfer, or another request to the runtime, failed. The runtime is as usable afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -13,15 +13,16 @@
 //! owned by this crate, or carries the copy's ticks before the call returns.
 #![deny(unsafe_code)]
 
-mod begun;
 mod capture;
 mod copy;
 mod counters;
-mod errands;
+mod enqueue;
 mod error;
+mod foreign_code;
 mod host_vec;
+mod in_flight;
 mod job;
-mod kept;
+mod layout;
 mod methods;
 mod params;
 mod pending;
@@ -44,6 +45,7 @@ pub use copy::{
 };
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
+pub use layout::{Layout, LayoutError, MAX_DIMENSIONS};
 pub use methods::{AllocatorTransfers, BufferTransfers, DeviceTransfers};
 pub use params::{
     Checkpoint, CheckpointError, CheckpointFault, DifferentTensor, Load, OtherDTypes, Param, ParamKind, ParamSet,
@@ -58,6 +60,6 @@ pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, V
 pub use prefetch::{Batch, Prefetcher};
 pub use runtime::{Transfer, TransferConfig};
 pub use spill::{Resident, SpillStats, Spillable, Spiller};
-pub use staging::{DirectIo, FileReport, ScheduleReport, StagingConfig, StagingStats, VirtualSchedule};
-pub use tensor::{Layout, LayoutError, MAX_DIMENSIONS, OperandInfo, OperandsError, Place, Scalar, Tensor, To};
+pub use staging::{DirectIo, FileReport, StagingConfig, StagingStats};
+pub use tensor::{OperandInfo, OperandsError, Place, Scalar, Tensor, To};
 pub use timer::{Timer, Timing};

@@ -12,20 +12,18 @@ use std::time::Instant;
 
 use aquifer_device::{Operation, Stream, Tick, fork};
 
-use crate::begun::Begun;
-use crate::counters::Tally;
+use crate::counters::AtomicCounters;
 use crate::error::TransferError;
+use crate::in_flight::InFlight;
 use crate::job::{Job, Progress};
-use crate::kept::Kept;
 use crate::waiter::{Signal, Waiter};
 
 /// What transfers of one runtime share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
-    pub(crate) begun: Begun,
+    pub(crate) in_flight: InFlight,
     pub(crate) waiter: Arc<Waiter>,
-    pub(crate) tally: Tally,
-    pub(crate) kept: Kept,
+    pub(crate) counters: AtomicCounters,
 }
 
 /// A transfer that was begun, and that yields a value when it is complete.
@@ -112,8 +110,8 @@ impl<T> Pending<T> {
     fn of(shared: &Arc<Shared>, steps: VecDeque<Step>, value: Value<T>) -> Pending<T> {
         for step in &steps {
             match step {
-                Step::Tick(tick) => shared.begun.note_tick(tick),
-                Step::Job(job) => shared.begun.note_job(job),
+                Step::Tick(tick) => shared.in_flight.note_tick(tick),
+                Step::Job(job) => shared.in_flight.note_job(job),
             }
         }
         Pending { steps, value, signal: None, shared: shared.clone(), started: Instant::now() }
@@ -127,9 +125,9 @@ impl<T> Pending<T> {
         fork::check(Operation::SynchronizeEvent)?;
         let Pending { steps, shared, started, .. } = &self;
         if !self.is_done()? {
-            shared.tally.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+            shared.counters.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
         } else if !steps.is_empty() {
-            shared.tally.flew(*started);
+            shared.counters.flew(*started);
         }
         self.finish()
     }
@@ -139,7 +137,7 @@ impl<T> Pending<T> {
     pub(crate) fn wait_counted(mut self) -> Result<T, TransferError> {
         let Pending { steps, shared, started, .. } = &self;
         if !steps.is_empty() {
-            shared.tally.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+            shared.counters.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
         }
         self.finish()
     }
@@ -444,7 +442,7 @@ impl<T> Future for Pending<T> {
         let flies = !pending.steps.is_empty();
         let polled = pending.poll_steps(context.waker());
         if flies && polled.is_ready() {
-            pending.shared.tally.flew(pending.started);
+            pending.shared.counters.flew(pending.started);
         }
         match polled {
             Poll::Pending => Poll::Pending,

@@ -20,10 +20,10 @@ use parking_lot::Condvar;
 
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::foreign_code::guarded;
 use crate::pending::{OnStreams, Pending};
 use crate::pinned::PinnedBuffer;
 use crate::runtime::Transfer;
-use crate::staging::guarded;
 use crate::tensor::{Tensor, To};
 
 /// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of

@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_allocator::{Allocator, Storage, Turn};
+use aquifer_allocator::{Allocator, Buffer, Storage, Turn};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::{CalledFrom, MovesContents};
 use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, RequestError, Stream, Tick};
@@ -13,8 +13,9 @@ use aquifer_kernels::Kernels;
 use crate::capture;
 use crate::counters::{Counters, Direction};
 use crate::error::TransferError;
+use crate::host_vec;
 use crate::pending::{Pending, Shared};
-use crate::pinned::{HostPart, HostTurn, PinnedConfig, PinnedPool};
+use crate::pinned::{HostAccess, HostPart, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::{Levels, Streams};
 
@@ -301,10 +302,22 @@ impl Transfer {
         self.stream.as_ref().unwrap_or_else(|| self.streams.next(direction))
     }
 
-    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: a stream that only its own thread may use is left out.
-    pub(crate) fn stream_for_threads(&self, direction: Direction) -> &Stream {
+    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: never a stream of one
+    /// thread.
+    ///
+    /// # Errors
+    /// A stream that captures.
+    pub(crate) fn stream_for_threads(&self, direction: Direction) -> Result<&Stream, TransferError> {
         let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
-        for_all.unwrap_or_else(|| self.streams.next(direction))
+        let stream = for_all.unwrap_or_else(|| self.streams.next(direction));
+        self.refuse_capture(stream)?;
+        Ok(stream)
+    }
+
+    /// New device memory of `bytes` bytes.
+    #[track_caller]
+    pub(crate) fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Buffer<u8>, TransferError> {
+        Ok(self.allocator().alloc(host_vec::len_of(bytes, 1)?, stream)?)
     }
 
     /// Everything enqueued on the stream so far, by whomever, as a [`Pending`] to wait for or to await.
@@ -353,19 +366,17 @@ impl Transfer {
     /// # Errors
     /// The first error of the driver, such as a lost device. The rest is waited for all the same.
     pub fn synchronize(&self) -> Result<(), TransferError> {
-        let Shared { begun, tally, kept, .. } = &*self.inner.shared;
-        let mut waited = Ok(());
-        if begun.is_open() {
-            tally.waits();
-            waited = begun.wait();
+        let Shared { in_flight, counters, .. } = &*self.inner.shared;
+        if in_flight.is_empty() {
+            return Ok(());
         }
-        kept.release();
-        waited
+        counters.waits();
+        in_flight.wait()
     }
 
     /// Counters of what all handles of this runtime did so far.
     pub fn counters(&self) -> Counters {
-        self.inner.shared.tally.read()
+        self.inner.shared.counters.read()
     }
 
     /// Sizes and counters of the staging ring, through which ordinary memory and files go.
@@ -440,18 +451,18 @@ impl Transfer {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<(), TransferError> {
         self.refuse_capture(stream)?;
-        let (turn, turns) = loop {
-            // Before any turn: the threads that end claims may need one.
-            host.iter().for_each(|(part, kind)| part.memory.wait_unclaimed(*kind));
+        let (turn, on_host) = loop {
+            // Without device memory: the threads that end reservations may need it.
+            host.iter().for_each(|(part, kind)| part.memory.wait_unreserved(*kind));
             let turn = Turn::take(stream, device)?;
-            // Another part of the memory may have been claimed meanwhile.
-            if let Some(turns) = host_turns(host, stream)? {
-                break (turn, turns);
+            // Another part of the memory may have been reserved meanwhile.
+            if let Some(on_host) = access_host(host, stream)? {
+                break (turn, on_host);
             }
         };
         let _held_off = capture::hold_off(stream, NO_CAPTURE)?;
         let worked = work();
-        drop(turns);
+        drop(on_host);
         drop(turn);
         Ok(worked?)
     }
@@ -462,23 +473,24 @@ impl Transfer {
     }
 }
 
-/// A stream's turns with host memory, in one order for all, so that turns do not wait for each other in a circle; `None` while one is claimed.
-fn host_turns<'a>(
+/// A stream's access to host memory; `None` while a reservation conflicts. All threads lock in one
+/// order, by address, so that they do not wait for each other in a circle.
+fn access_host<'a>(
     host: &[(HostPart<'a>, AccessKind)],
     stream: &'a Stream,
-) -> Result<Option<Vec<HostTurn<'a>>>, TransferError> {
+) -> Result<Option<Vec<HostAccess<'a>>>, TransferError> {
     let mut wanted: Vec<_> = host.iter().map(|&(part, kind)| (part.memory, kind)).collect();
-    // Writing before reading, so that it counts where memory is listed twice.
+    // Writing sorts before reading, so that it is kept where memory is listed twice.
     wanted.sort_unstable_by_key(|&(memory, kind)| (Arc::as_ptr(memory), std::cmp::Reverse(kind)));
     wanted.dedup_by_key(|(memory, _)| Arc::as_ptr(memory));
-    let mut turns = Vec::with_capacity(wanted.len());
+    let mut accesses = Vec::with_capacity(wanted.len());
     for (memory, kind) in wanted {
-        match memory.try_turn(stream, kind)? {
-            Some(turn) => turns.push(turn),
+        match memory.try_access(stream, kind)? {
+            Some(access) => accesses.push(access),
             None => return Ok(None),
         }
     }
-    Ok(Some(turns))
+    Ok(Some(accesses))
 }
 
 impl fmt::Debug for Transfer {

@@ -6,7 +6,7 @@
 //! waits for the lane with the earliest tick.
 //!
 //! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs a waker itself, and
-//! is not listed meanwhile. A lane with more to do leaves the waker to another thread (`errands`).
+//! is not listed meanwhile. A lane with more to do leaves the waker to another thread (`foreign_code`).
 //!
 //! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
 //! a device that is lost.
@@ -26,8 +26,8 @@ use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Code, DeviceError, Operation, Tick};
 use parking_lot::Condvar;
 
-use crate::errands;
 use crate::error::TransferError;
+use crate::foreign_code;
 
 /// How long a lane stays without work before its thread ends.
 const IDLE: Duration = Duration::from_secs(2);
@@ -122,7 +122,7 @@ impl Signal {
 
 /// Wakers are foreign code, which may do anything.
 pub(crate) fn wake(waker: Waker) {
-    errands::run("a task's waker", move || waker.wake());
+    foreign_code::run("a task's waker", move || waker.wake());
 }
 
 impl Waiter {
@@ -150,7 +150,7 @@ impl Waiter {
             .name("aquifer-waiter".to_owned())
             .spawn(move || {
                 defer_panics_here();
-                errands::on_duty(|| own.run(&waiter, key));
+                foreign_code::deferring(|| own.run(&waiter, key));
             })
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(lane);
@@ -176,7 +176,7 @@ impl Lane {
                 wake(waker);
                 continue;
             }
-            errands::off_duty(|| wake(waker));
+            foreign_code::not_deferring(|| wake(waker));
             if !self.come_back(waiter, key) {
                 return;
             }

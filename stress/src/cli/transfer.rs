@@ -36,8 +36,6 @@ pub enum Part {
     Small,
     /// Copies beside kernels, and beside copies in the other direction.
     Overlap,
-    /// The staging ring in virtual time: how long the copy engine is idle.
-    Schedule,
 }
 
 const TRANSFER_KEYS: &str = "\
@@ -55,13 +53,12 @@ Methods:
   file              Transfer::read_file_to_device of a temporary file
   copy, rows        from a peer, that is the memory of another device: Transfer::copy_from_peer and
                     copy_region_from_peer, where there is a second GPU, or from a second simulated
-                    device; on the host, between page-locked memory, by the staging ring's threads,
-                    waited for: Transfer::copy_on_host and copy_region_on_host
+                    device; on the host, between page-locked memory, by the calling thread:
+                    Transfer::copy_on_host and copy_region_on_host
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
 covers driver calls and the device's own work but not what the host does. So staged copies and files
-are not measured there; the schedule is measured instead. Of copies from a
-simulated peer the device that they go to tells the time: what the peer does for them beforehand,
+are not measured there. Of copies from a simulated peer the device that they go to tells the time: what the peer does for them beforehand,
 such as collecting rows, is not in it. Copies on the host are timed by the host's clock on every
 device.
 
@@ -90,13 +87,4 @@ overlap:
   what, bytes               the two things that ran at the same time, and their size
   first_ms, second_ms       time of each alone
   together_ms               time of both together
-  overlap                   the share of the shorter one that took no extra time
-schedule:
-  direction, bytes          direction and size of the transfer: four times --max-mb, but no more
-                            than 256 MiB and no less than four times what the ring may hold
-  link_gb_s, copy_gb_s, call_us              the modelled link, host and driver
-  chunk_bytes, chunks, workers               the ring's sizes, as it tunes itself; chunks are those
-                                             that it used, which may be fewer than it may hold
-  gb_per_s, idle_share, stalls               in the steady state: bandwidth, share of time that the
-                                             link was idle, late copies
-  intact                                     whether every byte arrived";
+  overlap                   the share of the shorter one that took no extra time";

@@ -89,11 +89,10 @@ fn other_commands_take_the_gpu_unless_it_is_hidden() {
 #[test]
 fn copies_are_timed_by_the_host() {
     let rows = Driver::new("clock").rows(0, &["transfer", "--rounds", "1", "--max-mb", "1"]);
-    for part in ["copies", "small", "overlap", "schedule"] {
+    for part in ["copies", "small", "overlap"] {
         let rows: Vec<&Value> = rows.iter().filter(|row| row["part"] == part).collect();
-        let clock = if part == "schedule" { "virtual" } else { "host" };
-        assert!(!rows.is_empty() && rows.iter().all(|row| row["clock"] == clock), "{rows:?}");
-        assert!(rows.iter().all(|row| row["modelled"] == (part == "schedule")), "{rows:?}");
+        assert!(!rows.is_empty() && rows.iter().all(|row| row["clock"] == "host"), "{rows:?}");
+        assert!(rows.iter().all(|row| row["modelled"] == false), "{rows:?}");
     }
 }
 

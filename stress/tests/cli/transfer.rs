@@ -89,53 +89,6 @@ fn copies_overlap_with_kernels_and_each_other() {
 }
 
 #[test]
-fn the_ring_leaves_the_link_idle_for_at_most_a_tenth() {
-    let rows = measured(&["--only", "schedule"]);
-    assert_eq!(rows.len(), 4);
-    for row in &rows {
-        assert!(number(row, "idle_share") <= 0.1 && row["intact"] == true, "{row}");
-        assert_eq!(row["clock"], "virtual");
-    }
-}
-
-/// And with them what the program takes.
-#[test]
-fn the_schedule_is_no_larger_than_copies_are() {
-    let sizes = |args: &[&str]| {
-        let rows = measured(&[&["--only", "schedule"], args].concat());
-        rows.iter().map(|row| bytes(row, "bytes")).collect::<Vec<_>>()
-    };
-    let of_the_ring = |row: u64| row << 20;
-    assert_eq!(sizes(&["--max-mb", "1"]), [64, 176, 64, 176].map(of_the_ring), "four times the ring");
-    assert_eq!(sizes(&["--max-mb", "64"]), [256; 4].map(of_the_ring));
-}
-
-/// The pieces of a transfer are made up and compared as they go, rather than held.
-#[test]
-#[cfg(target_os = "linux")]
-fn the_schedule_takes_little_memory() {
-    let script = r#"ulimit -v 700000 && exec "$@""#;
-    let run = Command::new("bash")
-        .args([
-            "-c",
-            script,
-            "bash",
-            env!("CARGO_BIN_EXE_aquifer-stress"),
-            "--json",
-            "--device",
-            "sim:1GiB",
-            "transfer",
-        ])
-        .args(["--only", "schedule", "--max-mb", "1"])
-        .output();
-    let Ok(output) = run else {
-        eprintln!("SKIPPED: there is no bash to limit the address space with");
-        return;
-    };
-    assert_eq!(rows_of(0, &output).len(), 4, "{}", errors(&output));
-}
-
-#[test]
 fn wrong_arguments_are_refused() {
     for args in [["transfer", "--max-mb", "0"], ["transfer", "--rounds", "0"], ["transfer", "--only", "all"]] {
         let output = stress(&args);

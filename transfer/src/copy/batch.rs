@@ -1,17 +1,18 @@
-//! Many small copies as one: those of host memory packed into one piece of it that is page-locked, and handed to the driver with one call
-//! where it has that.
+//! Many small copies as one: those from host memory are packed into page-locked memory, and the driver
+//! gets them in one call, if it has such a call.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{Buffer, Storage};
-use aquifer_device::{AccessKind, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, RequestError, Stream, Tick};
+use aquifer_device::{AccessKind, CopyEnd, CopyPart, DevicePtr, HostPtr, RequestError, Tick};
 use bytemuck::Pod;
 
-use crate::copy::on_device::{check_apart, check_lengths};
-use crate::copy::touched::Touched;
+use super::crossover;
+use super::on_device::{check_apart, check_lengths};
 use crate::counters::Direction;
+use crate::enqueue::enqueue_parts;
 use crate::error::TransferError;
 use crate::host_vec;
 use crate::pending::Pending;
@@ -24,15 +25,13 @@ const PACKED_BYTES: usize = 1 << 20;
 /// Packed pieces start at multiples of this many bytes: what engines copy at best speed, and enough for every element.
 const PACKED_ALIGNMENT: usize = 64;
 
-/// Many copies that are made together.
+/// Many copies that are made together, in the order in which they were added.
 ///
-/// What is uploaded is taken when it is added, into one buffer; what is downloaded comes back in one. Where pieces lie side by side at both
-/// ends they become one copy. What remains goes to the driver in one call for each direction, if it has such a call and that pays on this
-/// device ([`Transfer::batch_calls_pay_below`]), else in one call each.
-///
-/// The outcome is that of making the copies one after the other, in the order in which they were added. Where none of them writes what another
-/// one uses, uploads come first, then copies within the device, then downloads. A copy that writes what an earlier one of a later kind uses
-/// begins this anew, and those of one kind of which one writes what another uses are made one by one.
+/// Elements to upload are copied when they are added, into one buffer; downloads return in one.
+/// Pieces that are adjacent at both ends become one copy. Copies of one direction that were added one
+/// after the other go to the driver in one call, if the driver has such a call and it pays on this
+/// device ([`Transfer::batch_calls_pay_below`]), else in one call each. So add copies of one direction
+/// together. Copies of which one writes what another one uses are made one by one.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -60,21 +59,15 @@ pub struct TransferBatch {
     transfer: Transfer,
     number: u64,
     packed: Vec<Packed>,
-    /// Made one after the other; there is always one.
-    stages: Vec<Stage>,
+    groups: Vec<Group>,
     downloaded: usize,
 }
 
-/// Copies of which uploads may come first, then those within the device, then downloads, whatever order they were added in.
-#[derive(Debug, Default)]
-struct Stage {
-    uploads: Vec<Piece>,
-    copies: Vec<Piece>,
-    downloads: Vec<Piece>,
-    /// What downloads read.
-    downloaded: Touched,
-    /// The same, and what copies within the device read and write.
-    used: Touched,
+/// Copies of one direction, added one after the other.
+#[derive(Debug)]
+struct Group {
+    direction: Direction,
+    pieces: Vec<Piece>,
 }
 
 /// Page-locked memory that uploads are packed into.
@@ -144,16 +137,14 @@ impl BatchResults {
     }
 }
 
-impl Transfer {
-    /// Begins a batch of small copies.
-    pub fn batch(&self) -> TransferBatch {
-        TransferBatch {
-            transfer: self.clone(),
-            number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
-            packed: Vec::new(),
-            stages: vec![Stage::default()],
-            downloaded: 0,
-        }
+/// An empty batch.
+pub(super) fn new(transfer: &Transfer) -> TransferBatch {
+    TransferBatch {
+        transfer: transfer.clone(),
+        number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
+        packed: Vec::new(),
+        groups: Vec::new(),
+        downloaded: 0,
     }
 }
 
@@ -170,7 +161,7 @@ impl TransferBatch {
             return Ok(());
         }
         let from = self.pack(bytes, &End::of(to))?;
-        self.stage(|stage| stage.used.overlaps(to.ptr(), to.bytes())).add_upload(from, to);
+        self.add(Direction::Upload, Piece::new(from, End::of(to), to.bytes()));
         Ok(())
     }
 
@@ -186,7 +177,7 @@ impl TransferBatch {
             return Ok(());
         }
         check_apart(from, to)?;
-        self.stage(|stage| stage.downloaded.overlaps(to.ptr(), to.bytes())).add_copy(from, to);
+        self.add(Direction::OnDevice, Piece::new(End::of(from), End::of(to), to.bytes()));
         Ok(())
     }
 
@@ -201,15 +192,14 @@ impl TransferBatch {
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
         }
-        let adjacent =
-            self.stages.last().is_some_and(|stage| goes_on(&stage.downloads, |last| &last.from, &End::of(from)));
+        let adjacent = self.continues(Direction::Download, |last| &last.from, &End::of(from));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
         let overflow = TransferError::Request(RequestError::LengthOverflow {
             len: from.len() as u64,
             size: size_of::<T>() as u64,
         });
         let end = offset.checked_add(bytes).ok_or(overflow)?;
-        self.stage(|_| false).add_download(from, End::Host { buffer: 0, offset });
+        self.add(Direction::Download, Piece::new(End::of(from), End::Host { buffer: 0, offset }, from.bytes()));
         self.downloaded = end;
         Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
@@ -217,8 +207,7 @@ impl TransferBatch {
     /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side. [`Transfer::counters`] counts those
     /// that were added, once they are enqueued.
     pub fn pieces(&self) -> usize {
-        let pieces = |stage: &Stage| stage.uploads.len() + stage.copies.len() + stage.downloads.len();
-        self.stages.iter().map(pieces).sum()
+        self.groups.iter().map(|group| group.pieces.len()).sum()
     }
 
     /// Enqueues all copies, and returns. The first batch in a direction measures whether batched calls pay, which takes some milliseconds,
@@ -234,28 +223,37 @@ impl TransferBatch {
         let mut results = transfer.pinned().alloc::<u8>(self.downloaded)?;
         let part = [PinnedSliceMut::from(&mut results).part()];
         let mut ticks = Vec::new();
-        for stage in &self.stages {
-            ticks.extend(transfer.enqueue_pieces(Direction::Upload, &stage.uploads, &packed)?);
-            ticks.extend(transfer.enqueue_pieces(Direction::OnDevice, &stage.copies, &[])?);
-            ticks.extend(transfer.enqueue_pieces(Direction::Download, &stage.downloads, &part)?);
+        for group in &self.groups {
+            let host = match group.direction {
+                Direction::Upload => packed.as_slice(),
+                Direction::Download => &part,
+                Direction::OnDevice => &[],
+            };
+            ticks.push(enqueue_pieces(transfer, group.direction, &group.pieces, host)?);
         }
         let results = BatchResults { batch: self.number, bytes: results };
         Ok(Pending::enqueued_all(transfer.shared(), ticks, results))
     }
 
-    /// The stage that a copy belongs to: the last one, or a new one if the copy must come after what that one makes later.
-    fn stage(&mut self, comes_after: impl FnOnce(&Stage) -> bool) -> &mut Stage {
-        if self.stages.last().is_none_or(comes_after) {
-            self.stages.push(Stage::default());
+    /// Adds a piece: to the last one if both are adjacent at both ends and the two together do not
+    /// write what they read, else to the last group if it has the same direction.
+    fn add(&mut self, direction: Direction, piece: Piece) {
+        match self.groups.last_mut().filter(|group| group.direction == direction) {
+            Some(group) => group.add(piece),
+            None => self.groups.push(Group { direction, pieces: vec![piece] }),
         }
-        let last = self.stages.len() - 1;
-        &mut self.stages[last]
     }
 
-    /// Packs bytes, and says where.
+    /// Whether an end begins where that of the last piece of the same direction ends.
+    fn continues(&self, direction: Direction, end: impl Fn(&Piece) -> &End, next: &End) -> bool {
+        let last = self.groups.last().filter(|group| group.direction == direction);
+        last.and_then(|group| group.pieces.last()).is_some_and(|last| end(last).continues(last.bytes, next))
+    }
+
+    /// Packs bytes, and returns their place.
     fn pack(&mut self, bytes: &[u8], to: &End) -> Result<End, TransferError> {
-        let goes_on = self.stages.last().is_some_and(|stage| goes_on(&stage.uploads, |last| &last.to, to));
-        let alignment = if goes_on { 1 } else { PACKED_ALIGNMENT };
+        let adjacent = self.continues(Direction::Upload, |last| &last.to, to);
+        let alignment = if adjacent { 1 } else { PACKED_ALIGNMENT };
         let room = self.packed.last().map(|packed| (packed.used.next_multiple_of(alignment), packed.buffer.len()));
         if room.is_none_or(|(start, len)| len < start + bytes.len()) {
             let buffer = self.transfer.pinned().alloc(bytes.len().max(PACKED_BYTES))?;
@@ -270,21 +268,19 @@ impl TransferBatch {
     }
 }
 
-impl Stage {
-    fn add_upload<T: Copy>(&mut self, from: End, to: &Buffer<T>) {
-        add(&mut self.uploads, Piece::new(from, End::of(to), to.bytes()));
-    }
-
-    fn add_copy<T: Copy>(&mut self, from: &Buffer<T>, to: &Buffer<T>) {
-        self.used.add(from.ptr(), from.bytes());
-        self.used.add(to.ptr(), to.bytes());
-        add(&mut self.copies, Piece::new(End::of(from), End::of(to), to.bytes()));
-    }
-
-    fn add_download<T: Copy>(&mut self, from: &Buffer<T>, to: End) {
-        self.used.add(from.ptr(), from.bytes());
-        self.downloaded.add(from.ptr(), from.bytes());
-        add(&mut self.downloads, Piece::new(End::of(from), to, from.bytes()));
+impl Group {
+    fn add(&mut self, piece: Piece) {
+        match self.pieces.last_mut() {
+            Some(last)
+                if last.from.continues(last.bytes, &piece.from)
+                    && last.to.continues(last.bytes, &piece.to)
+                    && last.stays_apart(last.bytes + piece.bytes) =>
+            {
+                last.bytes += piece.bytes;
+                last.copies += piece.copies;
+            }
+            _ => self.pieces.push(piece),
+        }
     }
 }
 
@@ -293,8 +289,8 @@ impl End {
         End::Device(buffer.storage().clone(), buffer.ptr())
     }
 
-    /// Whether another end begins so many bytes further on, in the same memory.
-    fn goes_on(&self, bytes: u64, next: &End) -> bool {
+    /// Whether another end begins `bytes` bytes further on in the same memory.
+    fn continues(&self, bytes: u64, next: &End) -> bool {
         match (self, next) {
             (End::Device(storage, ptr), End::Device(next, at)) => {
                 Arc::ptr_eq(storage, next) && ptr.offset(bytes) == *at
@@ -322,26 +318,6 @@ impl End {
     }
 }
 
-/// Whether an end begins where that of the last piece ends.
-fn goes_on(pieces: &[Piece], end: impl Fn(&Piece) -> &End, next: &End) -> bool {
-    pieces.last().is_some_and(|last| end(last).goes_on(last.bytes, next))
-}
-
-/// Adds a piece, to the last one if it goes on there at both ends, and the two together do not write what they read.
-fn add(pieces: &mut Vec<Piece>, piece: Piece) {
-    match pieces.last_mut() {
-        Some(last)
-            if last.from.goes_on(last.bytes, &piece.from)
-                && last.to.goes_on(last.bytes, &piece.to)
-                && last.stays_apart(last.bytes + piece.bytes) =>
-        {
-            last.bytes += piece.bytes;
-            last.copies += piece.copies;
-        }
-        _ => pieces.push(piece),
-    }
-}
-
 impl Piece {
     fn new(from: End, to: End, bytes: u64) -> Piece {
         Piece { from, to, bytes, copies: 1 }
@@ -360,74 +336,42 @@ impl Piece {
     }
 }
 
-impl Transfer {
-    /// Enqueues copies in one direction, between the device and page-locked buffers or within the device. Gives their tick, if there are any.
-    fn enqueue_pieces(
-        &self,
-        direction: Direction,
-        pieces: &[Piece],
-        host: &[HostPart<'_>],
-    ) -> Result<Option<Tick>, TransferError> {
-        if pieces.is_empty() {
-            return Ok(None);
+/// Enqueues copies in one direction, between the device and page-locked buffers or within the device.
+fn enqueue_pieces(
+    transfer: &Transfer,
+    direction: Direction,
+    pieces: &[Piece],
+    host: &[HostPart<'_>],
+) -> Result<Tick, TransferError> {
+    let stream = transfer.next_stream(direction);
+    let may_pay = pieces.len() > 1 && stream.takes_batches();
+    let crossover = if may_pay { crossover::batched_below(transfer, direction)? } else { None };
+    let ends = pieces.iter().flat_map(|piece| [(&piece.from, AccessKind::Read), (&piece.to, AccessKind::Write)]);
+    let memory: Vec<_> = ends.filter_map(|(end, kind)| Some((end.storage()?, kind))).collect();
+    let on_host = if direction == Direction::Upload { AccessKind::Read } else { AccessKind::Write };
+    let parts: Vec<_> = host.iter().map(|part| (*part, on_host)).collect();
+    let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
+    let tick = transfer.enqueue(stream, &memory, &parts, || {
+        #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
+        // SAFETY: the host ends lie in buffers of the pool, which the caller borrows now. The pool keeps them until the tick of
+        // this access is done; the host does not touch them before (N1, N2).
+        unsafe {
+            enqueue_parts(stream, &batched, &single)
         }
-        let stream = self.next_stream(direction);
-        let may_pay = pieces.len() > 1 && stream.takes_batches();
-        let crossover = if may_pay { self.batched_below(direction)? } else { None };
-        let ends = pieces.iter().flat_map(|piece| [(&piece.from, AccessKind::Read), (&piece.to, AccessKind::Write)]);
-        let memory: Vec<_> = ends.filter_map(|(end, kind)| Some((end.storage()?, kind))).collect();
-        let on_host = if direction == Direction::Upload { AccessKind::Read } else { AccessKind::Write };
-        let parts: Vec<_> = host.iter().map(|part| (*part, on_host)).collect();
-        let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
-        let tick = self.enqueue(stream, &memory, &parts, || {
-            #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
-            // SAFETY: what is on the host lies in buffers of the pool, which the caller borrows now and the pool keeps until the tick is
-            // done that their turns leave; the host does not touch them before (N1, N2).
-            unsafe {
-                enqueue_parts(stream, &batched, &single)
-            }
-        })?;
-        pieces.iter().for_each(|piece| self.shared().tally.count_all(direction, piece.copies, piece.bytes));
-        Ok(Some(tick))
-    }
+    })?;
+    pieces.iter().for_each(|piece| transfer.shared().counters.count_all(direction, piece.copies, piece.bytes));
+    Ok(tick)
 }
 
-/// Enqueues some copies with one call, and the others with one each.
-///
-/// # Safety
-/// As [`aquifer_device::Driver::copy_batch`], for all of them.
-#[allow(unsafe_code, reason = "passed on from the driver")]
-pub(crate) unsafe fn enqueue_parts(
-    stream: &Stream,
-    batched: &[CopyPart],
-    single: &[CopyPart],
-) -> Result<(), DeviceError> {
-    if !batched.is_empty() {
-        // SAFETY: passed on to the caller.
-        unsafe { stream.copy_batch(batched) }?;
-    }
-    for copy in single {
-        let bytes = usize::try_from(copy.bytes).unwrap_or(usize::MAX);
-        match (copy.dst, copy.src) {
-            // SAFETY: passed on to the caller.
-            (CopyEnd::Device(to), CopyEnd::Host(from)) => unsafe { stream.upload(to, from, bytes) }?,
-            // SAFETY: passed on to the caller.
-            (CopyEnd::Host(to), CopyEnd::Device(from)) => unsafe { stream.download(to, from, bytes) }?,
-            (CopyEnd::Device(to), CopyEnd::Device(from)) => stream.copy(to, from, copy.bytes)?,
-            (CopyEnd::Host(_), CopyEnd::Host(_)) => {}
-        }
-    }
-    Ok(())
-}
-
-/// What one call is to copy, and what goes one by one: all of it where a copy writes what another uses, since nothing orders a batch's copies.
+/// The copies for one call, and those that go one by one. If a copy writes what another one uses, all
+/// go one by one, because no order holds within a call.
 fn split(copies: Vec<CopyPart>, crossover: Option<u64>) -> (Vec<CopyPart>, Vec<CopyPart>) {
     let Some(crossover) = crossover.filter(|_| CopyPart::are_independent(&copies)) else { return (Vec::new(), copies) };
     let (batched, single): (Vec<_>, Vec<_>) = copies.into_iter().partition(|copy| copy.bytes < crossover);
     if batched.len() > 1 { (batched, single) } else { (Vec::new(), [batched, single].concat()) }
 }
 
-/// The bytes of elements; also of those that have none.
-pub(crate) fn bytes_of<T: Pod>(elements: &[T]) -> &[u8] {
+/// The bytes of elements, which may have none.
+fn bytes_of<T: Pod>(elements: &[T]) -> &[u8] {
     if size_of_val(elements) == 0 { &[] } else { bytemuck::cast_slice(elements) }
 }

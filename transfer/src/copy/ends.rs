@@ -8,12 +8,14 @@ use std::sync::Arc;
 use aquifer_allocator::{Buffer, View, ViewMut};
 use bytemuck::Pod;
 
-use crate::copy::Region;
-use crate::copy::memory::Owned;
+use super::memory::Owned;
+use super::region::Region;
+use super::{download, upload};
 use crate::error::TransferError;
 use crate::host_vec;
 use crate::pending::Pending;
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
+use crate::regular_file;
 use crate::runtime::Transfer;
 use crate::staging::FileReport;
 
@@ -53,14 +55,14 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
 
 /// A source that [`Transfer::copy_on_host`] takes: page-locked memory, or memory that is handed over.
 #[allow(private_bounds, reason = "the bound seals the trait")]
-pub trait HostEnd<T: Pod + Send + Sync>: Sized + Sealed {
+pub trait HostEnd<T: Pod + Send + Sync>: Sealed {
+    /// The number of elements, and which of them are copied.
     #[doc(hidden)]
-    fn copy_to(
-        self,
-        transfer: &Transfer,
-        to: PinnedSliceMut<'_, T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<()>, TransferError>;
+    fn extent(&self) -> (usize, Option<&Region<'_>>);
+
+    /// The elements. Waits for copies into page-locked memory.
+    #[doc(hidden)]
+    fn elements(&self) -> Result<&[T], TransferError>;
 }
 
 /// What can be downloaded into.
@@ -133,14 +135,21 @@ impl<T> fmt::Debug for Owner<T> {
 /// A part of a file, as a [`Source`]: from `offset` on, as many bytes as the target has.
 #[derive(Clone, Debug)]
 pub struct FilePart {
-    pub(super) path: PathBuf,
-    pub(super) offset: u64,
+    path: PathBuf,
+    offset: u64,
 }
 
 impl FilePart {
     /// The file from its start.
     pub fn new(path: impl AsRef<Path>) -> FilePart {
         FilePart { path: path.as_ref().to_owned(), offset: 0 }
+    }
+
+    /// Bytes from the offset to the file's end.
+    fn len(&self) -> Result<u64, TransferError> {
+        let (_, len) = regular_file::open(&self.path)
+            .map_err(|cause| TransferError::File { path: self.path.display().to_string(), cause: Arc::new(cause) })?;
+        Ok(len.saturating_sub(self.offset))
     }
 
     /// The file from a byte on.
@@ -166,7 +175,7 @@ impl<'r> Region<'r> {
 
 /// Sources of elements in host memory.
 macro_rules! sources {
-    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr) $(, $copy:ident)?;)*) => { $(
+    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr) $(, $read:expr)?;)*) => { $(
         impl<T $(, const $len: usize)?> Sealed for $type {}
 
         impl<T: Pod + Send + Sync $(, const $len: usize)?> Source<T> for $type {
@@ -183,34 +192,33 @@ macro_rules! sources {
                 region: Option<&Region<'_>>,
             ) -> Result<Pending<()>, TransferError> {
                 let $from = self;
-                transfer.$upload($end, to, region)
+                upload::$upload(transfer, $end, to, region)
             }
         }
 
         $(impl<T: Pod + Send + Sync> HostEnd<T> for $type {
-            fn copy_to(
-                self,
-                transfer: &Transfer,
-                to: PinnedSliceMut<'_, T>,
-                region: Option<&Region<'_>>,
-            ) -> Result<Pending<()>, TransferError> {
+            fn extent(&self) -> (usize, Option<&Region<'_>>) {
+                (self.len(), None)
+            }
+
+            fn elements(&self) -> Result<&[T], TransferError> {
                 let $from = self;
-                transfer.$copy($end, to, region)
+                $read
             }
         })?
     )* };
 }
 
 sources! {
-    PinnedSlice<'_, T>: from => upload_pinned(from), copy_pinned;
-    &PinnedBuffer<T>: from => upload_pinned(from.into()), copy_pinned;
-    &[T]: from => upload_borrowed(from);
-    &Vec<T>: from => upload_borrowed(from);
-    &[T; N] [N]: from => upload_borrowed(from);
-    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), copy_owned;
-    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), copy_owned;
-    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), copy_owned;
-    Owner<T>: from => upload_owned(from.0), copy_owned;
+    PinnedSlice<'_, T>: from => pinned(from), from.read();
+    &PinnedBuffer<T>: from => pinned(from.into()), from.read();
+    &[T]: from => borrowed(from);
+    &Vec<T>: from => borrowed(from);
+    &[T; N] [N]: from => borrowed(from);
+    Vec<T>: from => owned(Owned::new::<T, _>(from)), Ok(from);
+    Box<[T]>: from => owned(Owned::new::<T, _>(from)), Ok(from);
+    Arc<[T]>: from => owned(Owned::new::<T, _>(from)), Ok(from);
+    Owner<T>: from => owned(from.0), Ok(bytemuck::cast_slice(from.0.bytes()));
 }
 
 impl Sealed for FilePart {}
@@ -230,7 +238,7 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
         region: Option<&Region<'_>>,
     ) -> Result<Pending<FileReport>, TransferError> {
         match region {
-            None => transfer.upload_file(&self, to),
+            None => upload::file(transfer, &self.path, self.offset, to),
             Some(_) => Err(TransferError::Region { reason: "files are read without gaps" }),
         }
     }
@@ -258,13 +266,12 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
 }
 
 impl<T: Pod + Send + Sync, S: HostEnd<T>> HostEnd<T> for InRegion<'_, S> {
-    fn copy_to(
-        self,
-        transfer: &Transfer,
-        to: PinnedSliceMut<'_, T>,
-        _: Option<&Region<'_>>,
-    ) -> Result<Pending<()>, TransferError> {
-        self.end.copy_to(transfer, to, Some(&self.region))
+    fn extent(&self) -> (usize, Option<&Region<'_>>) {
+        (self.end.extent().0, Some(&self.region))
+    }
+
+    fn elements(&self) -> Result<&[T], TransferError> {
+        self.end.elements()
     }
 }
 
@@ -279,7 +286,7 @@ impl<T: Pod + Send + Sync> Target<T> for PinnedSliceMut<'_, T> {
         from: &Buffer<T>,
         region: Option<&Region<'_>>,
     ) -> Result<Pending<()>, TransferError> {
-        transfer.download_pinned(from, self, region)
+        download::pinned(transfer, from, self, region)
     }
 }
 
@@ -294,7 +301,7 @@ impl<T: Pod + Send + Sync> Target<T> for &mut PinnedBuffer<T> {
         from: &Buffer<T>,
         region: Option<&Region<'_>>,
     ) -> Result<Pending<()>, TransferError> {
-        transfer.download_pinned(from, self.into(), region)
+        download::pinned(transfer, from, self.into(), region)
     }
 }
 
@@ -309,7 +316,7 @@ impl<T: Pod + Send + Sync> Target<T> for PinnedBuffer<T> {
         from: &Buffer<T>,
         region: Option<&Region<'_>>,
     ) -> Result<Pending<PinnedBuffer<T>>, TransferError> {
-        Ok(transfer.download_pinned(from, (&mut self).into(), region)?.map(|()| self))
+        Ok(download::pinned(transfer, from, (&mut self).into(), region)?.map(|()| self))
     }
 }
 
@@ -322,7 +329,7 @@ impl<T: Pod + Send + Sync> Target<T> for Vec<T> {
         from: &Buffer<T>,
         region: Option<&Region<'_>>,
     ) -> Result<Pending<Vec<T>>, TransferError> {
-        transfer.download_vec(from, self, region)
+        download::vec(transfer, from, self, region)
     }
 }
 

@@ -6,13 +6,13 @@
 use std::any::TypeId;
 use std::sync::Arc;
 
+use aquifer_device::RequestError;
 use aquifer_device::fork::RwLock;
-use aquifer_device::{AccessKind, RequestError};
 use bytemuck::Pod;
 
-use crate::errands;
 use crate::error::TransferError;
-use crate::pinned::Claimed;
+use crate::foreign_code;
+use crate::pinned::Reserved;
 use crate::staging::{HostSource, HostTarget};
 
 /// The bytes that an owner lends. `AsRef` is the caller's code: the thread that hands the owner over calls it once, and
@@ -77,9 +77,9 @@ fn is_foreign<T: Pod, S: 'static>() -> bool {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        if self.is_foreign && errands::is_on_duty() {
+        if self.is_foreign && foreign_code::is_deferring() {
             let owner = self.owner.take();
-            errands::run("an owner of host memory that was dropped", move || drop(owner));
+            foreign_code::run("an owner of host memory that was dropped", move || drop(owner));
         }
     }
 }
@@ -95,35 +95,29 @@ impl HostSource for Owned {
     }
 }
 
-/// Memory that copies between host memory read.
-pub(crate) trait Lends: Send + Sync {
-    /// All of its bytes, always as many.
-    fn lend(&self) -> &[u8];
+/// Pageable buffers: the driver's own copies of them would wait for the device.
+impl HostSource for Reserved {
+    fn bytes(&self) -> u64 {
+        Reserved::bytes(self) as u64
+    }
 
-    /// What it had to come after is done, and now it is read.
-    fn begin(&self) -> Result<(), TransferError> {
-        Ok(())
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        Reserved::read(self, offset, into)
     }
 }
 
-impl Lends for Owned {
-    fn lend(&self) -> &[u8] {
-        self.bytes()
+impl HostTarget for Reserved {
+    fn bytes(&self) -> u64 {
+        Reserved::bytes(self) as u64
+    }
+
+    fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
+        Reserved::write(self, offset, from)
     }
 }
 
-impl Lends for Claimed {
-    fn lend(&self) -> &[u8] {
-        Claimed::lend(self)
-    }
-
-    fn begin(&self) -> Result<(), TransferError> {
-        self.announce(AccessKind::Read)
-    }
-}
-
-/// A `Vec` that bytes land in.
-pub(crate) struct Landing<T> {
+/// A `Vec` that bytes are written to.
+pub(crate) struct Destination<T> {
     /// Taken once the job is settled. Writers hold it shared.
     memory: RwLock<Option<Vec<T>>>,
     target: Raw,
@@ -176,19 +170,19 @@ fn part(offset: u64, bytes: usize, len: usize) -> Result<std::ops::Range<usize>,
     }
 }
 
-impl<T: Pod + Send + Sync> Landing<T> {
+impl<T: Pod + Send + Sync> Destination<T> {
     pub(crate) fn new(mut memory: Vec<T>) -> Self {
         let target = Raw { ptr: memory.as_mut_ptr().cast(), bytes: size_of_val(memory.as_slice()) };
-        Landing { memory: RwLock::new(Some(memory)), target }
+        Destination { memory: RwLock::new(Some(memory)), target }
     }
 
-    /// The memory, with what landed in it. Later writes are refused.
+    /// The memory. Later writes are refused.
     pub(crate) fn take(&self) -> Result<Vec<T>, TransferError> {
         self.memory.write().take().ok_or(TransferError::AlreadyTaken)
     }
 }
 
-impl<T: Pod + Send + Sync> HostTarget for Landing<T> {
+impl<T: Pod + Send + Sync> HostTarget for Destination<T> {
     fn bytes(&self) -> u64 {
         self.target.bytes as u64
     }
@@ -250,12 +244,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_lands_is_there_when_it_is_taken() {
-        let landing = Landing::new(vec![0u32; 4]);
-        landing.write(4, &7u32.to_le_bytes()).unwrap();
-        assert!(landing.write(13, &[0; 4]).is_err() && landing.write(u64::MAX, &[0]).is_err());
-        assert_eq!(landing.take().unwrap(), [0, 7, 0, 0]);
-        assert!(landing.take().is_err() && landing.write(0, &[1]).is_err());
+    fn written_bytes_are_there_when_the_memory_is_taken() {
+        let destination = Destination::new(vec![0u32; 4]);
+        destination.write(4, &7u32.to_le_bytes()).unwrap();
+        assert!(destination.write(13, &[0; 4]).is_err() && destination.write(u64::MAX, &[0]).is_err());
+        assert_eq!(destination.take().unwrap(), [0, 7, 0, 0]);
+        assert!(destination.take().is_err() && destination.write(0, &[1]).is_err());
     }
 
     #[test]

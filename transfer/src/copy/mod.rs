@@ -1,31 +1,34 @@
-//! Copies, by their source and destination.
+//! Copies.
 //!
-//! * `ends`: what copies read and write;
+//! * `api`: the methods of [`crate::Transfer`];
+//! * `ends`: sources and targets;
 //! * `upload`, `download`: between the host and the device;
-//! * `on_device`: within the device, and between devices (`peer`, `peer_region`);
-//! * `region`: elements with gaps, in as many dimensions as needed, which have none on their way (`packed`);
-//! * `on_host`: between host memory, by threads;
-//! * `batch`: many small copies as one, where that pays (`crossover`) and nothing written is used by another one (`touched`).
+//! * `on_device`, `peer`: within the device, and between devices;
+//! * `region`: elements with gaps between them, and their order in page-locked memory (`packed`);
+//! * `batch`: many small copies as one, where that pays (`crossover`);
+//! * `memory`: host memory that threads of the staging ring access.
 //!
-//! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`), copies by threads by that of `memory`.
+//! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`), copies by
+//! threads by that of `memory`.
 
+mod api;
 mod batch;
 mod crossover;
 mod download;
 mod ends;
 mod memory;
 mod on_device;
-mod on_host;
+#[cfg(test)]
+mod on_host_tests;
 mod packed;
 mod peer;
-mod peer_region;
 mod region;
-mod touched;
 mod upload;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
 pub use ends::{DeviceSource, FilePart, HostEnd, InRegion, Owner, Source, Target};
 pub(crate) use memory::Owned;
 pub use peer::Route;
+pub(crate) use peer::copy_from as copy_from_peer;
 pub use region::Region;
-pub(crate) use upload::UNSTAGED_BYTES;
+pub(crate) use upload::{UNSTAGED_BYTES, borrowed as upload_borrowed, stage as stage_upload};

@@ -1,5 +1,5 @@
-//! Copies between devices: by the driver where both are of one kind, else by way of the host. Each device's memory
-//! carries ticks of its own streams alone (invariant N5).
+//! Copies between devices: by the driver where both are of one kind, else by way of the host. The memory
+//! of each device has ticks of its own streams alone (invariant N5).
 
 use std::fmt;
 
@@ -7,10 +7,15 @@ use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
 
+use super::memory::Owned;
+use super::packed::{OnDevice, Packed};
+use super::region::{Plan, Region};
+use super::{download, on_device, upload};
 use crate::capture;
 use crate::counters::Direction;
 use crate::error::TransferError;
-use crate::pending::{OnStreams, Pending, Shared};
+use crate::host_vec;
+use crate::pending::{OnStreams, Pending};
 use crate::runtime::{NO_CAPTURE, Transfer};
 
 /// Which way a copy from one device to another goes.
@@ -44,94 +49,148 @@ impl fmt::Display for Route {
     }
 }
 
-impl Transfer {
-    /// Which way a copy from the device of `peer` to this one goes.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    pub fn route_from(&self, peer: &Transfer) -> Result<Route, TransferError> {
-        let (own, other) = (self.device(), peer.device());
-        if own.id() == other.id() {
-            return Ok(Route::Same);
-        }
-        if own.info().kind != other.info().kind {
-            return Ok(Route::ViaHost);
-        }
-        let reach = own.info().ordinal == other.info().ordinal || own.driver().can_access_peer(other.info().ordinal)?;
-        Ok(if reach { Route::Peer } else { Route::Staged })
+/// The route of a copy from the device of `peer` to that of `transfer`.
+pub(super) fn route(transfer: &Transfer, peer: &Transfer) -> Result<Route, TransferError> {
+    let (own, other) = (transfer.device(), peer.device());
+    if own.id() == other.id() {
+        return Ok(Route::Same);
     }
+    if own.info().kind != other.info().kind {
+        return Ok(Route::ViaHost);
+    }
+    let reach = own.info().ordinal == other.info().ordinal || own.driver().can_access_peer(other.info().ordinal)?;
+    Ok(if reach { Route::Peer } else { Route::Staged })
+}
 
-    /// Enqueues a copy from another device by the route, for a transfer that [`Transfer::count_from_peer`] counts.
-    pub(super) fn begin_from_peer<T: Pod + Send + Sync>(
-        &self,
-        from: &Buffer<T>,
-        peer: &Transfer,
-        to: &mut Buffer<T>,
-        route: Route,
-    ) -> Result<Pending<Route>, TransferError> {
-        if route == Route::ViaHost {
-            let host = peer.to_vec(from)?.wait()?;
-            return Ok(self.upload(host, to)?.map(move |()| route));
-        }
-        if from.bytes() == 0 {
-            return Ok(Pending::ready(self.shared(), route));
-        }
-        let tick = self.enqueue_peer(from, peer, to)?;
-        Ok(Pending::enqueued(self.shared(), tick, route))
+/// Enqueues a copy to memory of `transfer`'s device from memory of `peer`'s.
+pub(crate) fn copy_from<T: Pod + Send + Sync>(
+    transfer: &Transfer,
+    peer: &Transfer,
+    from: &Buffer<T>,
+    to: &mut Buffer<T>,
+    region: Option<&Region<'_>>,
+) -> Result<Pending<Route>, TransferError> {
+    peer.check_device("buffer", from.storage().device_id())?;
+    transfer.check_device("buffer", to.storage().device_id())?;
+    let route = route(transfer, peer)?;
+    if route == Route::Same {
+        return on_device::copy(transfer, from, to, region);
     }
+    let Some(plan) = Plan::of(region, from.len(), to.len())? else {
+        return Ok(Pending::ready(transfer.shared(), route));
+    };
+    let pending = match region {
+        None => copy_dense(transfer, peer, from, to, route)?,
+        Some(_) => {
+            let there = peer.on(peer.next_stream(Direction::OnDevice))?;
+            let here = transfer.on(transfer.next_stream(Direction::OnDevice))?;
+            copy_region(&here, &there, from, to, &plan, route)?
+        }
+    };
+    // Both halves of a copy by way of the host were counted.
+    if route != Route::ViaHost && plan.bytes::<T>() > 0 {
+        transfer.shared().counters.count(Direction::OnDevice, plan.bytes::<T>());
+    }
+    Ok(pending)
+}
 
-    /// Counts a transfer of so many bytes from another device; by way of the host both halves were counted.
-    pub(super) fn count_from_peer(&self, route: Route, bytes: u64) {
-        if route != Route::ViaHost && bytes > 0 {
-            self.shared().tally.count(Direction::OnDevice, bytes);
-        }
+/// Enqueues a copy of a region in parts, none of which it counts: elements with gaps are packed on their
+/// device, cross as one piece, and are unpacked on this one. Repeated elements cross once.
+fn copy_region<T: Pod + Send + Sync>(
+    transfer: &Transfer,
+    peer: &Transfer,
+    from: &Buffer<T>,
+    to: &mut Buffer<T>,
+    plan: &Plan,
+    route: Route,
+) -> Result<Pending<Route>, TransferError> {
+    // In the order of the target if that makes unpacking unnecessary.
+    let by_target = Packed::once(plan, OnDevice::To);
+    let packed = if by_target.scattering().is_dense() { by_target } else { Packed::once(plan, OnDevice::From) };
+    let (gathering, scattering) = (packed.gathering(), packed.scattering());
+    let count = host_vec::len_of(gathering.len(), size_of::<T>() as u64)?;
+    let dense = if gathering.is_dense() {
+        from.try_slice(..count)?.share()
+    } else {
+        let stream = peer.next_stream(Direction::OnDevice);
+        let mut dense = peer.allocator().alloc(count, stream)?;
+        on_device::enqueue_on(peer, stream, from, &mut dense, &gathering)?;
+        dense
+    };
+    if scattering.is_dense() {
+        let mut to = to.try_slice_mut(..count)?;
+        return copy_dense(transfer, peer, &dense, &mut to, route);
     }
+    let stream = transfer.next_stream(Direction::OnDevice);
+    let mut arrived: Buffer<T> = transfer.allocator().alloc(count, stream)?;
+    let copied = copy_dense(transfer, peer, &dense, &mut arrived, route)?;
+    if !copied.is_enqueued() {
+        // It may still fail, and then there is nothing to unpack.
+        copied.wait()?;
+    }
+    on_device::enqueue_on(transfer, stream, &arrived, to, &scattering)?;
+    Ok(Pending::enqueued(transfer.shared(), transfer.covered_tick(stream), route))
+}
 
-    /// The copy runs on a stream of this device. A stream of the other one stands for it there: it takes the turn with the source, is
-    /// waited for by the copy, and waits for it. So each device's memory carries ticks of its own streams alone.
-    fn enqueue_peer<T: Pod + Send + Sync>(
-        &self,
-        from: &Buffer<T>,
-        peer: &Transfer,
-        to: &Buffer<T>,
-    ) -> Result<Tick, TransferError> {
-        let Shared { begun, kept, .. } = &**self.shared();
-        kept.release();
-        let (stream, there) = (self.next_stream(Direction::OnDevice), peer.next_stream(Direction::OnDevice));
-        self.refuse_capture(stream)?;
-        self.refuse_capture(there)?;
-        // One turn for both, which waits for nobody while it keeps others from their turns.
-        let (source, target) = (from.storage().as_ref(), to.storage().as_ref());
-        let mut turn = Turn::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
-        let _held_off = (capture::hold_off(stream, NO_CAPTURE)?, capture::hold_off(there, NO_CAPTURE)?);
-        stream.wait_for(&there.tick())?;
-        stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
-        let copied = stream.tick();
-        let ordered = self.order_after(there, &copied);
-        let is_unknown = ordered.as_ref().is_err_and(|error| !error.is_device_lost());
-        if is_unknown {
-            // Who writes the source tries again to come after the copy.
-            turn.note_reader(source, &copied);
-        }
-        drop(turn);
-        if is_unknown {
-            tracing::debug!(
-                "nobody can wait for a copy from another device; its source is kept until it is known to be done"
-            );
-            kept.keep(&copied, from.storage());
-            begun.note_tick(&copied);
-        }
-        ordered?;
-        peer.covered_tick(there);
-        Ok(self.covered_tick(stream))
+fn copy_dense<T: Pod + Send + Sync>(
+    transfer: &Transfer,
+    peer: &Transfer,
+    from: &Buffer<T>,
+    to: &mut Buffer<T>,
+    route: Route,
+) -> Result<Pending<Route>, TransferError> {
+    if route == Route::ViaHost {
+        let host = download::new_vec(peer, from)?.wait()?;
+        return Ok(upload::owned(transfer, Owned::new::<T, _>(host), to, None)?.map(move |()| route));
     }
+    if from.bytes() == 0 {
+        return Ok(Pending::ready(transfer.shared(), route));
+    }
+    let tick = enqueue(transfer, peer, from, to)?;
+    Ok(Pending::enqueued(transfer.shared(), tick, route))
+}
 
-    /// Makes a stream of another device come after a copy on this one that reads the other one's memory; or else the host.
-    fn order_after(&self, stream: &Stream, copied: &Tick) -> Result<(), DeviceError> {
-        let Err(error) = stream.wait_for(copied) else { return Ok(()) };
-        tracing::debug!(%error, "a stream could not be made to wait for a copy to another device; the host waits");
-        copied.synchronize().or_else(|_| self.device().synchronize())
+/// The copy runs on a stream of this device. A stream of the other device takes the turn with the source,
+/// is waited for by the copy, and waits for it. So the memory of each device has ticks of its own
+/// streams alone.
+fn enqueue<T: Pod + Send + Sync>(
+    transfer: &Transfer,
+    peer: &Transfer,
+    from: &Buffer<T>,
+    to: &Buffer<T>,
+) -> Result<Tick, TransferError> {
+    let (stream, there) = (transfer.next_stream(Direction::OnDevice), peer.next_stream(Direction::OnDevice));
+    transfer.refuse_capture(stream)?;
+    transfer.refuse_capture(there)?;
+    // One turn for both ends, so that no thread waits for one while it holds the other.
+    let (source, target) = (from.storage().as_ref(), to.storage().as_ref());
+    let mut turn = Turn::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
+    let _held_off = (capture::hold_off(stream, NO_CAPTURE)?, capture::hold_off(there, NO_CAPTURE)?);
+    stream.wait_for(&there.tick())?;
+    stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
+    let copied = stream.tick();
+    let ordered = order_after(transfer, there, &copied);
+    if ordered.as_ref().is_err_and(|error| !error.is_device_lost()) {
+        // Later writes of the source try again to come after the copy.
+        turn.note_reader(source, &copied);
+        tracing::warn!(
+            bytes = source.bytes(),
+            "no stream or thread can wait for a copy from another device; its source is never freed"
+        );
+        std::mem::forget(from.storage().clone());
+        transfer.shared().in_flight.note_tick(&copied);
     }
+    drop(turn);
+    ordered?;
+    peer.covered_tick(there);
+    Ok(transfer.covered_tick(stream))
+}
+
+/// Orders a stream of another device after a copy on this one; if that fails, the host waits.
+fn order_after(transfer: &Transfer, stream: &Stream, copied: &Tick) -> Result<(), DeviceError> {
+    let Err(error) = stream.wait_for(copied) else { return Ok(()) };
+    tracing::debug!(%error, "a stream could not be made to wait for a copy to another device; the host waits");
+    copied.synchronize().or_else(|_| transfer.device().synchronize())
 }
 
 #[cfg(test)]
@@ -140,7 +199,7 @@ mod tests {
 
     use aquifer_allocator::{Allocator, Claim, Config};
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-    use aquifer_device::{Code, Device, Operation};
+    use aquifer_device::{Code, Device, Operation, RequestError};
 
     use super::*;
 
@@ -178,7 +237,7 @@ mod tests {
         let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
         one.fails(Operation::Wait);
         [Operation::SynchronizeEvent, Operation::Synchronize].into_iter().take(ways).for_each(|way| two.fails(way));
-        let copied = two.transfer.copy_from(&one.transfer, &from, &mut to, None);
+        let copied = copy_from(&two.transfer, &one.transfer, &from, &mut to, None);
         let result = copied.and_then(Pending::wait).and_then(|_| two.transfer.to_vec(&to)?.wait());
         ([one, two], from, result)
     }
@@ -200,7 +259,7 @@ mod tests {
                 let stream = if (free == 0) == (source == 0) { &one.stream } else { &two.stream };
                 let claim = Claim::take(&storages[claimed], AccessKind::Write).unwrap();
                 std::thread::scope(|scope| {
-                    let copy = scope.spawn(|| own.transfer.copy_from(&peer.transfer, from, to, None).unwrap().wait());
+                    let copy = scope.spawn(|| copy_from(&own.transfer, &peer.transfer, from, to, None).unwrap().wait());
                     // The thread that is to end the claim needs the other end first. Were that held, neither could go on.
                     for _ in 0..1000 {
                         drop(Turn::take(stream, &[(&storages[free], AccessKind::Write)]).unwrap());
@@ -231,71 +290,83 @@ mod tests {
         of.reserved() >= LEN as u64 * 4
     }
 
+    /// Also where no event covers the copy.
     #[test]
-    fn the_source_of_a_copy_that_nobody_can_wait_for_is_kept_until_that_is_done() {
+    fn the_source_of_a_copy_that_nothing_can_wait_for_is_never_freed() {
         for writes in [false, true] {
-            for asked_by in ["synchronize", "another copy", "its last handle"] {
-                let ([one, two], mut from, result) = copied(2);
-                assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
-                if writes {
-                    one.transfer.kernels().unwrap().fill(&one.stream, &mut from, 9u32).unwrap();
-                    assert_eq!(one.transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
-                }
-                drop(from);
-                assert!(is_kept(&one));
-                let sim = two.sim.clone();
-                if asked_by == "synchronize" {
-                    two.transfer.synchronize().unwrap();
-                } else {
-                    two.transfer.device().synchronize().unwrap();
-                }
-                if asked_by == "another copy" {
-                    let small = one.transfer.to_device(vec![7u32; 10], &one.stream).unwrap().wait().unwrap();
-                    let mut to = two.transfer.allocator().alloc(10, &two.stream).unwrap();
-                    two.transfer.copy_from(&one.transfer, &small, &mut to, None).unwrap().wait().unwrap();
-                }
-                // A runtime that is left keeps nothing that it would let go of only when it is dropped.
-                let _left = (asked_by != "its last handle").then_some(two);
-                assert!(!is_kept(&one), "{asked_by}");
-                assert_eq!((one.sim.violations(), sim.violations()), (vec![], vec![]));
+            let ([one, two], mut from, result) = copied(2);
+            assert!(matches!(result, Err(TransferError::Device(_))), "{result:?}");
+            if writes {
+                one.transfer.kernels().unwrap().fill(&one.stream, &mut from, 9u32).unwrap();
+                assert_eq!(one.transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
             }
-        }
-    }
-
-    #[test]
-    fn the_source_of_a_copy_that_is_not_known_to_be_done_when_its_runtime_is_dropped_is_lost() {
-        let ([one, two], from, _) = copied(2);
-        let (sim, device) = (two.sim.clone(), two.transfer.device().clone());
-        sim.inject(Fault::Rate { operation: Some(Operation::QueryEvent), rate: 1.0, code: Code(999) });
-        drop((from, two));
-        sim.clear_faults();
-        device.synchronize().unwrap();
-        assert!(is_kept(&one), "it is lost rather than reused");
-        assert_eq!((one.sim.violations(), sim.violations()), (vec![], vec![]));
-    }
-
-    /// The record of an event that tells when the copy is done may have failed, too.
-    #[test]
-    fn the_source_of_a_copy_that_no_event_covered_is_let_go_of_by_who_waits() {
-        for is_lost in [false, true] {
-            let [one, two] = [0, 1].map(World::new);
-            let from = one.transfer.to_device(vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
-            let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
-            two.sim.inject(Fault::Rate { operation: Some(Operation::Record), rate: 1.0, code: Code(999) });
-            two.fails(Operation::Synchronize);
-            let refused = two.transfer.on(&two.stream).unwrap().copy_from(&one.transfer, &from, &mut to, None);
-            assert!(matches!(refused, Err(TransferError::Device(_))), "{refused:?}");
             drop(from);
-            two.transfer.shared().kept.release();
+            two.transfer.synchronize().unwrap();
             assert!(is_kept(&one));
-            two.sim.clear_faults();
-            if is_lost {
-                two.sim.inject(Fault::LostAt { nth: 1 });
-            }
-            let waited = two.transfer.synchronize();
-            assert_eq!(waited.is_err(), is_lost);
-            assert!(!is_kept(&one));
+            let small = one.transfer.to_device(vec![7u32; 10], &one.stream).unwrap().wait().unwrap();
+            let mut to = two.transfer.allocator().alloc(10, &two.stream).unwrap();
+            copy_from(&two.transfer, &one.transfer, &small, &mut to, None).unwrap().wait().unwrap();
             assert_eq!((one.sim.violations(), two.sim.violations()), (vec![], vec![]));
         }
+        let [one, two] = [0, 1].map(World::new);
+        let from = one.transfer.to_device(vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
+        let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
+        two.sim.inject(Fault::Rate { operation: Some(Operation::Record), rate: 1.0, code: Code(999) });
+        two.fails(Operation::Synchronize);
+        let refused = copy_from(&two.transfer.on(&two.stream).unwrap(), &one.transfer, &from, &mut to, None);
+        assert!(matches!(refused, Err(TransferError::Device(_))), "{refused:?}");
+        two.sim.clear_faults();
+        drop((from, to));
+        assert!(is_kept(&one));
+        assert_eq!((one.sim.violations(), two.sim.violations()), (vec![], vec![]));
+    }
+
+    /// Every shape of region, on the way of each route: gaps on one side, on both, none, repeated elements, rows and single elements.
+    #[test]
+    fn regions_cross_between_devices_as_within_one() {
+        let worlds = [0, 1].map(|ordinal| {
+            let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
+            let device = Device::new(sim.clone());
+            let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+            (sim, transfer, device.stream().unwrap())
+        });
+        let [(_, one, stream), (_, two, elsewhere)] = &worlds;
+        let from = one.to_device((0..1000u32).collect::<Vec<_>>(), stream).unwrap().wait().unwrap();
+        let regions = [
+            Region { extents: &[10, 10], from_strides: &[10, 1], to_strides: &[10, 1] },
+            Region { extents: &[10, 10], from_strides: &[100, 1], to_strides: &[10, 1] },
+            Region { extents: &[10, 10], from_strides: &[10, 1], to_strides: &[100, 1] },
+            Region { extents: &[4, 5, 6], from_strides: &[200, 30, 2], to_strides: &[1, 8, 50] },
+            Region { extents: &[7, 9], from_strides: &[0, 1], to_strides: &[9, 1] },
+            Region { extents: &[7, 9], from_strides: &[3, 0], to_strides: &[1, 7] },
+            Region { extents: &[], from_strides: &[], to_strides: &[] },
+            Region { extents: &[3, 0], from_strides: &[1, 1], to_strides: &[1, 1] },
+        ];
+        for region in &regions {
+            let [mut expected, mut crossed] = [(one, stream), (two, elsewhere)]
+                .map(|(transfer, stream)| transfer.to_device(vec![7u32; 1000], stream).unwrap().wait().unwrap());
+            one.copy(region.of(&from), &mut expected).unwrap().wait().unwrap();
+            let counted = || [one, two].map(|transfer| transfer.counters().on_device);
+            let [at_source, mut here] = counted();
+            let route = two.copy(region.of(&from), &mut crossed).unwrap().wait().unwrap();
+            assert_eq!(route, Route::Peer);
+            // Where it was asked for, as one copy of its elements, whatever it is made of.
+            let elements = region.extents.iter().product::<usize>() as u64;
+            here.copies += elements.min(1);
+            here.bytes += elements * 4;
+            assert_eq!(counted(), [at_source, here], "{region:?}");
+            let content = two.to_vec(&crossed).unwrap().wait().unwrap();
+            assert_eq!(content, one.to_vec(&expected).unwrap().wait().unwrap(), "{region:?}");
+        }
+        let mut to = from.share();
+        let beyond = Region { extents: &[11], from_strides: &[100], to_strides: &[1] };
+        assert!(matches!(
+            two.copy(beyond.of(&from), &mut to),
+            Err(TransferError::Request(RequestError::WrongDevice { .. }))
+        ));
+        let mut to = two.allocator().alloc::<u32>(11, elsewhere).unwrap();
+        let refused = two.copy(beyond.of(&from), &mut to);
+        assert!(matches!(refused, Err(TransferError::Request(RequestError::OutOfBounds { .. }))), "{refused:?}");
+        worlds.iter().for_each(|(sim, ..)| assert_eq!(sim.take_violations(), []));
     }
 }

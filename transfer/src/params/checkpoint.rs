@@ -19,8 +19,8 @@ use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Vi
 
 use super::checkpoint_error::{CheckpointError, CheckpointFault};
 use crate::error::TransferError;
+use crate::layout::Layout;
 use crate::regular_file;
-use crate::tensor::Layout;
 
 /// The longest header, in bytes: that of the reference implementation.
 pub(super) const HEADER_MAX: u64 = 100_000_000;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::tensor::MAX_DIMENSIONS;
+use crate::layout::MAX_DIMENSIONS;
 
 /// A file that cannot be loaded, and why. Nothing was loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -18,11 +18,13 @@ use super::checkpoint_error::CheckpointFault;
 use super::param_set::ParamSet;
 use super::relocate::{Progress, Tell};
 use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
+use crate::copy::stage_upload;
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::staging::{HostSource, PAGE};
-use crate::tensor::{Converted, HostMemory, Layout, Memory, PinnedHost, Place, Tensor, filled_host};
+use crate::tensor::{Converted, HostMemory, Memory, PinnedHost, Place, Tensor, filled_host};
 
 /// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
 const IN_FLIGHT: usize = 8;
@@ -201,7 +203,7 @@ impl Checkpoint {
         let transfer = small.transfer().clone();
         let stream = transfer.next_stream(Direction::Upload).clone();
         let mut buffer = transfer.alloc_bytes(source.bytes(), &stream)?;
-        let (_, uploaded) = transfer.on(&stream)?.stage_upload(source, &mut buffer)?;
+        let (_, uploaded) = stage_upload(&transfer.on(&stream)?, source, &mut buffer)?;
         Ok(Step::OnWay(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
             // What is cast is enqueued, and carries its ticks.

@@ -6,9 +6,10 @@ use aquifer_kernels::DType;
 use crate::copy::TransferBatch;
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::runtime::Transfer;
-use crate::tensor::{Layout, Tensor};
+use crate::tensor::Tensor;
 
 /// Tensors of at most so many bytes, before and after conversion, are sent together with others.
 pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;

@@ -5,14 +5,13 @@ use std::marker::PhantomData;
 use std::ops::RangeBounds;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, Stream};
+use aquifer_device::{AccessKind, RequestError, Stream};
 use bytemuck::Pod;
 
 use super::memory::PinnedMemory;
-use super::pool::PinnedPool;
 use super::slices::{PinnedSlice, PinnedSliceMut};
 use crate::error::TransferError;
-use aquifer_device::RequestError;
+use crate::host_vec;
 
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
@@ -47,39 +46,6 @@ pub struct PinnedBuffer<T> {
     memory: Arc<PinnedMemory>,
     len: usize,
     element: PhantomData<T>,
-}
-
-impl PinnedPool {
-    /// Page-locked memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on. Its contents are left
-    /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
-    ///
-    /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of
-    /// the driver.
-    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
-        let memory = PinnedMemory::alloc(self, bytes_of::<T>(len)?, align_of::<T>())?;
-        Ok(PinnedBuffer::new(memory, len))
-    }
-
-    /// As [`PinnedPool::alloc`], every byte being zero.
-    ///
-    /// # Errors
-    /// As [`PinnedPool::alloc`].
-    pub fn alloc_zeroed<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
-        let mut buffer = self.alloc::<T>(len)?;
-        bytemuck::fill_zeroes(buffer.write()?);
-        Ok(buffer)
-    }
-
-    /// As [`PinnedPool::alloc`], holding a copy of `values`.
-    ///
-    /// # Errors
-    /// As [`PinnedPool::alloc`].
-    pub fn alloc_from<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, TransferError> {
-        let mut buffer = self.alloc::<T>(values.len())?;
-        buffer.write()?.copy_from_slice(values);
-        Ok(buffer)
-    }
 }
 
 /// The bytes of `len` values.
@@ -217,6 +183,69 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Its bytes, to be copied into.
     pub fn as_bytes_mut(&mut self) -> PinnedSliceMut<'_, u8> {
         self.as_slice_mut().into_bytes()
+    }
+}
+
+impl<T: Pod + Send> PinnedBuffer<T> {
+    /// The values as ordinary memory, after waiting on the host for all copies. Memory that was registered comes back itself, no longer
+    /// page-locked, for which the driver waits for the device; other buffers are copied from.
+    ///
+    /// # Errors
+    /// Errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never
+    /// says that it is done with the memory, so it cannot come back.
+    pub fn into_vec(mut self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
+        match self.take_values() {
+            Ok(values) => Ok(values),
+            Err(error) => Err(Box::new(Returned { memory: self, error })),
+        }
+    }
+
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    fn take_values(&mut self) -> Result<Vec<T>, TransferError> {
+        let len = self.len();
+        let part = self.as_slice_mut().part();
+        part.memory.touch(part.ptr, part.bytes, AccessKind::Write)?;
+        // SAFETY: the buffer is borrowed exclusively and becomes a vector, so there are no views; all copies were waited for.
+        let own = unsafe { part.memory.unregister()? };
+        match own.map(|own| own.downcast::<Vec<T>>()) {
+            Some(Ok(values)) => Ok(*values),
+            _ => host_vec::copied(self.as_bytes().read()?, len),
+        }
+    }
+}
+
+impl<'a, T: Pod> From<&'a PinnedBuffer<T>> for PinnedSlice<'a, T> {
+    fn from(buffer: &'a PinnedBuffer<T>) -> Self {
+        buffer.as_slice()
+    }
+}
+
+impl<'a, T: Pod> From<&'a mut PinnedBuffer<T>> for PinnedSliceMut<'a, T> {
+    fn from(buffer: &'a mut PinnedBuffer<T>) -> Self {
+        buffer.as_slice_mut()
+    }
+}
+
+/// What a failed call did not take, with the reason. Turns into the reason with `?`.
+#[derive(thiserror::Error)]
+#[error("{error}")]
+pub struct Returned<M> {
+    /// What was passed.
+    pub memory: M,
+    /// Why it was not taken.
+    #[source]
+    pub error: TransferError,
+}
+
+impl<M> fmt::Debug for Returned<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Returned").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<M> From<Box<Returned<M>>> for TransferError {
+    fn from(returned: Box<Returned<M>>) -> Self {
+        returned.error
     }
 }
 

@@ -17,31 +17,37 @@ use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
+use super::cache::ReclaimableCaches;
 use super::class;
-use super::keeper::Keepers;
-use super::pool::PinnedConfig;
+use super::config::{PinnedConfig, SlabSource};
+use super::deferred::Front;
 use super::slabs::BlockId;
-use super::source::{SlabMemory, SlabSource};
+use super::source::SlabMemory;
 use super::state::{Block, Plan, State};
-use super::waiting::Front;
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex};
 
 /// What all handles of a pool share.
-pub(super) struct Inner {
+pub(super) struct SharedPool {
     pub(super) device: Device,
     source: SlabSource,
-    pub(super) keepers: Keepers,
+    pub(super) caches: ReclaimableCaches,
     pub(super) state: Mutex<State>,
     /// Told when a slab has come or gone.
     moved: Condvar,
 }
 
-impl Inner {
-    pub(super) fn new(device: &Device, config: PinnedConfig) -> Inner {
+impl SharedPool {
+    pub(super) fn new(device: &Device, config: PinnedConfig) -> SharedPool {
         let PinnedConfig { limit_bytes, slabs } = config;
         let state = Mutex::new(State::new(limit_bytes));
-        Inner { device: device.clone(), source: slabs, keepers: Keepers::default(), state, moved: Condvar::default() }
+        SharedPool {
+            device: device.clone(),
+            source: slabs,
+            caches: ReclaimableCaches::default(),
+            state,
+            moved: Condvar::default(),
+        }
     }
 
     /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
@@ -89,7 +95,7 @@ impl Inner {
             {
                 return Ok(block);
             }
-            if self.keepers.give_back() {
+            if self.caches.reclaim() {
                 self.poll().or_else(unless_lost)?;
             } else if !self.wait_for_more(seen)? {
                 return Err(self.out_of_pinned(class, refusal));
@@ -259,7 +265,7 @@ fn unless_lost(error: TransferError) -> Result<(), TransferError> {
     Ok(())
 }
 
-impl fmt::Debug for Inner {
+impl fmt::Debug for SharedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PinnedPool")
             .field("device", &self.device.id())
@@ -276,7 +282,7 @@ fn give_back(memory: &mut SlabMemory, device: &Device, failure: &mut Option<Devi
     unsafe { memory.release(device) }.map_err(|error| *failure = Some(error)).is_ok()
 }
 
-impl Drop for Inner {
+impl Drop for SharedPool {
     /// What is known to be done goes back at once, unless that would break a capture or wait. Copies may still use the rest, and waits
     /// have no place here: the device takes that, with their ticks.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
@@ -297,7 +303,7 @@ impl Drop for Inner {
                 unsafe { slab.memory.release_later(&self.device, Vec::new()) };
             }
         }
-        let uses = state.waiting.ticks();
+        let uses = state.deferred.ticks();
         for memory in state.slabs.drain() {
             // SAFETY: every buffer keeps the pool, so none is left; those that there were went with the ticks of their copies.
             unsafe { memory.release_later(&self.device, uses.clone()) };

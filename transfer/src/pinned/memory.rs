@@ -1,48 +1,50 @@
 //! Host memory that copies use.
 //!
 //! Invariants:
-//! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no copy uses them;
-//! * **N2** the host touches the bytes only after it waited for the copies that conflict, and while it does, borrows keep new ones
-//!   away ([`super::PinnedBuffer`]);
-//! * memory of a pool goes back there with the ticks of its copies; memory that was registered goes to the device, which drops it
-//!   when it is not registered any more.
+//! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no copy
+//!   uses them;
+//! * **N2** the host touches the bytes only after it waited for the copies that conflict. Meanwhile
+//!   borrows keep new copies away ([`super::PinnedBuffer`]);
+//! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
+//!   device, which drops it once it is not registered any more.
 //!
 //! Lock order: device memory ([`aquifer_allocator::Turn`]), host memory by address, the pool, timelines.
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
+use std::slice;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, HostPtr, RequestError};
+use aquifer_device::{AccessKind, HostPtr, RequestError, Stream};
 use memmap2::MmapMut;
 
 use super::class::UNIT;
-use super::ladder::Inner;
-use super::pool::PinnedPool;
-use super::register::Owner;
+use super::ladder::SharedPool;
 use super::state::Block;
-use super::uses::Uses;
+use super::uses::{HostAccess, Uses};
+use crate::capture;
 use crate::error::TransferError;
 
 /// A piece of host memory.
 pub(crate) struct PinnedMemory {
-    pool: Arc<Inner>,
+    pool: Arc<SharedPool>,
     ptr: HostPtr,
     bytes: usize,
     origin: Origin,
     uses: Uses,
 }
 
-/// Where the memory is from, and goes back to.
+/// The owner of the memory behind a buffer.
 pub(super) enum Origin {
     /// There are no bytes.
     Nowhere,
     /// A block of the pool.
     Pool(Block),
-    /// The caller's, page-locked. `None` once it was given back.
-    Registered(Mutex<Option<Owner>>),
-    /// Not page-locked. Drivers are done with such memory when a copy call returns, so it needs no more care than any other.
+    /// The caller's memory, page-locked. `None` once it was given back.
+    Registered(Mutex<Option<Box<dyn Any + Send>>>),
+    /// Not page-locked. A driver is done with such memory when its copy call returns.
     Pageable { _map: MmapMut },
 }
 
@@ -56,25 +58,29 @@ pub(crate) struct HostPart<'a> {
 
 impl PinnedMemory {
     /// Page-locked memory of the pool for `bytes` bytes, at a multiple of `alignment`.
-    pub(super) fn alloc(pool: &PinnedPool, bytes: usize, alignment: usize) -> Result<Arc<PinnedMemory>, TransferError> {
+    pub(super) fn alloc(
+        pool: &Arc<SharedPool>,
+        bytes: usize,
+        alignment: usize,
+    ) -> Result<Arc<PinnedMemory>, TransferError> {
         if bytes == 0 {
             return Ok(Self::empty(pool, alignment));
         }
-        // Blocks start at multiples of UNIT; more than that takes room to move.
+        // Blocks start at multiples of UNIT; a larger alignment needs room to move.
         let room = alignment.saturating_sub(UNIT);
         let too_long = TransferError::Request(RequestError::LengthOverflow { len: bytes as u64, size: 1 });
-        let block = pool.inner().take(bytes.checked_add(room).ok_or(too_long)?)?;
+        let block = pool.take(bytes.checked_add(room).ok_or(too_long)?)?;
         let ptr = HostPtr(block.start.next_multiple_of(alignment));
         Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))
     }
 
     /// No bytes, at an address that is aligned.
-    pub(super) fn empty(pool: &PinnedPool, alignment: usize) -> Arc<PinnedMemory> {
+    pub(super) fn empty(pool: &Arc<SharedPool>, alignment: usize) -> Arc<PinnedMemory> {
         Self::new(pool, HostPtr(alignment.max(UNIT)), 0, Origin::Nowhere)
     }
 
-    pub(super) fn new(pool: &PinnedPool, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {
-        Arc::new(PinnedMemory { pool: pool.inner().clone(), ptr, bytes, origin, uses: Uses::default() })
+    pub(super) fn new(pool: &Arc<SharedPool>, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {
+        Arc::new(PinnedMemory { pool: pool.clone(), ptr, bytes, origin, uses: Uses::default() })
     }
 
     /// The first byte.
@@ -97,11 +103,8 @@ impl PinnedMemory {
         self.uses.are_over()
     }
 
-    pub(super) fn uses(&self) -> &Uses {
-        &self.uses
-    }
-
-    /// Waits until the host may do this with all of the memory, and tells the driver which part it is about to touch.
+    /// Waits until the host may access all of the memory, and tells the driver which part it is about
+    /// to touch.
     ///
     /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
     pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
@@ -109,30 +112,151 @@ impl PinnedMemory {
         for tick in &self.uses.before(kind) {
             self.pool.wait_for(tick)?;
         }
-        self.announce(ptr, bytes, kind)
-    }
-
-    /// Tells the driver which part the host is about to touch, where that is the driver's business.
-    pub(super) fn announce(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
         if bytes > 0 && self.is_pinned() {
             self.pool.device.driver().host_access(ptr, bytes, kind)?;
         }
         Ok(())
     }
 
-    /// The caller's own memory, no longer page-locked; `None` if it is not that.
+    /// An access guard: orders the work that `stream` gets from now on after the copies that must come
+    /// before one that does `kind` with the memory (it reads in an upload, and writes in a download).
+    /// While it is held no other thread gets one. Waits for reservations that conflict.
+    ///
+    /// No event covers the tick that is noted when the access ends. The caller covers it
+    /// ([`aquifer_device::Tick::cover`]), so that it is known to be done without more events; the pool
+    /// covers it only when it needs the memory.
+    ///
+    /// # Errors
+    /// When the stream is another device's, or captures: a graph could run when the memory has another
+    /// owner; errors of the driver.
+    pub(crate) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, TransferError> {
+        loop {
+            if let Some(access) = self.try_access(stream, kind)? {
+                return Ok(access);
+            }
+            self.uses.wait_unreserved(kind);
+        }
+    }
+
+    /// As [`PinnedMemory::access`], but `None` while a reservation conflicts. For threads that hold
+    /// device memory: the threads that end the reservation may need it.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::access`].
+    pub(crate) fn try_access<'a>(
+        &'a self,
+        stream: &'a Stream,
+        kind: AccessKind,
+    ) -> Result<Option<HostAccess<'a>>, TransferError> {
+        if stream.device_id() != self.device_id() {
+            return Err(RequestError::wrong_device("page-locked memory", self.device_id(), stream.device_id()).into());
+        }
+        capture::refuse(
+            stream,
+            "a graph may run when this page-locked memory has another owner; copy outside of the capture",
+        )?;
+        Ok(self.uses.try_access(stream, kind)?)
+    }
+
+    /// Waits until no reservation conflicts with such a use. Another one may follow at once.
+    pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
+        self.uses.wait_unreserved(kind);
+    }
+
+    /// Lends the memory to a stream on which the caller enqueues copies that the pool does not know.
+    /// The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::access`].
+    pub(super) fn lend(&self, stream: &Stream, kind: AccessKind) -> Result<(), TransferError> {
+        self.access(stream, kind)?.lend();
+        Ok(())
+    }
+
+    /// The caller's own memory, no longer page-locked; `None` if it is not registered memory.
     ///
     /// # Safety
-    /// Copies that use it are over, and nobody has a view of it.
+    /// All copies that use it are done, and no view of it exists.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     pub(super) unsafe fn unregister(&self) -> Result<Option<Box<dyn Any + Send>>, TransferError> {
         let Origin::Registered(owner) = &self.origin else { return Ok(None) };
         let mut owner = owner.lock();
         if owner.is_some() {
-            // SAFETY: it is registered while there is an owner, and nobody uses it, as the caller vouches.
+            // SAFETY: it is registered while there is an owner, and the caller promises that it is unused.
             unsafe { self.pool.device.driver().host_unregister(self.ptr)? };
         }
-        Ok(owner.take().map(Owner::into_memory))
+        Ok(owner.take())
+    }
+}
+
+impl HostPart<'_> {
+    /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably. Waits for
+    /// reservations that conflict, and for copies that do: a part that is not page-locked has no others.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn reserve(self, kind: AccessKind) -> Result<Reserved, TransferError> {
+        self.memory.touch(self.ptr, self.bytes, kind)?;
+        self.memory.uses.reserve(kind);
+        let offset = self.ptr.0 - self.memory.ptr().0;
+        Ok(Reserved { memory: self.memory.clone(), kind, offset, bytes: self.bytes })
+    }
+}
+
+/// A part of host memory that threads of the runtime read, or write. It keeps the memory alive. Until
+/// it is dropped, other uses that conflict wait.
+#[derive(Debug)]
+#[must_use = "the reservation ends when it is dropped"]
+pub(crate) struct Reserved {
+    memory: Arc<PinnedMemory>,
+    kind: AccessKind,
+    /// From the start of the memory.
+    offset: usize,
+    bytes: usize,
+}
+
+impl Reserved {
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Copies bytes of a part that is reserved to read.
+    #[allow(unsafe_code, reason = "no type of the standard library says that memory is reserved")]
+    pub(crate) fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let range = self.range(offset, into.len())?;
+        let from = self.memory.ptr().as_ptr().wrapping_add(self.offset + range.start);
+        // SAFETY: the bytes lie in initialised memory that `memory` keeps. While it is reserved to read
+        // no thread and no copy writes them.
+        into.copy_from_slice(unsafe { slice::from_raw_parts(from, range.len()) });
+        Ok(())
+    }
+
+    /// Writes bytes of a part that is reserved to write.
+    #[allow(unsafe_code, reason = "no type of the standard library says that memory is reserved")]
+    pub(crate) fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
+        let range = self.range(offset, from.len())?;
+        let to = self.memory.ptr().as_ptr().wrapping_add(self.offset + range.start);
+        // SAFETY: the bytes lie in memory that `memory` keeps. While it is reserved to write only threads
+        // of the runtime touch them, and each writes other bytes (N3).
+        unsafe { slice::from_raw_parts_mut(to, range.len()) }.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn range(&self, offset: u64, bytes: usize) -> Result<Range<usize>, TransferError> {
+        let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        let range = start..start.saturating_add(bytes);
+        if range.end <= self.bytes && range.len() == bytes {
+            return Ok(range);
+        }
+        Err(RequestError::out_of_bounds(range, self.bytes).into())
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        if !aquifer_device::fork::is_child() {
+            self.memory.uses.release(self.kind);
+        }
     }
 }
 
@@ -152,7 +276,7 @@ impl Drop for PinnedMemory {
                 if let Some(owner) = owner.get_mut().take() {
                     let (device, bytes, uses) = (&self.pool.device, self.bytes as u64, self.uses.take());
                     // SAFETY: it is registered while there is an owner; no view outlives this, and copies noted their ticks (N4).
-                    unsafe { device.host_unregister_later(self.ptr, bytes, owner.into_memory(), uses) };
+                    unsafe { device.host_unregister_later(self.ptr, bytes, owner, uses) };
                 }
             }
             Origin::Nowhere | Origin::Pageable { .. } => {}

@@ -3,49 +3,24 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use aquifer_device::{Device, RequestError};
+use aquifer_device::fork::Mutex;
+use aquifer_device::{Code, Device, HostPtr, RequestError};
+use bytemuck::Pod;
+use memmap2::MmapMut;
 
+use super::buffer::{PinnedBuffer, Returned, bytes_of};
+use super::cache::ReclaimableCache;
 use super::class::SLAB;
-use super::keeper::Keeper;
-use super::ladder::Inner;
-use super::source::SlabSource;
+use super::config::PinnedConfig;
+#[cfg(doc)]
+use super::config::SlabSource;
+use super::ladder::SharedPool;
+use super::memory::{Origin, PinnedMemory};
 use super::stats::HostMemoryStats;
 use crate::error::TransferError;
 
-/// The configuration of a pool of page-locked memory.
-///
-/// ```
-/// use std::num::NonZeroUsize;
-/// use aquifer_transfer::{PinnedConfig, SlabSource};
-/// let threads = NonZeroUsize::new(8).unwrap();
-/// let config = PinnedConfig::default().limit_bytes(16 << 30).slabs(SlabSource::Registered { threads });
-/// assert_eq!(config.limit_bytes, Some(16 << 30));
-/// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PinnedConfig {
-    /// The most bytes that the pool may hold from the system; `None` means no limit but the system's. A runtime's own copies of ordinary
-    /// memory take from its pool, too: they fail while the caller's buffers hold all of it. The staging ring takes at most half of it.
-    pub limit_bytes: Option<u64>,
-    /// Where slabs come from.
-    pub slabs: SlabSource,
-}
-
-impl PinnedConfig {
-    /// Sets [`PinnedConfig::limit_bytes`].
-    #[must_use]
-    pub fn limit_bytes(mut self, bytes: u64) -> Self {
-        self.limit_bytes = Some(bytes);
-        self
-    }
-
-    /// Sets [`PinnedConfig::slabs`].
-    #[must_use]
-    pub fn slabs(mut self, slabs: SlabSource) -> Self {
-        self.slabs = slabs;
-        self
-    }
-}
+/// CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
+const ALREADY_REGISTERED: Code = Code(712);
 
 /// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle of the same pool.
 ///
@@ -76,7 +51,7 @@ impl PinnedConfig {
 /// # Ok::<(), aquifer_transfer::TransferError>(())
 /// ```
 #[derive(Clone)]
-pub struct PinnedPool(Arc<Inner>);
+pub struct PinnedPool(Arc<SharedPool>);
 
 impl PinnedPool {
     /// A pool for copies to and from `device`. Takes no memory from the system yet, and makes no driver call.
@@ -84,7 +59,7 @@ impl PinnedPool {
     /// # Errors
     /// None today; a configuration that cannot work is refused here.
     pub fn new(device: &Device, config: PinnedConfig) -> Result<PinnedPool, TransferError> {
-        Ok(PinnedPool(Arc::new(Inner::new(device, config))))
+        Ok(PinnedPool(Arc::new(SharedPool::new(device, config))))
     }
 
     /// The device whose copies the memory is for.
@@ -92,13 +67,45 @@ impl PinnedPool {
         &self.0.device
     }
 
-    /// Asks `keeper` to give memory back when the pool lacks some.
-    pub(crate) fn add_keeper(&self, keeper: Weak<dyn Keeper>) {
-        self.0.keepers.add(keeper);
+    /// Asks `cache` to give memory back when the pool lacks some.
+    pub(crate) fn add_cache(&self, cache: Weak<dyn ReclaimableCache>) {
+        self.0.caches.add(cache);
     }
 
-    pub(super) fn inner(&self) -> &Arc<Inner> {
-        &self.0
+    #[cfg(all(test, aquifer_shuttle))]
+    pub(super) fn reserved(&self) -> usize {
+        self.0.reserved()
+    }
+
+    /// Page-locked memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on. Its contents are left
+    /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
+    ///
+    /// # Errors
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of
+    /// the driver.
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let memory = PinnedMemory::alloc(&self.0, bytes_of::<T>(len)?, align_of::<T>())?;
+        Ok(PinnedBuffer::new(memory, len))
+    }
+
+    /// As [`PinnedPool::alloc`], every byte being zero.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::alloc`].
+    pub fn alloc_zeroed<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let mut buffer = self.alloc::<T>(len)?;
+        bytemuck::fill_zeroes(buffer.write()?);
+        Ok(buffer)
+    }
+
+    /// As [`PinnedPool::alloc`], holding a copy of `values`.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::alloc`].
+    pub fn alloc_from<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, TransferError> {
+        let mut buffer = self.alloc::<T>(values.len())?;
+        buffer.write()?.copy_from_slice(values);
+        Ok(buffer)
     }
 
     /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: page-locking takes long, some 0.5 ms a MiB, and its calls make the driver
@@ -131,6 +138,79 @@ impl PinnedPool {
         }
     }
 
+    /// Page-locks the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives it back. A `Box<[T]>` becomes a `Vec`
+    /// at no cost. It counts towards no limit and no statistic of the pool.
+    ///
+    /// Locking takes time for each page, and unlocking makes the driver wait for the device: this is for memory that is copied often, or is
+    /// too large to exist twice. The system locks whole pages, so two small pieces in one page cannot both be registered. A buffer that is
+    /// dropped leaves its memory to the device, which drops it at its next [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more than 64 MiB of such memory are done.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_transfer::{PinnedConfig, PinnedPool};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+    /// let weights = vec![1.5_f32; 1 << 20];
+    /// let address = weights.as_ptr();
+    /// let buffer = pool.register(weights)?;
+    /// let weights = buffer.into_vec()?;
+    /// assert_eq!((weights.as_ptr(), weights[9]), (address, 1.5));
+    /// # Ok::<(), aquifer_transfer::TransferError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TransferError::AlreadyPinned`] when a page of it is page-locked already; errors of the driver. They return the memory.
+    pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBuffer<T>, Box<Returned<Vec<T>>>> {
+        let (len, bytes) = (memory.len(), size_of_val(memory.as_slice()));
+        if bytes == 0 {
+            return Ok(PinnedBuffer::new(PinnedMemory::empty(&self.0, align_of::<T>()), len));
+        }
+        match self.page_lock(memory.as_mut_ptr().cast(), bytes) {
+            Ok(ptr) => {
+                let origin = Origin::Registered(Mutex::new(Some(Box::new(memory))));
+                Ok(PinnedBuffer::new(PinnedMemory::new(&self.0, ptr, bytes, origin), len))
+            }
+            Err(error) => Err(Box::new(Returned { memory, error })),
+        }
+    }
+
+    #[allow(unsafe_code, reason = "the driver is given memory by its address")]
+    fn page_lock(&self, start: *mut u8, bytes: usize) -> Result<HostPtr, TransferError> {
+        self.device().settle_host();
+        // SAFETY: the caller keeps the memory, which it owns, until it is unregistered: by the buffer, or by the device after that.
+        let locked = unsafe { self.device().driver().host_register(start, bytes) };
+        locked.map_err(|cause| match cause.code {
+            ALREADY_REGISTERED => {
+                TransferError::AlreadyPinned { address: start.expose_provenance() as u64, bytes: bytes as u64, cause }
+            }
+            _ => cause.into(),
+        })
+    }
+
+    /// As [`PinnedPool::alloc_zeroed`], but where page-locked memory cannot be had the buffer is ordinary memory:
+    /// [`PinnedBuffer::is_pinned`] tells. Copies from and to it are staged, which takes time of the host. A lost device is an error all
+    /// the same.
+    ///
+    /// # Errors
+    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all; [`RequestError::LengthOverflow`]; a
+    /// lost device.
+    pub fn alloc_or_pageable<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let bytes = bytes_of::<T>(len)?;
+        let error = match self.alloc_zeroed(len) {
+            Ok(buffer) => return Ok(buffer),
+            Err(error) if error.is_device_lost() => return Err(error),
+            Err(error) => error,
+        };
+        tracing::warn!(%error, bytes, "no page-locked memory; the buffer is pageable, as the caller accepts");
+        // A map starts at a page; more than that is not to be had.
+        let align = align_of::<T>();
+        let mapped = bytes.checked_add(align).ok_or(RequestError::LengthOverflow { len: bytes as u64, size: 1 })?;
+        let mut map = MmapMut::map_anon(mapped)
+            .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
+        let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(align));
+        Ok(PinnedBuffer::new(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map }), len))
+    }
+
     /// Gives unused slabs back to the system, the largest first, until the pool holds at most `bytes`. Returns how many bytes went back.
     /// The chunks of a runtime's staging ring count as unused while there are no staged copies. Asks the driver what it is done with, and
     /// does not wait for the rest.
@@ -139,7 +219,7 @@ impl PinnedPool {
     /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
         if self.0.reserved() as u64 > bytes {
-            self.0.keepers.give_back();
+            self.0.caches.reclaim();
         }
         self.0.poll()?;
         let held = self.0.reserved();

@@ -43,10 +43,10 @@ impl World {
     /// Enqueues a copy of the part to a place that no other thread uses.
     #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
     fn upload(&self, part: HostPart<'_>, place: u64, stream: &Stream) {
-        let turn = part.memory.turn(stream, AccessKind::Read).unwrap();
-        // SAFETY: the turn keeps everybody from writing the part, or reusing it, before the copy is done.
+        let access = part.memory.access(stream, AccessKind::Read).unwrap();
+        // SAFETY: until the copy is done, the access keeps all others from writing the part and from reusing it.
         unsafe { stream.upload(self.memory.offset(place * BYTES as u64), part.ptr, part.bytes).unwrap() };
-        drop(turn);
+        drop(access);
         stream.tick().cover().unwrap();
     }
 
@@ -93,7 +93,7 @@ fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
     explore(|| {
         let limit = 2 * BYTES;
         let world = World::new(limit as u64);
-        let below = move |world: &World| assert!(world.pool.inner().reserved() <= limit);
+        let below = move |world: &World| assert!(world.pool.reserved() <= limit);
         join([
             spawn(&world, move |world| {
                 world.load(0, 2);
@@ -153,11 +153,11 @@ fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
 }
 
 #[test]
-fn the_host_and_copies_come_after_the_work_of_claims() {
+fn the_host_and_copies_come_after_the_work_of_reservations() {
     explore(|| {
         let world = World::new(1 << 30);
         let mut buffer = world.pool.alloc_zeroed::<u8>(BYTES).unwrap();
-        let sources = [(); 2].map(|()| buffer.as_slice().part().into_source().unwrap());
+        let sources = [(); 2].map(|()| buffer.as_slice().part().reserve(AccessKind::Read).unwrap());
         let readers = sources.map(|source| {
             spawn(&world, move |_| {
                 let mut bytes = [1; 8];
@@ -166,7 +166,7 @@ fn the_host_and_copies_come_after_the_work_of_claims() {
             })
         });
         buffer.write().unwrap().fill(1);
-        let target = buffer.as_slice_mut().part().into_target().unwrap();
+        let target = buffer.as_slice_mut().part().reserve(AccessKind::Write).unwrap();
         let writer = spawn(&world, move |_| target.write(8, &[2; 8]).unwrap());
         let stream = world.device.stream().unwrap();
         world.upload(buffer.as_slice().part(), 0, &stream);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use aquifer_device::{AccessKind, HostPtr, RequestError};
 use bytemuck::Pod;
 
+#[cfg(doc)]
 use super::buffer::PinnedBuffer;
 use super::memory::{HostPart, PinnedMemory};
 use crate::error::TransferError;
@@ -268,18 +269,6 @@ impl<T> Clone for PinnedSlice<'_, T> {
 }
 
 impl<T> Copy for PinnedSlice<'_, T> {}
-
-impl<'a, T: Pod> From<&'a PinnedBuffer<T>> for PinnedSlice<'a, T> {
-    fn from(buffer: &'a PinnedBuffer<T>) -> Self {
-        buffer.as_slice()
-    }
-}
-
-impl<'a, T: Pod> From<&'a mut PinnedBuffer<T>> for PinnedSliceMut<'a, T> {
-    fn from(buffer: &'a mut PinnedBuffer<T>) -> Self {
-        buffer.as_slice_mut()
-    }
-}
 
 impl<T> fmt::Debug for PinnedSlice<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -8,24 +8,8 @@ use aquifer_device::{Device, DeviceError, HostPtr, Tick};
 use memmap2::MmapMut;
 
 use super::class::PAGE;
+use super::config::SlabSource;
 use crate::error::TransferError;
-
-/// Where the slabs of a pool come from.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum SlabSource {
-    /// The driver allocates them (`cuMemHostAlloc`), on one thread.
-    #[default]
-    DriverAlloc,
-    /// They are ordinary memory, in huge pages where the system has them, that threads touch in parallel and that is then
-    /// page-locked (`cuMemHostRegister`): so the system clears pages on several cores, and locks few large ones. Giving a slab back
-    /// waits for the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`, of which it says that 8
-    /// threads served best.
-    Registered {
-        /// How many threads touch a slab, of which each gets 16 MiB or more.
-        threads: NonZeroUsize,
-    },
-}
 
 /// The least that is worth a thread, in bytes.
 const THREAD_PART: usize = 16 << 20;

@@ -9,16 +9,16 @@ use std::time::Duration;
 use aquifer_device::Tick;
 
 use super::class::{PAGE, SLAB};
+use super::deferred::{DeferredBlocks, Front};
 use super::slabs::{BlockId, Removed, Slabs};
 use super::source::SlabMemory;
 use super::stats::HostMemoryStats;
-use super::waiting::{Front, Waiting};
 
 /// What a pool holds, and counts.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) slabs: Slabs<SlabMemory>,
-    pub(super) waiting: Waiting,
+    pub(super) deferred: DeferredBlocks,
     /// Bytes of slabs that are on their way from the system, or back to it.
     pub(super) moving: usize,
     pub(super) limit: Option<u64>,
@@ -51,7 +51,7 @@ impl State {
     pub(super) fn new(limit: Option<u64>) -> State {
         State {
             slabs: Slabs::default(),
-            waiting: Waiting::default(),
+            deferred: DeferredBlocks::default(),
             moving: 0,
             limit,
             available: 0,
@@ -68,7 +68,7 @@ impl State {
     /// What blocks wait for, after those that are known to be done became available.
     pub(super) fn fronts(&mut self) -> Vec<Front> {
         self.reap();
-        self.waiting.fronts()
+        self.deferred.fronts()
     }
 
     /// Takes unused slabs of `bytes` bytes or a little more out, on their way back to the system.
@@ -103,7 +103,7 @@ impl State {
 
     #[inline]
     pub(super) fn give(&mut self, block: BlockId, ticks: Vec<Tick>) {
-        if ticks.is_empty() || !self.waiting.insert(block, ticks) {
+        if ticks.is_empty() || !self.deferred.insert(block, ticks) {
             self.rest(block);
         } else {
             self.slabs.wait(block);
@@ -120,8 +120,8 @@ impl State {
 
     /// Makes what is known to be done available.
     pub(super) fn reap(&mut self) {
-        if !self.waiting.is_empty() {
-            for block in self.waiting.reap() {
+        if !self.deferred.is_empty() {
+            for block in self.deferred.reap() {
                 self.rest(block);
             }
         }

@@ -1,54 +1,51 @@
-//! The copies that use a piece of host memory: ticks, turns and claims, as [`aquifer_allocator::Turn`] and
-//! [`aquifer_allocator::Claim`] are for device memory.
+//! The record of the accesses to a piece of host memory: ticks, access guards and reservations, as
+//! [`aquifer_allocator::Storage`] has them for device memory.
 //!
 //! Invariants:
-//! * a copy into the memory comes after all copies noted before it; a copy out of it after the last one into it;
-//! * whoever enqueues a copy holds the memory's turn, which notes the stream's tick when it ends, whether the copy was enqueued
-//!   or not: the call may return with an error after the driver took the copy;
-//! * what is claimed is not used by others in a way that conflicts;
-//! * memory is lent to a stream while its whole buffer is borrowed, and a use that conflicts needs a borrow that conflicts. So by then all is
-//!   enqueued, and the stream's tick of that moment covers it.
+//! * a copy into the memory comes after all copies noted before it; a copy out of it comes after the
+//!   last copy into it;
+//! * a thread that enqueues a copy holds an access guard, which notes the stream's tick when it ends,
+//!   whether or not the driver accepted the copy: a call may fail after the driver took the copy;
+//! * while memory is reserved, no other use that conflicts begins;
+//! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a borrow
+//!   that conflicts. So all work of the loan is enqueued before such a use, and the stream's tick at
+//!   that moment covers it.
 
-use std::sync::Arc;
+use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
-use aquifer_device::{AccessKind, RequestError, Stream, Tick};
-
-use super::memory::PinnedMemory;
-use crate::capture;
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// What copies use some memory.
+/// The copies that use some memory.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
     noted: Mutex<Noted>,
-    /// Told when a claim ends.
-    unclaimed: Condvar,
+    /// Notified when a reservation ends.
+    released: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Noted {
-    /// The last copy into it; those before it came before it.
+    /// The last copy into it; it came after all earlier ones.
     written: Option<Tick>,
     /// The last copy out of it on each stream, since then.
     read: Vec<Tick>,
-    claimed_to_read: u32,
-    claimed_to_write: bool,
-    /// Streams on which others enqueue copies by themselves: several that read, or one that writes.
+    reserved_to_read: u32,
+    reserved_to_write: bool,
+    /// Streams on which the caller enqueues copies: several that read, or one that writes.
     lent: Vec<(Stream, AccessKind)>,
 }
 
 impl Uses {
-    /// The copies that must be done before one that does this with the memory, or before the host does. Waits for claims that
-    /// conflict to end.
+    /// The copies that must be done before a use of this kind. Waits for reservations that conflict.
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
-        let mut noted = self.lock_unclaimed(kind);
+        let mut noted = self.lock_unreserved(kind);
         noted.note_lent(kind);
         noted.forget_done();
         noted.before(kind).cloned().collect()
     }
 
-    /// All copies that use the memory, for who is the last to know of it.
+    /// All copies that use the memory, for its release.
     pub(super) fn take(&mut self) -> Vec<Tick> {
         let noted = self.noted.get_mut();
         noted.note_lent(AccessKind::Write);
@@ -61,7 +58,7 @@ impl Uses {
     pub(super) fn are_over(&self) -> Result<bool, TransferError> {
         let ticks: Vec<Tick> = {
             let mut noted = self.noted.lock();
-            if noted.claimed_to_read > 0 || noted.claimed_to_write {
+            if noted.reserved_to_read > 0 || noted.reserved_to_write {
                 return Ok(false);
             }
             noted.note_lent(AccessKind::Read);
@@ -77,10 +74,52 @@ impl Uses {
         Ok(true)
     }
 
-    fn lock_unclaimed(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
+    /// An access guard for a stream, which waits for the copies that must come before; `None` while a
+    /// reservation conflicts.
+    pub(super) fn try_access<'a>(
+        &'a self,
+        stream: &'a Stream,
+        kind: AccessKind,
+    ) -> Result<Option<HostAccess<'a>>, DeviceError> {
         let mut noted = self.noted.lock();
-        while noted.is_claimed_against(kind) {
-            noted = self.unclaimed.wait(noted);
+        if noted.is_reserved_against(kind) {
+            return Ok(None);
+        }
+        noted.note_lent(kind);
+        for tick in noted.before(kind) {
+            stream.wait_for(tick)?;
+        }
+        Ok(Some(HostAccess { stream, kind, noted }))
+    }
+
+    /// Waits until no reservation conflicts with such a use. Another one may follow at once.
+    pub(super) fn wait_unreserved(&self, kind: AccessKind) {
+        drop(self.lock_unreserved(kind));
+    }
+
+    /// Begins a reservation. Waits for reservations that conflict.
+    pub(super) fn reserve(&self, kind: AccessKind) {
+        let mut noted = self.lock_unreserved(kind);
+        match kind {
+            AccessKind::Read => noted.reserved_to_read += 1,
+            AccessKind::Write => noted.reserved_to_write = true,
+        }
+    }
+
+    /// Ends a reservation.
+    pub(super) fn release(&self, kind: AccessKind) {
+        let mut noted = self.noted.lock();
+        match kind {
+            AccessKind::Read => noted.reserved_to_read -= 1,
+            AccessKind::Write => noted.reserved_to_write = false,
+        }
+        self.released.notify_all();
+    }
+
+    fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
+        let mut noted = self.noted.lock();
+        while noted.is_reserved_against(kind) {
+            noted = self.released.wait(noted);
         }
         noted
     }
@@ -92,8 +131,8 @@ impl Noted {
         self.written.iter().chain(readers)
     }
 
-    fn is_claimed_against(&self, kind: AccessKind) -> bool {
-        self.claimed_to_write || (kind == AccessKind::Write && self.claimed_to_read > 0)
+    fn is_reserved_against(&self, kind: AccessKind) -> bool {
+        self.reserved_to_write || (kind == AccessKind::Write && self.reserved_to_read > 0)
     }
 
     fn note(&mut self, stream: &Stream, kind: AccessKind) {
@@ -106,8 +145,7 @@ impl Noted {
         }
     }
 
-    /// Notes the copies of streams to which the memory is lent that must come before such a use. Those that conflict
-    /// are enqueued by now.
+    /// Notes the work of loans that conflict with such a use. All of it is enqueued.
     fn note_lent(&mut self, kind: AccessKind) {
         let conflicts = |lent: &mut (Stream, AccessKind)| kind == AccessKind::Write || lent.1 == AccessKind::Write;
         let lent: Vec<_> = self.lent.extract_if(.., conflicts).collect();
@@ -124,130 +162,29 @@ fn is_known_done(tick: &Tick) -> bool {
     tick.timeline().is_known_done(tick.n())
 }
 
-/// A stream's turn with host memory: what is enqueued on the stream while it is held comes after the copies that must come before.
-/// Hold it for the time it takes to enqueue.
+/// A stream's access to host memory: work enqueued on the stream while it is held comes after the
+/// copies that must come before. Hold it only while enqueuing.
 #[derive(Debug)]
-#[must_use = "the turn ends when it is dropped"]
-pub(crate) struct HostTurn<'a> {
+#[must_use = "the access ends when it is dropped"]
+pub(crate) struct HostAccess<'a> {
     stream: &'a Stream,
     kind: AccessKind,
     noted: MutexGuard<'a, Noted>,
 }
 
-impl Drop for HostTurn<'_> {
+impl HostAccess<'_> {
+    /// Lends the memory to the stream: later uses that conflict come after the work that is enqueued on
+    /// the stream before them.
+    pub(super) fn lend(mut self) {
+        let lent = &mut self.noted.lent;
+        if !lent.iter().any(|(known, _)| known.id() == self.stream.id()) {
+            lent.push((self.stream.clone(), self.kind));
+        }
+    }
+}
+
+impl Drop for HostAccess<'_> {
     fn drop(&mut self) {
         self.noted.note(self.stream, self.kind);
-    }
-}
-
-impl PinnedMemory {
-    /// The memory's turn: orders what `stream` does from now on after the copies that must come before one that does `kind` with
-    /// the memory (it reads in an upload, and writes in a download). While the turn is held nobody else gets one.
-    ///
-    /// The tick that is noted when the turn ends is one that no event covers yet. Whoever enqueued covers it after that
-    /// ([`Tick::cover`]), so that it is known to be done without more events; the pool covers it only when it needs the memory.
-    ///
-    /// Waits for claims that conflict to end.
-    ///
-    /// # Errors
-    /// When the stream is another device's, or captures: a graph could run when the memory is somebody else's; errors of the driver.
-    pub(crate) fn turn<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostTurn<'a>, TransferError> {
-        loop {
-            if let Some(turn) = self.try_turn(stream, kind)? {
-                return Ok(turn);
-            }
-            self.wait_unclaimed(kind);
-        }
-    }
-
-    /// The same, or `None` while a claim holds that conflicts. For who has turns with device memory: the threads that end the claim may need
-    /// one of them.
-    ///
-    /// # Errors
-    /// As [`PinnedMemory::turn`].
-    pub(crate) fn try_turn<'a>(
-        &'a self,
-        stream: &'a Stream,
-        kind: AccessKind,
-    ) -> Result<Option<HostTurn<'a>>, TransferError> {
-        if stream.device_id() != self.device_id() {
-            return Err(RequestError::wrong_device("page-locked memory", self.device_id(), stream.device_id()).into());
-        }
-        capture::refuse(
-            stream,
-            "a graph may run when this page-locked memory is somebody else's; copy outside of the capture",
-        )?;
-        let mut noted = self.uses().noted.lock();
-        if noted.is_claimed_against(kind) {
-            return Ok(None);
-        }
-        noted.note_lent(kind);
-        for tick in noted.before(kind) {
-            stream.wait_for(tick)?;
-        }
-        Ok(Some(HostTurn { stream, kind, noted }))
-    }
-
-    /// Lends the memory to a stream on which the caller has copies enqueued that the pool does not know: they come
-    /// after the copies that must come before, and later uses that conflict come after what is enqueued on the stream
-    /// by then. The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
-    ///
-    /// # Errors
-    /// As [`PinnedMemory::turn`].
-    pub(super) fn lend(&self, stream: &Stream, kind: AccessKind) -> Result<(), TransferError> {
-        let mut turn = self.turn(stream, kind)?;
-        let lent = &mut turn.noted.lent;
-        if !lent.iter().any(|(known, _)| known.id() == stream.id()) {
-            lent.push((stream.clone(), kind));
-        }
-        Ok(())
-    }
-
-    /// Waits until no claim holds that conflicts with such a use. Another part of the memory may be claimed again right after.
-    pub(crate) fn wait_unclaimed(&self, kind: AccessKind) {
-        drop(self.uses().lock_unclaimed(kind));
-    }
-
-    /// Claims the memory for threads that read or write it, once the copies given beside it are done.
-    pub(crate) fn claim(self: &Arc<Self>, kind: AccessKind) -> (HostClaim, Vec<Tick>) {
-        let mut noted = self.uses().lock_unclaimed(kind);
-        noted.forget_done();
-        noted.note_lent(kind);
-        let before = noted.before(kind).cloned().collect();
-        match kind {
-            AccessKind::Read => noted.claimed_to_read += 1,
-            AccessKind::Write => noted.claimed_to_write = true,
-        }
-        (HostClaim { memory: self.clone(), kind }, before)
-    }
-}
-
-/// Host memory claimed for threads that read it, or write it. Until it is dropped, turns, other claims and uses by the caller that
-/// conflict wait. It keeps the memory alive.
-#[derive(Debug)]
-#[must_use = "the claim ends when it is dropped"]
-pub(crate) struct HostClaim {
-    memory: Arc<PinnedMemory>,
-    kind: AccessKind,
-}
-
-impl HostClaim {
-    pub(crate) fn memory(&self) -> &Arc<PinnedMemory> {
-        &self.memory
-    }
-}
-
-impl Drop for HostClaim {
-    fn drop(&mut self) {
-        if aquifer_device::fork::is_child() {
-            return;
-        }
-        let uses = self.memory.uses();
-        let mut noted = uses.noted.lock();
-        match self.kind {
-            AccessKind::Read => noted.claimed_to_read -= 1,
-            AccessKind::Write => noted.claimed_to_write = false,
-        }
-        uses.unclaimed.notify_all();
     }
 }

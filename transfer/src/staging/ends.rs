@@ -6,8 +6,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::spread::{Rows, Spread};
 use crate::error::TransferError;
+use crate::layout::{Block, Rows};
 
 /// Where a staged upload's bytes come from. Panics are caught; they fail only this job.
 pub(crate) trait HostSource: Send + Sync {
@@ -41,56 +41,44 @@ pub(crate) trait HostTarget: Send + Sync {
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError>;
 }
 
-/// A copy between host memory, of which threads make pieces. Panics are caught; they fail only this copy.
-pub(crate) trait HostCopy: Send + Sync {
-    /// Length in bytes.
-    fn bytes(&self) -> u64;
-
-    /// Whatever it had to come after is done: called once, before any piece is copied.
-    fn begin(&self) -> Result<(), TransferError>;
-
-    /// Copies some of the bytes, by their numbers. Called by several threads at a time, for ranges that do not overlap.
-    fn copy(&self, range: Range<u64>) -> Result<(), TransferError>;
-}
-
-/// A source of which only the bytes that lie so are copied.
+/// The bytes of a source that lie in some rows.
 pub(crate) struct Gathered {
     pub(crate) source: Arc<dyn HostSource>,
-    pub(crate) spread: Spread,
+    pub(crate) rows: Rows<1>,
 }
 
 impl HostSource for Gathered {
     fn bytes(&self) -> u64 {
-        self.spread.bytes()
+        self.rows.len()
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        self.spread.rows(offset..offset + into.len() as u64, |rows| {
-            rows.each().try_for_each(|row| self.source.read(row.at, &mut into[packed(row)]))
+        self.rows.blocks(offset..offset + into.len() as u64, |block| {
+            block.rows().try_for_each(|row| self.source.read(row.at[0], &mut into[range_of(row)]))
         })
     }
 }
 
-/// A target of which only the bytes that lie so are written. No two of them may be one.
+/// The bytes of a target that lie in some rows. No two of them may be one.
 pub(crate) struct Scattered {
     pub(crate) target: Arc<dyn HostTarget>,
-    pub(crate) spread: Spread,
+    pub(crate) rows: Rows<1>,
 }
 
 impl HostTarget for Scattered {
     fn bytes(&self) -> u64 {
-        self.spread.bytes()
+        self.rows.len()
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
-        self.spread.rows(offset..offset + from.len() as u64, |rows| {
-            rows.each().try_for_each(|row| self.target.write(row.at, &from[packed(row)]))
+        self.rows.blocks(offset..offset + from.len() as u64, |block| {
+            block.rows().try_for_each(|row| self.target.write(row.at[0], &from[range_of(row)]))
         })
     }
 }
 
-/// Where a row is among the bytes of its range, which are in memory.
-fn packed(row: Rows) -> Range<usize> {
+/// The place of a row among the bytes of its range, which are in memory.
+fn range_of(row: Block<1>) -> Range<usize> {
     let place = |byte| usize::try_from(byte).unwrap_or(usize::MAX);
-    place(row.packed)..place(row.packed + row.width)
+    place(row.first)..place(row.first + row.width)
 }

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use aquifer_device::fork::Mutex;
 
 use super::config::{DirectIo, PAGE};
-use super::crew::nanoseconds;
 use super::ends::HostSource;
+use super::workers::nanoseconds;
 use crate::error::TransferError;
 use crate::regular_file;
 

@@ -32,19 +32,19 @@ impl Lanes {
     }
 
     /// A chunk goes to a lane.
-    pub(super) fn takes(&mut self, lane: u32) {
+    pub(super) fn hold(&mut self, lane: u32) {
         self.0.entry(lane).or_insert(Lane { held: 0, window: FIRST }).held += 1;
     }
 
     /// A copy of a lane is done.
-    pub(super) fn got_done(&mut self, lane: u32) {
+    pub(super) fn copy_is_done(&mut self, lane: u32) {
         if let Some(lane) = self.0.get_mut(&lane) {
             lane.window = lane.window.saturating_add(1);
         }
     }
 
     /// A chunk comes back from a lane.
-    pub(super) fn gives_back(&mut self, lane: u32) {
+    pub(super) fn release(&mut self, lane: u32) {
         if let Some(known) = self.0.get_mut(&lane) {
             known.held -= 1;
             if known.held == 0 {

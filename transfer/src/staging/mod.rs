@@ -5,12 +5,10 @@
 //! ones go first.
 //!
 //! The parts, in the order in which data flows:
-//! * `ends`: where bytes come from and go to; `spread`: where they lie there;
-//! * `work`: what is done with one piece of a transfer;
+//! * `ends`: the host ends of transfers;
+//! * `staged_transfer`: a transfer, and the steps of its pieces;
 //! * `ring`: which task is next (`task` defines tasks, `lanes` how many chunks a stream may hold);
-//! * `copies`: which piece of a copy between host memory is next; `on_host`: what such a copy comes after;
-//! * `floor`: how threads share the ring and these copies; `crew`: the threads; `tune`: the choice of sizes;
-//! * `schedule`: the same ring with a `virtual_crew` on a simulated device in virtual time, to show that the copy engine is kept busy;
+//! * `scheduler`: how threads share the ring; `workers`: the threads; `tune`: the choice of sizes;
 //! * `file`: files.
 //!
 //! A transfer ends in one way only, whatever fails: its [`Job`] is settled, and from then on nobody touches its host end. An error of a
@@ -18,59 +16,49 @@
 //! fail.
 
 mod config;
-mod copies;
-mod crew;
 mod ends;
 mod file;
-mod floor;
 mod lanes;
-mod made_up;
-mod on_host;
 mod ring;
-mod schedule;
-mod spread;
+mod scheduler;
+mod staged_transfer;
 mod stats;
 mod task;
 #[cfg(test)]
 mod tests;
 mod tune;
-mod virtual_crew;
-mod work;
+mod workers;
 
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_device::{Operation, Stream, Tick, fork};
+use aquifer_device::{Operation, Stream, fork};
 
 pub(crate) use config::PAGE;
 pub use config::{DirectIo, StagingConfig};
-pub(crate) use ends::{Gathered, HostCopy, HostSource, HostTarget, Scattered};
+pub(crate) use ends::{Gathered, HostSource, HostTarget, Scattered};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
-pub use schedule::{ScheduleReport, VirtualSchedule};
-pub(crate) use spread::Spread;
 pub use stats::StagingStats;
 
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedPool;
-use crate::waiter::Waiter;
-use crew::Crew;
-use on_host::OnHost;
-pub(crate) use work::{DeviceEnd, guarded};
-use work::{HostEnd, Work};
+pub(crate) use staged_transfer::DeviceEnd;
+use staged_transfer::{HostEnd, StagedTransfer};
+use workers::Workers;
 
 /// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use. When it is dropped, the transfers under
 /// way complete, and then its threads end and its memory goes back to the pool.
 pub(crate) struct Staging {
-    crew: Arc<Crew>,
+    workers: Arc<Workers>,
     config: StagingConfig,
 }
 
 impl Staging {
     /// A ring of memory of `pool`.
     pub(crate) fn new(pool: &PinnedPool, config: StagingConfig) -> Staging {
-        Staging { crew: Crew::new(pool, config), config }
+        Staging { workers: Workers::new(pool, config), config }
     }
 
     /// How the ring was asked to be.
@@ -91,7 +79,7 @@ impl Staging {
         stream: &Stream,
         priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(Work::new(HostEnd::Source(source), to, stream, priority)?)
+        self.begin(StagedTransfer::new(HostEnd::Source(source), to, stream, priority)?)
     }
 
     /// Copies all of `from`, claimed for reading, to `target`, by copies on `stream`. Returns at once. The claim ends when the bytes are in
@@ -106,32 +94,23 @@ impl Staging {
         stream: &Stream,
         priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(Work::new(HostEnd::Target(target), from, stream, priority)?)
+        self.begin(StagedTransfer::new(HostEnd::Target(target), from, stream, priority)?)
     }
 
-    /// Makes a copy between host memory, of at least a byte, once the ticks are done. Returns at once. What the copy claims is let go before
-    /// the job is settled.
-    pub(crate) fn copy_on_host(&self, copy: Box<dyn HostCopy>, before: Vec<Tick>, waiter: &Arc<Waiter>) -> Arc<Job> {
-        let copy = OnHost::new(copy);
-        let job = copy.job().clone();
-        on_host::begin(&self.crew, waiter, copy, before);
-        job
-    }
-
-    fn begin(&self, work: Work) -> Result<Arc<Job>, TransferError> {
+    fn begin(&self, transfer: StagedTransfer) -> Result<Arc<Job>, TransferError> {
         fork::check(Operation::CopyToDevice)?;
-        let job = work.job().clone();
-        if work.bytes() == 0 {
-            work.end(Ok(()));
+        let job = transfer.job().clone();
+        if transfer.bytes() == 0 {
+            transfer.end(Ok(()));
         } else {
-            self.crew.submit(work)?;
+            self.workers.submit(transfer)?;
         }
         Ok(job)
     }
 
     /// What the ring is made of, and what it did.
     pub(crate) fn stats(&self) -> StagingStats {
-        StagingStats::of(&self.crew)
+        self.workers.stats()
     }
 }
 
@@ -141,7 +120,7 @@ impl Drop for Staging {
         if fork::is_child() {
             return;
         }
-        self.crew.floor.close();
+        self.workers.scheduler.close();
     }
 }
 

@@ -2,13 +2,12 @@
 //!
 //! A job is one transfer. It is cut into pieces of at most a chunk, and each piece goes through a chunk of page-locked memory: an
 //! upload fills the chunk and sends it to the device, a download fetches into the chunk and lands what arrived. [`Ring::next`]
-//! hands out the next task, which is returned to [`Ring::complete`] once it was performed. Nothing here calls a driver, waits or locks, so
-//! threads (`crew`) and virtual workers (`virtual_crew`) can drive the same ring.
+//! in_use out the next task, which is returned to [`Ring::complete`] once it was performed. Nothing here calls a driver, waits or locks.
 //!
 //! Invariants:
-//! * a chunk is in one place: free, in the hands of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
-//!   are to land). It moves by value, so nobody can have it twice, and [`Ring::complete`] takes back what a task was given;
-//! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its hands;
+//! * a chunk is in one place: free, in the in_use of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
+//!   are to land). It moves by value, so nobody can have it twice, and [`Ring::complete`] hold back what a task was given;
+//! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its in_use;
 //! * no job begins a piece while a more urgent one may;
 //! * jobs of one priority take turns by the piece: while a job may begin one and holds less than its share, every other job of its priority
 //!   begins at most one piece;
@@ -20,24 +19,24 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::config::{PAGE, Sizes};
 use super::lanes::{self, Lanes};
-use super::task::{After, Done, Flight, Hand, JobId, Order, Task, Way};
+use super::task::{After, Done, Flight, JobId, Order, Piece, Task, Way};
 use crate::error::TransferError;
 
 #[derive(Debug)]
-struct Entry<J> {
+struct JobState<J> {
     order: Order<J>,
     /// Bytes that were begun.
     begun: u64,
     /// Pieces begun and neither sent (uploads) nor landed (downloads).
     open: usize,
-    /// Pieces in hands.
-    hands: usize,
-    /// Chunks that it holds: in hands, flying or arrived.
+    /// Pieces in in_use.
+    in_use: usize,
+    /// Chunks that it holds: in in_use, flying or arrived.
     held: usize,
     failed: Option<TransferError>,
 }
 
-impl<J> Entry<J> {
+impl<J> JobState<J> {
     fn is_begun(&self) -> bool {
         self.begun == self.order.bytes
     }
@@ -47,8 +46,6 @@ impl<J> Entry<J> {
 #[derive(Debug)]
 pub(super) struct Ring<J, C, T> {
     sizes: Option<Sizes>,
-    /// Whether somebody besides the jobs wants to know the sizes.
-    asked: bool,
     tuning: bool,
     /// Bytes of the chunks that there are, or of those to be had next.
     chunk_bytes: usize,
@@ -61,7 +58,7 @@ pub(super) struct Ring<J, C, T> {
     free: Vec<C>,
     flying: VecDeque<Flight<C, T>>,
     arrived: VecDeque<Flight<C, T>>,
-    jobs: BTreeMap<JobId, Entry<J>>,
+    jobs: BTreeMap<JobId, JobState<J>>,
     next_job: JobId,
     /// Jobs with pieces that were not begun, in the order of their turns: those of lower priority numbers first.
     turns: VecDeque<JobId>,
@@ -73,10 +70,10 @@ pub(super) struct Ring<J, C, T> {
     lost: Option<TransferError>,
 }
 
-/// What can be done now; [`Step::Begin`] names a turn, [`Step::Wait`] a flight.
-enum Step {
+/// What can be done now; [`NextStep::Begin`] names a turn, [`NextStep::Wait`] a flight.
+enum NextStep {
     Tune,
-    Land,
+    Store,
     Begin(usize),
     Grow,
     Wait(usize),
@@ -90,7 +87,6 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     pub(super) fn new() -> Self {
         Ring {
             sizes: None,
-            asked: false,
             tuning: false,
             chunk_bytes: 0,
             chunks: 0,
@@ -113,11 +109,6 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.sizes
     }
 
-    /// Has the sizes found out also where there is no job.
-    pub(super) fn ask_for_sizes(&mut self) {
-        self.asked = true;
-    }
-
     /// Chunks that there are, and the size of each in bytes.
     pub(super) fn chunks(&self) -> (usize, usize) {
         (self.chunks, self.chunk_bytes)
@@ -128,10 +119,10 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.jobs.is_empty()
     }
 
-    /// Takes all chunks out that nobody has in hand.
+    /// Takes all chunks out that nobody has in piece.
     pub(super) fn strip(&mut self) -> Vec<C> {
         let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
-        let used: Vec<_> = used.inspect(|flight| self.lanes.gives_back(flight.lane)).collect();
+        let used: Vec<_> = used.inspect(|flight| self.lanes.release(flight.lane)).collect();
         let chunks: Vec<C> = self.free.drain(..).chain(used.into_iter().map(|flight| flight.chunk)).collect();
         self.chunks -= chunks.len();
         chunks
@@ -147,7 +138,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
         let (id, priority) = (self.next_job, order.priority);
         self.next_job += 1;
-        self.jobs.insert(id, Entry { order, begun: 0, open: 0, hands: 0, held: 0, failed: None });
+        self.jobs.insert(id, JobState { order, begun: 0, open: 0, in_use: 0, held: 0, failed: None });
         self.queue(id, priority);
         self.aim();
         Ok(())
@@ -171,18 +162,18 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     /// The next task, if there is one before another completes or a job comes.
     pub(super) fn next(&mut self) -> Option<Task<J, C, T>> {
         match self.step()? {
-            Step::Tune => {
+            NextStep::Tune => {
                 self.tuning = true;
                 Some(Task::Tune)
             }
-            Step::Land => self.land(),
-            Step::Begin(turn) => self.begin(turn),
-            Step::Grow => {
+            NextStep::Store => self.store(),
+            NextStep::Begin(turn) => self.begin(turn),
+            NextStep::Grow => {
                 let (bytes, others) = (self.chunk_bytes, (self.chunks + self.growing) * self.chunk_bytes);
                 self.growing += 1;
                 Some(Task::Grow { bytes, others })
             }
-            Step::Wait(index) => {
+            NextStep::Wait(index) => {
                 let flight = self.flying.remove(index)?;
                 self.watched.push(flight.lane);
                 Some(Task::Wait(flight))
@@ -191,27 +182,27 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// What gives chunks back comes first; a chunk is waited for only where somebody needs it or what it fetched.
-    fn step(&self) -> Option<Step> {
+    fn step(&self) -> Option<NextStep> {
         if self.sizes.is_none() {
-            return (!self.tuning && (self.asked || !self.jobs.is_empty())).then_some(Step::Tune);
+            return (!self.tuning && !self.jobs.is_empty()).then_some(NextStep::Tune);
         }
         if !self.arrived.is_empty() {
-            return Some(Step::Land);
+            return Some(NextStep::Store);
         }
         let wanting = !self.turns.is_empty();
         let turn = self.turn();
         if let Some(turn) = turn.filter(|_| !self.free.is_empty()) {
-            return Some(Step::Begin(turn));
+            return Some(NextStep::Begin(turn));
         }
         // Also ahead of when the one lane that there is may have them: it may soon.
         let most = if turn.is_some() { self.target } else { lanes::most(self.target) };
         let to_come = self.growing + self.free.len();
         if wanting && self.chunks + self.growing < most && to_come < self.pieces_not_begun(to_come + 1) {
-            return Some(Step::Grow);
+            return Some(NextStep::Grow);
         }
         let is_needed = |flight: &Flight<C, T>| wanting || (flight.way == Way::Down && self.is_alive(flight.id));
         let first = self.flying.iter().position(|flight| is_needed(flight) && !self.watched.contains(&flight.lane));
-        first.map(Step::Wait)
+        first.map(NextStep::Wait)
     }
 
     /// The number of pieces that were not begun, counted up to `enough`.
@@ -232,12 +223,12 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.jobs.get(&id).is_some_and(|entry| entry.failed.is_none())
     }
 
-    fn land(&mut self) -> Option<Task<J, C, T>> {
+    fn store(&mut self) -> Option<Task<J, C, T>> {
         let Flight { id, range, chunk, .. } = self.arrived.pop_front()?;
         // Only pieces of jobs that live arrive, and those of a job that fails are taken out.
         let entry = self.jobs.get_mut(&id)?;
-        entry.hands += 1;
-        Some(Task::Land(Hand { id, work: entry.order.work.clone(), range, chunk }))
+        entry.in_use += 1;
+        Some(Task::Store(Piece { id, work: entry.order.work.clone(), range, chunk }))
     }
 
     /// The first turn of a job that may have another chunk: it holds less than its share of them, and so does its lane.
@@ -245,7 +236,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.turns.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
     }
 
-    fn may_hold_more(&self, entry: &Entry<J>) -> bool {
+    fn may_hold_more(&self, entry: &JobState<J>) -> bool {
         // Less urgent jobs have no share in what more urgent ones want. Rounded up.
         let share = self.target.div_ceil(self.turns_up_to(entry.order.priority).max(1));
         entry.held < share && self.lanes.may_hold_more(entry.order.lane, self.target)
@@ -271,15 +262,15 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         let most = (self.chunk_bytes as u64).saturating_sub(shorter).max(1);
         entry.begun = start.saturating_add(most).min(entry.order.bytes);
         entry.open += 1;
-        entry.hands += 1;
+        entry.in_use += 1;
         entry.held += 1;
-        self.lanes.takes(entry.order.lane);
-        let hand = Hand { id, work: entry.order.work.clone(), range: start..entry.begun, chunk };
+        self.lanes.hold(entry.order.lane);
+        let piece = Piece { id, work: entry.order.work.clone(), range: start..entry.begun, chunk };
         let (way, priority) = (entry.order.way, entry.order.priority);
         if !entry.is_begun() {
             self.queue(id, priority);
         }
-        Some(if way == Way::Up { Task::Fill(hand) } else { Task::Fetch(hand) })
+        Some(if way == Way::Up { Task::Fill(piece) } else { Task::Fetch(piece) })
     }
 
     /// Takes a task back.
@@ -292,19 +283,19 @@ impl<J: Clone, C, T> Ring<J, C, T> {
                 self.aim();
             }
             Done::Grown(grown) => self.grown(grown, &mut after),
-            Done::Sent(hand, tick) => self.sent(hand, tick, &mut after),
-            Done::Landed(hand) => {
-                let lane = self.put_down(&hand, true);
-                self.recycle(hand.id, lane, hand.chunk, &mut after);
+            Done::Sent(piece, tick) => self.sent(piece, tick, &mut after),
+            Done::Stored(piece) => {
+                let lane = self.put_down(&piece, true);
+                self.recycle(piece.id, lane, piece.chunk, &mut after);
                 // The job's copy of `work` goes first, so that who ends it has the last one.
-                drop(hand.work);
-                self.end_if_done(hand.id, &mut after);
+                drop(piece.work);
+                self.end_if_done(piece.id, &mut after);
             }
-            Done::Failed(hand, error) => {
-                let lane = self.put_down(&hand, false);
-                self.recycle(hand.id, lane, hand.chunk, &mut after);
-                drop(hand.work);
-                self.fail(hand.id, error, &mut after);
+            Done::Failed(piece, error) => {
+                let lane = self.put_down(&piece, false);
+                self.recycle(piece.id, lane, piece.chunk, &mut after);
+                drop(piece.work);
+                self.fail(piece.id, error, &mut after);
             }
             Done::Waited(flight, waited) => self.waited(flight, waited, &mut after),
         }
@@ -328,17 +319,17 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    fn sent(&mut self, hand: Hand<J, C>, tick: T, after: &mut After<J, C>) {
-        let Hand { id, work, range, chunk } = hand;
+    fn sent(&mut self, piece: Piece<J, C>, tick: T, after: &mut After<J, C>) {
+        let Piece { id, work, range, chunk } = piece;
         drop(work);
         let Some(entry) = self.jobs.get_mut(&id) else { return self.discard(chunk, after) };
-        entry.hands -= 1;
+        entry.in_use -= 1;
         let (way, lane) = (entry.order.way, entry.order.lane);
         if way == Way::Up {
             entry.open -= 1;
         }
         if self.lost.is_some() {
-            self.lanes.gives_back(lane);
+            self.lanes.release(lane);
             self.discard(chunk, after);
         } else {
             self.flying.push_back(Flight { id, way, lane, range, chunk, tick });
@@ -350,7 +341,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.watched.retain(|&lane| lane != flight.lane);
         let (id, lane) = (flight.id, flight.lane);
         if waited.is_ok() {
-            self.lanes.got_done(lane);
+            self.lanes.copy_is_done(lane);
         }
         match waited {
             Ok(()) if flight.way == Way::Down && self.is_alive(id) && self.lost.is_none() => {
@@ -369,10 +360,10 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// Notes that a piece is in nobody's hands any more. Gives its lane.
-    fn put_down(&mut self, hand: &Hand<J, C>, landed: bool) -> Option<u32> {
-        let entry = self.jobs.get_mut(&hand.id)?;
-        entry.hands -= 1;
+    /// Notes that a piece is in nobody's in_use any more. Gives its lane.
+    fn put_down(&mut self, piece: &Piece<J, C>, landed: bool) -> Option<u32> {
+        let entry = self.jobs.get_mut(&piece.id)?;
+        entry.in_use -= 1;
         entry.open -= usize::from(landed);
         Some(entry.order.lane)
     }
@@ -382,7 +373,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         if let Some(entry) = self.jobs.get_mut(&id) {
             entry.held -= 1;
         }
-        lane.into_iter().for_each(|lane| self.lanes.gives_back(lane));
+        lane.into_iter().for_each(|lane| self.lanes.release(lane));
         self.keep(chunk, after);
     }
 
@@ -395,7 +386,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         after.surplus.push(chunk);
     }
 
-    /// Fails a job: nothing of it is begun any more, and it ends when nobody has it in hand.
+    /// Fails a job: nothing of it is begun any more, and it ends when nobody has it in piece.
     fn fail(&mut self, id: JobId, error: TransferError, after: &mut After<J, C>) {
         if error.is_device_lost() {
             return self.lose(error, after);
@@ -435,10 +426,11 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// Ends a job once nobody has it in hand and it failed or all of it is done.
+    /// Ends a job once nobody has it in piece and it failed or all of it is done.
     fn end_if_done(&mut self, id: JobId, after: &mut After<J, C>) {
-        let is_done =
-            |entry: &Entry<J>| entry.hands == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()));
+        let is_done = |entry: &JobState<J>| {
+            entry.in_use == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()))
+        };
         if self.jobs.get(&id).is_some_and(is_done)
             && let Some(entry) = self.jobs.remove(&id)
         {

@@ -27,9 +27,9 @@ struct Known {
     bytes: u64,
     priority: i32,
     begun: u64,
-    /// Pieces that are through: sent for uploads, landed for downloads.
+    /// Pieces that are through: sent for uploads, stored for downloads.
     through: Vec<Range<u64>>,
-    in_hands: usize,
+    in_use: usize,
     /// Pieces of others begun since this job, with something left and less than its share, last began one.
     passed: BTreeMap<u32, usize>,
     ended: Option<Result<(), TransferError>>,
@@ -64,7 +64,7 @@ impl Model {
             priority,
             begun: 0,
             through: Vec::new(),
-            in_hands: 0,
+            in_use: 0,
             passed: BTreeMap::new(),
             ended: submitted.err().map(Err),
             failed: self.lost,
@@ -81,8 +81,8 @@ impl Model {
         };
         assert!(had);
         match &task {
-            Task::Fill(hand) | Task::Fetch(hand) => self.begun(hand.work, hand.range.clone(), &waiting),
-            Task::Land(hand) => self.known(hand.work).in_hands += 1,
+            Task::Fill(piece) | Task::Fetch(piece) => self.begun(piece.work, piece.range.clone(), &waiting),
+            Task::Store(piece) => self.known(piece.work).in_use += 1,
             Task::Wait(flight) => {
                 let lane = flight.lane;
                 let same = |task: &TestTask| matches!(task, Task::Wait(other) if other.lane == lane);
@@ -121,7 +121,7 @@ impl Model {
         assert_eq!(known.begun, range.start);
         assert!(range.end <= known.bytes && !range.is_empty() && known.ended.is_none());
         known.begun = range.end;
-        known.in_hands += 1;
+        known.in_use += 1;
     }
 
     fn known(&mut self, job: u32) -> &mut Known {
@@ -145,26 +145,26 @@ impl Model {
                 self.known(job).failed |= flight.way == Way::Down;
                 Done::Waited(flight, Err(error))
             }
-            (Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand), Some(error)) => {
-                let known = self.known(hand.work);
-                known.in_hands -= 1;
+            (Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece), Some(error)) => {
+                let known = self.known(piece.work);
+                known.in_use -= 1;
                 known.failed = true;
-                Done::Failed(hand, error)
+                Done::Failed(piece, error)
             }
-            (Task::Fill(hand) | Task::Fetch(hand), None) => {
+            (Task::Fill(piece) | Task::Fetch(piece), None) => {
                 self.ticks += 1;
-                let (range, known) = (hand.range.clone(), self.known(hand.work));
-                known.in_hands -= 1;
+                let (range, known) = (piece.range.clone(), self.known(piece.work));
+                known.in_use -= 1;
                 if known.way == Way::Up {
                     known.through.push(range);
                 }
-                Done::Sent(hand, self.ticks)
+                Done::Sent(piece, self.ticks)
             }
-            (Task::Land(hand), None) => {
-                let (range, known) = (hand.range.clone(), self.known(hand.work));
-                known.in_hands -= 1;
+            (Task::Store(piece), None) => {
+                let (range, known) = (piece.range.clone(), self.known(piece.work));
+                known.in_use -= 1;
                 known.through.push(range);
-                Done::Landed(hand)
+                Done::Stored(piece)
             }
         };
         let after = self.ring().complete(done);
@@ -179,7 +179,7 @@ impl Model {
         let lost = self.lost;
         let no_memory = self.ring().chunks == 0;
         let known = self.known(job);
-        assert!(known.ended.is_none() && known.in_hands == 0, "job {job} ended twice or in hands");
+        assert!(known.ended.is_none() && known.in_use == 0, "job {job} ended twice or in hands");
         assert_eq!(result.is_err(), known.failed || (result.is_err() && (lost || no_memory)), "job {job}: {result:?}");
         if result.is_ok() {
             known.through.sort_by_key(|range| range.start);
@@ -199,7 +199,7 @@ impl Model {
         let mut places: Vec<u64> = self.surplus.iter().copied().collect();
         for task in &self.out {
             match task {
-                Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) => places.push(hand.chunk),
+                Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) => places.push(piece.chunk),
                 Task::Wait(flight) => places.push(flight.chunk),
                 Task::Tune | Task::Grow { .. } => {}
             }
@@ -222,7 +222,7 @@ impl Model {
         let ring = self.ring.as_ref().unwrap();
         for task in &self.out {
             match task {
-                Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) => holds(ring.jobs[&hand.id].order.lane),
+                Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) => holds(ring.jobs[&piece.id].order.lane),
                 Task::Wait(flight) => holds(flight.lane),
                 Task::Tune | Task::Grow { .. } => {}
             }
@@ -314,11 +314,11 @@ fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
                 made += 1;
                 Done::Grown(Ok(made))
             }
-            Task::Fill(hand) | Task::Fetch(hand) => {
-                begun.push(hand.work);
-                Done::Sent(hand, 0)
+            Task::Fill(piece) | Task::Fetch(piece) => {
+                begun.push(piece.work);
+                Done::Sent(piece, 0)
             }
-            Task::Land(hand) => Done::Landed(hand),
+            Task::Store(piece) => Done::Stored(piece),
             Task::Wait(flight) => Done::Waited(flight, Ok(())),
         };
         ring.complete(done);
@@ -346,8 +346,8 @@ fn pieces_end_at_page_boundaries_of_the_source() {
         let Some(Task::Grow { bytes, .. }) = ring.next() else { panic!("a chunk is to be had first") };
         assert_eq!(bytes, 16_384);
         ring.complete(Done::Grown(Ok(chunk)));
-        let Some(Task::Fill(hand)) = ring.next() else { panic!("a piece is to be begun") };
-        assert_eq!(hand.range, [0..16_284, 16_284..30_000][usize::try_from(chunk).unwrap()]);
+        let Some(Task::Fill(piece)) = ring.next() else { panic!("a piece is to be begun") };
+        assert_eq!(piece.range, [0..16_284, 16_284..30_000][usize::try_from(chunk).unwrap()]);
     }
 }
 
@@ -384,16 +384,16 @@ fn a_cancelled_download_gives_up_what_arrived() {
     for chunk in 0..2 {
         assert!(matches!(ring.next(), Some(Task::Grow { .. })));
         ring.complete(Done::Grown(Ok(chunk)));
-        let Some(Task::Fetch(hand)) = ring.next() else { panic!("a piece is to be begun") };
-        ring.complete(Done::Sent(hand, chunk));
+        let Some(Task::Fetch(piece)) = ring.next() else { panic!("a piece is to be begun") };
+        ring.complete(Done::Sent(piece, chunk));
     }
     for _ in 0..2 {
         let Some(Task::Wait(flight)) = ring.next() else { panic!("nothing but waiting is left") };
         assert!(ring.next().is_none(), "one waits for a lane");
         ring.complete(Done::Waited(flight, Ok(())));
         if ring.arrived.len() == 1 && ring.flying.len() == 1 {
-            let Some(Task::Land(hand)) = ring.next() else { panic!("what arrived is to land") };
-            let after = ring.complete(Done::Failed(hand, TransferError::Cancelled));
+            let Some(Task::Store(piece)) = ring.next() else { panic!("what arrived is to land") };
+            let after = ring.complete(Done::Failed(piece, TransferError::Cancelled));
             assert!(matches!(after.ended[..], [(0, Err(TransferError::Cancelled))]));
             break;
         }
@@ -414,11 +414,11 @@ fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> 
                 made += 1;
                 Done::Grown(Ok(made))
             }
-            Some(Task::Fill(hand) | Task::Fetch(hand)) => {
-                begun.push(hand.work);
-                Done::Sent(hand, 0)
+            Some(Task::Fill(piece) | Task::Fetch(piece)) => {
+                begun.push(piece.work);
+                Done::Sent(piece, 0)
             }
-            Some(Task::Land(hand)) => Done::Landed(hand),
+            Some(Task::Store(piece)) => Done::Stored(piece),
             Some(Task::Wait(flight)) if still.contains(&flight.lane) => continue,
             Some(Task::Wait(flight)) => Done::Waited(flight, Ok(())),
         };

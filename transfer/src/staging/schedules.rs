@@ -1,7 +1,7 @@
 //! Models of threads that share a ring, under a scheduler that explores interleavings. Run by `ci/schedules`.
 //!
 //! Tasks are played without a device. What is looked for: a task that nobody comes for (the scheduler reports the deadlock), a chunk in
-//! two hands, a job that ends twice or while somebody has it in hand.
+//! two hands, a job that ends twice or while somebody has it in piece.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -12,7 +12,6 @@ use shuttle::sync::atomic::{AtomicUsize, Ordering};
 use shuttle::thread;
 
 use super::super::config::PAGE;
-use super::super::copies::PIECE_BYTES;
 use super::super::task::Way;
 use super::*;
 
@@ -27,31 +26,31 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
 /// A job: pieces in hands, and how it ended.
 #[derive(Default)]
 struct Job {
-    in_hands: AtomicUsize,
+    in_use: AtomicUsize,
     ended: Mutex<Option<bool>>,
 }
 
-struct Crew {
-    floor: Floor<Arc<Job>, Arc<AtomicUsize>, (), Arc<Job>>,
+struct Workers {
+    scheduler: Scheduler<Arc<Job>, Arc<AtomicUsize>, ()>,
     sizes: Sizes,
     /// Tasks that fail: every so many, none if 0.
     fails: usize,
     /// Starts of threads that fail, from the first on.
-    idle_agency: AtomicUsize,
+    failing_starts: AtomicUsize,
     tasks: AtomicUsize,
 }
 
-impl Crew {
-    fn new(chunks: usize, threads: usize) -> Crew {
+impl Workers {
+    fn new(chunks: usize, threads: usize) -> Workers {
         let sizes = Sizes { chunk_bytes: PAGE, chunks, threads };
-        let (idle_agency, tasks) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Crew { floor: Floor::new(), sizes, fails: 0, idle_agency, tasks }
+        let (failing_starts, tasks) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Workers { scheduler: Scheduler::new(), sizes, fails: 0, failing_starts, tasks }
     }
 
     fn submit(self: &Arc<Self>, way: Way, pieces: u64) -> Arc<Job> {
         let job = Arc::new(Job::default());
         let order = Order { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, lane: 0, priority: 0 };
-        self.floor.submit(order, self).unwrap();
+        self.scheduler.submit(order, self).unwrap();
         job
     }
 
@@ -61,36 +60,36 @@ impl Crew {
 
     /// Lets threads end and waits for them, which the scheduler reports where it lasts for ever.
     fn end(&self) {
-        self.floor.close();
-        self.floor.join();
+        self.scheduler.close();
+        self.scheduler.join();
     }
 }
 
-/// Has a piece in hand for a while.
+/// Has a piece in piece for a while.
 fn hold(work: &Job, chunk: &AtomicUsize) {
     assert_eq!(chunk.fetch_add(1, Ordering::SeqCst), 0, "two have one chunk");
-    work.in_hands.fetch_add(1, Ordering::SeqCst);
+    work.in_use.fetch_add(1, Ordering::SeqCst);
     thread::yield_now();
-    assert!(work.ended.lock().unwrap().is_none(), "it ended while somebody had it in hand");
-    work.in_hands.fetch_sub(1, Ordering::SeqCst);
+    assert!(work.ended.lock().unwrap().is_none(), "it ended while somebody had it in piece");
+    work.in_use.fetch_sub(1, Ordering::SeqCst);
     chunk.fetch_sub(1, Ordering::SeqCst);
 }
 
-impl Hands<Arc<Job>, Arc<AtomicUsize>, (), Arc<Job>> for Arc<Crew> {
+impl Executor<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Workers> {
     fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>, ()>) -> Done<Arc<Job>, Arc<AtomicUsize>, ()> {
         match task {
             Task::Tune => Done::Tuned(self.sizes),
             Task::Grow { .. } => Done::Grown(Ok(Arc::default())),
-            Task::Fill(hand) | Task::Fetch(hand) | Task::Land(hand) if self.fails() => {
-                Done::Failed(hand, TransferError::Cancelled)
+            Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) if self.fails() => {
+                Done::Failed(piece, TransferError::Cancelled)
             }
-            Task::Fill(hand) | Task::Fetch(hand) => {
-                hold(&hand.work, &hand.chunk);
-                Done::Sent(hand, ())
+            Task::Fill(piece) | Task::Fetch(piece) => {
+                hold(&piece.work, &piece.chunk);
+                Done::Sent(piece, ())
             }
-            Task::Land(hand) => {
-                hold(&hand.work, &hand.chunk);
-                Done::Landed(hand)
+            Task::Store(piece) => {
+                hold(&piece.work, &piece.chunk);
+                Done::Stored(piece)
             }
             Task::Wait(flight) => {
                 thread::yield_now();
@@ -101,30 +100,20 @@ impl Hands<Arc<Job>, Arc<AtomicUsize>, (), Arc<Job>> for Arc<Crew> {
 
     fn settle(&self, after: After<Arc<Job>, Arc<AtomicUsize>>) {
         for (job, result) in after.ended {
-            assert_eq!(job.in_hands.load(Ordering::SeqCst), 0);
+            assert_eq!(job.in_use.load(Ordering::SeqCst), 0);
             assert!(job.ended.lock().unwrap().replace(result.is_ok()).is_none(), "it ended twice");
         }
     }
 
-    fn copy_on_host(&self, piece: &Piece<Arc<Job>>) -> Result<(), TransferError> {
-        hold(&piece.work, &AtomicUsize::new(0));
-        if self.fails() { Err(TransferError::Cancelled) } else { Ok(()) }
-    }
-
-    fn settle_copies(&self, ended: Vec<Ended<Arc<Job>>>) {
-        let ended = ended.into_iter().collect();
-        self.settle(After { ended, surplus: Vec::new() });
-    }
-
-    fn hire(&self) -> Result<(), TransferError> {
-        let refused = self.idle_agency.load(Ordering::SeqCst);
+    fn spawn(&self) -> Result<(), TransferError> {
+        let refused = self.failing_starts.load(Ordering::SeqCst);
         if refused > 0 {
-            self.idle_agency.store(refused - 1, Ordering::SeqCst);
+            self.failing_starts.store(refused - 1, Ordering::SeqCst);
             let cause = Arc::new(std::io::ErrorKind::OutOfMemory.into());
             return Err(TransferError::Thread { what: "a model", cause });
         }
-        let crew = self.clone();
-        thread::spawn(move || crew.floor.work(&crew));
+        let workers = self.clone();
+        thread::spawn(move || workers.scheduler.work(&workers));
         Ok(())
     }
 }
@@ -136,12 +125,12 @@ fn ended(job: &Job) -> Option<bool> {
 #[test]
 fn every_job_ends_and_every_thread_does() {
     explore(|| {
-        let crew = Arc::new(Crew::new(2, 2));
-        let other = crew.clone();
+        let workers = Arc::new(Workers::new(2, 2));
+        let other = workers.clone();
         let submitter = thread::spawn(move || other.submit(Way::Down, 2));
-        let up = crew.submit(Way::Up, 3);
+        let up = workers.submit(Way::Up, 3);
         let down = submitter.join().unwrap();
-        crew.end();
+        workers.end();
         assert_eq!((ended(&up), ended(&down)), (Some(true), Some(true)));
     });
 }
@@ -149,39 +138,22 @@ fn every_job_ends_and_every_thread_does() {
 #[test]
 fn failures_end_their_jobs_and_no_others() {
     explore(|| {
-        let crew = Arc::new(Crew { fails: 3, ..Crew::new(1, 2) });
-        let jobs = [crew.submit(Way::Up, 2), crew.submit(Way::Down, 2)];
-        crew.end();
+        let workers = Arc::new(Workers { fails: 3, ..Workers::new(1, 2) });
+        let jobs = [workers.submit(Way::Up, 2), workers.submit(Way::Down, 2)];
+        workers.end();
         assert!(jobs.iter().all(|job| ended(job).is_some()));
     });
 }
 
 #[test]
-fn copies_on_the_host_end_beside_staged_ones() {
+fn a_scheduler_that_closes_finishes_what_it_has() {
     explore(|| {
-        let crew = Arc::new(Crew { fails: 7, ..Crew::new(1, 2) });
-        let other = crew.clone();
-        let submitter = thread::spawn(move || {
-            let copy = Arc::new(Job::default());
-            other.floor.submit_copy(copy.clone(), 2 * PIECE_BYTES, &other);
-            copy
-        });
-        let up = crew.submit(Way::Up, 2);
-        let copy = submitter.join().unwrap();
-        crew.end();
-        assert!(ended(&up).is_some() && ended(&copy).is_some());
-    });
-}
-
-#[test]
-fn a_floor_that_closes_finishes_what_it_has() {
-    explore(|| {
-        let crew = Arc::new(Crew::new(2, 3));
-        let job = crew.submit(Way::Down, 3);
-        let closing = crew.clone();
-        let closer = thread::spawn(move || closing.floor.close());
+        let workers = Arc::new(Workers::new(2, 3));
+        let job = workers.submit(Way::Down, 3);
+        let closing = workers.clone();
+        let closer = thread::spawn(move || closing.scheduler.close());
         closer.join().unwrap();
-        crew.floor.join();
+        workers.scheduler.join();
         assert_eq!(ended(&job), Some(true));
     });
 }
@@ -189,12 +161,12 @@ fn a_floor_that_closes_finishes_what_it_has() {
 #[test]
 fn without_threads_jobs_fail_and_with_one_they_do_not() {
     explore(|| {
-        let crew = Arc::new(Crew { idle_agency: AtomicUsize::new(1), ..Crew::new(2, 2) });
-        let none = crew.submit(Way::Up, 2);
+        let workers = Arc::new(Workers { failing_starts: AtomicUsize::new(1), ..Workers::new(2, 2) });
+        let none = workers.submit(Way::Up, 2);
         assert_eq!(ended(&none), Some(false));
-        let job = crew.submit(Way::Up, 3);
-        crew.idle_agency.store(1, Ordering::SeqCst);
-        crew.end();
+        let job = workers.submit(Way::Up, 3);
+        workers.failing_starts.store(1, Ordering::SeqCst);
+        workers.end();
         assert_eq!(ended(&job), Some(true));
     });
 }

@@ -3,8 +3,6 @@
 use std::ops::Range;
 
 use super::config::Sizes;
-#[cfg(doc)]
-use super::ring::Ring;
 use crate::error::TransferError;
 
 /// Which way the bytes go.
@@ -37,7 +35,7 @@ pub(super) type JobId = u64;
 
 /// A piece in somebody's hands: part of a job, and the chunk that it goes through.
 #[derive(Debug)]
-pub(super) struct Hand<J, C> {
+pub(super) struct Piece<J, C> {
     pub(super) id: JobId,
     pub(super) work: J,
     pub(super) range: Range<u64>,
@@ -68,11 +66,11 @@ pub(super) enum Task<J, C, T> {
         others: usize,
     },
     /// Fill the chunk from the source and enqueue its copy to the device.
-    Fill(Hand<J, C>),
+    Fill(Piece<J, C>),
     /// Enqueue the copy from the device into the chunk.
-    Fetch(Hand<J, C>),
+    Fetch(Piece<J, C>),
     /// Store the chunk's bytes in the target.
-    Land(Hand<J, C>),
+    Store(Piece<J, C>),
     /// Wait until the copy that uses the chunk is done.
     Wait(Flight<C, T>),
 }
@@ -85,11 +83,11 @@ pub(super) enum Done<J, C, T> {
     /// Of [`Task::Grow`].
     Grown(Result<C, TransferError>),
     /// Of [`Task::Fill`] and [`Task::Fetch`]: the copy is enqueued.
-    Sent(Hand<J, C>, T),
-    /// Of [`Task::Land`].
-    Landed(Hand<J, C>),
+    Sent(Piece<J, C>, T),
+    /// Of [`Task::Store`].
+    Stored(Piece<J, C>),
     /// Of those that had a piece in hand. The chunk can be used again by whoever first makes sure that nothing uses it.
-    Failed(Hand<J, C>, TransferError),
+    Failed(Piece<J, C>, TransferError),
     /// Of [`Task::Wait`].
     Waited(Flight<C, T>, Result<(), TransferError>),
 }

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use aquifer_device::{AccessKind, Device, DeviceError, DevicePtr, Stream};
 
 use super::config::{Sizes, StagingConfig};
-use super::work::guarded;
 use crate::error::TransferError;
+use crate::foreign_code::guarded;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 
 /// What the sizes depend on, in GB/s: bytes a ns.
@@ -166,9 +166,9 @@ fn time_upload(
     let (start, end) = (device.create_event(true)?, device.create_event(true)?);
     let part = sample.as_slice().part();
     {
-        let _turn = part.memory.turn(stream, AccessKind::Read)?;
+        let _access = part.memory.access(stream, AccessKind::Read)?;
         start.record(stream)?;
-        // SAFETY: the memory's turn notes the copy, and until that is done nobody writes the memory, nor is it given away.
+        // SAFETY: the access notes the copy, and until that is done nothing writes the memory or reuses it.
         unsafe { stream.upload(ptr, part.ptr, part.bytes) }?;
         end.record(stream)?;
     }

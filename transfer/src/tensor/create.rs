@@ -4,13 +4,13 @@ use aquifer_allocator::{Allocator, Buffer, Turn};
 use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, Target};
 
-use super::layout::Layout;
+use super::Tensor;
 use super::memory::{DeviceMemory, HostMemory, Memory, PinnedHost, Scalar, by_dtype};
 use super::place::Place;
-use super::{LayoutError, Tensor};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec::{self, out_of_host_memory};
+use crate::layout::{Layout, LayoutError};
 use crate::runtime::Transfer;
 
 impl Tensor {

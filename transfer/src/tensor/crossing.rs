@@ -9,14 +9,14 @@ use aquifer_kernels::{DType, Operand, Target};
 use super::Tensor;
 use super::converted::Converted;
 use super::create::{bytes_of, filled_host, host_bytes};
-use super::layout::Layout;
 use super::memory::{DeviceMemory, HostMemory, HostPart, Memory, PinnedHost, by_dtype};
 use super::pack::pack_on_device;
 use super::place::Place;
 use super::transport::{Sent, on};
-use crate::copy::{Region, UNSTAGED_BYTES};
+use crate::copy::{Region, UNSTAGED_BYTES, copy_from_peer, stage_upload, upload_borrowed};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::runtime::Transfer;
 
@@ -72,7 +72,7 @@ impl Tensor {
             (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
                 let range = self.byte_range(self.first(), sent.count);
                 let source = Converted::new(own.part(range), self.dtype, crossing);
-                Ok((to.stage_upload(Arc::new(source), buffer)?.1, false))
+                Ok((stage_upload(to, Arc::new(source), buffer)?.1, false))
             }
             _ if buffer.bytes() <= PINNED_AT_ONCE => {
                 let mut staged = to.pinned().alloc::<u8>(host_bytes(&sent.dense()?, crossing)?)?;
@@ -189,7 +189,7 @@ impl Tensor {
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: Buffer<u8> = to.alloc_bytes(from.bytes(), &there)?;
-        let copied = to.on(&there)?.copy_from(&own.transfer.on(&here)?, &from, &mut buffer, None)?;
+        let copied = copy_from_peer(&to.on(&there)?, &own.transfer.on(&here)?, &from, &mut buffer, None)?;
         let finish = move |to: Transfer, stream: &Stream| {
             let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, stream)? };
             Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
@@ -214,9 +214,9 @@ impl PinnedHost {
 /// Uploads a part of shared host memory: what is small at once, and more through the staging ring.
 fn upload_part(to: &Transfer, from: HostPart, buffer: &mut Buffer<u8>) -> Result<Pending<()>, TransferError> {
     if from.len() <= UNSTAGED_BYTES {
-        return to.upload_borrowed(from.bytes()?, buffer, None);
+        return upload_borrowed(to, from.bytes()?, buffer, None);
     }
-    Ok(to.stage_upload(Arc::new(from), buffer)?.1)
+    Ok(stage_upload(to, Arc::new(from), buffer)?.1)
 }
 
 /// Enqueues converting elements to new memory, allocated for `stream`.

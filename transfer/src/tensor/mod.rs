@@ -1,6 +1,5 @@
 //! Tensors: elements of one dtype in an explicit place, which never changes silently.
 //!
-//! * [`Layout`] says where elements lie in memory, and `views` derives other layouts from it;
 //! * `memory` holds the elements, in a [`Place`]; all views share it;
 //! * `create` makes tensors; `transport` moves and converts them, with `crossing` between memories; `pack` makes tensors with gaps dense;
 //! * `read` gives elements back to the host, `operations` computes on a device, and `write` changes elements there in place.
@@ -9,8 +8,6 @@ mod converted;
 mod create;
 mod crossing;
 mod error;
-mod layout;
-mod layout_error;
 mod memory;
 mod operations;
 mod pack;
@@ -18,7 +15,6 @@ mod place;
 mod read;
 mod to;
 mod transport;
-mod views;
 mod write;
 
 use std::fmt;
@@ -32,14 +28,13 @@ use aquifer_kernels::DType;
 pub(crate) use converted::Converted;
 pub(crate) use create::filled_host;
 pub use error::{OperandInfo, OperandsError};
-pub use layout::{Layout, MAX_DIMENSIONS};
-pub use layout_error::LayoutError;
 pub use memory::Scalar;
 pub(crate) use memory::{DeviceMemory, HostMemory, Memory, PinnedHost};
 pub use place::Place;
 pub use to::To;
 
 use crate::error::TransferError;
+use crate::layout::{Layout, LayoutError};
 use crate::pending::OnStreams;
 use crate::runtime::Transfer;
 
@@ -301,7 +296,5 @@ impl fmt::Debug for Tensor {
     }
 }
 
-#[cfg(test)]
-mod layout_tests;
 #[cfg(test)]
 mod tests;

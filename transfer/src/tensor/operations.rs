@@ -9,12 +9,12 @@ use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, Kernels, Operand, Target};
 
 use super::create::bytes_of;
-use super::layout::Layout;
 use super::memory::Memory;
 use super::pack::pack_on_device;
 use super::place::device_name;
 use super::{OperandsError, Tensor};
 use crate::error::TransferError;
+use crate::layout::Layout;
 use crate::runtime::Transfer;
 
 /// Operands of an operation, by name.

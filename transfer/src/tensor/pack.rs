@@ -4,10 +4,10 @@ use aquifer_allocator::Buffer;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
-use super::layout::Layout;
 use super::memory::{DeviceMemory, Scalar};
 use crate::error::TransferError;
 use crate::host_vec;
+use crate::layout::{Dimension, Layout, place_of};
 use crate::runtime::Transfer;
 use crate::tensor::memory::part_of;
 
@@ -16,46 +16,15 @@ const LAUNCH_DIMENSIONS: usize = 4;
 
 /// Copies the elements of `size` bytes that `layout` names in `from` to `to`, which has room for exactly them.
 pub(super) fn pack_on_host(from: &[u8], layout: &Layout, size: usize, to: &mut [u8]) {
-    match size {
-        1 => pack_sized::<1>(from, layout, to),
-        2 => pack_sized::<2>(from, layout, to),
-        4 => pack_sized::<4>(from, layout, to),
-        _ => pack_sized::<8>(from, layout, to),
-    }
-}
-
-fn pack_sized<const SIZE: usize>(from: &[u8], layout: &Layout, to: &mut [u8]) {
     if layout.is_empty() {
         return;
     }
-    let merged = layout.merged();
-    let (outer, along, stride) = inner(&merged);
-    let (from, _) = from.as_chunks::<SIZE>();
-    let (to, _) = to.as_chunks_mut::<SIZE>();
-    let mut rows = to.chunks_exact_mut(along);
-    places(&outer, merged.offset(), &mut |start| {
-        let Some(row) = rows.next() else { return };
-        if stride == 1 {
-            row.copy_from_slice(&from[start..start + row.len()]);
-        } else {
-            // Places lie within `from`, which the tensor's layout was checked against.
-            row.iter_mut().enumerate().for_each(|(at, to)| *to = from[start + at * stride]);
-        }
-    });
-}
-
-/// The outer dimensions of a merged layout, and extent and stride of the innermost one.
-fn inner(merged: &Layout) -> (Vec<(usize, usize)>, usize, usize) {
-    let mut dimensions: Vec<(usize, usize)> = merged.dimensions().collect();
-    let (along, stride) = dimensions.pop().unwrap_or((1, 1));
-    (dimensions, along, stride)
-}
-
-/// Calls `visit` with the place of each index of some dimensions, in row-major order.
-fn places(dimensions: &[(usize, usize)], place: usize, visit: &mut impl FnMut(usize)) {
-    match dimensions {
-        [] => visit(place),
-        [(extent, stride), rest @ ..] => (0..*extent).for_each(|at| places(rest, place + at * stride, visit)),
+    let (rows, from) = (layout.rows_to_dense(), &from[layout.offset() * size..]);
+    match size {
+        1 => rows.copy(from, to),
+        2 => rows.copy(from.as_chunks::<2>().0, to.as_chunks_mut::<2>().0),
+        4 => rows.copy(from.as_chunks::<4>().0, to.as_chunks_mut::<4>().0),
+        _ => rows.copy(from.as_chunks::<8>().0, to.as_chunks_mut::<8>().0),
     }
 }
 
@@ -150,20 +119,24 @@ fn scatter_all(
     Ok(())
 }
 
-/// The innermost dimensions of a layout, which one launch takes, and where each launch begins: one for each index of the others.
+/// The innermost dimensions of a layout, which one launch takes, and the place where each launch begins:
+/// one for each index of the other dimensions.
 fn launches(layout: &Layout) -> Result<(Strided, Vec<usize>), TransferError> {
     let merged = layout.merged();
-    let dimensions: Vec<(usize, usize)> = merged.dimensions().collect();
+    let dimensions: Vec<_> = merged
+        .dimensions()
+        .map(|(extent, stride)| Dimension { extent: extent as u64, strides: [stride as u64] })
+        .collect();
     let (outer, launched) = dimensions.split_at(dimensions.len().saturating_sub(LAUNCH_DIMENSIONS));
     let (extents, strides): (Vec<u64>, Vec<u64>) =
-        launched.iter().map(|&(extent, stride)| (extent as u64, stride as u64)).unzip();
+        launched.iter().map(|dimension| (dimension.extent, dimension.strides[0])).unzip();
     // Numbers of a part overflow no more than those of the whole.
     let Some(strided) = Strided::new(&extents, &strides) else {
         return Err(TransferError::Request(RequestError::Unsupported {
             what: "a layout that the gather and scatter kernels take",
         }));
     };
-    let mut starts = Vec::new();
-    places(outer, merged.offset(), &mut |start| starts.push(start));
-    Ok((strided, starts))
+    let count = outer.iter().map(|dimension| dimension.extent).product();
+    let start = |number| host_vec::len_of(merged.offset() as u64 + place_of(outer, number)[0], 1);
+    Ok((strided, (0..count).map(start).collect::<Result<_, _>>()?))
 }

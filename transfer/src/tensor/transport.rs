@@ -15,7 +15,6 @@ use aquifer_kernels::{DType, convert_host};
 
 use super::Tensor;
 use super::create::{filled_host, host_bytes};
-use super::layout::Layout;
 use super::memory::{DeviceMemory, Memory, PinnedHost};
 use super::pack::{pack_on_device, pack_on_host};
 use super::place::Place;
@@ -23,6 +22,7 @@ use super::to::To;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
+use crate::layout::Layout;
 use crate::pending::{OnStreams, Pending, Shared};
 use crate::pinned::PinnedPool;
 use crate::placement::Fallback;

@@ -10,12 +10,14 @@ use std::sync::Arc;
 use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
 
+use super::Tensor;
 use super::memory::{DeviceMemory, Memory, Scalar};
 use super::operations::Operands;
 use super::pack::{fill_on_device, pack_on_device, pack_to, spread_on_device};
-use super::{Layout, Tensor};
+use crate::copy::copy_from_peer;
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::runtime::Transfer;
 
@@ -141,7 +143,7 @@ impl Tensor {
             Memory::Device(other) => {
                 let there = other.transfer.next_stream(Direction::OnDevice).clone();
                 let (_, dense) = from.send_from(other, &other.transfer, self.dtype, &there)?;
-                Ok(Some(transfer.copy_from(&other.transfer.on(&there)?, &dense, &mut to, None)?.map(|_route| ())))
+                Ok(Some(copy_from_peer(transfer, &other.transfer.on(&there)?, &dense, &mut to, None)?.map(|_route| ())))
             }
             _ => Ok(Some(from.upload_sent(transfer, &sent, self.dtype, &mut to)?.0)),
         }

@@ -3,7 +3,6 @@
 mod copies;
 mod meter;
 mod overlap;
-mod schedule;
 mod small;
 
 use crate::cli::{Part, TransferArgs};
@@ -17,7 +16,6 @@ use meter::Meter;
 /// When the device cannot be opened or fails, lacks memory for the smallest copies, or standard output cannot be written.
 pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
     let meter = Meter::new(session, args)?;
-    let mut damaged = false;
     if args.measures(Part::Copies) {
         copies::run(session, &meter)?;
     }
@@ -27,11 +25,7 @@ pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
     if args.measures(Part::Overlap) {
         overlap::run(session, &meter)?;
     }
-    if args.measures(Part::Schedule) {
-        damaged |= !schedule::run(session, args.max_mb)?;
-    }
     Ok(match meter.hazards(session) {
-        0 if damaged => Outcome::Failed,
         0 => Outcome::Done,
         _ => Outcome::Hazards,
     })

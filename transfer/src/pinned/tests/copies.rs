@@ -112,21 +112,21 @@ fn memory_of_another_device_and_captures_are_refused() {
     let (bench, other) = (Bench::new(PinnedConfig::default()), Bench::new(PinnedConfig::default()));
     let buffer = bench.pool.alloc::<u8>(10).unwrap();
     let part = buffer.as_slice().part();
-    let wrong = part.memory.turn(&other.stream, AccessKind::Read).unwrap_err();
+    let wrong = part.memory.access(&other.stream, AccessKind::Read).unwrap_err();
     assert!(matches!(wrong, TransferError::Request(RequestError::WrongDevice { .. })), "{wrong}");
     let capture = bench.stream.begin_capture().unwrap();
-    let refused = part.memory.turn(&bench.stream, AccessKind::Read).unwrap_err();
+    let refused = part.memory.access(&bench.stream, AccessKind::Read).unwrap_err();
     assert!(refused.to_string().contains("capture"), "{refused}");
     drop(capture);
-    part.memory.turn(&bench.stream, AccessKind::Read).map(drop).unwrap();
+    part.memory.access(&bench.stream, AccessKind::Read).map(drop).unwrap();
 }
 
 #[test]
-fn a_claim_keeps_the_host_and_conflicting_copies_away_until_its_work_is_done() {
+fn a_reservation_keeps_the_host_and_conflicting_copies_away() {
     let bench = Bench::new(PinnedConfig::default());
     let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
     bench.upload(&buffer).unwrap();
-    let target = buffer.as_slice_mut().part().into_target().unwrap();
+    let target = buffer.as_slice_mut().part().reserve(AccessKind::Write).unwrap();
     assert_eq!(bench.pool.stats().num_waits, 1, "the upload was waited for");
     assert!(!buffer.is_idle().unwrap());
     thread::scope(|scope| {
@@ -147,16 +147,16 @@ fn a_claim_keeps_the_host_and_conflicting_copies_away_until_its_work_is_done() {
 }
 
 #[test]
-fn claims_for_reading_go_together() {
+fn reservations_to_read_coexist() {
     let bench = Bench::new(PinnedConfig::default());
     let buffer = bench.pool.alloc_zeroed::<u8>(1000).unwrap();
-    let memory = buffer.as_slice().part().memory;
-    let (one, two) = (memory.claim(AccessKind::Read), memory.claim(AccessKind::Read));
-    memory.wait_unclaimed(AccessKind::Read);
+    let part = buffer.as_slice().part();
+    let (one, two) = (part.reserve(AccessKind::Read).unwrap(), part.reserve(AccessKind::Read).unwrap());
+    part.memory.wait_unreserved(AccessKind::Read);
     bench.upload(&buffer).unwrap();
     assert_eq!(buffer.read().unwrap()[0], 0);
     drop(buffer);
-    assert_eq!(bench.pool.stats().active_requests.current, 1, "claims keep the memory");
+    assert_eq!(bench.pool.stats().active_requests.current, 1, "reservations keep the memory");
     drop((one, two));
     bench.check_over();
 }

@@ -68,18 +68,18 @@ impl Bench {
 /// Enqueues a copy of a part to the device.
 #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
 fn upload(part: HostPart<'_>, to: DevicePtr, stream: &Stream, device: &Device) -> Result<(), TransferError> {
-    let turn = part.memory.turn(stream, AccessKind::Read)?;
+    let access = part.memory.access(stream, AccessKind::Read)?;
     // SAFETY: the turn keeps everybody from writing the part, or reusing it, before the copy is done.
     unsafe { device.driver().copy_to_device(to, part.ptr.as_ptr(), part.bytes, stream.raw())? };
-    drop(turn);
+    drop(access);
     Ok(stream.tick().cover()?)
 }
 
 /// Enqueues a copy of device memory to a part.
 fn download(part: HostPart<'_>, from: DevicePtr, stream: &Stream, device: &Device) -> Result<(), TransferError> {
-    let turn = part.memory.turn(stream, AccessKind::Write)?;
+    let access = part.memory.access(stream, AccessKind::Write)?;
     raw_download(part.ptr.0, from, part.bytes, stream, device)?;
-    drop(turn);
+    drop(access);
     Ok(stream.tick().cover()?)
 }
 

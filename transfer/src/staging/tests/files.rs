@@ -84,7 +84,7 @@ fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
     let mut buffer: Buffer<u8> = transfer.allocator().alloc(200_000, &stream).unwrap();
     let source = FileSource::open(&file.0, 0, 200_000, DirectIo::Always).unwrap();
     std::fs::write(&file.0, [7; 1000]).unwrap();
-    let (_, pending) = transfer.stage_upload(Arc::new(source), &mut buffer).unwrap();
+    let (_, pending) = crate::copy::stage_upload(&transfer, Arc::new(source), &mut buffer).unwrap();
     match pending.wait() {
         Err(TransferError::FileTooShort { len: 1000, offset: 0, bytes: 200_000, .. }) => {}
         other => panic!("{other:?}"),

@@ -74,7 +74,7 @@ fn a_busy_ring_leaves_memory_to_small_copies() {
         let stream = transfer.device().stream().unwrap();
         let source = Arc::new(Gate { bytes: 64 << 20, readers: Mutex::new(0), open: Mutex::new(false) });
         let mut large = allocator.alloc::<u8>(usize::try_from(source.bytes).unwrap(), &stream).unwrap();
-        let (_, uploaded) = transfer.stage_upload(source.clone(), &mut large).unwrap();
+        let (_, uploaded) = crate::copy::stage_upload(&transfer, source.clone(), &mut large).unwrap();
         while *source.readers.lock() < 2 {
             std::thread::yield_now();
         }

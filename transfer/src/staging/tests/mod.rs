@@ -15,6 +15,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::job::Progress;
+use crate::layout::Rows;
 use crate::pending::Pending;
 use crate::pinned::PinnedConfig;
 use crate::runtime::{Transfer, TransferConfig};
@@ -58,11 +59,11 @@ impl World {
     }
 
     fn upload(&self, source: Arc<dyn HostSource>, to: &Buffer<u8>, stream: &Stream) -> Result<Arc<Job>, TransferError> {
-        self.staging().upload(source, DeviceEnd::claim(to, AccessKind::Write)?, stream, 0)
+        self.staging().upload(source, device_end(to, AccessKind::Write)?, stream, 0)
     }
 
     fn download(&self, from: &Buffer<u8>, to: Arc<dyn HostTarget>, stream: &Stream) -> Result<Arc<Job>, TransferError> {
-        self.staging().download(DeviceEnd::claim(from, AccessKind::Read)?, to, stream, 0)
+        self.staging().download(device_end(from, AccessKind::Read)?, to, stream, 0)
     }
 
     /// Uploads and downloads again; the bytes must be the same unless there is an error.
@@ -94,12 +95,17 @@ impl World {
     /// Ends the staging, and waits for its threads.
     fn close(&mut self) {
         if let Some(staging) = self.staging.take() {
-            let crew = staging.crew.clone();
+            let workers = staging.workers.clone();
             drop(staging);
-            crew.floor.join();
-            assert_eq!(crew.floor.staff().chunks, 0);
+            workers.scheduler.join();
+            assert_eq!(workers.scheduler.size().chunks, 0);
         }
     }
+}
+
+/// All of a buffer.
+fn device_end(buffer: &Buffer<u8>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
+    DeviceEnd::reserve(buffer, Rows::dense(buffer.bytes()), kind)
 }
 
 /// Waits for a job and its last copy.
@@ -332,7 +338,7 @@ fn a_source_that_blocks_stops_nobody_else_and_can_be_cancelled() {
     job.cancel();
     go.send(()).unwrap();
     assert!(matches!(settled(&job), Err(TransferError::Cancelled)));
-    // The claim has ended, so the memory can be used.
+    // The reservation has ended, so the memory can be used.
     settled(&world.upload(Memory::new(vec![5; 600_000]), &buffer, &stream).unwrap()).unwrap();
     world.end();
 }
@@ -345,7 +351,7 @@ fn transfers_under_way_complete_when_the_ring_is_dropped() {
     let jobs: Vec<_> = (0..8)
         .map(|index| world.upload(Memory::new(content(500_000, index)), &buffers[index], &stream).unwrap())
         .collect();
-    let crew = world.staging().crew.clone();
+    let workers = world.staging().workers.clone();
     world.staging = None;
     for (index, job) in jobs.iter().enumerate() {
         settled(job).unwrap();
@@ -353,7 +359,7 @@ fn transfers_under_way_complete_when_the_ring_is_dropped() {
         stream.download_blocking(&mut bytes, buffers[index].ptr()).unwrap();
         assert_eq!(bytes, content(500_000, index));
     }
-    crew.floor.join();
+    workers.scheduler.join();
     world.end();
 }
 
@@ -374,16 +380,16 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     let mut world = World::new(sim());
     let stream = world.device.stream().unwrap();
     let buffer = world.buffer(100_000, &stream);
-    let end = DeviceEnd::claim(&buffer, AccessKind::Write).unwrap();
+    let end = device_end(&buffer, AccessKind::Write).unwrap();
     let staging = world.staging.take().unwrap();
-    let crew = staging.crew.clone();
+    let workers = staging.workers.clone();
     let source = Arc::new(Holds(Mutex::new(None)));
     let mut held = source.0.lock();
     let job = staging.upload(source.clone(), end, &stream, 0).unwrap();
     *held = Some(staging);
     drop(held);
     settled(&job).unwrap();
-    crew.floor.join();
+    workers.scheduler.join();
     world.end();
 }
 
@@ -398,7 +404,7 @@ fn what_cannot_be_staged_is_refused_at_the_call() {
     let capture = stream.begin_capture().unwrap();
     assert!(matches!(world.upload(Memory::new(vec![1; 1000]), &buffer, &stream), Err(TransferError::Device(_))));
     capture.end().unwrap();
-    // None of them left the memory claimed.
+    // None of them left the memory reserved.
     settled(&world.upload(Memory::new(vec![1; 1000]), &buffer, &stream).unwrap()).unwrap();
     world.end();
     other.end();
@@ -417,7 +423,7 @@ fn a_stream_of_one_thread_is_left_to_it() {
     let (sim, transfer) = runtime(SMALL);
     let own = transfer.device().per_thread_stream();
     let buffer: Buffer<u8> = transfer.allocator().alloc(300_000, &own).unwrap();
-    let end = DeviceEnd::claim(&buffer, AccessKind::Write).unwrap();
+    let end = device_end(&buffer, AccessKind::Write).unwrap();
     let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), end, &own, 0);
     assert!(matches!(refused, Err(TransferError::Request(RequestError::Unsupported { .. }))));
     let content = content(300_000, 8);

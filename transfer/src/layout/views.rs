@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use super::layout::{Layout, MAX_DIMENSIONS};
-use super::layout_error::LayoutError;
+use super::{Layout, LayoutError, MAX_DIMENSIONS};
 
 impl Layout {
     /// The indices `range` of a dimension.

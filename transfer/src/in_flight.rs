@@ -1,9 +1,10 @@
-//! What a runtime began and what is not known to be complete, so that all of it can be waited for.
+//! The in-flight set of a runtime: everything that it began and that is not known to be complete.
 //!
-//! Of each stream the latest tick is kept, which covers the earlier ones, and of what threads work on, each job. Whenever as much again is
-//! listed as was not complete the last time, what is complete by now is dropped: a query for a few transfers.
+//! The set has the latest tick of each stream, which covers the earlier ones, and each unfinished job.
+//! Complete work is dropped whenever the set has twice as many entries as after the last drop, so a
+//! transfer costs a few queries.
 //!
-//! Lock order: the list's lock, then those of timelines and jobs.
+//! Lock order: the set's lock, then those of timelines and jobs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,52 +15,48 @@ use aquifer_device::fork::Mutex;
 use crate::error::TransferError;
 use crate::job::{Job, Progress};
 
-/// Up to so many entries are not looked at again.
+/// A set of at most this many entries is not searched for complete ones.
 const FEW: usize = 64;
 
-/// What was begun.
+/// Transfers that may not be complete.
 #[derive(Debug, Default)]
-pub(crate) struct Begun(Mutex<List>);
+pub(crate) struct InFlight(Mutex<List>);
 
 #[derive(Debug, Default)]
 struct List {
     /// By device and timeline.
     ticks: HashMap<(u32, u32), Tick>,
     jobs: Vec<Arc<Job>>,
-    /// How many of both were left when what is complete was dropped last.
-    left: usize,
+    /// The number of entries after the last drop.
+    len_then: usize,
 }
 
-impl Begun {
-    /// Lists work that was enqueued until the tick.
+impl InFlight {
+    /// Adds work that was enqueued before the tick.
     pub(crate) fn note_tick(&self, tick: &Tick) {
         let mut list = self.0.lock();
         let key = (tick.timeline().device_id(), tick.timeline().id());
-        match list.ticks.get_mut(&key) {
-            Some(known) if known.n() >= tick.n() => {}
-            Some(known) => *known = tick.clone(),
-            None => {
-                list.ticks.insert(key, tick.clone());
-            }
+        let latest = list.ticks.entry(key).or_insert_with(|| tick.clone());
+        if latest.n() < tick.n() {
+            *latest = tick.clone();
         }
         list.thin();
     }
 
-    /// Lists work of threads.
     pub(crate) fn note_job(&self, job: &Arc<Job>) {
         let mut list = self.0.lock();
         list.jobs.push(job.clone());
         list.thin();
     }
 
-    /// True if any of it may not be complete.
-    pub(crate) fn is_open(&self) -> bool {
+    /// Whether everything is known to be complete.
+    pub(crate) fn is_empty(&self) -> bool {
         let mut list = self.0.lock();
         list.drop_complete();
-        list.left > 0
+        list.len_then == 0
     }
 
-    /// Waits until all that is listed now is complete, or has failed. Tells the first error of a wait, and waits for the rest all the same.
+    /// Waits for all present entries, complete or failed, and returns the first error of a wait.
     pub(crate) fn wait(&self) -> Result<(), TransferError> {
         let (mut ticks, jobs): (Vec<Tick>, Vec<Arc<Job>>) = {
             let list = self.0.lock();
@@ -76,13 +73,13 @@ impl Begun {
 
 impl List {
     fn thin(&mut self) {
-        if self.ticks.len() + self.jobs.len() > FEW.max(2 * self.left) {
+        if self.ticks.len() + self.jobs.len() > FEW.max(2 * self.len_then) {
             self.drop_complete();
         }
     }
 
     fn drop_complete(&mut self) {
-        // What cannot be asked now is asked later.
+        // An error of a query says nothing: the entry stays, and a later call asks again.
         let is_open = |tick: &Tick| !tick.is_done().unwrap_or(false);
         self.ticks.retain(|_, tick| is_open(tick));
         self.jobs.retain(|job| match job.progress() {
@@ -90,7 +87,7 @@ impl List {
             Progress::Enqueued(tick) => is_open(&tick),
             Progress::Finished(_) => false,
         });
-        self.left = self.ticks.len() + self.jobs.len();
+        self.len_then = self.ticks.len() + self.jobs.len();
     }
 }
 
@@ -102,40 +99,40 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_complete_is_forgotten() {
+    fn complete_work_is_forgotten() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
-        let (begun, open) = (Begun::default(), Job::new());
-        begun.note_job(&open);
+        let (in_flight, open) = (InFlight::default(), Job::new());
+        in_flight.note_job(&open);
         for nth in 0..1000 {
             let (stream, job) = (device.stream().unwrap(), Job::new());
-            begun.note_job(&job);
+            in_flight.note_job(&job);
             match nth % 2 {
                 0 => job.finish(Ok(())),
                 _ => job.enqueued(stream.tick()),
             }
             stream.tick().cover().unwrap();
-            begun.note_tick(&stream.tick());
+            in_flight.note_tick(&stream.tick());
             stream.synchronize().unwrap();
-            let list = begun.0.lock();
+            let list = in_flight.0.lock();
             assert!(list.ticks.len() + list.jobs.len() <= 2 * FEW, "{nth}");
         }
         open.finish(Err(TransferError::AlreadyTaken));
-        assert!(!begun.is_open());
+        assert!(in_flight.is_empty());
     }
 
     #[test]
-    fn of_each_stream_the_latest_tick_counts() {
+    fn the_latest_tick_of_each_stream_counts() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
-        let (begun, stream) = (Begun::default(), device.stream().unwrap());
+        let (in_flight, stream) = (InFlight::default(), device.stream().unwrap());
         let ticks = [(); 3].map(|()| {
             let tick = stream.tick();
             tick.cover().unwrap();
             tick
         });
         for at in [0, 2, 1] {
-            begun.note_tick(&ticks[at]);
+            in_flight.note_tick(&ticks[at]);
         }
-        let listed: Vec<u64> = begun.0.lock().ticks.values().map(Tick::n).collect();
+        let listed: Vec<u64> = in_flight.0.lock().ticks.values().map(Tick::n).collect();
         assert_eq!(listed, [ticks[2].n()]);
     }
 }

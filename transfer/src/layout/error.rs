@@ -1,13 +1,16 @@
-//! Why a layout cannot be.
+//! Errors of layouts.
 
 use std::fmt;
+
+/// The most dimensions of a layout.
+pub const MAX_DIMENSIONS: usize = 8;
 
 /// Why a layout, or a view of one, cannot be: the caller asked for dimensions that it does not have. Extents are outermost first.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
     /// More dimensions than a layout may have.
-    #[error("{shape:?} has {} dimensions, {} is the most there may be; reshape it first", shape.len(), super::layout::MAX_DIMENSIONS)]
+    #[error("{shape:?} has {} dimensions, {} is the most there may be; reshape it first", shape.len(), MAX_DIMENSIONS)]
     TooManyDimensions {
         /// The extents.
         shape: Vec<usize>,

@@ -1,11 +1,12 @@
-//! Blocks that were given back while the device still used them, by what they wait for.
+//! Deferred release: blocks that were given back while the device still used them, by their ticks.
 //!
-//! A block waits for one tick at a time: it stands in the queue of that tick's timeline, by the tick's place there. When that is
-//! done it moves on to the next tick that is not. So what is done is found without looking at what is not, however many blocks
-//! wait. A tick whose timeline fails is never done, and its block stays here.
+//! A block waits for one tick at a time, in the queue of that tick's timeline, by the tick's place
+//! there. Once that tick is done, the block moves on to its next unfinished tick. So blocks that are
+//! done are found without a look at the others, however many wait. A tick whose timeline fails is never
+//! done, and its block stays here.
 //!
-//! Nothing here makes a driver call: who asks the driver does so without the pool's lock, about the ticks that
-//! [`Waiting::fronts`] names.
+//! Nothing here makes a driver call: the pool asks the driver, without its lock, about the ticks that
+//! [`DeferredBlocks::fronts`] returns.
 
 use std::collections::BTreeMap;
 
@@ -15,19 +16,19 @@ use super::slabs::BlockId;
 
 /// The blocks that wait.
 #[derive(Debug, Default)]
-pub(super) struct Waiting {
+pub(super) struct DeferredBlocks {
     /// By the number of the stream: all are of one device.
-    queues: BTreeMap<u32, BTreeMap<(u64, BlockId), Entry>>,
+    queues: BTreeMap<u32, BTreeMap<(u64, BlockId), Deferred>>,
     blocks: usize,
     next: u64,
 }
 
 #[derive(Debug)]
-struct Entry {
-    /// Entries are numbered in the order in which blocks were given back.
+struct Deferred {
+    /// Counts up in the order in which blocks were given back.
     number: u64,
     tick: Tick,
-    /// What must be done after that.
+    /// The other ticks that must be done.
     rest: Vec<Tick>,
 }
 
@@ -45,12 +46,13 @@ impl Front {
     }
 }
 
-impl Waiting {
+impl DeferredBlocks {
     pub(super) fn is_empty(&self) -> bool {
         self.blocks == 0
     }
 
-    /// Lets a block wait until all ticks are done. Returns `false` if they are known to be already, and keeps nothing then.
+    /// Defers the release of a block until all ticks are done. Returns `false`, and does nothing, if all
+    /// are known to be done.
     pub(super) fn insert(&mut self, block: BlockId, ticks: Vec<Tick>) -> bool {
         let number = self.next;
         self.next += 1;
@@ -60,11 +62,10 @@ impl Waiting {
     }
 
     fn enqueue(&mut self, block: BlockId, mut rest: Vec<Tick>, number: u64) -> bool {
-        let known_done = |tick: &Tick| tick.timeline().is_known_done(tick.n());
         while let Some(tick) = rest.pop() {
-            if !known_done(&tick) {
+            if !is_known_done(&tick) {
                 let queue = self.queues.entry(tick.timeline().id()).or_default();
-                queue.insert((tick.n(), block), Entry { number, tick, rest });
+                queue.insert((tick.n(), block), Deferred { number, tick, rest });
                 return true;
             }
         }
@@ -76,13 +77,13 @@ impl Waiting {
         let mut done = Vec::new();
         let mut onward = Vec::new();
         self.queues.retain(|_, queue| {
-            while let Some(first) = queue.first_entry().filter(|first| is_done(first.get())) {
+            while let Some(first) = queue.first_entry().filter(|first| is_known_done(&first.get().tick)) {
                 let ((_, block), entry) = first.remove_entry();
                 onward.push((block, entry));
             }
             !queue.is_empty()
         });
-        for (block, Entry { number, rest, .. }) in onward {
+        for (block, Deferred { number, rest, .. }) in onward {
             if !self.enqueue(block, rest, number) {
                 done.push(block);
             }
@@ -91,11 +92,10 @@ impl Waiting {
         done
     }
 
-    /// Everything that is waited for and not known to be done.
+    /// All ticks that are not known to be done, the last one of each stream.
     pub(super) fn ticks(&self) -> Vec<Tick> {
         let entries = self.queues.values().flat_map(BTreeMap::values);
         let ticks = entries.flat_map(|entry| entry.rest.iter().chain([&entry.tick]));
-        // The last of a stream stands for those before it.
         let mut last = BTreeMap::new();
         for tick in ticks {
             let at = last.entry(tick.timeline().id()).or_insert(tick);
@@ -104,9 +104,9 @@ impl Waiting {
         last.into_values().cloned().collect()
     }
 
-    /// For each stream that is waited for, the tick that must be done first; in the order in which the blocks were given back.
+    /// The first unfinished tick of each stream, in the order in which their blocks were given back.
     pub(super) fn fronts(&self) -> Vec<Front> {
-        let first = |queue: &BTreeMap<_, Entry>| {
+        let first = |queue: &BTreeMap<_, Deferred>| {
             queue.first_key_value().map(|(_, entry)| Front { number: entry.number, tick: entry.tick.clone() })
         };
         let mut fronts: Vec<_> = self.queues.values().filter_map(first).collect();
@@ -115,6 +115,6 @@ impl Waiting {
     }
 }
 
-fn is_done(entry: &Entry) -> bool {
-    entry.tick.timeline().is_known_done(entry.tick.n())
+fn is_known_done(tick: &Tick) -> bool {
+    tick.timeline().is_known_done(tick.n())
 }

@@ -1,17 +1,22 @@
-//! Where the elements of a tensor lie: shape, strides and offset, all in elements.
+//! Strided layouts, without memory, locks or drivers: the places of a tensor's elements ([`Layout`] and
+//! its views), and the rows that copies go by ([`Rows`]).
 //!
-//! Invariant: no number that follows from a layout overflows a `usize`: neither how many elements it has, even with its
-//! empty dimensions counted as 1, nor the place of its last one. So views of a layout need no checks of their own,
-//! except for what callers pass.
+//! Invariant: no number that follows from a [`Layout`] overflows a `usize`: neither the number of its
+//! elements, even with empty dimensions counted as 1, nor the place of the last one. So views of a
+//! layout check nothing but their arguments.
+
+mod error;
+mod rows;
+#[cfg(test)]
+mod tests;
+mod views;
 
 use std::fmt;
 
 use aquifer_kernels::Strided;
 
-use super::layout_error::LayoutError;
-
-/// Dimensions that a layout has at most.
-pub const MAX_DIMENSIONS: usize = 8;
+pub use error::{LayoutError, MAX_DIMENSIONS};
+pub(crate) use rows::{Block, Dimension, Rows, group_rows, merge, place_of};
 
 /// Where the elements of a tensor lie in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost first, each with an extent and a
 /// stride in elements, and the place of the first element. A stride of 0 repeats elements.
@@ -168,7 +173,7 @@ impl Layout {
     }
 
     /// The dimensions' numbers in the order of their strides, the largest first, as dense elements have them.
-    pub(super) fn by_falling_stride(&self) -> Vec<usize> {
+    pub(crate) fn by_falling_stride(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.rank).collect();
         order.sort_by_key(|&dimension| std::cmp::Reverse(self.strides[dimension]));
         order
@@ -176,7 +181,7 @@ impl Layout {
 
     /// Whether no two elements lie at one place, as [`Strided::are_distinct`] tells it. Only layouts that no view of a dense one leads to fail
     /// this wrongly.
-    pub(super) fn is_distinct(&self) -> bool {
+    pub(crate) fn is_distinct(&self) -> bool {
         let rising = self.by_falling_stride().into_iter().rev();
         self.is_empty()
             || Strided::are_distinct(
@@ -189,22 +194,26 @@ impl Layout {
         self.shape().iter().copied().zip(self.strides().iter().copied())
     }
 
-    /// The same elements in fewer dimensions: those of extent 1 are left out, neighbours that are one in memory become one.
+    /// The same elements in fewer dimensions, merged where they are one in memory.
     pub(crate) fn merged(&self) -> Layout {
-        let mut merged =
-            Layout { rank: 0, extents: [0; MAX_DIMENSIONS], strides: [0; MAX_DIMENSIONS], offset: self.offset };
         if self.is_empty() {
-            return Layout { rank: 1, ..merged };
+            return self.with_dimensions(self.offset, [(0, 0)]);
         }
-        for (extent, stride) in self.dimensions().filter(|&(extent, _)| extent > 1) {
-            let outer =
-                merged.rank.checked_sub(1).filter(|&outer| extent.checked_mul(stride) == Some(merged.strides[outer]));
-            let at = outer.unwrap_or(merged.rank);
-            merged.extents[at] = if outer.is_some() { merged.extents[at] * extent } else { extent };
-            merged.strides[at] = stride;
-            merged.rank = at + 1;
-        }
-        merged
+        let dimensions = self.dimensions().map(|(extent, stride)| dimension(extent, [stride]));
+        let merged = merge(dimensions).into_iter();
+        // The numbers are those of a layout, or products that divide its length.
+        let usize_of = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+        self.with_dimensions(self.offset, merged.map(|merged| (usize_of(merged.extent), usize_of(merged.strides[0]))))
+    }
+
+    /// The rows of the elements, without the offset, at this layout and at one of the same shape whose
+    /// elements are adjacent.
+    pub(crate) fn rows_to_dense(&self) -> Rows<2> {
+        let mut dense = self.len().max(1);
+        Rows::new(self.dimensions().map(|(extent, stride)| {
+            dense /= extent.max(1);
+            dimension(extent, [stride, dense])
+        }))
     }
 
     /// The same elements from another place on, in storage that has fewer before them.
@@ -227,6 +236,10 @@ impl Layout {
         }
         layout
     }
+}
+
+fn dimension<const N: usize>(extent: usize, strides: [usize; N]) -> Dimension<N> {
+    Dimension { extent: extent as u64, strides: strides.map(|stride| stride as u64) }
 }
 
 fn too_large(shape: &[usize]) -> LayoutError {

@@ -1,27 +1,24 @@
-//! What a job is made of, and the steps that its pieces go through.
-//!
-//! Each step is one function, which threads (`crew`) and virtual workers (`virtual_crew`) call alike.
+//! A staged transfer, and the steps that its pieces go through.
 
 use std::fmt;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_allocator::{Buffer, Claim};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::caller;
-use aquifer_device::{
-    AccessKind, Copy2d, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, RequestError, Stream, Tick,
-};
+use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, RequestError, Stream, Tick};
 
 use super::config::PAGE;
 use super::ends::{HostSource, HostTarget};
-use super::spread::{Rows, Spread};
-use super::task::{Flight, Hand, Order, Way};
+use super::task::{self, Order, Way};
 use crate::capture;
-use crate::errands;
+use crate::enqueue::enqueue_block;
 use crate::error::TransferError;
+use crate::foreign_code::guarded;
 use crate::job::Job;
+use crate::layout::{Block, Rows};
 use crate::pinned::PinnedBuffer;
 
 /// What to do instead where a stream began a capture since a transfer was accepted.
@@ -30,72 +27,45 @@ const CAPTURES_NOW: &str = "the stream began a capture before all of this transf
 /// A chunk of the ring.
 pub(super) type Chunk = PinnedBuffer<u8>;
 /// A piece of a job, and the chunk that it goes through.
-pub(super) type Piece = Hand<Arc<Work>, Chunk>;
-/// A chunk that a copy uses.
-pub(super) type InFlight = Flight<Chunk, Tick>;
+pub(super) type Piece = task::Piece<Arc<StagedTransfer>, Chunk>;
 
-/// The device's end of a staged transfer: a part of memory that is claimed for it.
+/// The device end of a staged transfer: some rows of bytes of reserved memory.
 pub(crate) struct DeviceEnd {
-    claim: Claim,
+    reserved: Claim,
     ptr: DevicePtr,
-    spread: Spread,
+    rows: Rows<1>,
 }
 
 impl DeviceEnd {
-    /// All of a buffer, for such a use.
+    /// Some bytes of a buffer, which must lie within it. Reserves all of its memory.
     ///
     /// # Errors
     /// As [`Claim::take`].
-    pub(crate) fn claim<T: Copy>(buffer: &Buffer<T>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
-        DeviceEnd::claim_rows(buffer, Spread::dense(buffer.bytes()), kind)
-    }
-
-    /// The bytes of a buffer that lie so, which must be within it, for such a use. All of its memory is claimed.
-    ///
-    /// # Errors
-    /// As [`Claim::take`].
-    pub(crate) fn claim_rows<T: Copy>(
+    pub(crate) fn reserve<T: Copy>(
         buffer: &Buffer<T>,
-        spread: Spread,
+        rows: Rows<1>,
         kind: AccessKind,
     ) -> Result<DeviceEnd, TransferError> {
-        let claim = Claim::take(buffer.storage(), kind)?;
-        Ok(DeviceEnd { claim, ptr: buffer.ptr(), spread })
+        Ok(DeviceEnd { reserved: Claim::take(buffer.storage(), kind)?, ptr: buffer.ptr(), rows })
     }
 
-    /// Enqueues a copy of some rows to or from a chunk, in which they have no gaps.
+    /// Enqueues a copy of a block of bytes to or from a chunk, in which they are adjacent.
     ///
     /// # Safety
-    /// The rows must be memory of the chunk from `packed` on, as [`aquifer_device::Driver::copy_2d`] asks for.
+    /// As [`enqueue_block`], for the chunk from `chunk` on.
     #[allow(unsafe_code, reason = "passed on from the driver")]
-    unsafe fn enqueue(&self, stream: &Stream, rows: Rows, packed: HostPtr, way: Way) -> Result<(), DeviceError> {
-        let ptr = self.ptr.offset(rows.at);
-        let chunk = HostPtr(packed.0 + usize::try_from(rows.packed).unwrap_or(usize::MAX));
-        if rows.height > 1 && rows.pitch < rows.width {
-            // Rows that overlap or repeat, of which no driver copies several at once.
-            return rows.each().try_for_each(|row| {
-                // SAFETY: passed on to the caller.
-                unsafe { self.enqueue(stream, row, packed, way) }
-            });
-        }
-        let bytes = usize::try_from(rows.width).unwrap_or(usize::MAX);
-        let (on_device, on_host) = ((CopyEnd::Device(ptr), rows.pitch), (CopyEnd::Host(chunk), rows.width));
-        let ((dst, dst_pitch), (src, src_pitch)) = match way {
-            // SAFETY: passed on to the caller.
-            Way::Up if rows.height == 1 => return unsafe { stream.upload(ptr, chunk, bytes) },
-            // SAFETY: passed on to the caller.
-            Way::Down if rows.height == 1 => return unsafe { stream.download(chunk, ptr, bytes) },
-            Way::Up => (on_device, on_host),
-            Way::Down => (on_host, on_device),
-        };
-        let copy = Copy2d { dst, dst_pitch, src, src_pitch, width: rows.width, height: rows.height };
+    unsafe fn enqueue(&self, stream: &Stream, block: Block<1>, chunk: HostPtr, way: Way) -> Result<(), DeviceError> {
+        let Block { first, at: [at], width, height, pitches: [pitch] } = block;
+        let (here, there) = ((first, width, CopyEnd::Host(chunk)), (at, pitch, CopyEnd::Device(self.ptr)));
+        let (from, to) = if way == Way::Up { (here, there) } else { (there, here) };
+        let block = Block { first, at: [from.0, to.0], width, height, pitches: [from.1, to.1] };
         // SAFETY: passed on to the caller.
-        unsafe { stream.copy_2d(&copy) }
+        unsafe { enqueue_block(stream, block, (from.2, to.2), 1) }
     }
 }
 
 /// A staged transfer.
-pub(super) struct Work {
+pub(super) struct StagedTransfer {
     host: HostEnd,
     device: DeviceEnd,
     stream: Stream,
@@ -112,14 +82,19 @@ pub(super) enum HostEnd {
     Target(Arc<dyn HostTarget>),
 }
 
-impl Work {
+impl StagedTransfer {
     /// A transfer of all bytes of a host end and a device's end, of which there must be as many. The host end, which may be code of the
     /// caller's, is asked this once.
     ///
     /// # Errors
     /// When memory and stream are of different devices, or the ends of different lengths.
-    pub(super) fn new(host: HostEnd, device: DeviceEnd, stream: &Stream, priority: i32) -> Result<Work, TransferError> {
-        let (is, needed) = (stream.device_id(), device.claim.storage().device_id());
+    pub(super) fn new(
+        host: HostEnd,
+        device: DeviceEnd,
+        stream: &Stream,
+        priority: i32,
+    ) -> Result<StagedTransfer, TransferError> {
+        let (is, needed) = (stream.device_id(), device.reserved.storage().device_id());
         if is != needed {
             return Err(RequestError::wrong_device("stream", is, needed).into());
         }
@@ -128,10 +103,10 @@ impl Work {
             let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
             return Err(TransferError::Request(RequestError::Unsupported { what }));
         }
-        check_lengths(&host, device.spread.bytes())?;
+        check_lengths(&host, device.rows.len())?;
         // Threads take the turns later, and by then streams that used the memory may capture.
-        device.claim.prepare(stream)?;
-        Ok(Work {
+        device.reserved.prepare(stream)?;
+        Ok(StagedTransfer {
             host,
             device,
             stream: stream.clone(),
@@ -144,7 +119,7 @@ impl Work {
 
     /// Bytes of either end.
     pub(super) fn bytes(&self) -> u64 {
-        self.device.spread.bytes()
+        self.device.rows.len()
     }
 
     pub(super) fn job(&self) -> &Arc<Job> {
@@ -152,7 +127,7 @@ impl Work {
     }
 
     /// As the ring takes it.
-    pub(super) fn order(self) -> Order<Arc<Work>> {
+    pub(super) fn order(self) -> Order<Arc<StagedTransfer>> {
         let (way, phase) = match &self.host {
             HostEnd::Source(source) => (Way::Up, source.phase() % PAGE as u64),
             HostEnd::Target(_) => (Way::Down, 0),
@@ -163,7 +138,7 @@ impl Work {
 
     /// Ends the job. The claim and the host end are gone before the job is settled, except for an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
-        let Work { host, device, stream, job, last, .. } = self;
+        let StagedTransfer { host, device, stream, job, last, .. } = self;
         let upload = matches!(host, HostEnd::Source(_));
         drop(device);
         drop(host);
@@ -185,10 +160,10 @@ impl Work {
 
 /// Fills a chunk with its piece of the source.
 pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
-    let Hand { work, range, chunk, .. } = piece;
-    work.check_wanted()?;
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    transfer.check_wanted()?;
     let into = chunk.write()?;
-    match &work.host {
+    match &transfer.host {
         HostEnd::Source(source) => {
             guarded("the source of a transfer", || source.read(range.start, part_mut(into, range.end - range.start)?))
         }
@@ -198,38 +173,38 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
 
 /// Enqueues the copy of a filled chunk to the device, or of the device's bytes into a chunk. The tick after it is covered by an event.
 pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
-    let Hand { work, range, chunk, .. } = piece;
-    work.check_wanted()?;
-    let starved = work.is_storage() && work.is_caught_up()?;
-    let tick = enqueue(work, range.clone(), chunk, way)?;
-    work.note(&tick);
-    if let HostEnd::Source(source) = &work.host {
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    transfer.check_wanted()?;
+    let starved = transfer.is_storage() && transfer.is_caught_up()?;
+    let tick = enqueue(transfer, range.clone(), chunk, way)?;
+    transfer.note(&tick);
+    if let HostEnd::Source(source) = &transfer.host {
         source.sent(range.end - range.start, starved);
     }
     Ok(tick)
 }
 
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
-fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<Tick, TransferError> {
-    capture::refuse(&work.stream, CAPTURES_NOW)?;
-    let _place = work.asked.and_then(|asked| work.stream.called_from(asked));
+fn enqueue(transfer: &StagedTransfer, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<Tick, TransferError> {
+    capture::refuse(&transfer.stream, CAPTURES_NOW)?;
+    let _place = transfer.asked.and_then(|asked| transfer.stream.called_from(asked));
     let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-    let on_device = work.device.claim.turn(&work.stream)?;
+    let on_device = transfer.device.reserved.turn(&transfer.stream)?;
     let (part, kind) = match way {
         Way::Up => (chunk.try_slice(..bytes)?.part(), AccessKind::Read),
         Way::Down => (chunk.try_slice_mut(..bytes)?.part(), AccessKind::Write),
     };
-    let in_chunk = part.memory.turn(&work.stream, kind)?;
-    let _held_off = capture::hold_off(&work.stream, CAPTURES_NOW)?;
-    let enqueued = work.device.spread.rows(range, |rows| {
-        // SAFETY: the rows of the range fill the part. The memory's turn notes the copies, and until those are done nobody touches what
-        // they write, nor writes what they read, nor is it given away.
-        unsafe { work.device.enqueue(&work.stream, rows, part.ptr, way) }
+    let in_chunk = part.memory.access(&transfer.stream, kind)?;
+    let _held_off = capture::hold_off(&transfer.stream, CAPTURES_NOW)?;
+    let enqueued = transfer.device.rows.blocks(range, |block| {
+        // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies. Until they are done nothing
+        // touches the bytes that they write, writes those that they read, or reuses the memory.
+        unsafe { transfer.device.enqueue(&transfer.stream, block, part.ptr, way) }
     });
     drop((in_chunk, on_device));
     enqueued?;
-    let tick = work.stream.tick();
-    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+    let tick = transfer.stream.tick();
+    // Without an event the tick is still answerable, at the cost of waiting for later transfer, too.
     if let Err(error) = tick.cover() {
         tracing::debug!(%error, "no event could be recorded after a staged copy");
     }
@@ -237,11 +212,11 @@ fn enqueue(work: &Work, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Resul
 }
 
 /// Stores what arrived in a chunk in the target.
-pub(super) fn land(piece: &Piece) -> Result<(), TransferError> {
-    let Hand { work, range, chunk, .. } = piece;
-    work.check_wanted()?;
+pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    transfer.check_wanted()?;
     let from = chunk.read()?;
-    match &work.host {
+    match &transfer.host {
         HostEnd::Target(target) => {
             guarded("the target of a transfer", || target.write(range.start, part(from, range.end - range.start)?))
         }
@@ -249,7 +224,7 @@ pub(super) fn land(piece: &Piece) -> Result<(), TransferError> {
     }
 }
 
-impl Work {
+impl StagedTransfer {
     /// Whether the copies enqueued so far are done.
     fn is_caught_up(&self) -> Result<bool, TransferError> {
         let last = self.last.lock().clone();
@@ -264,9 +239,12 @@ impl Work {
     }
 }
 
-impl fmt::Debug for Work {
+impl fmt::Debug for StagedTransfer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Work").field("ptr", &self.device.ptr).field("bytes", &self.bytes()).finish_non_exhaustive()
+        f.debug_struct("StagedTransfer")
+            .field("ptr", &self.device.ptr)
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
     }
 }
 
@@ -301,17 +279,4 @@ fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
 /// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
     Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
-}
-
-/// Calls code that may panic.
-pub(crate) fn guarded<R>(
-    what: &'static str,
-    call: impl FnOnce() -> Result<R, TransferError>,
-) -> Result<R, TransferError> {
-    // What the code leaves behind when it panics is not looked at: the job fails, and a chunk's bytes are written before they are used.
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
-        let error = TransferError::panicked(what, panic.as_ref());
-        errands::run("what a panic carried", move || drop(panic));
-        Err(error)
-    })
 }

@@ -1,0 +1,105 @@
+//! Threads on tasks that are played without a device.
+
+#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use parking_lot::Mutex as PlainMutex;
+
+use super::super::config::PAGE;
+use super::super::task::Way;
+use super::*;
+
+/// What tells whoever submitted a job how it ended.
+type Notify = mpsc::Sender<bool>;
+
+struct Workers {
+    scheduler: Scheduler<Notify, (), u32>,
+    sizes: Sizes,
+    /// Who waits for lane 0 waits for this.
+    still: PlainMutex<mpsc::Receiver<()>>,
+    starts: AtomicUsize,
+    /// The start that fails.
+    fails: usize,
+}
+
+impl Workers {
+    fn new(chunks: usize, threads: usize, fails: usize) -> (Arc<Workers>, mpsc::Sender<()>) {
+        let (go, still) = mpsc::channel();
+        let sizes = Sizes { chunk_bytes: PAGE, chunks, threads };
+        let (still, starts) = (PlainMutex::new(still), AtomicUsize::new(0));
+        (Arc::new(Workers { scheduler: Scheduler::new(), sizes, still, starts, fails }), go)
+    }
+
+    fn submit(self: &Arc<Self>, lane: u32, pieces: u64) -> mpsc::Receiver<bool> {
+        let (notify, ended) = mpsc::channel();
+        let order = Order { work: notify, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, lane, priority: 0 };
+        self.scheduler.submit(order, self).unwrap();
+        ended
+    }
+}
+
+impl Executor<Notify, (), u32> for Arc<Workers> {
+    fn perform(&self, task: Task<Notify, (), u32>) -> Done<Notify, (), u32> {
+        match task {
+            Task::Tune => Done::Tuned(self.sizes),
+            Task::Grow { .. } => Done::Grown(Ok(())),
+            Task::Fill(piece) | Task::Fetch(piece) => Done::Sent(piece, 0),
+            Task::Store(piece) => Done::Stored(piece),
+            Task::Wait(flight) => {
+                if flight.lane == 0 {
+                    // An end of the channel is as good.
+                    let _ = self.still.lock().recv();
+                }
+                Done::Waited(flight, Ok(()))
+            }
+        }
+    }
+
+    fn settle(&self, after: After<Notify, ()>) {
+        let tell =
+            |(notify, result): (Notify, Result<(), TransferError>)| notify.send(result.is_ok()).unwrap_or_default();
+        after.ended.into_iter().for_each(tell);
+    }
+
+    fn spawn(&self) -> Result<(), TransferError> {
+        if self.starts.fetch_add(1, Ordering::SeqCst) + 1 == self.fails {
+            let cause = Arc::new(std::io::ErrorKind::OutOfMemory.into());
+            return Err(TransferError::Thread { what: "a model", cause });
+        }
+        let workers = self.clone();
+        thread::spawn(move || workers.scheduler.work(&workers));
+        Ok(())
+    }
+}
+
+/// However few threads there may be: a stream that stands still keeps neither all of them nor all chunks.
+#[test]
+fn a_stream_that_stands_still_keeps_no_others_from_going_on() {
+    for threads in [1, 2, 4] {
+        let (workers, go) = Workers::new(8, threads, 0);
+        let stuck = workers.submit(0, 100);
+        assert_eq!(workers.submit(1, 100).recv(), Ok(true));
+        assert!(stuck.try_recv().is_err(), "it stands still");
+        assert!(workers.starts.load(Ordering::SeqCst) <= threads + 2, "one more for each stream at most");
+        drop(go);
+        assert_eq!(stuck.recv(), Ok(true));
+        workers.scheduler.close();
+        workers.scheduler.join();
+    }
+}
+
+/// A thread that could not be started is tried again with the next job.
+#[test]
+fn one_failed_start_is_not_for_ever() {
+    let (workers, go) = Workers::new(8, 2, 2);
+    drop(go);
+    assert_eq!(workers.submit(1, 50).recv(), Ok(true));
+    assert_eq!(workers.starts.load(Ordering::SeqCst), 2, "one thread came, and one did not");
+    assert_eq!(workers.submit(1, 50).recv(), Ok(true));
+    assert_eq!((workers.starts.load(Ordering::SeqCst), workers.scheduler.size().threads), (3, 2));
+    workers.scheduler.close();
+    workers.scheduler.join();
+}

@@ -1,0 +1,182 @@
+//! The worker threads of a ring: they perform its tasks with page-locked memory and a device.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use aquifer_device::Tick;
+use aquifer_device::sim::defer_panics_here;
+
+use super::config::StagingConfig;
+use super::ring::CHUNK_BYTES_LEAST;
+use super::scheduler::{Executor, Scheduler};
+use super::staged_transfer::{Chunk, Piece, StagedTransfer, fill, send, store};
+use super::stats::StagingStats;
+use super::task::{After, Done, Task, Way};
+use super::tune;
+use crate::error::TransferError;
+use crate::foreign_code::{self, guarded};
+use crate::pinned::{PinnedPool, ReclaimableCache};
+
+/// A ring with its worker threads, each of which keeps it alive.
+pub(super) struct Workers {
+    pool: PinnedPool,
+    config: StagingConfig,
+    pub(super) scheduler: Scheduler<Arc<StagedTransfer>, Chunk, Tick>,
+    counters: WorkCounters,
+}
+
+/// Bytes that the threads moved, and their time by activity.
+#[derive(Debug, Default)]
+struct WorkCounters {
+    uploaded: AtomicU64,
+    downloaded: AtomicU64,
+    copy_ns: AtomicU64,
+    storage_ns: AtomicU64,
+    chunk_wait_ns: AtomicU64,
+    arrival_wait_ns: AtomicU64,
+}
+
+impl Workers {
+    pub(super) fn new(pool: &PinnedPool, config: StagingConfig) -> Arc<Workers> {
+        let workers =
+            Workers { pool: pool.clone(), config, scheduler: Scheduler::new(), counters: WorkCounters::default() };
+        let workers = Arc::new(workers);
+        let cache: Weak<Workers> = Arc::downgrade(&workers);
+        pool.add_cache(cache);
+        workers
+    }
+
+    pub(super) fn submit(self: &Arc<Self>, transfer: StagedTransfer) -> Result<(), TransferError> {
+        self.scheduler.submit(transfer.order(), self)
+    }
+
+    pub(super) fn stats(&self) -> StagingStats {
+        let (size, counters) = (self.scheduler.size(), &self.counters);
+        let time = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
+        StagingStats {
+            chunk_bytes: size.chunk_bytes as u64,
+            chunks: size.chunks as u64,
+            chunks_max: size.sizes.map_or(0, |sizes| sizes.chunks as u64),
+            threads: size.threads as u64,
+            threads_max: size.sizes.map_or(0, |sizes| sizes.threads as u64),
+            uploaded_bytes: counters.uploaded.load(Ordering::Relaxed),
+            downloaded_bytes: counters.downloaded.load(Ordering::Relaxed),
+            time_copying: time(&counters.copy_ns),
+            time_reading: time(&counters.storage_ns),
+            time_waiting_for_chunks: time(&counters.chunk_wait_ns),
+            time_waiting_for_arrivals: time(&counters.arrival_wait_ns),
+        }
+    }
+
+    /// Allocates a chunk for a ring that already has `others` bytes. The ring takes at most half of a
+    /// pool with a limit, so that small copies and the caller's buffers fit too. That half holds two
+    /// chunks at least, or one of the smallest size.
+    fn allocate_chunk(&self, bytes: usize, others: usize) -> Result<Chunk, TransferError> {
+        let wanted = bytes + others.max(bytes);
+        let is_smallest = others == 0 && bytes < 2 * CHUNK_BYTES_LEAST;
+        if !is_smallest && self.pool.limit().is_some_and(|limit| wanted as u64 > limit / 2) {
+            return Err(self.pool.refusal(bytes));
+        }
+        self.pool.alloc(bytes)
+    }
+
+    /// Reads a source or writes a target, and counts the time.
+    fn copy(
+        &self,
+        piece: &mut Piece,
+        step: impl FnOnce(&mut Piece) -> Result<(), TransferError>,
+    ) -> Result<(), TransferError> {
+        let time = if piece.work.is_storage() { &self.counters.storage_ns } else { &self.counters.copy_ns };
+        timed(time, || step(piece))
+    }
+
+    fn fill_and_send(&self, piece: &mut Piece) -> Result<Tick, TransferError> {
+        self.copy(piece, fill)?;
+        self.send(piece, Way::Up)
+    }
+
+    fn send(&self, piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+        let tick = send(piece, way)?;
+        let bytes = if way == Way::Up { &self.counters.uploaded } else { &self.counters.downloaded };
+        bytes.fetch_add(piece.range.end - piece.range.start, Ordering::Relaxed);
+        Ok(tick)
+    }
+}
+
+impl ReclaimableCache for Workers {
+    fn reclaim(&self) -> bool {
+        // Chunks that copies still use go back with the ticks of these copies.
+        !self.scheduler.strip_idle().is_empty()
+    }
+}
+
+impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
+    fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk, Tick>) -> Done<Arc<StagedTransfer>, Chunk, Tick> {
+        match task {
+            Task::Tune => Done::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool)))),
+            Task::Grow { bytes, others } => Done::Grown(guarded(DRIVER, || self.allocate_chunk(bytes, others))),
+            Task::Fill(mut piece) => match guarded(DRIVER, || self.fill_and_send(&mut piece)) {
+                Ok(tick) => Done::Sent(piece, tick),
+                Err(error) => Done::Failed(piece, error),
+            },
+            Task::Fetch(mut piece) => match guarded(DRIVER, || self.send(&mut piece, Way::Down)) {
+                Ok(tick) => Done::Sent(piece, tick),
+                Err(error) => Done::Failed(piece, error),
+            },
+            Task::Store(mut piece) => match guarded(DRIVER, || self.copy(&mut piece, |piece| store(piece))) {
+                Ok(()) => Done::Stored(piece),
+                Err(error) => Done::Failed(piece, error),
+            },
+            Task::Wait(flight) => {
+                let WorkCounters { chunk_wait_ns, arrival_wait_ns, .. } = &self.counters;
+                let time = if flight.way == Way::Up { chunk_wait_ns } else { arrival_wait_ns };
+                let waited = timed(time, || guarded(DRIVER, || Ok(flight.tick.synchronize()?)));
+                Done::Waited(flight, waited)
+            }
+        }
+    }
+
+    fn settle(&self, after: After<Arc<StagedTransfer>, Chunk>) {
+        for (transfer, result) in after.ended {
+            // No task has a piece of it, so this is the last reference.
+            if let Some(transfer) = Arc::into_inner(transfer) {
+                transfer.end(result);
+            }
+        }
+        drop(after.surplus);
+        // The transfer may have held the last buffer of a dropped allocator.
+        aquifer_allocator::internal::close_abandoned();
+    }
+
+    fn spawn(&self) -> Result<(), TransferError> {
+        let workers = self.clone();
+        let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || {
+            defer_panics_here();
+            foreign_code::deferring(|| {
+                workers.scheduler.work(&workers);
+                drop(workers);
+            });
+            aquifer_allocator::internal::close_abandoned();
+        });
+        match started {
+            Ok(_) => Ok(()),
+            Err(error) => Err(TransferError::Thread { what: "staged transfers", cause: Arc::new(error) }),
+        }
+    }
+}
+
+/// Named in errors about panics outside of sources and targets.
+const DRIVER: &str = "the driver of the device";
+
+fn timed<R>(total_ns: &AtomicU64, call: impl FnOnce() -> R) -> R {
+    let start = Instant::now();
+    let result = call();
+    total_ns.fetch_add(nanoseconds(start.elapsed()), Ordering::Relaxed);
+    result
+}
+
+pub(super) fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
