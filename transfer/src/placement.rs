@@ -3,14 +3,18 @@
 //! Nothing is chosen silently. For every device that was not chosen the reason is given, and the host is chosen only if the caller allowed it
 //! ([`Fallback::Host`]).
 
+mod verdict;
+
 use std::fmt;
 
 use aquifer_allocator::{Allocator, Bytes};
-use aquifer_device::{Device, DeviceInfo, DeviceLabel, DeviceSpec, gpus};
+use aquifer_device::{Device, DeviceInfo, DeviceSpec, gpus};
 use aquifer_kernels::DType;
 
 use crate::error::TransferError;
 use crate::runtime::Transfer;
+use verdict::Verdicts;
+pub use verdict::{NoDevice, Refused, Verdict};
 
 /// What happens where no device serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -96,69 +100,12 @@ impl Candidate {
     }
 }
 
-/// The verdict on one device.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Verdict {
-    /// Facts about the device.
-    pub info: DeviceInfo,
-    /// Bytes that could be allocated there, if it told.
-    pub free: Option<u64>,
-    /// Why it cannot be chosen; empty if it can.
-    pub refusals: Vec<Refused>,
-}
-
-/// Why a device does not serve.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub enum Refused {
-    /// It has too little free memory.
-    Memory {
-        /// Bytes needed.
-        needed: u64,
-        /// Bytes free.
-        free: u64,
-    },
-    /// Its compute capability is too low.
-    Capability {
-        /// What is needed, major and minor number.
-        needed: (u32, u32),
-        /// What it has.
-        has: (u32, u32),
-    },
-    /// It lacks instructions for a dtype.
-    DType {
-        /// The dtype.
-        dtype: DType,
-        /// What is missing.
-        missing: &'static str,
-    },
-    /// Its driver is too old. Install a newer one.
-    Driver {
-        /// The CUDA version that it must know, major and minor number.
-        needed: (u32, u32),
-        /// What it knows.
-        has: (u32, u32),
-    },
-    /// It could not be opened, or asked.
-    Failed(String),
-}
-
 /// What was chosen, and why. Its `Display` tells both, for every device.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Chosen {
     device: Option<(usize, Device)>,
     needed: u64,
-    /// What came of each device, in the order in which they were given.
-    pub verdicts: Vec<Verdict>,
-}
-
-/// No device serves. Says why, device by device; free memory, ask for less, or allow [`Fallback::Host`].
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("no device serves: {}", Verdicts(verdicts, None))]
-#[non_exhaustive]
-pub struct NoDevice {
     /// What came of each device, in the order in which they were given.
     pub verdicts: Vec<Verdict>,
 }
@@ -351,47 +298,9 @@ impl fmt::Display for Chosen {
             None => f.write_str("chosen: the host, as no device serves")?,
         }
         if self.verdicts.len() > usize::from(self.device.is_some()) {
-            write!(f, "; {}", Verdicts(&self.verdicts, self.index()))?;
+            write!(f, "; {}", Verdicts { all: &self.verdicts, except: self.index() })?;
         }
         Ok(())
-    }
-}
-
-/// What came of devices, but for one.
-struct Verdicts<'a>(&'a [Verdict], Option<usize>);
-
-impl fmt::Display for Verdicts<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() {
-            return f.write_str("none was given");
-        }
-        let others = self.0.iter().enumerate().filter(|(index, _)| Some(*index) != self.1);
-        for (position, (_, verdict)) in others.enumerate() {
-            write!(f, "{}{}: ", if position > 0 { "; " } else { "" }, DeviceLabel::from(&verdict.info))?;
-            if verdict.refusals.is_empty() {
-                write!(f, "would serve, with {} free", Bytes(verdict.free.unwrap_or(0)))?;
-            }
-            for (position, refused) in verdict.refusals.iter().enumerate() {
-                write!(f, "{}{refused}", if position > 0 { ", " } else { "" })?;
-            }
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Display for Refused {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Refused::Memory { needed, free } => write!(f, "has {} free of the {} needed", Bytes(*free), Bytes(*needed)),
-            Refused::Capability { needed, has } => {
-                write!(f, "has compute capability {}.{}, {}.{} is needed", has.0, has.1, needed.0, needed.1)
-            }
-            Refused::DType { dtype, missing } => write!(f, "cannot compute {dtype} natively: it lacks {missing}"),
-            Refused::Driver { needed, has } => {
-                write!(f, "has a driver for CUDA {}.{}, {}.{} is needed", has.0, has.1, needed.0, needed.1)
-            }
-            Refused::Failed(what) => f.write_str(what),
-        }
     }
 }
 

@@ -7,9 +7,9 @@ use bytemuck::Pod;
 
 use super::batch::TransferBatch;
 use super::ends::{DeviceSource, HostEnd, Source, Target};
-use super::peer::{self, Route};
 use super::region::Plan;
-use super::{batch, crossover, download, on_device};
+use super::route::Route;
+use super::{batch, crossover, download, on_device, peer};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::pending::Pending;

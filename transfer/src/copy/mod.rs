@@ -23,12 +23,13 @@ mod on_host_tests;
 mod packed;
 mod peer;
 mod region;
+mod route;
 mod upload;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
 pub use ends::{DeviceSource, FilePart, HostEnd, InRegion, Owner, Source, Target};
 pub(crate) use memory::Owned;
-pub use peer::Route;
 pub(crate) use peer::copy_from as copy_from_peer;
 pub use region::Region;
+pub use route::Route;
 pub(crate) use upload::{UNSTAGED_BYTES, borrowed as upload_borrowed, stage as stage_upload};

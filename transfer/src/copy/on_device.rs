@@ -3,8 +3,8 @@
 use aquifer_allocator::Buffer;
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, Stream};
 
-use super::peer::Route;
 use super::region::{Plan, Region};
+use super::route::Route;
 use crate::counters::Direction;
 use crate::enqueue::enqueue_rows;
 use crate::error::TransferError;

@@ -1,8 +1,6 @@
 //! Copies between devices: by the driver where both are of one kind, else by way of the host. The memory
 //! of each device has ticks of its own streams alone (invariant N5).
 
-use std::fmt;
-
 use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
@@ -10,44 +8,14 @@ use bytemuck::Pod;
 use super::memory::Owned;
 use super::packed::{OnDevice, Packed};
 use super::region::{Plan, Region};
+use super::route::Route;
 use super::{download, on_device, upload};
 use crate::capture;
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::host_vec;
-use crate::pending::{OnStreams, Pending};
+use crate::pending::Pending;
 use crate::runtime::{NO_CAPTURE, Transfer};
-
-/// Which way a copy from one device to another goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Route {
-    /// Both ends are on one device.
-    Same,
-    /// From device to device, over what links them.
-    Peer,
-    /// From device to device by the driver, which goes by way of the host as the devices cannot reach each other.
-    Staged,
-    /// By way of page-locked memory of this crate, as the devices have different drivers. Waits on the host for the first half.
-    ViaHost,
-}
-
-impl OnStreams for Route {
-    fn ready_on(&self, _stream: &Stream) -> Result<(), TransferError> {
-        Ok(())
-    }
-}
-
-impl fmt::Display for Route {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Route::Same => "on one device",
-            Route::Peer => "from device to device",
-            Route::Staged => "from device to device, staged by the driver",
-            Route::ViaHost => "by way of the host",
-        })
-    }
-}
 
 /// The route of a copy from the device of `peer` to that of `transfer`.
 pub(super) fn route(transfer: &Transfer, peer: &Transfer) -> Result<Route, TransferError> {

@@ -17,13 +17,10 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::checkpoint_error::{CheckpointError, CheckpointFault};
+use super::errors::{CheckpointError, CheckpointFault, HEADER_MAX};
 use crate::error::TransferError;
 use crate::layout::Layout;
 use crate::regular_file;
-
-/// The longest header, in bytes: that of the reference implementation.
-pub(super) const HEADER_MAX: u64 = 100_000_000;
 
 const INDEX: &str = "model.safetensors.index.json";
 

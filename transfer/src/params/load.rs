@@ -14,7 +14,7 @@ use aquifer_device::RequestError;
 use aquifer_kernels::DType;
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
-use super::checkpoint_error::CheckpointFault;
+use super::errors::CheckpointFault;
 use super::param_set::ParamSet;
 use super::relocate::{Progress, Tell};
 use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};

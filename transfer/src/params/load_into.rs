@@ -8,8 +8,8 @@
 use std::collections::{HashMap, HashSet};
 
 use super::checkpoint::Checkpoint;
+use super::errors::{DifferentTensor, SetMismatch};
 use super::load::{Load, Wanted};
-use super::mismatch::{DifferentTensor, SetMismatch};
 use super::param_set::ParamSet;
 use crate::counters::Direction;
 use crate::error::TransferError;

@@ -5,21 +5,19 @@
 //!   those of a set, and `save` writes such files.
 
 mod checkpoint;
-mod checkpoint_error;
+mod errors;
 mod load;
 mod load_into;
-mod mismatch;
 mod param_set;
 mod relocate;
 mod save;
 mod small;
 
 pub use checkpoint::{Checkpoint, TensorEntry};
-pub use checkpoint_error::{CheckpointError, CheckpointFault};
+pub(crate) use errors::Listed;
+pub use errors::{CheckpointError, CheckpointFault, DifferentTensor, SetMismatch, Stray};
 pub use load::{Load, OtherDTypes};
-pub use mismatch::{DifferentTensor, SetMismatch};
-pub(crate) use param_set::Listed;
-pub use param_set::{Param, ParamKind, ParamSet, Stray};
+pub use param_set::{Param, ParamKind, ParamSet};
 pub use relocate::{Progress, Relocate};
 
 #[cfg(test)]

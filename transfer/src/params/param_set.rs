@@ -6,6 +6,7 @@ use std::panic::Location;
 
 use aquifer_device::sim::CalledFrom;
 
+use super::errors::Stray;
 use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
 
@@ -29,18 +30,6 @@ pub struct Param {
     pub kind: ParamKind,
     /// Its elements.
     pub tensor: Tensor,
-}
-
-/// A tensor that is not where the others are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Stray {
-    /// Its name.
-    pub name: String,
-    /// Where it is.
-    pub place: String,
-    /// Its bytes.
-    pub bytes: u64,
 }
 
 /// The named tensors of a model, in insertion order: parameters, which are learned, and buffers, which are not. Names are unique.
@@ -230,29 +219,5 @@ impl ParamSet {
 impl fmt::Debug for ParamSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.params.iter().map(|param| (&param.name, &param.tensor))).finish()
-    }
-}
-
-/// Of one parameter among others, in messages.
-impl fmt::Display for Stray {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} bytes on {})", self.name, self.bytes, self.place)
-    }
-}
-
-/// Many things as messages list them: the first ones.
-pub(crate) struct Listed<'a, T>(pub(crate) &'a [T]);
-
-impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const LISTED: usize = 10;
-        for (position, item) in self.0.iter().take(LISTED).enumerate() {
-            let between = if position > 0 { ", " } else { "" };
-            write!(f, "{between}{item}")?;
-        }
-        match self.0.len().saturating_sub(LISTED) {
-            0 => Ok(()),
-            more => write!(f, " and {more} more"),
-        }
     }
 }

@@ -12,8 +12,6 @@ use super::buffer::{PinnedBuffer, Returned, bytes_of};
 use super::cache::ReclaimableCache;
 use super::class::SLAB;
 use super::config::PinnedConfig;
-#[cfg(doc)]
-use super::config::SlabSource;
 use super::ladder::SharedPool;
 use super::memory::{Origin, PinnedMemory};
 use super::stats::HostMemoryStats;
@@ -35,7 +33,7 @@ const ALREADY_REGISTERED: Code = Code(712);
 /// *Release.* Memory goes back to the system by [`PinnedPool::trim_to`] and [`PinnedPool::empty_cache`], when the limit or the system is
 /// short of it, and when the pool and its last buffer are gone. The last of these to be dropped gives back what the driver says it is
 /// done with, and waits for nothing. Memory that is still in use by copies, or that cannot go because of a capture in progress or
-/// [`SlabSource::Registered`], is left to the device. It goes back when a pool of the device next gets more memory
+/// [`crate::SlabSource::Registered`], is left to the device. It goes back when a pool of the device next gets more memory
 /// ([`Device::settle_host`]), at the next [`Device::settle`], or when the device is closed.
 ///
 /// ```
@@ -111,7 +109,7 @@ impl PinnedPool {
     /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: page-locking takes long, some 0.5 ms a MiB, and its calls make the driver
     /// wait. Buffers of 32 KiB and more, of any sizes that together have room there, are then handed out without it; smaller ones come from
     /// slabs of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it back. With
-    /// [`SlabSource::Registered`] several threads touch it.
+    /// [`crate::SlabSource::Registered`] several threads touch it.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -9,8 +9,6 @@ use std::sync::Arc;
 use aquifer_device::{AccessKind, HostPtr, RequestError};
 use bytemuck::Pod;
 
-#[cfg(doc)]
-use super::buffer::PinnedBuffer;
 use super::memory::{HostPart, PinnedMemory};
 use crate::error::TransferError;
 
@@ -43,7 +41,7 @@ impl Span {
     }
 }
 
-/// A part of a [`PinnedBuffer`] that copies read from. While it is alive nothing can be copied into the buffer.
+/// A part of a [`crate::PinnedBuffer`] that copies read from. While it is alive nothing can be copied into the buffer.
 ///
 /// ```
 /// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -62,7 +60,7 @@ pub struct PinnedSlice<'a, T> {
     element: PhantomData<&'a [T]>,
 }
 
-/// A part of a [`PinnedBuffer`] that copies write into. While it is alive nobody else can name that part.
+/// A part of a [`crate::PinnedBuffer`] that copies write into. While it is alive nobody else can name that part.
 ///
 /// ```
 /// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -4,8 +4,6 @@ use std::fmt;
 
 use aquifer_kernels::DType;
 
-use super::Tensor;
-
 /// What an operand of an operation is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -32,20 +30,6 @@ pub struct OperandsError {
     pub reason: String,
     /// All operands.
     pub operands: Vec<OperandInfo>,
-}
-
-impl OperandsError {
-    pub(crate) fn new(
-        operation: &'static str,
-        operands: &[(&'static str, &Tensor)],
-        reason: impl Into<String>,
-    ) -> Box<OperandsError> {
-        let info = |&(name, tensor): &(&'static str, &Tensor)| {
-            let (place, shape) = (tensor.place().to_string(), tensor.shape().to_vec());
-            OperandInfo { name, place, dtype: tensor.dtype(), shape }
-        };
-        Box::new(OperandsError { operation, reason: reason.into(), operands: operands.iter().map(info).collect() })
-    }
 }
 
 struct Listed<'a>(&'a [OperandInfo]);

@@ -12,7 +12,7 @@ use super::create::bytes_of;
 use super::memory::Memory;
 use super::pack::pack_on_device;
 use super::place::device_name;
-use super::{OperandsError, Tensor};
+use super::{OperandInfo, OperandsError, Tensor};
 use crate::error::TransferError;
 use crate::layout::Layout;
 use crate::runtime::Transfer;
@@ -177,7 +177,12 @@ impl<'a> Operands<'a> {
     }
 
     pub(super) fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
-        OperandsError::new(self.operation, self.tensors, reason)
+        let info = |&(name, tensor): &(&'static str, &Tensor)| {
+            let (place, shape) = (tensor.place().to_string(), tensor.shape().to_vec());
+            OperandInfo { name, place, dtype: tensor.dtype(), shape }
+        };
+        let operands = self.tensors.iter().map(info).collect();
+        Box::new(OperandsError { operation: self.operation, reason: reason.into(), operands })
     }
 
     /// Memory for a result.

@@ -1,8 +1,13 @@
-//! What is wrong with files of tensors.
+//! Errors about files of tensors and sets of parameters.
 
 use std::fmt;
 
+use aquifer_kernels::DType;
+
 use crate::layout::MAX_DIMENSIONS;
+
+/// The longest header of a file in bytes: that of the reference implementation.
+pub(super) const HEADER_MAX: u64 = 100_000_000;
 
 /// A file that cannot be loaded, and why. Nothing was loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -102,7 +107,7 @@ impl fmt::Display for CheckpointFault {
                 write!(f, "the file ends in its header: {has} bytes of at least {needed}")
             }
             CheckpointFault::HeaderTooLong { bytes } => {
-                write!(f, "a header of {bytes} bytes, more than the {} there may be", super::checkpoint::HEADER_MAX)
+                write!(f, "a header of {bytes} bytes, more than the {} there may be", HEADER_MAX)
             }
             CheckpointFault::Header { problem } => write!(f, "the header describes no tensors: {problem}"),
             CheckpointFault::Length { needed, has } => {
@@ -131,6 +136,103 @@ impl fmt::Display for CheckpointFault {
             }
             CheckpointFault::NoFiles => f.write_str("the directory has no .safetensors file"),
             CheckpointFault::Changed => f.write_str("the file was changed after it was opened; open it again"),
+        }
+    }
+}
+
+/// What keeps files from being loaded into a set, all of it. Either is at fault; nothing was changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub struct SetMismatch {
+    /// Names in the set that are not in the files, in the set's order.
+    pub missing: Vec<String>,
+    /// Names in the files that are not in the set, in the files' order. Those that a filter leaves out are not expected.
+    pub unexpected: Vec<String>,
+    /// Tensors that are in both, and are not of one shape, or one kind of dtype.
+    pub different: Vec<DifferentTensor>,
+}
+
+/// A tensor that is not the same in files and set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DifferentTensor {
+    /// Its name.
+    pub name: String,
+    /// The dtype's name in the file, such as `"BF16"`.
+    pub file_dtype: String,
+    /// Its extents in the file, outermost first.
+    pub file_shape: Vec<usize>,
+    /// Its dtype in the set.
+    pub dtype: DType,
+    /// Its extents in the set.
+    pub shape: Vec<usize>,
+    /// Where it is.
+    pub place: String,
+}
+
+impl SetMismatch {
+    pub(super) fn is_empty(&self) -> bool {
+        self.missing.is_empty() && self.unexpected.is_empty() && self.different.is_empty()
+    }
+}
+
+impl fmt::Display for SetMismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("files and set have different tensors")?;
+        let mut before = ": ";
+        for (names, what) in [(&self.missing, "missing from the files: "), (&self.unexpected, "missing from the set: ")]
+        {
+            if !names.is_empty() {
+                write!(f, "{before}{what}{}", Listed(names))?;
+                before = "; ";
+            }
+        }
+        if !self.different.is_empty() {
+            write!(f, "{before}not of one shape and kind: {}", Listed(&self.different))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for DifferentTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DifferentTensor { name, file_dtype, file_shape, dtype, shape, place } = self;
+        write!(f, "{name} ({file_dtype} {file_shape:?} in the files, {dtype} {shape:?} on {place} in the set)")
+    }
+}
+
+/// A tensor that is not where the others are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stray {
+    /// Its name.
+    pub name: String,
+    /// Where it is.
+    pub place: String,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+/// Of one parameter among others, in messages.
+impl fmt::Display for Stray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} bytes on {})", self.name, self.bytes, self.place)
+    }
+}
+
+/// Many things as messages list them: the first ones.
+pub(crate) struct Listed<'a, T>(pub(crate) &'a [T]);
+
+impl<T: fmt::Display> fmt::Display for Listed<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const LISTED: usize = 10;
+        for (position, item) in self.0.iter().take(LISTED).enumerate() {
+            let between = if position > 0 { ", " } else { "" };
+            write!(f, "{between}{item}")?;
+        }
+        match self.0.len().saturating_sub(LISTED) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
         }
     }
 }
