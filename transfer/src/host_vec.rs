@@ -30,7 +30,7 @@ pub(crate) fn copied<T: Pod>(bytes: &[u8], len: usize) -> Result<Vec<T>, Transfe
     Ok(elements)
 }
 
-pub(crate) fn out_of_host_memory(bytes: u64) -> TransferError {
+fn out_of_host_memory(bytes: u64) -> TransferError {
     TransferError::OutOfHostMemory { bytes, cause: Arc::new(std::io::ErrorKind::OutOfMemory.into()) }
 }
 

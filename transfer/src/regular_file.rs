@@ -1,4 +1,4 @@
-//! Opening files to read at any place.
+//! Regular files, which threads read at any place.
 
 use std::fs::File;
 use std::io;
@@ -23,6 +23,30 @@ pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a file of a fixed length"));
     }
     Ok((file, metadata.len()))
+}
+
+/// Reads all of `into` at `offset`. Returns the number of bytes read, and the error that ended it early.
+pub(crate) fn read_at(file: &File, into: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
+    let mut read = 0;
+    while read < into.len() {
+        match read_some(file, &mut into[read..], offset + read as u64) {
+            Ok(0) => return (read, Some(io::ErrorKind::UnexpectedEof.into())),
+            Ok(more) => read += more,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return (read, Some(error)),
+        }
+    }
+    (read, None)
+}
+
+#[cfg(unix)]
+fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::unix::fs::FileExt::read_at(file, into, offset)
+}
+
+#[cfg(windows)]
+fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    std::os::windows::fs::FileExt::seek_read(file, into, offset)
 }
 
 #[cfg(all(test, unix))]

@@ -275,63 +275,38 @@ impl<T: Pod + Send + Sync, S: HostEnd<T>> HostEnd<T> for InRegion<'_, S> {
     }
 }
 
+/// Targets in host memory.
+macro_rules! targets {
+    ($($type:ty: $output:ty, |$transfer:ident, $from:ident, $to:ident, $region:ident| $download:expr;)*) => { $(
+        impl<T: Pod + Send + Sync> Target<T> for $type {
+            type Output = $output;
+
+            #[allow(unused_mut, reason = "one of the targets changes itself")]
+            fn download_from(
+                self,
+                $transfer: &Transfer,
+                $from: &Buffer<T>,
+                $region: Option<&Region<'_>>,
+            ) -> Result<Pending<$output>, TransferError> {
+                let mut $to = self;
+                $download
+            }
+        }
+    )* };
+}
+
+targets! {
+    PinnedSliceMut<'_, T>: (), |transfer, from, to, region| download::pinned(transfer, from, to, region);
+    &mut PinnedBuffer<T>: (), |transfer, from, to, region| download::pinned(transfer, from, to.into(), region);
+    PinnedBuffer<T>: PinnedBuffer<T>, |transfer, from, to, region| {
+        Ok(download::pinned(transfer, from, (&mut to).into(), region)?.map(|()| to))
+    };
+    Vec<T>: Vec<T>, |transfer, from, to, region| download::vec(transfer, from, to, region);
+}
+
 impl<T> Sealed for PinnedSliceMut<'_, T> {}
-
-impl<T: Pod + Send + Sync> Target<T> for PinnedSliceMut<'_, T> {
-    type Output = ();
-
-    fn download_from(
-        self,
-        transfer: &Transfer,
-        from: &Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<()>, TransferError> {
-        download::pinned(transfer, from, self, region)
-    }
-}
-
 impl<T> Sealed for &mut PinnedBuffer<T> {}
-
-impl<T: Pod + Send + Sync> Target<T> for &mut PinnedBuffer<T> {
-    type Output = ();
-
-    fn download_from(
-        self,
-        transfer: &Transfer,
-        from: &Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<()>, TransferError> {
-        download::pinned(transfer, from, self.into(), region)
-    }
-}
-
 impl<T> Sealed for PinnedBuffer<T> {}
-
-impl<T: Pod + Send + Sync> Target<T> for PinnedBuffer<T> {
-    type Output = PinnedBuffer<T>;
-
-    fn download_from(
-        mut self,
-        transfer: &Transfer,
-        from: &Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<PinnedBuffer<T>>, TransferError> {
-        Ok(download::pinned(transfer, from, (&mut self).into(), region)?.map(|()| self))
-    }
-}
-
-impl<T: Pod + Send + Sync> Target<T> for Vec<T> {
-    type Output = Vec<T>;
-
-    fn download_from(
-        self,
-        transfer: &Transfer,
-        from: &Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<Vec<T>>, TransferError> {
-        download::vec(transfer, from, self, region)
-    }
-}
 
 impl<T: Pod + Send + Sync, D: Target<T>> Target<T> for InRegion<'_, D> {
     type Output = D::Output;
@@ -346,27 +321,19 @@ impl<T: Pod + Send + Sync, D: Target<T>> Target<T> for InRegion<'_, D> {
     }
 }
 
-impl<T> Sealed for &Buffer<T> {}
-impl<T> Sealed for &View<'_, T> {}
-impl<T> Sealed for &ViewMut<'_, T> {}
+macro_rules! device_sources {
+    ($($type:ty)*) => { $(
+        impl<T> Sealed for $type {}
 
-impl<T> DeviceSource<T> for &Buffer<T> {
-    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
-        (self, None)
-    }
+        impl<T> DeviceSource<T> for $type {
+            fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
+                (self, None)
+            }
+        }
+    )* };
 }
 
-impl<T> DeviceSource<T> for &View<'_, T> {
-    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
-        (self, None)
-    }
-}
-
-impl<T> DeviceSource<T> for &ViewMut<'_, T> {
-    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
-        (self, None)
-    }
-}
+device_sources! { &Buffer<T> &View<'_, T> &ViewMut<'_, T> }
 
 impl<T, S: DeviceSource<T>> DeviceSource<T> for InRegion<'_, S> {
     fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {

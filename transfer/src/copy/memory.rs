@@ -4,6 +4,8 @@
 //! write the same bytes of a target.
 
 use std::any::TypeId;
+use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::RequestError;
@@ -57,6 +59,14 @@ impl Owned {
         self.elements
     }
 
+    /// A part of the bytes, which shares the owner. A range beyond the end is cut.
+    pub(crate) fn part(&self, range: Range<usize>) -> Owned {
+        let end = range.end.min(self.len());
+        let start = range.start.min(end);
+        let bytes = Raw { ptr: self.bytes.ptr.wrapping_add(start), bytes: end - start };
+        Owned { bytes, elements: end - start, owner: self.owner.clone(), is_foreign: self.is_foreign }
+    }
+
     /// An address that clones have in common, and nothing else at the same time.
     pub(crate) fn identity(&self) -> usize {
         self.owner.as_ref().map_or(0, |owner| Arc::as_ptr(owner).addr())
@@ -81,6 +91,12 @@ impl Drop for Owned {
             let owner = self.owner.take();
             foreign_code::run("an owner of host memory that was dropped", move || drop(owner));
         }
+    }
+}
+
+impl fmt::Debug for Owned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Owned").field("bytes", &self.len()).finish_non_exhaustive()
     }
 }
 
@@ -158,7 +174,7 @@ impl Raw {
 }
 
 /// The part of a memory of `len` bytes that begins at `offset`.
-fn part(offset: u64, bytes: usize, len: usize) -> Result<std::ops::Range<usize>, TransferError> {
+fn part(offset: u64, bytes: usize, len: usize) -> Result<Range<usize>, TransferError> {
     let start = usize::try_from(offset).unwrap_or(usize::MAX);
     match start.checked_add(bytes).filter(|&end| end <= len) {
         Some(end) => Ok(start..end),

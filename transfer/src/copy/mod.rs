@@ -32,4 +32,4 @@ pub(crate) use memory::Owned;
 pub(crate) use peer::copy_from as copy_from_peer;
 pub use region::Region;
 pub use route::Route;
-pub(crate) use upload::{UNSTAGED_BYTES, borrowed as upload_borrowed, stage as stage_upload};
+pub(crate) use upload::{owned as upload_owned, stage as stage_upload};

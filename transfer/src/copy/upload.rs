@@ -27,7 +27,7 @@ use crate::staging::{DeviceEnd, FileReport, FileSource, Gathered, HostSource};
 
 /// The calling thread copies up to this many bytes: about 25 µs at 10 GB/s, as long as handing the copy
 /// to other threads takes.
-pub(crate) const UNSTAGED_BYTES: usize = 256 << 10;
+pub(super) const UNSTAGED_BYTES: usize = 256 << 10;
 
 pub(super) fn pinned<T: Pod>(
     transfer: &Transfer,
@@ -68,7 +68,7 @@ fn enqueue_pinned<T: Pod>(
     Ok(Pending::enqueued(transfer.shared(), tick, ()))
 }
 
-pub(super) fn owned<T: Pod + Send + Sync>(
+pub(crate) fn owned<T: Pod + Send + Sync>(
     transfer: &Transfer,
     from: Owned,
     to: &mut Buffer<T>,
@@ -83,7 +83,7 @@ pub(super) fn owned<T: Pod + Send + Sync>(
     Ok(stage_plan(transfer, Arc::new(from), to, &plan)?.1)
 }
 
-pub(crate) fn borrowed<T: Pod + Send + Sync>(
+pub(super) fn borrowed<T: Pod + Send + Sync>(
     transfer: &Transfer,
     from: &[T],
     to: &mut Buffer<T>,

@@ -18,13 +18,14 @@ use super::errors::CheckpointFault;
 use super::param_set::ParamSet;
 use super::relocate::{Progress, Tell};
 use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
-use crate::copy::stage_upload;
+use crate::copy::{Owned, stage_upload};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::layout::Layout;
 use crate::pending::Pending;
+use crate::regular_file;
 use crate::staging::{HostSource, PAGE};
-use crate::tensor::{Converted, HostMemory, Memory, PinnedHost, Place, Tensor, filled_host};
+use crate::tensor::{Converted, Memory, PinnedHost, Place, Tensor, filled_host};
 
 /// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
 const IN_FLIGHT: usize = 8;
@@ -233,12 +234,12 @@ impl Checkpoint {
     }
 
     /// The mapping's own memory, where the file is mapped and the tensor lies there as it should.
-    fn shared(&self, wanted: &Wanted<'_>) -> Option<HostMemory> {
+    fn shared(&self, wanted: &Wanted<'_>) -> Option<Owned> {
         let map = self.shards.get(wanted.entry.shard)?.map.as_ref()?;
         let range = wanted.entry.range()?;
         let address = map.get(range.clone())?.as_ptr().addr() as u64;
         let usable = wanted.stored == wanted.dtype && address.is_multiple_of(wanted.dtype.bytes());
-        usable.then(|| HostMemory::of::<u8, _>(Mapped { map: map.clone(), range }))
+        usable.then(|| Owned::new::<u8, _>(Mapped { map: map.clone(), range }))
     }
 
     /// The elements of a tensor, converted as they are read.
@@ -247,8 +248,8 @@ impl Checkpoint {
         let shard = self.shards.get(entry.shard).ok_or_else(changed)?;
         match (&shard.map, entry.range()) {
             (Some(map), Some(range)) => {
-                let mapped = HostMemory::of::<u8, _>(Mapped { map: map.clone(), range });
-                Ok(converted(mapped.part(0..mapped.len()), stored, dtype))
+                let mapped = Owned::new::<u8, _>(Mapped { map: map.clone(), range });
+                Ok(converted(mapped, stored, dtype))
             }
             _ => {
                 let part = FilePart {
@@ -309,26 +310,9 @@ impl HostSource for FilePart {
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        read_exact_at(&self.file, self.offset + offset, into).map_err(|error| read_error(&self.path, error))
+        let (_, error) = regular_file::read_at(&self.file, into, self.offset + offset);
+        error.map_or(Ok(()), |error| Err(read_error(&self.path, error)))
     }
-}
-
-#[cfg(unix)]
-fn read_exact_at(file: &File, offset: u64, into: &mut [u8]) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, into, offset)
-}
-
-#[cfg(windows)]
-fn read_exact_at(file: &File, mut offset: u64, mut into: &mut [u8]) -> std::io::Result<()> {
-    while !into.is_empty() {
-        let read = std::os::windows::fs::FileExt::seek_read(file, into, offset)?;
-        if read == 0 {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        into = &mut into[read..];
-        offset += read as u64;
-    }
-    Ok(())
 }
 
 /// A tensor that was begun.

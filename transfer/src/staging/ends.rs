@@ -26,10 +26,6 @@ pub(crate) trait HostSource: Send + Sync {
     fn is_storage(&self) -> bool {
         false
     }
-
-    /// A piece was enqueued, of `bytes` bytes; `starved` says whether the copies enqueued before it were all done by then, so that
-    /// the device waited for the source.
-    fn sent(&self, _bytes: u64, _starved: bool) {}
 }
 
 /// Where a staged download's bytes go. Panics are caught; they fail only this job.

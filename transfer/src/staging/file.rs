@@ -13,15 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_device::fork::Mutex;
-
 use super::config::{DirectIo, PAGE};
 use super::ends::HostSource;
 use super::workers::nanoseconds;
 use crate::error::TransferError;
 use crate::regular_file;
 
-/// How a file got to the device. Times are of the host's clock, on simulated devices too.
+/// Statistics of an upload of a file. Times are of the host's clock, on simulated devices too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileReport {
@@ -29,26 +27,10 @@ pub struct FileReport {
     pub bytes: u64,
     /// Bytes of these that were read past the system's cache of files.
     pub direct_bytes: u64,
-    /// From the call to when the last copy to the device was enqueued.
+    /// From the call to the end of the last read.
     pub elapsed: Duration,
     /// Time in reads, added up over threads.
     pub time_reading: Duration,
-    /// How long the device had nothing of this file to copy because it had not been read yet. An estimate: where a copy was done before the
-    /// next one was enqueued, the time between their enqueuing counts, less what the copy takes at 55 GB/s.
-    pub device_waited: Duration,
-}
-
-impl FileReport {
-    /// The share of the time that the device waited for the file, 0 to 1.
-    pub fn waited_share(&self) -> f64 {
-        let elapsed = self.elapsed.as_secs_f64();
-        if elapsed > 0.0 { (self.device_waited.as_secs_f64() / elapsed).clamp(0.0, 1.0) } else { 0.0 }
-    }
-
-    /// Whether storage was what limited the transfer: the device waited for it most of the time.
-    pub fn is_storage_bound(&self) -> bool {
-        self.waited_share() > 0.5
-    }
 }
 
 /// A part of a file.
@@ -59,42 +41,26 @@ pub(crate) struct FileSource {
     direct: Option<Direct>,
     offset: u64,
     bytes: u64,
-    progress: Arc<Progress>,
+    progress: Arc<FileProgress>,
 }
 
-/// What is known of reading the file so far.
+/// Counters of a file that is read. They outlive the source.
 #[derive(Debug)]
-pub(crate) struct Progress {
+pub(crate) struct FileProgress {
     bytes: u64,
     begun: Instant,
+    elapsed_ns: AtomicU64,
     read_ns: AtomicU64,
     direct_bytes: AtomicU64,
-    sent: Mutex<Sent>,
 }
 
-/// What the device was given so far.
-#[derive(Debug, Default)]
-struct Sent {
-    /// When the last copy was enqueued, in ns since the beginning.
-    at_ns: u64,
-    /// What that copy takes at least.
-    takes_ns: u64,
-    waited_ns: u64,
-}
-
-/// Speed of the fastest link that is reckoned with, in bytes a ns.
-const LINK_MAX: u64 = 55;
-
-impl Progress {
-    /// The report, once the transfer is complete.
+impl FileProgress {
     pub(crate) fn report(&self) -> FileReport {
-        let sent = self.sent.lock();
         FileReport {
             bytes: self.bytes,
             direct_bytes: self.direct_bytes.load(Ordering::Relaxed),
-            elapsed: Duration::from_nanos(sent.at_ns),
+            elapsed: Duration::from_nanos(self.elapsed_ns.load(Ordering::Relaxed)),
             time_reading: Duration::from_nanos(self.read_ns.load(Ordering::Relaxed)),
-            device_waited: Duration::from_nanos(sent.waited_ns),
         }
     }
 }
@@ -111,19 +77,18 @@ impl FileSource {
         if offset.checked_add(bytes).is_none_or(|end| end > len) {
             return Err(TransferError::FileTooShort { path: name, len, offset, bytes });
         }
-        let progress = Progress {
+        let progress = FileProgress {
             bytes,
             begun: Instant::now(),
+            elapsed_ns: AtomicU64::new(0),
             read_ns: AtomicU64::new(0),
             direct_bytes: AtomicU64::new(0),
-            sent: Mutex::default(),
         };
         let direct = Direct::open(&file, bytes, direct);
         Ok(FileSource { path: name, file, direct, offset, bytes, progress: Arc::new(progress) })
     }
 
-    /// What is known of it, to be asked when it is gone.
-    pub(crate) fn progress(&self) -> &Arc<Progress> {
+    pub(crate) fn progress(&self) -> &Arc<FileProgress> {
         &self.progress
     }
 
@@ -132,7 +97,7 @@ impl FileSource {
         let Some(direct) = self.direct.as_ref().filter(|direct| direct.is_next()) else { return 0 };
         let aligned = offset.is_multiple_of(PAGE as u64) && into.as_ptr().addr().is_multiple_of(PAGE);
         let whole = if aligned { into.len() / PAGE * PAGE } else { 0 };
-        let (read, refused) = read_at(&direct.file, &mut into[..whole], offset);
+        let (read, refused) = regular_file::read_at(&direct.file, &mut into[..whole], offset);
         if let Some(error) = refused {
             // The other way reads the rest, and finds out whether the file is at fault.
             tracing::debug!(path = self.path, %error, "reading past the cache of files failed");
@@ -163,9 +128,10 @@ impl HostSource for FileSource {
         let start = Instant::now();
         let offset = self.offset + offset;
         let direct = self.read_direct(offset, into);
-        let (_, refused) = read_at(&self.file, &mut into[direct..], offset + direct as u64);
+        let (_, refused) = regular_file::read_at(&self.file, &mut into[direct..], offset + direct as u64);
         let ns = nanoseconds(start.elapsed());
         self.progress.read_ns.fetch_add(ns, Ordering::Relaxed);
+        self.progress.elapsed_ns.fetch_max(nanoseconds(self.progress.begun.elapsed()), Ordering::Relaxed);
         if let Some(speeds) = &self.direct {
             speeds.note(direct > 0, into.len() as u64, ns);
         }
@@ -182,39 +148,6 @@ impl HostSource for FileSource {
     fn is_storage(&self) -> bool {
         true
     }
-
-    fn sent(&self, bytes: u64, starved: bool) {
-        let now = nanoseconds(self.progress.begun.elapsed());
-        let mut sent = self.progress.sent.lock();
-        if starved {
-            sent.waited_ns += now.saturating_sub(sent.at_ns + sent.takes_ns);
-        }
-        (sent.at_ns, sent.takes_ns) = (now, bytes / LINK_MAX);
-    }
-}
-
-/// Reads all of `into` at `offset`. Returns how much was read, and why no more.
-fn read_at(file: &File, into: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
-    let mut read = 0;
-    while read < into.len() {
-        match read_some(file, &mut into[read..], offset + read as u64) {
-            Ok(0) => return (read, Some(io::ErrorKind::UnexpectedEof.into())),
-            Ok(more) => read += more,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return (read, Some(error)),
-        }
-    }
-    (read, None)
-}
-
-#[cfg(unix)]
-fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
-    std::os::unix::fs::FileExt::read_at(file, into, offset)
-}
-
-#[cfg(windows)]
-fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
-    std::os::windows::fs::FileExt::seek_read(file, into, offset)
 }
 
 /// A file opened past the cache, and how fast it is read so and otherwise.
@@ -340,20 +273,6 @@ mod tests {
         }
         assert!(source.progress().report().direct_bytes <= 4 * PAGE as u64);
         assert!(source.read(whole.len() as u64, &mut memory).unwrap_err().to_string().contains("beyond its end"));
-    }
-
-    #[test]
-    fn time_without_a_copy_counts_as_waited() {
-        let progress = Progress {
-            bytes: 1,
-            begun: Instant::now(),
-            read_ns: AtomicU64::new(0),
-            direct_bytes: AtomicU64::new(0),
-            sent: Mutex::new(Sent { at_ns: 1000, takes_ns: 0, waited_ns: 600 }),
-        };
-        let report = progress.report();
-        assert!(report.is_storage_bound() && (report.waited_share() - 0.6).abs() < 1e-9);
-        assert!(!FileReport::default().is_storage_bound());
     }
 
     #[test]

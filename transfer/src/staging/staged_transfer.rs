@@ -1,7 +1,6 @@
 //! A staged transfer, and the steps that its pieces go through.
 
 use std::fmt;
-use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -21,7 +20,7 @@ use crate::job::Job;
 use crate::layout::{Block, Rows};
 use crate::pinned::PinnedBuffer;
 
-/// What to do instead where a stream began a capture since a transfer was accepted.
+/// The advice where a stream began a capture after a transfer was accepted.
 const CAPTURES_NOW: &str = "the stream began a capture before all of this transfer was enqueued: wait for a transfer before its stream captures";
 
 /// A chunk of the ring.
@@ -71,9 +70,9 @@ pub(super) struct StagedTransfer {
     stream: Stream,
     priority: i32,
     job: Arc<Job>,
-    /// Where the program asked for it, on a simulated device.
+    /// The caller's place in the program, on a simulated device.
     asked: Option<&'static Location<'static>>,
-    /// The tick after the latest of its copies.
+    /// The tick after its latest copy.
     last: Mutex<Option<Tick>>,
 }
 
@@ -83,11 +82,10 @@ pub(super) enum HostEnd {
 }
 
 impl StagedTransfer {
-    /// A transfer of all bytes of a host end and a device's end, of which there must be as many. The host end, which may be code of the
-    /// caller's, is asked this once.
+    /// A transfer of all bytes of a host end and a device end, which must have the same length.
     ///
     /// # Errors
-    /// When memory and stream are of different devices, or the ends of different lengths.
+    /// Memory and stream of different devices, ends of different lengths, a stream that captures.
     pub(super) fn new(
         host: HostEnd,
         device: DeviceEnd,
@@ -104,7 +102,7 @@ impl StagedTransfer {
             return Err(TransferError::Request(RequestError::Unsupported { what }));
         }
         check_lengths(&host, device.rows.len())?;
-        // Threads take the turns later, and by then streams that used the memory may capture.
+        // Threads access the memory later, and streams that used it may capture then.
         device.reserved.prepare(stream)?;
         Ok(StagedTransfer {
             host,
@@ -117,7 +115,7 @@ impl StagedTransfer {
         })
     }
 
-    /// Bytes of either end.
+    /// The length of either end.
     pub(super) fn bytes(&self) -> u64 {
         self.device.rows.len()
     }
@@ -126,7 +124,7 @@ impl StagedTransfer {
         &self.job
     }
 
-    /// As the ring takes it.
+    /// The transfer as a job of the ring.
     pub(super) fn order(self) -> Order<Arc<StagedTransfer>> {
         let (way, phase) = match &self.host {
             HostEnd::Source(source) => (Way::Up, source.phase() % PAGE as u64),
@@ -136,7 +134,8 @@ impl StagedTransfer {
         Order { way, bytes, phase, lane, priority, work: Arc::new(self) }
     }
 
-    /// Ends the job. The claim and the host end are gone before the job is settled, except for an owner whose drop is foreign code.
+    /// Ends the job. The reservation and the host end are dropped before the job is settled, except for
+    /// an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
         let StagedTransfer { host, device, stream, job, last, .. } = self;
         let upload = matches!(host, HostEnd::Source(_));
@@ -160,35 +159,41 @@ impl StagedTransfer {
 
 /// Fills a chunk with its piece of the source.
 pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
+    let bytes = piece.bytes();
     let Piece { work: transfer, range, chunk, .. } = piece;
     transfer.check_wanted()?;
-    let into = chunk.write()?;
-    match &transfer.host {
-        HostEnd::Source(source) => {
-            guarded("the source of a transfer", || source.read(range.start, part_mut(into, range.end - range.start)?))
-        }
-        HostEnd::Target(_) => Ok(()),
-    }
+    let HostEnd::Source(source) = &transfer.host else { return Ok(()) };
+    let into = chunk.try_slice_mut(..bytes)?.into_write()?;
+    guarded("the source of a transfer", || source.read(range.start, into))
 }
 
-/// Enqueues the copy of a filled chunk to the device, or of the device's bytes into a chunk. The tick after it is covered by an event.
+/// Enqueues the copy of a filled chunk to the device, or of the device's bytes to a chunk. An event
+/// covers the tick after it.
 pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
-    let Piece { work: transfer, range, chunk, .. } = piece;
-    transfer.check_wanted()?;
-    let starved = transfer.is_storage() && transfer.is_caught_up()?;
-    let tick = enqueue(transfer, range.clone(), chunk, way)?;
-    transfer.note(&tick);
-    if let HostEnd::Source(source) = &transfer.host {
-        source.sent(range.end - range.start, starved);
+    piece.work.check_wanted()?;
+    let tick = enqueue(piece, way)?;
+    let mut last = piece.work.last.lock();
+    if last.as_ref().is_none_or(|last| last.n() < tick.n()) {
+        *last = Some(tick.clone());
     }
     Ok(tick)
 }
 
+/// Stores the bytes that arrived in a chunk in the target.
+pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    transfer.check_wanted()?;
+    let HostEnd::Target(target) = &transfer.host else { return Ok(()) };
+    let from = chunk.try_slice(..piece.bytes())?.read()?;
+    guarded("the target of a transfer", || target.write(range.start, from))
+}
+
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
-fn enqueue(transfer: &StagedTransfer, range: Range<u64>, chunk: &mut Chunk, way: Way) -> Result<Tick, TransferError> {
+fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+    let bytes = piece.bytes();
+    let Piece { work: transfer, range, chunk, .. } = piece;
     capture::refuse(&transfer.stream, CAPTURES_NOW)?;
     let _place = transfer.asked.and_then(|asked| transfer.stream.called_from(asked));
-    let bytes = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
     let on_device = transfer.device.reserved.turn(&transfer.stream)?;
     let (part, kind) = match way {
         Way::Up => (chunk.try_slice(..bytes)?.part(), AccessKind::Read),
@@ -196,7 +201,7 @@ fn enqueue(transfer: &StagedTransfer, range: Range<u64>, chunk: &mut Chunk, way:
     };
     let in_chunk = part.memory.access(&transfer.stream, kind)?;
     let _held_off = capture::hold_off(&transfer.stream, CAPTURES_NOW)?;
-    let enqueued = transfer.device.rows.blocks(range, |block| {
+    let enqueued = transfer.device.rows.blocks(range.clone(), |block| {
         // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies. Until they are done nothing
         // touches the bytes that they write, writes those that they read, or reuses the memory.
         unsafe { transfer.device.enqueue(&transfer.stream, block, part.ptr, way) }
@@ -204,39 +209,11 @@ fn enqueue(transfer: &StagedTransfer, range: Range<u64>, chunk: &mut Chunk, way:
     drop((in_chunk, on_device));
     enqueued?;
     let tick = transfer.stream.tick();
-    // Without an event the tick is still answerable, at the cost of waiting for later transfer, too.
+    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
     if let Err(error) = tick.cover() {
         tracing::debug!(%error, "no event could be recorded after a staged copy");
     }
     Ok(tick)
-}
-
-/// Stores what arrived in a chunk in the target.
-pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
-    let Piece { work: transfer, range, chunk, .. } = piece;
-    transfer.check_wanted()?;
-    let from = chunk.read()?;
-    match &transfer.host {
-        HostEnd::Target(target) => {
-            guarded("the target of a transfer", || target.write(range.start, part(from, range.end - range.start)?))
-        }
-        HostEnd::Source(_) => Ok(()),
-    }
-}
-
-impl StagedTransfer {
-    /// Whether the copies enqueued so far are done.
-    fn is_caught_up(&self) -> Result<bool, TransferError> {
-        let last = self.last.lock().clone();
-        last.map_or(Ok(true), |tick| Ok(tick.is_done()?))
-    }
-
-    fn note(&self, tick: &Tick) {
-        let mut last = self.last.lock();
-        if last.as_ref().is_none_or(|last| last.n() < tick.n()) {
-            *last = Some(tick.clone());
-        }
-    }
 }
 
 impl fmt::Debug for StagedTransfer {
@@ -256,27 +233,14 @@ fn check_lengths(host: &HostEnd, device: u64) -> Result<(), TransferError> {
     if from == to { Ok(()) } else { Err(TransferError::LengthMismatch { from, to }) }
 }
 
-fn part(chunk: &[u8], bytes: u64) -> Result<&[u8], TransferError> {
-    let len = chunk.len() as u64;
-    let end = usize::try_from(bytes).ok();
-    end.and_then(|end| chunk.get(..end)).ok_or(TransferError::Request(RequestError::OutOfBounds {
-        start: 0,
-        end: bytes,
-        len,
-    }))
+impl Piece {
+    /// The length, which is at most a chunk's.
+    fn bytes(&self) -> usize {
+        usize::try_from(self.range.end - self.range.start).unwrap_or(usize::MAX)
+    }
 }
 
-fn part_mut(chunk: &mut [u8], bytes: u64) -> Result<&mut [u8], TransferError> {
-    let len = chunk.len() as u64;
-    let end = usize::try_from(bytes).ok();
-    end.and_then(|end| chunk.get_mut(..end)).ok_or(TransferError::Request(RequestError::OutOfBounds {
-        start: 0,
-        end: bytes,
-        len,
-    }))
-}
-
-/// Copies of chunks must not become part of a graph, which would run them again when the chunks are others'.
+/// A graph must not contain copies of chunks: it would run them again when the chunks have other uses.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
     Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
 }

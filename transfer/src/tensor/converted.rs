@@ -1,9 +1,7 @@
 //! Sources for the staging ring whose elements are converted while its threads read them.
 
-use aquifer_device::RequestError;
 use aquifer_kernels::{DType, convert_host};
 
-use super::memory::HostPart;
 use crate::error::TransferError;
 use crate::host_vec;
 use crate::staging::HostSource;
@@ -34,10 +32,6 @@ impl<S: HostSource> HostSource for Converted<S> {
         self.source.is_storage()
     }
 
-    fn sent(&self, bytes: u64, starved: bool) {
-        self.source.sent(bytes, starved);
-    }
-
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let size = self.to.bytes();
         // Whole elements around what is asked for.
@@ -60,36 +54,15 @@ fn count(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
-impl HostSource for HostPart {
-    fn bytes(&self) -> u64 {
-        self.len() as u64
-    }
-
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let bytes = HostPart::bytes(self)?;
-        let start = count(offset);
-        let part = start.checked_add(into.len()).and_then(|end| bytes.get(start..end));
-        let beyond = || {
-            TransferError::Request(RequestError::OutOfBounds {
-                start: offset,
-                end: offset.saturating_add(into.len() as u64),
-                len: bytes.len() as u64,
-            })
-        };
-        into.copy_from_slice(part.ok_or_else(beyond)?);
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::memory::HostMemory;
     use super::*;
+    use crate::copy::Owned;
 
     #[test]
     fn any_part_is_the_part_of_all_converted() {
         let floats: Vec<f32> = (0..20).map(|n| n as f32 * 1.5).collect();
-        let memory = HostMemory::of::<f32, _>(floats.clone());
+        let memory = Owned::new::<f32, _>(floats.clone());
         for to in [DType::F16, DType::U8, DType::F64] {
             let mut all = vec![0; 20 * count(to.bytes())];
             convert_host(bytemuck::cast_slice(&floats), DType::F32, &mut all, to).unwrap();

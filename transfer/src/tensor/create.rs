@@ -5,11 +5,12 @@ use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, Target};
 
 use super::Tensor;
-use super::memory::{DeviceMemory, HostMemory, Memory, PinnedHost, Scalar, by_dtype};
+use super::memory::{DeviceMemory, Memory, PinnedHost, Scalar, by_dtype};
 use super::place::Place;
+use crate::copy::Owned;
 use crate::counters::Direction;
 use crate::error::TransferError;
-use crate::host_vec::{self, out_of_host_memory};
+use crate::host_vec;
 use crate::layout::{Layout, LayoutError};
 use crate::runtime::Transfer;
 
@@ -40,7 +41,7 @@ impl Tensor {
         S: AsRef<[T]> + Send + Sync + 'static,
     {
         let layout = Layout::row_major(shape)?;
-        let memory = HostMemory::of::<T, S>(owner);
+        let memory = Owned::new::<T, S>(owner);
         check_len(&layout, memory.len() / size_of::<T>())?;
         Tensor::new(Memory::Host(memory), T::DTYPE, layout)
     }
@@ -254,7 +255,7 @@ pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, Transfe
     bytes.ok_or(TransferError::Request(RequestError::LengthOverflow { len: layout.len() as u64, size: dtype.bytes() }))
 }
 
-fn zeroed_host(dtype: DType, len: usize) -> Result<HostMemory, TransferError> {
+fn zeroed_host(dtype: DType, len: usize) -> Result<Owned, TransferError> {
     filled_host(dtype, len, |_| Ok(()))
 }
 
@@ -263,8 +264,19 @@ pub(crate) fn filled_host(
     dtype: DType,
     len: usize,
     fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
-) -> Result<HostMemory, TransferError> {
-    let bytes = (len as u64).saturating_mul(dtype.bytes());
-    HostMemory::filled(dtype, host_vec::len_of(len as u64, dtype.bytes())?, fill)?
-        .ok_or_else(|| out_of_host_memory(bytes))
+) -> Result<Owned, TransferError> {
+    let len = host_vec::len_of(len as u64, dtype.bytes())?;
+    macro_rules! by_size {
+        ($type:ty) => {{
+            let mut elements = host_vec::zeroed::<$type>(len)?;
+            fill(bytemuck::cast_slice_mut(&mut elements))?;
+            Ok(Owned::new::<$type, _>(elements))
+        }};
+    }
+    match dtype.bytes() {
+        1 => by_size!(u8),
+        2 => by_size!(u16),
+        4 => by_size!(u32),
+        _ => by_size!(u64),
+    }
 }

@@ -9,11 +9,11 @@ use aquifer_kernels::{DType, Operand, Target};
 use super::Tensor;
 use super::converted::Converted;
 use super::create::{bytes_of, filled_host, host_bytes};
-use super::memory::{DeviceMemory, HostMemory, HostPart, Memory, PinnedHost, by_dtype};
+use super::memory::{DeviceMemory, Memory, PinnedHost, by_dtype};
 use super::pack::pack_on_device;
 use super::place::Place;
 use super::transport::{Sent, on};
-use crate::copy::{Region, UNSTAGED_BYTES, copy_from_peer, stage_upload, upload_borrowed};
+use crate::copy::{Owned, Region, copy_from_peer, stage_upload, upload_owned};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::layout::Layout;
@@ -68,7 +68,7 @@ impl Tensor {
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
                 Ok((self.upload_rows(own, to, buffer)?, true))
             }
-            (Memory::Host(own), Some(range)) => Ok((upload_part(to, own.part(range), buffer)?, false)),
+            (Memory::Host(own), Some(range)) => Ok((upload_owned(to, own.part(range), buffer, None)?, false)),
             (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
                 let range = self.byte_range(self.first(), sent.count);
                 let source = Converted::new(own.part(range), self.dtype, crossing);
@@ -81,7 +81,7 @@ impl Tensor {
             }
             _ => {
                 let memory = filled_host(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
-                Ok((upload_part(to, memory.part(0..memory.len()), buffer)?, false))
+                Ok((upload_owned(to, memory.part(0..memory.len()), buffer, None)?, false))
             }
         }
     }
@@ -133,7 +133,7 @@ impl Tensor {
             _ => by_dtype!(crossing, T => {
                 let typed = buffer.reinterpret::<T>();
                 let typed = typed.ok_or(RequestError::Unsupported { what: "device memory that is aligned for its elements" })?;
-                from.to_vec(&typed)?.map(|elements| Memory::Host(HostMemory::of::<T, Vec<T>>(elements)))
+                from.to_vec(&typed)?.map(|elements| Memory::Host(Owned::new::<T, Vec<T>>(elements)))
             }),
         };
         let place = place.clone();
@@ -209,14 +209,6 @@ impl PinnedHost {
     fn serves(&self, transfer: &Transfer) -> bool {
         self.buffer.is_pinned() && self.pool.device().id() == transfer.device().id()
     }
-}
-
-/// Uploads a part of shared host memory: what is small at once, and more through the staging ring.
-fn upload_part(to: &Transfer, from: HostPart, buffer: &mut Buffer<u8>) -> Result<Pending<()>, TransferError> {
-    if from.len() <= UNSTAGED_BYTES {
-        return upload_borrowed(to, from.bytes()?, buffer, None);
-    }
-    Ok(stage_upload(to, Arc::new(from), buffer)?.1)
 }
 
 /// Enqueues converting elements to new memory, allocated for `stream`.

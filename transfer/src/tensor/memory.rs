@@ -1,6 +1,5 @@
 //! What holds the elements of tensors: bytes on the host, page-locked or not, or on a device. Shared by all views.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -20,14 +19,11 @@ use crate::runtime::Transfer;
 /// Memory that tensors share.
 #[derive(Clone, Debug)]
 pub(crate) enum Memory {
-    Host(HostMemory),
+    /// Nothing writes it any more.
+    Host(Owned),
     Pinned(PinnedHost),
     Device(DeviceMemory),
 }
-
-/// Host memory that nobody writes any more.
-#[derive(Clone)]
-pub(crate) struct HostMemory(Owned);
 
 /// Page-locked host memory. Nobody writes it any more, except for the copy that fills it.
 #[derive(Clone, Debug)]
@@ -46,69 +42,6 @@ pub(crate) struct DeviceMemory {
 impl Clone for DeviceMemory {
     fn clone(&self) -> DeviceMemory {
         DeviceMemory { buffer: self.buffer.share(), transfer: self.transfer.clone() }
-    }
-}
-
-impl HostMemory {
-    /// The memory of whatever lends elements.
-    pub(crate) fn of<T: Pod, S: AsRef<[T]> + Send + Sync + 'static>(owner: S) -> HostMemory {
-        HostMemory(Owned::new::<T, S>(owner))
-    }
-
-    /// `len` elements of a dtype with all bits 0, written by `fill`; `None` if there is no memory for them.
-    pub(crate) fn filled<E>(
-        dtype: DType,
-        len: usize,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<Option<HostMemory>, E> {
-        macro_rules! by_size {
-            ($type:ty) => {{
-                let Ok(mut elements) = bytemuck::allocation::try_zeroed_vec::<$type>(len) else { return Ok(None) };
-                fill(bytemuck::cast_slice_mut(&mut elements))?;
-                Ok(Some(HostMemory::of::<$type, _>(elements)))
-            }};
-        }
-        match dtype.bytes() {
-            1 => by_size!(u8),
-            2 => by_size!(u16),
-            4 => by_size!(u32),
-            _ => by_size!(u64),
-        }
-    }
-
-    pub(crate) fn bytes(&self) -> &[u8] {
-        self.0.bytes()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// A part of it, kept alive by the part.
-    pub(crate) fn part(&self, range: Range<usize>) -> HostPart {
-        debug_assert!(range.end <= self.len());
-        HostPart { memory: self.clone(), range }
-    }
-}
-
-/// A part of shared host memory.
-pub(crate) struct HostPart {
-    memory: HostMemory,
-    range: Range<usize>,
-}
-
-impl HostPart {
-    pub(crate) fn bytes(&self) -> Result<&[u8], TransferError> {
-        let (start, end, len) = (self.range.start as u64, self.range.end as u64, self.memory.len() as u64);
-        self.memory.bytes().get(self.range.clone()).ok_or(TransferError::Request(RequestError::OutOfBounds {
-            start,
-            end,
-            len,
-        }))
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.range.len()
     }
 }
 
@@ -156,7 +89,7 @@ impl Memory {
     /// Where on the host that lies which all its owners share, so that no other memory has it at the same time.
     pub(crate) fn identity(&self) -> usize {
         match self {
-            Memory::Host(memory) => memory.0.identity(),
+            Memory::Host(memory) => memory.identity(),
             Memory::Pinned(memory) => Arc::as_ptr(&memory.buffer).addr(),
             Memory::Device(memory) => Arc::as_ptr(memory.buffer.storage()).addr(),
         }
@@ -178,12 +111,6 @@ impl DeviceMemory {
 /// Some bytes of a buffer, sharing its memory.
 pub(super) fn part_of(buffer: &Buffer<u8>, bytes: Range<u64>) -> Result<Buffer<u8>, TransferError> {
     Ok(buffer.try_slice(host_vec::len_of(bytes.start, 1)?..host_vec::len_of(bytes.end, 1)?)?.share())
-}
-
-impl fmt::Debug for HostMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostMemory").field("bytes", &self.len()).finish()
-    }
 }
 
 /// Calls a generic function with the Rust type of a dtype.

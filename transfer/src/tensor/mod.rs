@@ -29,7 +29,7 @@ pub(crate) use converted::Converted;
 pub(crate) use create::filled_host;
 pub use error::{OperandInfo, OperandsError};
 pub use memory::Scalar;
-pub(crate) use memory::{DeviceMemory, HostMemory, Memory, PinnedHost};
+pub(crate) use memory::{DeviceMemory, Memory, PinnedHost};
 pub use place::Place;
 pub use to::To;
 
