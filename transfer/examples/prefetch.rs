@@ -1,7 +1,8 @@
 //! The loop of the training tutorials, with batches that are on the device before they are needed.
 //!
-//! On a simulated device it shows, and asserts, that a step takes as long as the longer of computing and copying: the other hides behind it.
-//! With `cuda` as argument it runs on a real GPU, and shows what that makes of it.
+//! On a simulated device it shows, and asserts, that a step takes as long as the longer of
+//! computing and copying: the other hides behind it. With `cuda` as argument it runs on a real GPU,
+//! and shows what that makes of it.
 
 use std::error::Error;
 use std::time::Duration;

@@ -1,9 +1,9 @@
-//! What transfers cost so far, and how much of their time was used for something else.
+//! Counters of transfers, and the overlap of transfers with other work.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Which way bytes go.
+/// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Direction {
@@ -19,13 +19,13 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Transfers that were asked for; of a [`crate::TransferBatch`], each that was added.
+    /// Transfers; of a [`crate::TransferBatch`], each copy that was added.
     pub copies: u64,
     /// Their bytes.
     pub bytes: u64,
 }
 
-/// What a [`crate::Transfer`] did so far.
+/// The counters of a [`crate::Transfer`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Counters {
@@ -33,32 +33,36 @@ pub struct Counters {
     pub uploads: Traffic,
     /// From the device to the host.
     pub downloads: Traffic,
-    /// Within the device, or from other devices; but what came by way of the host counts as a download there and an upload here.
+    /// Within the device, or from other devices; but a copy by way of the host counts as a download
+    /// there and an upload here.
     pub on_device: Traffic,
     /// Between host memory ([`crate::Transfer::copy_on_host`]).
     pub on_host: Traffic,
-    /// How often a thread waited on the host for the device, in a call that says so.
+    /// The number of waits of threads for the device, in calls that document it.
     pub synchronisations: u64,
-    /// How long threads waited so for transfers; not how long measuring what pays took ([`crate::Transfer::batch_calls_pay_below`]).
+    /// The time of these waits for transfers, without measurements
+    /// ([`crate::Transfer::batch_calls_pay_below`]).
     pub time_waited: Duration,
-    /// For transfers that were waited for or awaited: from the call that began each to when whoever did so knew that it was done, added up.
+    /// The time from the call that began a transfer to the end of its wait or await, summed over
+    /// the transfers that were waited for or awaited.
     pub time_in_flight: Duration,
 }
 
 impl Counters {
-    /// Of the time that transfers were in flight, the share during which no thread was blocked on them: 1 − waited / in flight. Those count
-    /// that were waited for, whether they were complete by then or not, or awaited, which blocks no thread; those that were dropped or that
-    /// streams go on from do not. `None` before there was any. In time of the host's clock, on simulated devices too.
+    /// The share of the transfers' time in flight during which no thread was blocked on them: 1 −
+    /// waited / in flight. Counts transfers that were waited for, complete before or not, and
+    /// awaited ones, which block no thread; not those that were dropped or chained to a stream.
+    /// `None` before the first one. In time of the host's clock, on simulated devices too.
     pub fn overlap(&self) -> Option<f64> {
         let flight = self.time_in_flight.as_secs_f64();
         (flight > 0.0).then(|| (1.0 - self.time_waited.as_secs_f64() / flight).clamp(0.0, 1.0))
     }
 }
 
-/// Where copies on the host are counted, after those of each direction.
+/// The place of copies on the host, after those of each direction.
 const ON_HOST: usize = Direction::OnDevice as usize + 1;
 
-/// The counters as they are kept.
+/// The counters, shared by threads.
 #[derive(Debug, Default)]
 pub(crate) struct AtomicCounters {
     /// By direction, and those on the host.
@@ -89,7 +93,7 @@ impl AtomicCounters {
         self.bytes[place].fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// A thread waits in `wait` for what began at `started`.
+    /// A thread waits in `wait` for a transfer that began at `started`.
     pub(crate) fn waiting<R>(&self, started: Instant, wait: impl FnOnce() -> R) -> R {
         let from = Instant::now();
         let result = wait();
@@ -99,12 +103,12 @@ impl AtomicCounters {
         result
     }
 
-    /// A thread waits for something that is no transfer of its caller's.
+    /// A thread waits for work that is no transfer of its caller's.
     pub(crate) fn waits(&self) {
         self.synchronisations.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What began at `started` is known to be done now.
+    /// A transfer that began at `started` is known to be done now.
     pub(crate) fn flew(&self, started: Instant) {
         self.flight_ns.fetch_add(nanoseconds(started.elapsed()), Ordering::Relaxed);
     }
@@ -161,7 +165,7 @@ mod tests {
         assert!(counters.time_in_flight >= counters.time_waited);
     }
 
-    /// A copy that was done when it was waited for, and one that a task awaited, blocked nobody.
+    /// A copy that was done before the wait, and one that a task awaited, blocked no thread.
     #[test]
     fn transfers_that_blocked_nobody_overlap_wholly() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -176,7 +180,7 @@ mod tests {
         let second = transfer.counters();
         assert_eq!((second.overlap(), second.synchronisations), (Some(1.0), 0));
         assert!(second.time_in_flight > first.time_in_flight);
-        // What had nothing to copy was not in flight.
+        // An empty copy was not in flight.
         transfer.to_device(Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
         assert_eq!(transfer.counters().time_in_flight, second.time_in_flight);
     }

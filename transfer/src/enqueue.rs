@@ -4,12 +4,12 @@ use aquifer_device::{Copy2d, CopyEnd, CopyPart, DeviceError, Stream};
 
 use crate::layout::{Block, Rows};
 
-/// Enqueues a copy of all rows of elements of `size` bytes: one call for each block, or for each row
-/// where rows overlap or repeat.
+/// Enqueues a copy of all rows of elements of `size` bytes: one call for each block, or for each
+/// row where rows overlap or repeat.
 ///
 /// # Safety
-/// The memory that the rows reach from `from` and `to` on must be as [`aquifer_device::Driver::copy_2d`]
-/// requires.
+/// The memory that the rows reach from `from` and `to` on must be as
+/// [`aquifer_device::Driver::copy_2d`] requires.
 #[allow(unsafe_code, reason = "passed on from the driver")]
 pub(crate) unsafe fn enqueue_rows(
     stream: &Stream,

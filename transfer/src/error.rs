@@ -1,5 +1,5 @@
-//! Errors of the transfer runtime. A message that tells its `cause` is complete; [`std::error::Error::source`] returns what a message
-//! leaves out.
+//! Errors of the transfer runtime. A message contains its `cause`; [`std::error::Error::source`]
+//! returns causes that the message does not contain.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -13,12 +13,13 @@ use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
 use crate::placement::NoDevice;
 use crate::tensor::OperandsError;
 
-/// Why a transfer, or another request to the runtime, failed. The runtime is as usable afterwards as before.
+/// The error of a transfer, or of another request to the runtime. The runtime stays usable.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferError {
-    /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the limit, or ask for memory that
-    /// may be pageable. Small copies and the staging of ordinary memory take from the same pool, so leave them room under a limit.
+    /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the
+    /// limit, or allow pageable memory. Small copies and staging take from the same pool, so leave
+    /// them room under a limit.
     #[error(
         "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
         limit.map_or(String::new(), |limit| format!(" of a limit of {limit}")), pinned_advice(*limit, source.is_some())
@@ -28,11 +29,11 @@ pub enum TransferError {
         requested: u64,
         /// Bytes that the pool holds.
         reserved: u64,
-        /// Bytes of these that nobody uses, in pieces that do not serve the request.
+        /// Unused bytes of these, in pieces that do not serve the request.
         free: u64,
-        /// Most that the pool may hold.
+        /// The most bytes that the pool may hold.
         limit: Option<u64>,
-        /// What the driver or the system said, where it refused.
+        /// The refusal of the driver or the system.
         source: Option<Box<TransferError>>,
     },
     /// The system has no memory, page-locked or not.
@@ -40,21 +41,22 @@ pub enum TransferError {
     OutOfHostMemory {
         /// Bytes asked for.
         bytes: u64,
-        /// What the system said.
+        /// The error of the system.
         cause: Arc<std::io::Error>,
     },
-    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that holds it, or memory that
-    /// starts and ends at a page.
+    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that
+    /// holds it, or memory that starts and ends at a page.
     #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {cause}")]
     AlreadyPinned {
-        /// Where the memory starts.
+        /// The start of the memory.
         address: u64,
         /// Its length.
         bytes: u64,
-        /// What the driver said.
+        /// The error of the driver.
         cause: DeviceError,
     },
-    /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
+    /// The caller asked for bytes as values of another type, but their length or alignment does not
+    /// fit.
     #[error("{bytes} bytes at this address are not a whole number of aligned {to} values")]
     BadCast {
         /// Bytes there are.
@@ -79,10 +81,11 @@ pub enum TransferError {
     /// The caller passed a region that cannot be copied.
     #[error("the region cannot be copied: {reason}")]
     Region {
-        /// What is wrong with it.
+        /// The problem.
         reason: &'static str,
     },
-    /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest is as it was.
+    /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest
+    /// is as it was.
     #[error("the transfer was cancelled")]
     Cancelled,
     /// The caller polled a transfer again after it had given its result.
@@ -91,17 +94,17 @@ pub enum TransferError {
     /// Code that the caller passed panicked on a thread of the runtime.
     #[error("{what} panicked: {message}")]
     Panicked {
-        /// Whose code it was.
+        /// The code that panicked.
         what: &'static str,
-        /// What the panic said.
+        /// The message of the panic.
         message: String,
     },
     /// The system refused to start a thread.
     #[error("a thread for {what} could not be started: {cause}")]
     Thread {
-        /// What the thread is for.
+        /// The purpose of the thread.
         what: &'static str,
-        /// What the system said.
+        /// The error of the system.
         cause: Arc<std::io::Error>,
     },
     /// A file could not be read.
@@ -109,7 +112,7 @@ pub enum TransferError {
     File {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The error of the system.
         cause: Arc<std::io::Error>,
     },
     /// The caller asked for a part of a file that reaches beyond its end.
@@ -119,7 +122,7 @@ pub enum TransferError {
         path: String,
         /// Its length in bytes.
         len: u64,
-        /// Where the part begins.
+        /// The start of the part.
         offset: u64,
         /// Length of the part.
         bytes: u64,
@@ -133,18 +136,18 @@ pub enum TransferError {
     /// No real GPU can be used at all. Open a simulated one instead, or allow the host.
     #[error("no real GPU can be used: {0}")]
     NoGpu(Unavailable),
-    /// The caller asked for a layout, or a view, that cannot be.
+    /// The caller asked for an impossible layout or view.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The caller passed operands that do not go together. All of them are named.
+    /// The caller passed operands that do not fit each other. The error names all of them.
     #[error(transparent)]
     Operands(#[from] Box<OperandsError>),
     /// The caller asked for elements of another dtype than the tensor has. Convert it first.
     #[error("the tensor is of {is}, not of {needed}")]
     WrongDType {
-        /// What it is.
+        /// The dtype of the tensor.
         is: DType,
-        /// What was asked for.
+        /// The dtype asked for.
         needed: DType,
     },
     /// The caller named a dtype that this version does not know.
@@ -153,26 +156,27 @@ pub enum TransferError {
         /// The name.
         name: String,
     },
-    /// The device has no instructions for the dtype, which the caller said it must have. Use another dtype or device.
+    /// The device has no instructions for the dtype, which the caller said it must have. Use
+    /// another dtype or device.
     #[error("{device} does not compute with {dtype} natively: it lacks {missing}")]
     NotNative {
         /// The dtype.
         dtype: DType,
         /// The device.
         device: DeviceLabel,
-        /// What is missing.
+        /// The missing instructions.
         missing: &'static str,
     },
     /// The caller asked for device memory of a tensor that is elsewhere. Move it first.
     #[error("the tensor is on {place}, not on a device; move it with `Tensor::to`")]
     NotOnDevice {
-        /// Where it is.
+        /// Its place.
         place: String,
     },
     /// The caller asked for host memory of a tensor that is on a device. Bring it first.
     #[error("the tensor is on {place}, not on the host; bring it with `Tensor::to_host`")]
     NotOnHost {
-        /// Where it is.
+        /// Its place.
         place: String,
     },
     /// The caller asked for one piece of memory of a tensor that is not one.
@@ -192,35 +196,37 @@ pub enum TransferError {
     /// Elements could not be converted.
     #[error(transparent)]
     Convert(#[from] ConvertError),
-    /// The caller named a parameter as it cannot be named, or one that is not there.
+    /// The caller passed an invalid name of a parameter, or one that is missing.
     #[error("parameter {name:?} {problem}")]
     ParamName {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: &'static str,
     },
-    /// The caller asked the results of one batch for a download of another. Read it from the results of the batch that it was added to.
+    /// The caller asked the results of one batch for a download of another. Read it from the
+    /// results of the batch that it was added to.
     #[error("the download belongs to another batch of copies than these results")]
     OtherBatch,
     /// The source of batches that the caller gave failed.
     #[error("the source of batches failed: {cause}")]
     Source {
-        /// What it said.
+        /// The error of the source.
         cause: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// Parameters are not where all should be. Move the whole set.
     #[error("some parameters are not on {place}: {}", Listed(strays))]
     LeftBehind {
-        /// Where they should be.
+        /// The place where they should be.
         place: String,
-        /// Those that are elsewhere.
+        /// Parameters in other places.
         strays: Vec<Stray>,
     },
     /// A file of tensors is not what it should be.
     #[error(transparent)]
     Checkpoint(#[from] Box<CheckpointError>),
-    /// The caller loads files into a set that does not have the same tensors. All that differ are named.
+    /// The caller loads files into a set that does not have the same tensors. All that differ are
+    /// named.
     #[error(transparent)]
     Mismatch(#[from] Box<SetMismatch>),
     /// Device memory could not be had, or not be used by the stream.
@@ -234,7 +240,7 @@ pub enum TransferError {
     Device(#[from] DeviceError),
 }
 
-/// What helps when page-locked memory ran out, which copies of the runtime need, too.
+/// Advice about page-locked memory that ran out, which copies of the runtime need, too.
 fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
     match limit {
         Some(_) if !system_refused => {
@@ -245,7 +251,7 @@ fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
 }
 
 impl TransferError {
-    /// Code of others panicked.
+    /// The error of foreign code that panicked.
     #[cold]
     pub(crate) fn panicked(what: &'static str, panic: &(dyn Any + Send)) -> TransferError {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
@@ -253,7 +259,7 @@ impl TransferError {
         TransferError::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
     }
 
-    /// Whether memory was lacking, on the host or on the device, so that freeing some may help.
+    /// Whether memory ran out, on the host or on the device: freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
         self.is_out_of_host_memory() || self.is_out_of_device_memory()
     }
@@ -262,18 +268,19 @@ impl TransferError {
         matches!(self, TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. })
     }
 
-    /// Whether it is the device that lacks memory, and not the host.
+    /// Whether the device, not the host, ran out of memory.
     pub(crate) fn is_out_of_device_memory(&self) -> bool {
         self.alloc().is_some_and(AllocError::is_out_of_memory)
             || self.device().is_some_and(DeviceError::is_out_of_memory)
     }
 
-    /// Whether the device is gone, so that nothing on it will ever complete.
+    /// Whether the device is lost: nothing on it will ever complete.
     pub fn is_device_lost(&self) -> bool {
         self.device().is_some_and(DeviceError::is_device_lost)
     }
 
-    /// Whether the allocator sleeps, or is about to, so that the same may work once it is awake ([`AllocError::Asleep`]).
+    /// Whether the allocator sleeps, or is about to: retry once it is awake
+    /// ([`AllocError::Asleep`]).
     pub fn is_asleep(&self) -> bool {
         matches!(self.alloc(), Some(AllocError::Asleep))
     }
@@ -283,7 +290,7 @@ impl TransferError {
         self.alloc().and_then(AllocError::report)
     }
 
-    /// What is wrong with the request, where it is an error that other crates share.
+    /// The error of the request, if it is one that the crates share.
     pub fn request(&self) -> Option<&RequestError> {
         match self {
             TransferError::Request(error) => Some(error),
@@ -321,7 +328,8 @@ impl From<AllocError> for TransferError {
     }
 }
 
-/// [`TransferError::Request`] and [`TransferError::Alloc`] where the kernel was not launched for such a reason.
+/// [`TransferError::Request`] and [`TransferError::Alloc`] where the kernel was not launched for
+/// such a reason.
 impl From<KernelError> for TransferError {
     fn from(error: KernelError) -> TransferError {
         match error {
@@ -332,7 +340,7 @@ impl From<KernelError> for TransferError {
     }
 }
 
-/// An argument that cannot fail to name a place, where others can.
+/// For arguments that always name a place.
 impl From<std::convert::Infallible> for TransferError {
     fn from(never: std::convert::Infallible) -> TransferError {
         match never {}

@@ -1,9 +1,9 @@
 //! Foreign code on threads of the runtime: destructors of owners that callers hand over, wakers of
 //! tasks, and panics.
 //!
-//! Foreign code may wait for anything, including transfers. So a thread that transfers wait for does
-//! not run it: such a thread is *deferring*, and a background thread runs the code instead. A call
-//! never waits for another call: one that finds no idle background thread gets a new one.
+//! Foreign code may wait for anything, including transfers. So a thread that transfers wait for
+//! does not run it: such a thread is *deferring*, and a background thread runs the code instead. A
+//! call never waits for another call: one that finds no idle background thread gets a new one.
 //!
 //! Invariant: a deferring thread runs no destructor or waker of the caller.
 //!
@@ -20,7 +20,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::TransferError;
 
-/// How long a background thread stays idle before it ends.
+/// The idle time after which a background thread ends.
 const IDLE: Duration = Duration::from_secs(2);
 
 type Call = Box<dyn FnOnce() + Send>;
@@ -143,7 +143,8 @@ mod tests {
 
     use super::*;
 
-    /// Each of many calls waits for the next one. All panic, with a payload that panics when dropped.
+    /// Each of many calls waits for the next one. All panic, with a payload that panics when
+    /// dropped.
     #[test]
     fn code_that_waits_for_other_code_runs() {
         struct Panics;

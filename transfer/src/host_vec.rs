@@ -1,4 +1,5 @@
-//! Ordinary memory whose length comes from outside: if the system refuses it, that is an error rather than the end of the process.
+//! Ordinary memory of any length: if the system refuses it, that is an error rather than the end of
+//! the process.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::error::TransferError;
 
-/// So many elements of `size` bytes, as a length on the host.
+/// The number of elements of `size` bytes as a length on the host.
 pub(crate) fn len_of(len: u64, size: u64) -> Result<usize, TransferError> {
     let addressable = len.checked_mul(size).is_some_and(|bytes| isize::try_from(bytes).is_ok());
     usize::try_from(len)
@@ -22,7 +23,7 @@ pub(crate) fn zeroed<T: Zeroable>(len: usize) -> Result<Vec<T>, TransferError> {
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| out_of_host_memory(bytes))
 }
 
-/// A copy of the `len` elements that bytes of any alignment begin with. Elements may have no bytes.
+/// A copy of the first `len` elements in bytes of any alignment. Elements may have no bytes.
 pub(crate) fn copied<T: Pod>(bytes: &[u8], len: usize) -> Result<Vec<T>, TransferError> {
     let mut elements = zeroed::<T>(len)?;
     let to: &mut [u8] = bytemuck::cast_slice_mut(&mut elements);

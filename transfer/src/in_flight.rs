@@ -1,8 +1,8 @@
 //! The in-flight set of a runtime: everything that it began and that is not known to be complete.
 //!
-//! The set has the latest tick of each stream, which covers the earlier ones, and each unfinished job.
-//! Complete work is dropped whenever the set has twice as many entries as after the last drop, so a
-//! transfer costs a few queries.
+//! The set has the latest tick of each stream, which covers the earlier ones, and each unfinished
+//! job. Complete work is dropped whenever the set has twice as many entries as after the last drop,
+//! so a transfer costs a few queries.
 //!
 //! Lock order: the set's lock, then those of timelines and jobs.
 

@@ -1,6 +1,7 @@
-//! Long transfers: what threads of the runtime still work on, and what others know of it.
+//! Jobs: transfers that threads of the runtime still work on.
 //!
-//! Invariants: a job that is settled stays so; whoever waits is told. Its lock is a leaf; wakers run without it.
+//! Invariants: a job is settled once, and wakes all threads and tasks that wait for it. Its lock is
+//! a leaf; wakers run without it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,11 +25,11 @@ pub(crate) struct Job {
 #[derive(Debug, Default)]
 struct State {
     progress: Progress,
-    /// Told at the next change: that of the last poll, as one future has the transfer.
+    /// The waker of the last poll: one future has the transfer.
     waker: Option<Waker>,
 }
 
-/// How far a job is.
+/// The progress of a job.
 #[derive(Clone, Debug, Default)]
 pub(crate) enum Progress {
     /// Threads work on it.
@@ -45,12 +46,12 @@ impl Job {
         Arc::default()
     }
 
-    /// All its work is enqueued, and what remains is the tick's. Nothing is claimed for it any more.
+    /// Settles a job whose work is enqueued before the tick. It holds no reservation any more.
     pub(crate) fn enqueued(&self, tick: Tick) {
         self.settle(Progress::Enqueued(tick));
     }
 
-    /// It is complete, or failed. The first that is said of it holds.
+    /// Settles a job that is complete, or failed. The first call counts.
     pub(crate) fn finish(&self, result: Result<(), TransferError>) {
         self.settle(Progress::Finished(result));
     }
@@ -67,22 +68,22 @@ impl Job {
         waker.into_iter().for_each(wake);
     }
 
-    /// Asks that what has not begun is left out.
+    /// Requests that threads begin no more of the work.
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Whether that was asked.
+    /// Whether cancellation was requested.
     pub(crate) fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }
 
-    /// How far it is.
+    /// The progress.
     pub(crate) fn progress(&self) -> Progress {
         self.state.lock().progress.clone()
     }
 
-    /// How far it is; while threads work on it, `waker` is told of the next change.
+    /// The progress. While threads work on the job, `waker` is woken at the next change.
     pub(crate) fn poll(&self, waker: &Waker) -> Progress {
         let mut state = self.state.lock();
         let progress = state.progress.clone();
@@ -91,7 +92,7 @@ impl Job {
         }
         let before = state.waker.replace(waker.clone());
         drop(state);
-        // Without the lock: it is code of others.
+        // Without the lock: it is foreign code.
         drop(before);
         progress
     }

@@ -14,15 +14,15 @@ use crate::pinned::PinnedBuffer;
 use crate::prefetch::{Batch, Prefetcher};
 use crate::runtime::Transfer;
 
-/// How many batches [`DeviceTransfers::prefetch`] keeps ahead of their use.
+/// The batches that [`DeviceTransfers::prefetch`] keeps ahead of their use.
 const AHEAD: usize = 2;
 
-/// Copies, as methods of [`Buffer`] and its views. Each runs on `stream`, after everything that was enqueued on the buffer
-/// before, on any stream.
+/// Copies, as methods of [`Buffer`] and its views. Each runs on `stream`, after everything that was
+/// enqueued on the buffer before, on any stream.
 ///
-/// Copies between device memory return `()` once they are enqueued. Those with an end on the host return a [`Pending`],
-/// which can be waited for, awaited or dropped: the copy goes on. The others wait on the host, and are counted
-/// ([`Transfer::counters`]).
+/// Copies between device memory return `()` once they are enqueued. Those with an end on the host
+/// return a [`Pending`], which can be waited for, awaited or dropped: the copy goes on. The others
+/// wait on the host, and are counted ([`Transfer::counters`]).
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -63,19 +63,22 @@ pub trait BufferTransfers<T: Pod + Send + Sync> {
     /// As [`Transfer::to_vec`].
     fn to_vec(&self, stream: &Stream) -> Result<Vec<T>, TransferError>;
 
-    /// The element of a buffer of one; of a longer one, `x.slice(..1).item(&stream)` is the first. Waits until it is there.
+    /// The element of a buffer of one; of a longer one, `x.slice(..1).item(&stream)` is the first.
+    /// Waits until it is there.
     ///
     /// # Errors
     /// As [`Transfer::item`].
     fn item(&self, stream: &Stream) -> Result<T, TransferError>;
 
-    /// Enqueues filling the buffer from device memory, also of another device; see [`Transfer::copy`].
+    /// Enqueues filling the buffer from device memory, also of another device; see
+    /// [`Transfer::copy`].
     ///
     /// # Errors
     /// As [`Transfer::copy`].
     fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), TransferError>;
 
-    /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of that device.
+    /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
+    /// that device.
     ///
     /// # Errors
     /// As [`Transfer::copy`], and when device memory runs out.
@@ -124,23 +127,23 @@ impl<T: Pod + Send + Sync> BufferTransfers<T> for Buffer<T> {
 /// Buffers with content from the host, as methods of [`Allocator`].
 #[allow(clippy::wrong_self_convention, reason = "the allocator makes the buffer")]
 pub trait AllocatorTransfers {
-    /// A buffer with a copy of `values`, which may be reused when this returns. The copy may still be in flight then: calls
-    /// that use the buffer come after it.
+    /// A buffer with a copy of `values`, which may be reused when this returns. The copy may still
+    /// be in flight then: calls that use the buffer come after it.
     ///
     /// # Errors
-    /// When device memory or page-locked memory runs out, a stream of another device or that captures, and errors of the
-    /// driver.
+    /// When device memory or page-locked memory runs out, a stream of another device or that
+    /// captures, and errors of the driver.
     fn from_slice<T: Pod + Send + Sync>(&self, values: &[T], stream: &Stream) -> Result<Buffer<T>, TransferError>;
 
-    /// The runtime that copies to and from this allocator's memory, with its settings, counters and page-locked memory; see
-    /// [`Transfer::of`].
+    /// The runtime that copies to and from this allocator's memory, with its settings, counters and
+    /// page-locked memory; see [`Transfer::of`].
     ///
     /// # Errors
     /// Errors of the driver, at the first call.
     fn transfer(&self) -> Result<Transfer, TransferError>;
 
-    /// The tensors of a safetensors file, in this allocator's memory. Waits until they are there. [`Checkpoint`] loads a part,
-    /// converts, and reports progress.
+    /// The tensors of a safetensors file, in this allocator's memory. Waits until they are there.
+    /// [`Checkpoint`] loads a part, converts, and reports progress.
     ///
     /// # Errors
     /// As [`Checkpoint::open`] and [`Checkpoint::load_blocking`].
@@ -176,11 +179,12 @@ impl AllocatorTransfers for Allocator {
     }
 }
 
-/// Page-locked memory and prefetching, as methods of [`Device`]. They use the process's allocator of the device
-/// ([`DeviceAllocator::allocator`]); with another allocator, [`Transfer::pinned`] and [`Prefetcher::new`] do the same.
+/// Page-locked memory and prefetching, as methods of [`Device`]. They use the process's allocator
+/// of the device ([`DeviceAllocator::allocator`]); with another allocator, [`Transfer::pinned`] and
+/// [`Prefetcher::new`] do the same.
 pub trait DeviceTransfers {
-    /// Page-locked memory for `len` values of `T`, which copies of this device read and write without staging. Its content
-    /// is whatever was there, or zeros.
+    /// Page-locked memory for `len` values of `T`, which copies of this device read and write
+    /// without staging. Its content is whatever was there, or zeros.
     ///
     /// # Errors
     /// As [`crate::PinnedPool::alloc`].
@@ -192,8 +196,9 @@ pub trait DeviceTransfers {
     /// As [`DeviceTransfers::pinned`].
     fn pinned_from_slice<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, TransferError>;
 
-    /// Brings the batches that `source` gives to the device, two ahead of their use on `stream`: an iterator of batches that
-    /// are ready for `stream`. A thread calls `source`. [`Prefetcher`] has more settings.
+    /// Brings the batches that `source` gives to the device, two ahead of their use on `stream`: an
+    /// iterator of batches that are ready for `stream`. A thread calls `source`. [`Prefetcher`] has
+    /// more settings.
     ///
     /// # Errors
     /// As [`Prefetcher::new`].

@@ -1,7 +1,8 @@
-//! Transfers that were begun.
+//! Transfers in flight, as values that arrive later.
 //!
-//! Soundness does not depend on anything here: memory that is in flight is owned by this crate, or carries the ticks of the work that
-//! uses it, whatever happens to a [`Pending`]. Dropping one lets the transfer go on; forgetting one leaks what it owns.
+//! Soundness does not depend on this module: this crate owns the memory that is in flight, or the
+//! memory carries the ticks of the work that uses it. Dropping a [`Pending`] lets the transfer go
+//! on; forgetting one leaks its value.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,7 +19,7 @@ use crate::in_flight::InFlight;
 use crate::job::{Job, Progress};
 use crate::waiter::{Signal, Waiter};
 
-/// What transfers of one runtime share.
+/// State that the transfers of one runtime share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     pub(crate) in_flight: InFlight,
@@ -26,11 +27,11 @@ pub(crate) struct Shared {
     pub(crate) counters: AtomicCounters,
 }
 
-/// A transfer that was begun, and that yields a value when it is complete.
+/// A transfer in flight, which yields a value when it is complete.
 ///
-/// It can be waited for ([`Pending::wait`]), queried ([`Pending::is_done`]), awaited in any executor, or chained to a stream without
-/// waiting for the device ([`Pending::then`]). If it is dropped, the transfer goes on all the same, and the memory that it uses stays
-/// until it is done.
+/// Wait for it ([`Pending::wait`]), query it ([`Pending::is_done`]), await it in any executor, or
+/// chain it to a stream without waiting for the device ([`Pending::then`]). If it is dropped, the
+/// transfer goes on, and the memory that it uses stays until it is done.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -48,23 +49,24 @@ pub(crate) struct Shared {
 /// ```
 #[must_use = "the copy goes on without it: `.wait()?` waits for it, and `let _ =` says that nothing has to"]
 pub struct Pending<T> {
-    /// Those that are not known to be complete, in the order in which they are waited for: one for each of many transfers.
+    /// The steps that are not known to be complete, in the order of waits: one for each joined
+    /// transfer.
     steps: VecDeque<Step>,
     value: Value<T>,
-    /// The tick that this task asked to be woken about, by its step.
+    /// The signal that wakes this task, for the first step.
     signal: Option<Arc<Signal>>,
     shared: Arc<Shared>,
     started: Instant,
 }
 
-/// What must be done before the transfer is complete.
+/// A part of a transfer.
 #[derive(Clone, Debug)]
 enum Step {
     Tick(Tick),
     Job(Arc<Job>),
 }
 
-/// What the transfer gives.
+/// The value of a transfer.
 enum Value<T> {
     Here(T),
     Later(Box<dyn FnOnce() -> Result<T, TransferError> + Send>),
@@ -82,22 +84,22 @@ impl<T> Value<T> {
 }
 
 impl<T> Pending<T> {
-    /// What is complete already.
+    /// A transfer that is complete already.
     pub(crate) fn ready(shared: &Arc<Shared>, value: T) -> Pending<T> {
         Pending::of(shared, VecDeque::new(), Value::Here(value))
     }
 
-    /// Work that was enqueued until the tick.
+    /// Work that was enqueued before the tick.
     pub(crate) fn enqueued(shared: &Arc<Shared>, tick: Tick, value: T) -> Pending<T> {
         Pending::of(shared, [Step::Tick(tick)].into(), Value::Here(value))
     }
 
-    /// Work that was enqueued until all of the ticks.
+    /// Work that was enqueued before the ticks.
     pub(crate) fn enqueued_all(shared: &Arc<Shared>, ticks: Vec<Tick>, value: T) -> Pending<T> {
         Pending::of(shared, ticks.into_iter().map(Step::Tick).collect(), Value::Here(value))
     }
 
-    /// Work of a thread of the runtime, whose result is taken when it is complete.
+    /// Work of threads of the runtime. `value` runs when the result is taken.
     pub(crate) fn job(
         shared: &Arc<Shared>,
         job: Arc<Job>,
@@ -106,7 +108,7 @@ impl<T> Pending<T> {
         Pending::of(shared, [Step::Job(job)].into(), Value::Later(Box::new(value)))
     }
 
-    /// Something that was begun now.
+    /// A transfer that begins now.
     fn of(shared: &Arc<Shared>, steps: VecDeque<Step>, value: Value<T>) -> Pending<T> {
         for step in &steps {
             match step {
@@ -117,10 +119,11 @@ impl<T> Pending<T> {
         Pending { steps, value, signal: None, shared: shared.clone(), started: Instant::now() }
     }
 
-    /// Waits on the host until the transfer is complete. Counted as a synchronisation if it was not complete before.
+    /// Waits on the host until the transfer is complete. Counted as a synchronisation if it was
+    /// not.
     ///
     /// # Errors
-    /// Those of the transfer, and of the driver; a lost device is one of them.
+    /// Errors of the transfer and of the driver, such as a lost device.
     pub fn wait(mut self) -> Result<T, TransferError> {
         fork::check(Operation::SynchronizeEvent)?;
         let Pending { steps, shared, started, .. } = &self;
@@ -132,8 +135,8 @@ impl<T> Pending<T> {
         self.finish()
     }
 
-    /// As [`Pending::wait`], counted as a synchronisation also where the transfer was complete by then, which is chance: for calls that begin
-    /// it only to wait for it.
+    /// As [`Pending::wait`], always counted as a synchronisation: for calls that begin a transfer
+    /// only to wait for it.
     pub(crate) fn wait_counted(mut self) -> Result<T, TransferError> {
         let Pending { steps, shared, started, .. } = &self;
         if !steps.is_empty() {
@@ -142,7 +145,8 @@ impl<T> Pending<T> {
         self.finish()
     }
 
-    /// Whether the transfer is complete or has failed, so that [`Pending::wait`] would not wait. Asks the driver.
+    /// Whether the transfer is complete or has failed, so that [`Pending::wait`] would not wait.
+    /// Queries the driver.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -155,20 +159,22 @@ impl<T> Pending<T> {
         Ok(true)
     }
 
-    /// Whether all of it is enqueued, so that no thread works on it any more.
+    /// Whether all of it is enqueued: no thread works on it any more.
     pub(crate) fn is_enqueued(&self) -> bool {
         self.steps.iter().all(|step| matches!(step, Step::Tick(_)))
     }
 
-    /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work of `stream` after it, without waiting
-    /// for the device, and calls `next`. Waits on the host only while threads are still enqueuing.
+    /// Continues with the transfer's value as soon as the transfer is enqueued: orders later work
+    /// of `stream` after it, without waiting for the device, and calls `next`. Waits on the host
+    /// only while threads are still enqueuing.
     ///
-    /// Device memory in the value is ready on `stream` ([`OnStreams::ready_on`]): any work of `stream` may use it, and it may be dropped at
-    /// any time. The host should not read the value in `next`, because it would have to wait; page-locked memory waits by itself when it is
+    /// Device memory in the value is ready on `stream` ([`OnStreams::ready_on`]): any work of
+    /// `stream` may use it, and it may be dropped at any time. The host should not read the value
+    /// in `next`, because it would have to wait; page-locked memory waits by itself when it is
     /// read.
     ///
     /// # Errors
-    /// Those of the transfer so far, and of the driver. The transfer goes on.
+    /// Errors of the transfer so far, and of the driver. The transfer goes on.
     pub fn then<R>(self, stream: &Stream, next: impl FnOnce(&Stream, T) -> R) -> Result<R, TransferError>
     where
         T: OnStreams,
@@ -178,7 +184,7 @@ impl<T> Pending<T> {
         Ok(next(stream, value))
     }
 
-    /// Orders later work of `stream` after the transfer, and gives its value, whose memory `stream` uses in turns.
+    /// Orders later work of `stream` after the transfer, and returns its value.
     pub(crate) fn enqueued_for(mut self, stream: &Stream) -> Result<T, TransferError> {
         for step in &self.steps {
             if let Some(tick) = step.enqueued()? {
@@ -196,7 +202,7 @@ impl<T> Pending<T> {
         self.and_then(move |value| Ok(change(value)))
     }
 
-    /// Makes something else of what the transfer gives, when that is taken, which may fail.
+    /// Converts the transfer's value when it is taken; the conversion may fail.
     pub(crate) fn and_then<R>(
         mut self,
         change: impl FnOnce(T) -> Result<R, TransferError> + Send + 'static,
@@ -207,7 +213,7 @@ impl<T> Pending<T> {
         self.make(move |mut value| value.take().and_then(change))
     }
 
-    /// Makes the same in another way, where what is done to take it fails.
+    /// Makes the value in another way if taking it fails.
     pub(crate) fn or_else(
         mut self,
         recover: impl FnOnce(TransferError) -> Result<T, TransferError> + Send + 'static,
@@ -221,7 +227,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Makes another value when this one is to be taken.
+    /// Makes another value when this one is taken.
     fn make<R>(&mut self, make: impl FnOnce(Value<T>) -> Result<R, TransferError> + Send + 'static) -> Pending<R>
     where
         T: Send + 'static,
@@ -264,7 +270,8 @@ impl<T> Pending<T> {
         Some(Pending { steps, value, signal: None, shared, started })
     }
 
-    /// Cancels the transfer: what threads of the runtime have not begun is left out, and what was enqueued goes on. The value is dropped.
+    /// Cancels the transfer: threads of the runtime begin no more of it, and enqueued work goes on.
+    /// Drops the value.
     pub fn cancel(self) {
         for step in &self.steps {
             if let Step::Job(job) = step {
@@ -273,7 +280,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Gives the transfer up and waits until no thread works on it any more, so that what it used is given back.
+    /// Cancels the transfer and waits until no thread works on it any more.
     pub(crate) fn abandon(self) {
         for step in &self.steps {
             if let Step::Job(job) = step {
@@ -283,13 +290,13 @@ impl<T> Pending<T> {
         }
     }
 
-    /// What the complete transfer gives.
+    /// The value of the complete transfer.
     fn finish(&mut self) -> Result<T, TransferError> {
         self.steps.iter().try_for_each(Step::result)?;
         self.value.take()
     }
 
-    /// Drops steps that are done, until one is not; then `waker` is told when that changes.
+    /// Drops finished steps. `waker` is woken when the first unfinished one is done.
     fn poll_steps(&mut self, waker: &Waker) -> Poll<Result<(), TransferError>> {
         if let Err(error) = fork::check(Operation::SynchronizeEvent) {
             return Poll::Ready(Err(error.into()));
@@ -327,8 +334,8 @@ impl<T> Pending<T> {
     }
 }
 
-/// Whether a tick is done. Where recording an event after the work failed, none covers it, and the answer would be no for ever: so one is
-/// recorded now.
+/// Whether a tick is done. Records an event if none covers the tick, because recording one failed
+/// before: the answer would never change otherwise.
 fn is_done(tick: &Tick) -> Result<bool, TransferError> {
     if tick.is_done()? {
         return Ok(true);
@@ -360,7 +367,7 @@ impl Step {
         }
     }
 
-    /// The tick to come after, once everything is enqueued.
+    /// The tick after the step's work, once all of it is enqueued.
     fn enqueued(&self) -> Result<Option<Tick>, TransferError> {
         match self {
             Step::Tick(tick) => Ok(Some(tick.clone())),
@@ -372,7 +379,7 @@ impl Step {
         }
     }
 
-    /// How a step ended that is done.
+    /// The result of a step that is done.
     fn result(&self) -> Result<(), TransferError> {
         match self {
             Step::Tick(_) => Ok(()),
@@ -384,13 +391,15 @@ impl Step {
     }
 }
 
-/// A value that streams can use before the transfer that gives it is complete: device memory, and types built of it.
+/// A value that streams can use before its transfer is complete: device memory, and types made of
+/// it.
 pub trait OnStreams {
-    /// Makes each piece of device memory in the value ready on `stream`, as [`aquifer_allocator::Storage::ready_on`] does: work of `stream`
-    /// may use it without turns, and it may be dropped at any time. A struct calls this for each of its fields.
+    /// Makes each piece of device memory in the value ready on `stream`, as
+    /// [`aquifer_allocator::Storage::ready_on`] does: work of `stream` may use it without access
+    /// guards, and it may be dropped at any time. A struct calls this for each of its fields.
     ///
     /// # Errors
-    /// Those of [`aquifer_allocator::Storage::ready_on`].
+    /// As [`aquifer_allocator::Storage::ready_on`].
     fn ready_on(&self, stream: &Stream) -> Result<(), TransferError>;
 }
 
@@ -433,7 +442,7 @@ impl<T: OnStreams, U: OnStreams, V: OnStreams> OnStreams for (T, U, V) {
     }
 }
 
-/// Woken by a thread of the runtime that sleeps until the device is done; nothing polls.
+/// A thread of the runtime that sleeps until the device is done wakes the task; nothing polls.
 impl<T> Future for Pending<T> {
     type Output = Result<T, TransferError>;
 
@@ -452,7 +461,7 @@ impl<T> Future for Pending<T> {
     }
 }
 
-/// Nothing in it is pinned by being polled.
+/// Polling pins no field.
 impl<T> Unpin for Pending<T> {}
 
 impl<T> fmt::Debug for Pending<T> {

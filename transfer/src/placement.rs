@@ -1,7 +1,7 @@
-//! Choosing a device by what is needed of it, and giving the reasons.
+//! Chooses a device by requirements, and reports the reasons.
 //!
-//! Nothing is chosen silently. For every device that was not chosen the reason is given, and the host is chosen only if the caller allowed it
-//! ([`Fallback::Host`]).
+//! No choice is silent: the result has the reason for every device that was not chosen, and the
+//! host is chosen only if the caller allows it ([`Fallback::Host`]).
 
 mod verdict;
 
@@ -16,13 +16,13 @@ use crate::runtime::Transfer;
 use verdict::Verdicts;
 pub use verdict::{NoDevice, Refused, Verdict};
 
-/// What happens where no device serves.
+/// The fallback if no device serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Fallback {
-    /// An error that says why.
+    /// An error with the reasons.
     #[default]
     Error,
-    /// The host is used instead, and the result says so.
+    /// The host. The result reports it.
     Host,
 }
 
@@ -58,7 +58,7 @@ pub struct Placement {
 #[derive(Clone, Debug)]
 pub struct Candidate {
     device: Device,
-    /// What the allocator holds and nobody uses, and what it may still take.
+    /// Adds its unused memory, and its limit.
     allocator: Option<Allocator>,
 }
 
@@ -100,18 +100,18 @@ impl Candidate {
     }
 }
 
-/// What was chosen, and why. Its `Display` tells both, for every device.
+/// The choice. Its `Display` lists the reasons for every device.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Chosen {
     device: Option<(usize, Device)>,
     needed: u64,
-    /// What came of each device, in the order in which they were given.
+    /// The verdict on each device, in the order of the candidates.
     pub verdicts: Vec<Verdict>,
 }
 
 impl Placement {
-    /// Something that needs nothing in particular, and must not be on the host.
+    /// No requirements, and never the host.
     pub fn new() -> Placement {
         Placement::default()
     }
@@ -126,24 +126,26 @@ impl Placement {
         Placement { capability, ..self }
     }
 
-    /// The oldest CUDA version that the driver must know, major and minor number. Simulated devices have no driver that could be too old.
+    /// The oldest CUDA version that the driver must know, major and minor number. Simulated devices
+    /// have no driver that could be too old.
     pub fn driver(self, version: (u32, u32)) -> Placement {
         Placement { driver: Some(version), ..self }
     }
 
-    /// A dtype that the device must compute with instructions of its own, as [`DType::is_native_on`] tells.
+    /// A dtype that the device must support natively ([`DType::is_native_on`]).
     pub fn native(mut self, dtype: DType) -> Placement {
         self.native.push(dtype);
         self
     }
 
-    /// What happens where no device serves.
+    /// The fallback if no device serves.
     pub fn fallback(self, fallback: Fallback) -> Placement {
         Placement { fallback, ..self }
     }
 
-    /// Chooses among open devices, their allocators or runtimes, or [`Candidate`]s made of any of these: of those that meet the
-    /// requirements, the one with the most free memory, or the first of several.
+    /// Chooses among open devices, their allocators or runtimes, or [`Candidate`]s made of any of
+    /// these: of those that meet the requirements, the one with the most free memory, or the first
+    /// of several.
     ///
     /// # Errors
     /// [`TransferError::NoDevice`] when none serves, unless the host may be used instead.
@@ -157,8 +159,8 @@ impl Placement {
         self.decide(verdicts, most.map(|index| (index, candidates[index].device.clone())))
     }
 
-    /// Chooses among the real GPUs of this machine, which it opens one after the other. If there is none at all, the error, or
-    /// the choice of the host, says why.
+    /// Chooses among the real GPUs of this machine, which it opens one after the other. If there is
+    /// none at all, the error, or the choice of the host, says why.
     ///
     /// # Errors
     /// As [`Placement::choose`], and [`TransferError::NoGpu`].
@@ -185,9 +187,11 @@ impl Placement {
         self.decide(verdicts, device)
     }
 
-    /// Spreads parts over devices so that their free memory stays as even as possible: each part, the largest first, goes to the suitable
-    /// device with the most memory left. Returns the index of each part's device, in the order of the parts. [`Placement::bytes`] is what
-    /// each device must have free in addition. Candidates are taken for different devices: name each device once, or its memory counts twice.
+    /// Spreads parts over devices so that their free memory stays as even as possible: each part,
+    /// the largest first, goes to the suitable device with the most memory left. Returns the index
+    /// of each part's device, in the order of the parts. [`Placement::bytes`] is what each device
+    /// must have free in addition. Candidates are taken for different devices: name each device
+    /// once, or its memory counts twice.
     ///
     /// # Errors
     /// [`TransferError::NoDevice`] when some part fits nowhere. Parts are never put on the host.
@@ -247,7 +251,7 @@ impl Placement {
         match &free {
             Ok(free) if *free < self.bytes => refusals.push(Refused::Memory { needed: self.bytes, free: *free }),
             Ok(_) => {}
-            Err(error) => refusals.push(Refused::Failed(format!("it did not tell its free memory: {error}"))),
+            Err(error) => refusals.push(Refused::Failed(format!("its free memory is unknown: {error}"))),
         }
         Verdict { info, free: free.ok(), refusals }
     }

@@ -1,6 +1,7 @@
-//! Batches that are on the device before they are needed.
+//! Prefetching: batches that are on the device before they are needed.
 //!
-//! There is a slot for each batch ahead, and one for the batch in use; [`Prefetcher`] says what that bounds.
+//! There is a slot for each batch ahead, and one for the batch in use; [`Prefetcher`] says what
+//! that bounds.
 
 use std::error::Error;
 use std::fmt;
@@ -26,8 +27,9 @@ use crate::pinned::PinnedBuffer;
 use crate::runtime::Transfer;
 use crate::tensor::{Tensor, To};
 
-/// A value that is sent to a device as a whole: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples, arrays and `Option`s of
-/// these. Structs implement it by sending their fields and joining the transfers.
+/// A value to send to a device: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples,
+/// arrays and `Option`s of these. Structs implement it by sending their fields and joining the
+/// transfers.
 ///
 /// ```
 /// use aquifer_device::Stream;
@@ -51,7 +53,7 @@ use crate::tensor::{Tensor, To};
 /// }
 /// ```
 pub trait Batch: Send + 'static {
-    /// What it is on the device.
+    /// The type on the device.
     type OnDevice: OnStreams + Send + 'static;
 
     /// Enqueues the copies on the runtime's stream.
@@ -65,8 +67,8 @@ impl Batch for Tensor {
     type OnDevice = Tensor;
 
     fn send(self, to: &Transfer) -> Result<Pending<Tensor>, TransferError> {
-        // The stream is for the copy, and not for what is done with the tensor later.
-        let (runtime, stream) = to.apart();
+        // The stream is for the copy, not for later uses of the tensor.
+        let (runtime, stream) = to.without_stream();
         self.to_with(&runtime, stream.into_iter().fold(To::new(), To::stream))
     }
 }
@@ -126,26 +128,30 @@ impl<B: Batch> Batch for Option<B> {
 
 /// Brings batches to a device ahead of their use. It is an iterator of batches on the device.
 ///
-/// A thread takes batches from the source and enqueues their copies on a stream of its own. The consumer's stream is
-/// ordered after each copy without waiting on the host.
+/// A thread takes batches from the source and enqueues their copies on a stream of its own. The
+/// consumer's stream is ordered after each copy without waiting on the host.
 ///
-/// **Using a batch.** It is ready on the stream that the prefetcher was made for ([`OnStreams::ready_on`]): any work of that stream may use
-/// it, with or without turns, and it may be dropped at any time. Other streams use it in turns ([`aquifer_allocator::Turn`]). The bound below
-/// counts the batch's memory as free once that stream is done with the work enqueued before the next batch was asked for, so enqueue the work
+/// **Using a batch.** It is ready on the stream that the prefetcher was made for
+/// ([`OnStreams::ready_on`]): any work of that stream may use it, with or without access guards,
+/// and it may be dropped at any time. Other streams use access guards
+/// ([`aquifer_allocator::Turn`]). The bound below counts the batch's memory as free once that
+/// stream is done with the work enqueued before the next batch was asked for, so enqueue the work
 /// before that, and drop the batch.
 ///
-/// **Bounds.** On the device there is memory for at most `ahead` batches and the one in use: before the thread sends another batch, it waits
-/// until the device is done with the batch whose slot it takes. The source itself is one more batch ahead, on the host. So neither a fast
-/// source nor a host that runs ahead of the device makes memory grow.
+/// **Bounds.** On the device there is memory for at most `ahead` batches and the one in use: before
+/// the thread sends another batch, it waits until the device is done with the batch whose slot it
+/// takes. The source itself is one more batch ahead, on the host. So neither a fast source nor a
+/// host that runs ahead of the device makes memory grow.
 ///
-/// **Errors and panics** arrive in the source's order, in the place of their batch. After an error, of the source or of sending a batch, the
-/// source is asked for its next batch. A panic, or the loss of the device, is the last item.
+/// **Errors and panics** arrive in the source's order, in the place of their batch. After an error,
+/// of the source or of sending a batch, the source is asked for its next batch. A panic, or the
+/// loss of the device, is the last item.
 ///
-/// **Dropping** the prefetcher ends the thread as soon as the source, or [`Batch::send`], returns control. It waits for the thread unless
-/// that runs such code, which may take any time.
+/// **Dropping** the prefetcher ends the thread as soon as the source, or [`Batch::send`], returns
+/// control. It waits for the thread unless that runs such code, which may take any time.
 ///
-/// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for one returns
-/// [`aquifer_allocator::AllocError::Asleep`] until the allocator has woken up.
+/// **While the allocator sleeps**, or is about to, no batch is sent, and none is lost: asking for
+/// one returns [`aquifer_allocator::AllocError::Asleep`] until the allocator has woken up.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -175,24 +181,24 @@ pub struct Prefetcher<B: Batch> {
     /// Whether the consumer has a batch, and with it a slot.
     holds_slot: bool,
     starved: u64,
-    worker: Option<(JoinHandle<()>, Arc<Whereabouts>)>,
+    worker: Option<(JoinHandle<()>, Arc<WorkerStatus>)>,
 }
 
-/// How long the thread waits for the allocator to wake up before it looks again whether the prefetcher is gone, and how long the consumer
-/// waits before it looks again whether the allocator sleeps.
+/// The period after which the thread checks again whether the prefetcher is dropped, and the
+/// consumer checks again whether the allocator sleeps.
 const NAP: Duration = Duration::from_millis(1);
 
-/// Most batches ahead: room for them is set aside at once, and nobody can use more.
+/// The most batches ahead: the channel allocates room for them at once.
 const AHEAD_MAX: usize = 1024;
 
-/// What the thread hands over.
+/// An item of the channel.
 type Sent<B> = Result<Pending<<B as Batch>::OnDevice>, TransferError>;
 
-/// Where the thread is.
+/// The state of the thread.
 #[derive(Default)]
-struct Whereabouts {
+struct WorkerStatus {
     /// Whether the prefetcher is gone.
-    left: AtomicBool,
+    is_dropped: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -201,14 +207,14 @@ struct Whereabouts {
 enum State {
     #[default]
     Working,
-    /// It runs code of the caller's, which may need the thread that drops the prefetcher.
+    /// It runs code of the caller, which may need the thread that drops the prefetcher.
     Away,
     Ended,
 }
 
 impl<B: Batch> Prefetcher<B> {
-    /// Begins to bring batches to the runtime's device, `ahead` batches before they are asked for, for use on `stream`. An `ahead` below 1
-    /// counts as 1, and one above 1024 as 1024.
+    /// Begins to bring batches to the runtime's device, `ahead` batches before they are asked for,
+    /// for use on `stream`. An `ahead` below 1 counts as 1, and one above 1024 as 1024.
     ///
     /// # Errors
     /// A stream of another device, and when a stream or a thread cannot be had.
@@ -221,7 +227,8 @@ impl<B: Batch> Prefetcher<B> {
         Prefetcher::begin(source.into_iter().map(Ok), transfer, stream, ahead)
     }
 
-    /// The same for a source that may fail. After an error the source is asked for its next batch.
+    /// As [`Prefetcher::new`], for a source that may fail. After an error it is asked for its next
+    /// batch.
     ///
     /// # Errors
     /// As [`Prefetcher::new`].
@@ -253,11 +260,11 @@ impl<B: Batch> Prefetcher<B> {
         let own = transfer.device().stream()?;
         let (send_batch, batches) = bounded(ahead);
         let (slots, take_slot) = unbounded();
-        // What the stream did until now is done before anything it does with a batch.
+        // Work of the stream until now is done before its work on a batch.
         for _ in 0..=ahead {
             let _ = slots.send(own.tick());
         }
-        let at = Arc::new(Whereabouts::default());
+        let at = Arc::new(WorkerStatus::default());
         let worker = Worker {
             transfer: transfer.on(&own)?,
             asked: Location::caller(),
@@ -269,7 +276,7 @@ impl<B: Batch> Prefetcher<B> {
         let thread = std::thread::Builder::new().name("aquifer-prefetch".to_owned()).spawn(move || {
             defer_panics_here();
             worker.run(source);
-            // It may have had the last buffers of an allocator that nobody else has any more.
+            // It may have held the last buffers of a dropped allocator.
             aquifer_allocator::internal::close_abandoned();
         });
         let thread = thread.map_err(|cause| TransferError::Thread { what: "prefetching", cause: cause.into() })?;
@@ -285,13 +292,14 @@ impl<B: Batch> Prefetcher<B> {
         })
     }
 
-    /// How often a batch was asked for that was not on its way yet, because the source is slower than the consumer.
+    /// The number of waits for a batch that was not in flight yet, because the source is slower
+    /// than the consumer.
     pub fn starved(&self) -> u64 {
         self.starved
     }
 
-    /// Waits for what the thread sends next; nothing if it has ended. While the allocator sleeps that is nothing to wait for: whoever is to
-    /// wake it up may be this thread.
+    /// Waits for the thread's next item; `None` if it has ended. Does not wait while the allocator
+    /// sleeps: this thread may have to wake it up.
     fn receive(&mut self) -> Option<Sent<B>> {
         let batches = self.batches.as_ref()?;
         match batches.try_recv() {
@@ -309,7 +317,8 @@ impl<B: Batch> Prefetcher<B> {
         Some(Err(AllocError::Asleep.into()))
     }
 
-    /// Gives the slot of the batch in use back: free once the stream is done with what is enqueued by now.
+    /// Gives the slot of the batch in use back: free once the stream is done with what is enqueued
+    /// by now.
     fn give_slot_back(&mut self) {
         if !std::mem::take(&mut self.holds_slot) {
             return;
@@ -329,7 +338,8 @@ impl<B: Batch> Prefetcher<B> {
 impl<B: Batch> Iterator for Prefetcher<B> {
     type Item = Result<B::OnDevice, TransferError>;
 
-    /// The next batch, after whose copy the stream is ordered. Waits on the host only while none is on its way.
+    /// The next batch, after whose copy the stream is ordered. Waits on the host only while none is
+    /// on its way.
     fn next(&mut self) -> Option<Self::Item> {
         if let Err(error) = aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent) {
             return Some(Err(error.into()));
@@ -342,7 +352,7 @@ impl<B: Batch> Iterator for Prefetcher<B> {
                 Err(error) => return Some(Err(error)),
             },
         };
-        // What converts on the device does so now.
+        // Conversions on the device are enqueued now.
         match self.allocator.keep_awake() {
             Ok(_awake) => {
                 self.holds_slot = true;
@@ -362,8 +372,9 @@ impl<B: Batch> Drop for Prefetcher<B> {
             return std::mem::forget((self.worker.take(), self.batches.take(), self.slots.take()));
         }
         let Some((thread, at)) = self.worker.take() else { return };
-        at.left.store(true, Ordering::Relaxed);
-        // The channel would keep its batches until the thread ends, which may wait for its source as long as it likes.
+        at.is_dropped.store(true, Ordering::Relaxed);
+        // The channel would keep its batches until the thread ends, which may wait for its source
+        // as long as it likes.
         self.batches.iter().for_each(|batches| batches.try_iter().for_each(drop));
         // Wakes the thread wherever it waits for this side.
         self.batches = None;
@@ -389,16 +400,16 @@ impl<B: Batch> fmt::Debug for Prefetcher<B> {
     }
 }
 
-/// What the thread works with.
+/// The state of the thread's loop.
 struct Worker<B: Batch> {
     transfer: Transfer,
-    /// The place in the program that the prefetcher was made at.
+    /// The place in the program that made the prefetcher.
     asked: &'static Location<'static>,
     slots: Receiver<Tick>,
     /// The slot for the next batch: that of one that could not be sent.
     slot: Option<Tick>,
     batches: Sender<Sent<B>>,
-    at: Arc<Whereabouts>,
+    at: Arc<WorkerStatus>,
 }
 
 impl<B: Batch> Worker<B> {
@@ -432,7 +443,7 @@ impl<B: Batch> Worker<B> {
         }
     }
 
-    /// Runs code of the caller's.
+    /// Runs code of the caller.
     fn away<R>(&self, run: impl FnOnce() -> R) -> R {
         self.at.set(State::Away);
         let result = run();
@@ -440,7 +451,7 @@ impl<B: Batch> Worker<B> {
         result
     }
 
-    /// Runs code of the caller's that may panic.
+    /// Runs code of the caller that may panic.
     fn contained<R>(&self, whose: &'static str, run: impl FnOnce() -> R) -> Result<R, TransferError> {
         self.away(|| guarded(whose, || Ok(run())))
     }
@@ -475,17 +486,19 @@ impl<B: Batch> Worker<B> {
     /// Waits for a slot, and for the allocator to be awake; nothing if the prefetcher is gone.
     fn get_ready(&mut self) -> Result<Option<Awake>, TransferError> {
         let Some(free_after) = self.slot.take().or_else(|| self.slots.recv().ok()) else { return Ok(None) };
-        // The consumer gives slots back for batches that it got. So this one is kept here until the batch is on its way.
+        // The consumer returns slots of batches that it got. So this slot stays here until its
+        // batch is in flight.
         self.slot.insert(free_after).synchronize()?;
         Ok(self.stay_awake())
     }
 
-    /// Waits while the allocator sleeps, which would refuse the batch; then keeps it awake. Nothing if the prefetcher is gone.
+    /// Waits while the allocator sleeps, which would refuse the batch; then keeps it awake. `None`
+    /// if the prefetcher is dropped.
     fn stay_awake(&self) -> Option<Awake> {
         loop {
             match self.transfer.allocator().keep_awake() {
                 Ok(awake) => return Some(awake),
-                Err(_) if self.at.left.load(Ordering::Relaxed) => return None,
+                Err(_) if self.at.is_dropped.load(Ordering::Relaxed) => return None,
                 Err(_) => {
                     self.transfer.allocator().wait_awake(NAP);
                 }
@@ -494,14 +507,14 @@ impl<B: Batch> Worker<B> {
     }
 }
 
-impl Whereabouts {
+impl WorkerStatus {
     fn set(&self, state: State) {
         *self.state.lock() = state;
         self.changed.notify_all();
     }
 }
 
-/// Whose panic it is.
+/// Named in errors about panics.
 const SOURCE: &str = "the source of batches";
 
 #[cfg(test)]

@@ -4,14 +4,14 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// Opens a regular file to read it, and tells its length.
+/// Opens a regular file to read it, and returns its length.
 ///
 /// # Errors
-/// Those of the system, and for what is not a regular file, such as a directory or a pipe.
+/// Errors of the system; a directory, a pipe, or another file that is not regular.
 pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
     let mut options = File::options();
     options.read(true);
-    // Else opening a pipe would wait until somebody writes to it. For regular files it means nothing.
+    // Without it, opening a pipe would wait for a writer. It has no effect on regular files.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK);
     let file = options.open(path)?;
@@ -25,7 +25,8 @@ pub(crate) fn open(path: &Path) -> io::Result<(File, u64)> {
     Ok((file, metadata.len()))
 }
 
-/// Reads all of `into` at `offset`. Returns the number of bytes read, and the error that ended it early.
+/// Reads all of `into` at `offset`. Returns the number of bytes read, and the error that ended it
+/// early.
 pub(crate) fn read_at(file: &File, into: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
     let mut read = 0;
     while read < into.len() {

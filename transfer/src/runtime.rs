@@ -19,7 +19,7 @@ use crate::pinned::{HostAccess, HostPart, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::{Levels, Streams};
 
-/// What to do instead of capturing a transfer.
+/// The advice in errors about streams that capture.
 pub(crate) const NO_CAPTURE: &str =
     "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
 
@@ -38,18 +38,18 @@ pub(crate) const NO_CAPTURE: &str =
 pub struct TransferConfig {
     /// Page-locked memory.
     pub pinned: PinnedConfig,
-    /// Number of streams per direction and priority, 1 to 32: fewer count as 1, more as 32. Transfers are distributed over them in turn, so that a
-    /// small one need not wait for a large one.
+    /// Number of streams per direction and priority, 1 to 32: fewer count as 1, more as 32.
+    /// Transfers use them in rotation, so that a small one need not wait for a large one.
     pub streams: usize,
-    /// The ring that ordinary memory and files go through.
+    /// The ring that stages ordinary memory and files.
     pub staging: StagingConfig,
-    /// The priority of transfers that ask for no other ([`Transfer::at_priority`]), numerically: lower is more urgent. Clamped to what the
-    /// device has.
+    /// The default priority of transfers ([`Transfer::at_priority`]), numerically: lower is more
+    /// urgent. Clamped to the device's range.
     pub priority: i32,
 }
 
 impl Default for TransferConfig {
-    /// Two streams per direction, as urgent as the device allows: a copy that a kernel waits for should not wait itself.
+    /// Two streams per direction, as urgent as the device allows: kernels wait for copies.
     fn default() -> Self {
         TransferConfig {
             pinned: PinnedConfig::default(),
@@ -90,18 +90,23 @@ impl TransferConfig {
     }
 }
 
-/// Copies between the host and one device, and within the device. Cloning gives another handle of the same runtime.
+/// Copies between the host and one device, and within the device. Cloning gives another handle of
+/// the same runtime.
 ///
-/// Copies run on streams of the runtime's own, or on the caller's ([`Transfer::on`]), and calls return before copies are done.
+/// Copies run on streams of the runtime's own, or on the caller's ([`Transfer::on`]), and calls
+/// return before copies are done.
 ///
-/// *Order.* Buffers carry the ticks of the work that uses them. So every stream that takes its turn with a buffer
-/// ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other transfers) is ordered after the copies without further calls. Host
-/// memory that is in flight cannot be touched: see [`crate::PinnedBuffer`].
+/// *Order.* Buffers carry the ticks of the work that uses them. So every stream that accesses a
+/// buffer ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other transfers) is
+/// ordered after the copies without further calls. Host memory that is in flight cannot be touched:
+/// see [`crate::PinnedBuffer`].
 ///
-/// *Waiting.* Whatever makes the host wait for the device says so in its name or its documentation, and is counted by
-/// [`Transfer::counters`]. Waits for page-locked memory that a copy still uses are counted by [`crate::HostMemoryStats::num_waits`].
+/// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
+/// and [`Transfer::counters`] counts them. [`crate::HostMemoryStats::num_waits`] counts waits for
+/// page-locked memory that a copy still uses.
 ///
-/// Streams that capture a graph are refused, because a graph's work is not done when the call returns, and may be done many times.
+/// Streams that capture a graph are refused, because a graph's work runs later, and may run many
+/// times.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -126,33 +131,34 @@ impl TransferConfig {
 /// ```
 #[derive(Clone)]
 pub struct Transfer {
-    pub(crate) inner: Arc<Inner>,
-    /// Not the runtime's own, which an allocator keeps as long as it is open.
+    pub(crate) inner: Arc<Runtime>,
+    /// Not part of `Runtime`, which an open allocator owns.
     allocator: Allocator,
-    /// Those of the runtime's streams that copies run on, at this handle's priority.
+    /// The runtime's streams at this handle's priority.
     streams: Arc<Streams>,
-    /// What copies run on instead.
+    /// The caller's stream, which copies run on instead.
     stream: Option<Stream>,
 }
 
-pub(crate) struct Inner {
+pub(crate) struct Runtime {
     pub(crate) pinned: PinnedPool,
     levels: Levels,
-    /// The priority of transfers that ask for no other.
+    /// The default priority.
     priority: i32,
-    /// Up to which size batched copies pay, by direction, once it was measured; `None` inside where the driver has none.
+    /// The size up to which batched copies pay, by direction, once measured; an inner `None` if the
+    /// driver has no batched copies.
     pub(crate) crossovers: [Mutex<Option<Option<u64>>>; 3],
     pub(crate) shared: Arc<Shared>,
     staging: Staging,
 }
 
-impl Inner {
-    fn new(allocator: &Allocator, config: TransferConfig) -> Result<Inner, TransferError> {
+impl Runtime {
+    fn new(allocator: &Allocator, config: TransferConfig) -> Result<Runtime, TransferError> {
         aquifer_device::fork::check(aquifer_device::Operation::HostAlloc)?;
         let device = allocator.device();
         let pinned = PinnedPool::new(device, config.pinned)?;
         let staging = Staging::new(&pinned, config.staging);
-        let inner = Inner {
+        let inner = Runtime {
             pinned,
             levels: Levels::new(device, config.streams),
             priority: config.priority,
@@ -173,39 +179,41 @@ impl Transfer {
         Transfer::with_config(allocator, TransferConfig::default())
     }
 
-    /// A runtime for the allocator's device, configured by `config`. No memory is page-locked and no thread started before it is needed.
+    /// A runtime for the allocator's device, configured by `config`. Page-locks no memory and
+    /// starts no thread before the first use.
     ///
     /// # Errors
     /// Errors of the driver.
     pub fn with_config(allocator: &Allocator, config: TransferConfig) -> Result<Transfer, TransferError> {
-        let inner = Arc::new(Inner::new(allocator, config)?);
+        let inner = Arc::new(Runtime::new(allocator, config)?);
         Transfer::of_inner(inner, allocator)
     }
 
-    /// The runtime that the methods of the allocator's buffers use ([`crate::BufferTransfers`]), of the default configuration. It
-    /// lives as long as the allocator is open.
+    /// The runtime that the methods of the allocator's buffers use ([`crate::BufferTransfers`]),
+    /// with the default configuration. It lives as long as the allocator is open.
     ///
     /// # Errors
     /// Errors of the driver, at the first call.
     pub fn of(allocator: &Allocator) -> Result<Transfer, TransferError> {
-        let make = || Inner::new(allocator, TransferConfig::default());
+        let make = || Runtime::new(allocator, TransferConfig::default());
         Transfer::of_inner(aquifer_allocator::internal::service(allocator, make)?, allocator)
     }
 
-    /// The same, with copies on `stream`.
+    /// As [`Transfer::of`], with copies on `stream`.
     pub(crate) fn of_stream(allocator: &Allocator, stream: &Stream) -> Result<Transfer, TransferError> {
         let transfer = Transfer::of(allocator)?;
         transfer.check_stream(stream)?;
         Ok(Transfer { stream: Some(stream.clone()), ..transfer })
     }
 
-    fn of_inner(inner: Arc<Inner>, allocator: &Allocator) -> Result<Transfer, TransferError> {
+    fn of_inner(inner: Arc<Runtime>, allocator: &Allocator) -> Result<Transfer, TransferError> {
         let streams = inner.levels.at(inner.priority)?;
         Ok(Transfer { inner, allocator: allocator.clone(), streams, stream: None })
     }
 
-    /// A handle of the same runtime whose copies run on `stream`, in order with the rest of the caller's work there. Copies that go through
-    /// the staging ring are enqueued there later, by other threads; wait for them before the stream captures, or they fail.
+    /// A handle of the same runtime whose copies run on `stream`, in order with the caller's work
+    /// there. Other threads enqueue staged copies later; wait for them before the stream captures,
+    /// or they fail.
     ///
     /// # Errors
     /// A stream of another device.
@@ -214,15 +222,17 @@ impl Transfer {
         Ok(Transfer { stream: Some(stream.clone()), ..self.clone() })
     }
 
-    /// A handle of the same runtime whose transfers have this priority, numerically: lower is more urgent. Clamped to what the device has
-    /// ([`aquifer_device::DeviceInfo::priorities`]); [`i32::MAX`] is the least urgent. The first call with a priority makes its streams.
+    /// A handle of the same runtime whose transfers have this priority, numerically: lower is more
+    /// urgent. Clamped to the device's range ([`aquifer_device::DeviceInfo::priorities`]);
+    /// [`i32::MAX`] is the least urgent. The first call with a priority creates its streams.
     ///
-    /// *What it changes.* Of transfers that go through the staging ring, more urgent ones get chunks first, and may have more of them; so
-    /// a bulk transfer lets urgent ones pass from one chunk to the next, and goes on with what they leave. Kernels that transfers launch,
-    /// such as conversions, run on streams of this priority, which a GPU prefers. Drivers do not reorder copies that they were given: as
-    /// CUDA documents of `cuStreamCreateWithPriority`, stream priorities have no effect on copies between host and device. So a copy of
-    /// page-locked memory waits for what is enqueued at its engine; split bulk transfers of page-locked memory where others must pass.
-    /// Copies between host memory have no priority.
+    /// *Effect.* More urgent staged transfers get chunks of the ring first, and may hold more of
+    /// them: a bulk transfer yields to them between two chunks. Kernels that transfers launch, such
+    /// as conversions, run on streams of this priority, which a GPU prefers. Drivers do not reorder
+    /// copies: stream priorities have no effect on copies between host and device (CUDA on
+    /// `cuStreamCreateWithPriority`). So a copy of page-locked memory waits for the copies before
+    /// it on its engine; split bulk transfers of page-locked memory where others must pass. Copies
+    /// between host memory have no priority.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -248,13 +258,13 @@ impl Transfer {
         Ok(Transfer { streams: self.inner.levels.at(priority)?, ..self.clone() })
     }
 
-    /// The priority of this handle's transfers, one of those that the device has; lower is more urgent.
+    /// The priority of this handle's transfers, within the device's range; lower is more urgent.
     pub fn priority(&self) -> i32 {
         self.streams.priority()
     }
 
-    /// The runtime without a stream of the caller's, and that stream, if there is one.
-    pub(crate) fn apart(&self) -> (Transfer, Option<&Stream>) {
+    /// The runtime without the caller's stream, and that stream.
+    pub(crate) fn without_stream(&self) -> (Transfer, Option<&Stream>) {
         (Transfer { stream: None, ..self.clone() }, self.stream.as_ref())
     }
 
@@ -281,9 +291,9 @@ impl Transfer {
         Ok(Kernels::of(self.allocator())?)
     }
 
-    /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next in turn of the runtime's own of this
-    /// handle's priority.
-    /// Each call advances the turn, so the next call may return another stream.
+    /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next
+    /// one in rotation of the runtime's own of this handle's priority. Each call advances the
+    /// rotation.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -302,8 +312,8 @@ impl Transfer {
         self.stream.as_ref().unwrap_or_else(|| self.streams.next(direction))
     }
 
-    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: never a stream of one
-    /// thread.
+    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: never a stream
+    /// of one thread.
     ///
     /// # Errors
     /// A stream that captures.
@@ -320,7 +330,7 @@ impl Transfer {
         Ok(self.allocator().alloc(host_vec::len_of(bytes, 1)?, stream)?)
     }
 
-    /// Everything enqueued on the stream so far, by whomever, as a [`Pending`] to wait for or to await.
+    /// All work enqueued on the stream so far, as a [`Pending`] to wait for or to await.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -343,11 +353,12 @@ impl Transfer {
         Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), ()))
     }
 
-    /// Waits on the host until everything that handles of this runtime began before is complete, on whichever streams, and whether anybody
-    /// still holds its [`Pending`] or not. Which transfers failed, their own [`Pending`]s tell. Counted as a synchronisation if anything
-    /// was not complete.
+    /// Waits on the host until all transfers that handles of this runtime began are complete, on
+    /// all streams, including those whose [`Pending`] was dropped. The [`Pending`] of each transfer
+    /// has its error. Counted as a synchronisation if a transfer was not complete.
     ///
-    /// A thread that holds a [`Turn`] which such a transfer waits for would wait for itself.
+    /// Do not call it while holding a [`Turn`] that such a transfer waits for: the thread would
+    /// wait for itself.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -364,7 +375,7 @@ impl Transfer {
     /// ```
     ///
     /// # Errors
-    /// The first error of the driver, such as a lost device. The rest is waited for all the same.
+    /// The first error of the driver, such as a lost device, after waiting for all transfers.
     pub fn synchronize(&self) -> Result<(), TransferError> {
         let Shared { in_flight, counters, .. } = &*self.inner.shared;
         if in_flight.is_empty() {
@@ -374,17 +385,17 @@ impl Transfer {
         in_flight.wait()
     }
 
-    /// Counters of what all handles of this runtime did so far.
+    /// Counters of all handles of this runtime.
     pub fn counters(&self) -> Counters {
         self.inner.shared.counters.read()
     }
 
-    /// Sizes and counters of the staging ring, through which ordinary memory and files go.
+    /// Sizes and counters of the staging ring.
     pub fn staging_stats(&self) -> StagingStats {
         self.inner.staging.stats()
     }
 
-    /// The ring that ordinary memory goes through.
+    /// The staging ring.
     pub(crate) fn staging(&self) -> &Staging {
         &self.inner.staging
     }
@@ -397,14 +408,14 @@ impl Transfer {
         self.check_device("stream", stream.device_id())
     }
 
-    /// Names the caller's place in the program as the one that calls come from, for violations of a simulated device.
+    /// Names the caller's place in the program in violations that a simulated device reports.
     #[track_caller]
     pub(crate) fn called_here(&self) -> Option<CalledFrom> {
         self.device().called_from(Location::caller())
     }
 
-    /// While the result exists, this thread's copies move contents to the host and back, and a simulated device does
-    /// not take them for reads.
+    /// While the result exists, this thread's copies move contents to the host and back, and a
+    /// simulated device does not treat them as reads.
     pub(crate) fn move_contents(&self) -> Option<MovesContents> {
         self.device().checks().map(|checks| checks.move_contents())
     }
@@ -418,19 +429,22 @@ impl Transfer {
         Ok(capture::refuse(stream, NO_CAPTURE)?)
     }
 
-    /// A tick that covers the stream's work so far, which the host can ask about without waiting for what comes later.
+    /// A tick that covers the stream's work so far, which the host can query without waiting for
+    /// later work.
     pub(crate) fn covered_tick(&self, stream: &Stream) -> Tick {
         let tick = stream.tick();
-        // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+        // Without an event the tick can still be queried, at the cost of waiting for later work,
+        // too.
         if let Err(error) = tick.cover() {
             tracing::debug!(%error, "no event could be recorded after a copy");
         }
         tick
     }
 
-    /// Enqueues work on a stream, in its turn with the memory that the work uses: after this the memory carries the tick.
+    /// Enqueues work on a stream while it holds access to the memory that the work uses. The memory
+    /// then carries the tick.
     ///
-    /// An error of `work` is given back, but the memory counts as used all the same: nobody knows what the driver began.
+    /// If `work` fails, the memory counts as used all the same: the driver may have begun the work.
     pub(crate) fn enqueue(
         &self,
         stream: &Stream,
@@ -442,7 +456,8 @@ impl Transfer {
         Ok(self.covered_tick(stream))
     }
 
-    /// As [`Transfer::enqueue`], for work that the host does not wait for: no event is recorded after it.
+    /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
+    /// it.
     pub(crate) fn enqueue_uncovered(
         &self,
         stream: &Stream,
@@ -480,7 +495,7 @@ fn access_host<'a>(
     stream: &'a Stream,
 ) -> Result<Option<Vec<HostAccess<'a>>>, TransferError> {
     let mut wanted: Vec<_> = host.iter().map(|&(part, kind)| (part.memory, kind)).collect();
-    // Writing sorts before reading, so that it is kept where memory is listed twice.
+    // Writing sorts before reading, so that `dedup` keeps it where memory is listed twice.
     wanted.sort_unstable_by_key(|&(memory, kind)| (Arc::as_ptr(memory), std::cmp::Reverse(kind)));
     wanted.dedup_by_key(|(memory, _)| Arc::as_ptr(memory));
     let mut accesses = Vec::with_capacity(wanted.len());

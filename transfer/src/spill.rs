@@ -1,16 +1,18 @@
-//! Spilling: buffers that go to page-locked host memory when the device runs out, and come back when they are used.
+//! Spilling: buffers that move to page-locked host memory when the device runs out of memory, and
+//! come back when they are used.
 //!
-//! A [`Spiller`] is asked by the allocator's out-of-memory ladder. It spills those buffers that nobody uses, of lower priority first, and among
-//! equals the one unused for longest.
+//! The allocator's out-of-memory ladder calls a [`Spiller`]. It spills unused buffers, of lower
+//! priority first, and among equals the one unused for longest.
 //!
 //! Invariants:
-//! * the contents are in exactly one place, on the device or on the host; that changes under the buffer's own lock, after the copy was enqueued,
-//!   and not where something failed;
-//! * what is spilled has no other handle, so that giving it up frees its memory; its block waits for the copy by its ticks.
+//! * the contents are in exactly one place, on the device or on the host; the place changes under
+//!   the buffer's own lock, after the copy is enqueued, and not after a failure;
+//! * a spilled buffer has no other handle, so that dropping it frees its memory; its block waits
+//!   for the copy by its ticks.
 //!
-//! Lock order: the spiller runs where device memory is asked for, whatever the asking thread has locked; so it only tries buffers' locks, and
-//! passes over those that are taken. Under a buffer's lock no device memory is asked for, because that runs reclaimers of others. The
-//! list's lock is a leaf.
+//! Lock order: the spiller runs on threads that request device memory, whatever locks they hold; so
+//! it only tries buffers' locks, and skips those that are taken. No device memory is requested
+//! under a buffer's lock, because that runs other reclaimers. The list's lock is a leaf.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -28,9 +30,9 @@ use crate::pinned::PinnedBuffer;
 use crate::placement::Candidate;
 use crate::runtime::Transfer;
 
-/// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out of device memory, and brings them back
-/// when they are used ([`Spillable::access`]). Cloning gives another handle. When the last handle is dropped, spilling ends, and buffers
-/// stay where they are.
+/// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out
+/// of device memory, and brings them back when they are used ([`Spillable::access`]). Cloning gives
+/// another handle. When the last handle is dropped, spilling ends, and buffers stay where they are.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -58,21 +60,21 @@ pub struct Spiller {
 
 struct Inner {
     transfer: Transfer,
-    entries: Mutex<Vec<Weak<Entry>>>,
-    /// Counts uses, so that they can be told apart by age.
+    entries: Mutex<Vec<Weak<SpillEntry>>>,
+    /// Counts uses, to order them by age.
     clock: AtomicU64,
     spills: AtomicU64,
     returns: AtomicU64,
     failures: AtomicU64,
 }
 
-/// A buffer, wherever it is.
-struct Entry {
+/// A spillable buffer.
+struct SpillEntry {
     spiller: Arc<Inner>,
     priority: i32,
     last_used: AtomicU64,
     home: Mutex<Home>,
-    /// How many accesses there are. Raised under the lock.
+    /// The number of accesses. Raised under the lock.
     users: AtomicUsize,
 }
 
@@ -81,7 +83,7 @@ enum Home {
     Host(PinnedBuffer<u8>),
 }
 
-/// What a spiller did so far, and where its buffers are.
+/// Counters of a spiller, and the places of its buffers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SpillStats {
@@ -89,33 +91,36 @@ pub struct SpillStats {
     pub device_bytes: u64,
     /// Bytes on the host.
     pub host_bytes: u64,
-    /// How often a buffer went to the host.
+    /// The number of buffers that went to the host.
     pub spills: u64,
-    /// How often one came back.
+    /// The number of buffers that came back.
     pub returns: u64,
-    /// How often a buffer could not go to the host, mostly for lack of page-locked memory: then spilling does not help.
+    /// The number of buffers that could not go to the host, mostly for lack of page-locked memory:
+    /// then spilling does not help.
     pub failures: u64,
 }
 
-/// Device memory that may be on the host while nobody uses it.
+/// Device memory that may be on the host while it is unused.
 pub struct Spillable<T> {
-    entry: Arc<Entry>,
+    entry: Arc<SpillEntry>,
     element: PhantomData<fn() -> T>,
 }
 
-/// A spillable buffer in use: it stays on the device until this is dropped. It is ready on the stream of the access
-/// ([`aquifer_allocator::Storage::ready_on`]): any work of that stream may use it. Other streams use it in turns
-/// ([`aquifer_allocator::Turn`]). The work need not be done when this is dropped.
+/// A spillable buffer in use: it stays on the device until this is dropped. It is ready on the
+/// stream of the access ([`aquifer_allocator::Storage::ready_on`]): any work of that stream may use
+/// it. Other streams use access guards ([`aquifer_allocator::Turn`]). The work need not be done
+/// when this is dropped.
 #[must_use = "the memory may go again once this is dropped"]
 pub struct Resident<'a, T> {
-    entry: &'a Entry,
+    entry: &'a SpillEntry,
     buffer: Buffer<T>,
 }
 
 impl Spiller {
-    /// A spiller for the runtime's device and allocator. It is a reclaimer of the given priority, asked before those of lower priority,
-    /// and spills as much as is lacking. If the freed memory does not serve the request, because it is in pieces, the spiller is asked
-    /// again after all other reclaimers: first for as much as was requested, then for all that it can spill.
+    /// A spiller for the runtime's device and allocator. It is a reclaimer of the given priority,
+    /// asked before those of lower priority, and spills as much as is lacking. If the freed memory
+    /// does not serve the request, because it is in pieces, the spiller is asked again after all
+    /// other reclaimers: first for as much as was requested, then for all that it can spill.
     pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
         let inner = Arc::new(Inner {
             transfer: transfer.clone(),
@@ -126,7 +131,7 @@ impl Spiller {
             failures: AtomicU64::new(0),
         });
         let allocator = transfer.allocator();
-        // Not owned by what it is registered with, which it owns itself.
+        // A weak reference: the spiller owns the allocator that it is registered with.
         let registered = |priority, bytes: fn(&Inner, u64) -> u64| {
             let spiller = Arc::downgrade(&inner);
             allocator.register_reclaimer(priority, "spiller", move |request| {
@@ -144,12 +149,13 @@ impl Spiller {
         Spiller { inner, _registrations: Arc::new(registrations) }
     }
 
-    /// Takes over a buffer. Of several buffers that could be spilled, one of lower `priority` goes first. While other handles of the buffer's
-    /// memory exist, it stays on the device; a [`Growable`](aquifer_allocator::Growable) is one for all buffers made of it.
+    /// Takes over a buffer. Of several buffers that could be spilled, one of lower `priority` goes
+    /// first. While other handles of the buffer's memory exist, it stays on the device; a
+    /// [`Growable`](aquifer_allocator::Growable) is one for all buffers made of it.
     ///
     /// # Errors
-    /// A buffer of another device, or of another allocator than the runtime's: to spill it would help that one. Elements without bytes. A
-    /// turn of this thread with the buffer.
+    /// A buffer of another device, or of another allocator than the runtime's: to spill it would
+    /// help that one. Elements without bytes. A turn of this thread with the buffer.
     pub fn add<T: Pod + Send + Sync>(&self, buffer: Buffer<T>, priority: i32) -> Result<Spillable<T>, TransferError> {
         let transfer = &self.inner.transfer;
         transfer.check_device("buffer", buffer.storage().device_id())?;
@@ -159,9 +165,9 @@ impl Spiller {
         }
         let bytes = buffer.reinterpret::<u8>();
         let bytes = bytes.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?.share();
-        // Spilling comes after what streams did with the buffer without turns.
+        // Spilling comes after the work of streams that used the buffer without access guards.
         buffer.storage().take_over()?;
-        let entry = Arc::new(Entry {
+        let entry = Arc::new(SpillEntry {
             spiller: self.inner.clone(),
             priority,
             last_used: AtomicU64::new(self.inner.now()),
@@ -178,13 +184,13 @@ impl Spiller {
         Ok(Spillable { entry, element: PhantomData })
     }
 
-    /// Spills buffers that nobody uses, until `bytes` of device memory are given up or there are no more such buffers. Returns how many
-    /// bytes were given up. Their memory is free once their copies are done.
+    /// Spills unused buffers until `bytes` of device memory are freed or there are no more such
+    /// buffers. Returns the bytes freed. Their memory is free once their copies are done.
     pub fn spill(&self, bytes: u64) -> u64 {
         self.inner.spill(bytes).bytes
     }
 
-    /// What it did so far, and where its buffers are. Waits for buffers that are on their way.
+    /// Its counters, and the places of its buffers. Waits for buffers that are moving.
     pub fn stats(&self) -> SpillStats {
         let mut stats = SpillStats {
             spills: self.inner.spills.load(Ordering::Relaxed),
@@ -207,11 +213,11 @@ impl Inner {
         self.clock.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn entries(&self) -> Vec<Arc<Entry>> {
+    fn entries(&self) -> Vec<Arc<SpillEntry>> {
         self.entries.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// What a request lacks beside what is free, in however many pieces.
+    /// The bytes that a request needs in addition to the free ones, in any number of pieces.
     fn lacking(&self, requested: u64) -> u64 {
         let free = Candidate::from(self.transfer.allocator()).free().unwrap_or(0);
         requested.saturating_sub(free).max(1)
@@ -229,7 +235,7 @@ impl Inner {
                 Ok(Went::Away(freed)) => spilled.bytes += freed,
                 Ok(Went::Before) => {}
                 Ok(Went::Not) => spilled.in_use += 1,
-                // What asks for memory then is refused by itself.
+                // The request fails by itself then.
                 Err(error) if error.is_asleep() => break,
                 Err(error) => {
                     self.failures.fetch_add(1, Ordering::Relaxed);
@@ -247,19 +253,19 @@ impl Inner {
     }
 }
 
-/// What became of an attempt to spill buffers.
+/// The result of an attempt to spill buffers.
 #[derive(Default)]
 struct Spilled {
     /// Bytes of device memory given up.
     bytes: u64,
-    /// How many buffers stay because they are in use.
+    /// The number of buffers that stay because they are in use.
     in_use: usize,
     /// The last failure.
     failure: Option<TransferError>,
 }
 
 impl Spilled {
-    /// Why no more was given up, for reports of memory that ran out.
+    /// The reason why no more was freed, for out-of-memory reports.
     fn why(&self) -> Option<String> {
         match (&self.failure, self.in_use) {
             (Some(failure), _) => Some(format!("a buffer could not go to the host: {failure}")),
@@ -280,20 +286,20 @@ enum Went {
     Not,
 }
 
-impl Entry {
-    /// Moves the contents to the host, if nobody uses them.
+impl SpillEntry {
+    /// Moves the contents to the host, if they are unused.
     fn spill(&self) -> Result<Went, TransferError> {
-        // Whoever has the lock brings the contents back, or is this very thread.
+        // The thread with the lock brings the contents back, or is this thread.
         let Some(mut home) = self.home.try_lock() else { return Ok(Went::Not) };
         let Home::Device(buffer) = &*home else { return Ok(Went::Before) };
-        // Users have a handle, too, but a caller may have forgotten one.
+        // Accesses have a handle, too, but a caller may have forgotten one.
         if self.users.load(Ordering::Acquire) > 0 || Arc::strong_count(buffer.storage()) > 1 {
             return Ok(Went::Not);
         }
         let freed = buffer.storage().bytes();
         let transfer = &self.spiller.transfer;
         let mut host = transfer.pinned().alloc::<u8>(buffer.len())?;
-        // Whoever reads the memory waits for the copy, and so does the block that is given up.
+        // Readers of the memory wait for the copy, and so does the freed block.
         let moves = transfer.move_contents();
         drop(transfer.download(buffer, &mut host)?);
         drop(moves);
@@ -334,13 +340,14 @@ impl Entry {
 }
 
 impl<T: Pod + Send + Sync> Spillable<T> {
-    /// The buffer on the device, brought back if it was spilled, and ready on `stream`. It stays there while the result exists. Later work of
-    /// `stream` comes after the copy and after what was noted of earlier accesses; the host does not wait for it. Accesses that exist at the
+    /// The buffer on the device, brought back if it was spilled, and ready on `stream`. It stays
+    /// there while the result exists. Later work of `stream` comes after the copy and after what
+    /// was noted of earlier accesses; the host does not wait for it. Accesses that exist at the
     /// same time for several streams, and write, must be ordered by the caller.
     ///
     /// # Errors
-    /// When device memory runs out although other buffers were spilled; a stream of another device; errors of the driver. The contents stay
-    /// where they were.
+    /// When device memory runs out although other buffers were spilled; a stream of another device;
+    /// errors of the driver. The contents stay where they were.
     #[track_caller]
     pub fn access(&self, stream: &Stream) -> Result<Resident<'_, T>, TransferError> {
         let _place = self.entry.spiller.transfer.called_here();
@@ -358,15 +365,17 @@ impl<T: Pod + Send + Sync> Spillable<T> {
 }
 
 impl<T> Spillable<T> {
-    /// Whether it is on the device. It may change at any time while nobody uses it.
+    /// Whether it is on the device. It may change at any time while it is unused.
     pub fn is_on_device(&self) -> bool {
         matches!(*self.entry.home.lock(), Home::Device(_))
     }
 
-    /// Moves the buffer to the host now, unless it is in use or there already. Returns how many bytes of device memory it gave up.
+    /// Moves the buffer to the host now, unless it is in use or there already. Returns how many
+    /// bytes of device memory it gave up.
     ///
     /// # Errors
-    /// When page-locked memory runs out, and errors of the driver. The contents are on the device then.
+    /// When page-locked memory runs out, and errors of the driver. The contents are on the device
+    /// then.
     #[track_caller]
     pub fn spill(&self) -> Result<u64, TransferError> {
         let _place = self.entry.spiller.transfer.called_here();
@@ -378,7 +387,7 @@ impl<T> Spillable<T> {
 }
 
 /// Counts a user as long as it exists.
-struct InUse<'a>(&'a Entry);
+struct InUse<'a>(&'a SpillEntry);
 
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
@@ -389,7 +398,8 @@ impl Drop for InUse<'_> {
 
 impl<T> Drop for Resident<'_, T> {
     fn drop(&mut self) {
-        // Under the lock, so that no other access begins meanwhile. Where that is not possible, spilling waits for later work, too.
+        // Under the lock, so that no other access begins meanwhile. Where that is not possible,
+        // spilling waits for later work, too.
         if let Some(_home) = self.entry.home.try_lock()
             && self.entry.users.load(Ordering::Acquire) == 1
             && let Err(error) = self.buffer.storage().end_ready()

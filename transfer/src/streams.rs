@@ -1,5 +1,5 @@
-//! The streams that transfers run on: some for each direction, so that both directions and kernels overlap, at each priority that somebody
-//! asked for.
+//! The streams that transfers run on: some for each direction, so that both directions and kernels
+//! overlap, at each requested priority.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,7 +9,8 @@ use aquifer_device::{Device, DeviceError, Stream, StreamFlags};
 
 use crate::counters::Direction;
 
-/// The transfer streams of one device at all priorities. Those of a priority are made when they are first asked for, and stay.
+/// The transfer streams of one device at all priorities. The first request for a priority creates
+/// its streams, which stay.
 #[derive(Debug)]
 pub(crate) struct Levels {
     device: Device,
@@ -18,7 +19,8 @@ pub(crate) struct Levels {
     made: Mutex<Vec<Arc<Streams>>>,
 }
 
-/// The transfer streams of one device at one priority. They do not synchronise with the legacy default stream.
+/// The transfer streams of one device at one priority. They do not synchronise with the legacy
+/// default stream.
 #[derive(Debug)]
 pub(crate) struct Streams {
     priority: i32,
@@ -27,7 +29,7 @@ pub(crate) struct Streams {
     on_device: Lanes,
 }
 
-/// The streams of one direction, used in turn.
+/// The streams of one direction, used in rotation.
 #[derive(Debug)]
 struct Lanes {
     streams: Vec<Stream>,
@@ -38,7 +40,7 @@ struct Lanes {
 const STREAMS_MAX: usize = 32;
 
 impl Levels {
-    /// None yet; there will be `count` streams a direction (1 to [`STREAMS_MAX`]) at each priority.
+    /// No streams yet; there will be `count` (1 to [`STREAMS_MAX`]) per direction at each priority.
     pub(crate) fn new(device: &Device, count: usize) -> Levels {
         Levels { device: device.clone(), count: count.clamp(1, STREAMS_MAX), made: Mutex::default() }
     }
@@ -46,7 +48,7 @@ impl Levels {
     /// The streams of the priority that is nearest to this among those that the device has.
     pub(crate) fn at(&self, priority: i32) -> Result<Arc<Streams>, DeviceError> {
         let (least, greatest) = self.device.info().priorities;
-        // Whichever of the two is the lower number: `clamp` panics on bounds in the other order, whatever a driver says.
+        // `clamp` panics on bounds in the wrong order, which a driver may report.
         let priority = priority.clamp(greatest.min(least), greatest.max(least));
         let mut made = self.made.lock();
         if let Some(streams) = made.iter().find(|streams| streams.priority == priority) {
@@ -69,7 +71,7 @@ impl Streams {
         self.priority
     }
 
-    /// The stream whose turn it is.
+    /// The next stream in rotation.
     pub(crate) fn next(&self, direction: Direction) -> &Stream {
         match direction {
             Direction::Upload => self.uploads.next(),

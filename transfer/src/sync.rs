@@ -1,7 +1,8 @@
-//! The locks whose interleavings matter: those of parking_lot, or with `--cfg aquifer_shuttle`, which is for the crate's own tests
-//! alone, counterparts that hand every interleaving to a scheduler (`ci/schedules`).
+//! The locks whose interleavings matter: those of parking_lot, or with `--cfg aquifer_shuttle`,
+//! which is for the crate's own tests alone, counterparts that hand every interleaving to a
+//! scheduler (`ci/schedules`).
 //!
-//! Locks that are leaves, under which nothing here waits or calls out, need no counterpart and are parking_lot's.
+//! Leaf locks need no counterpart and are parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use aquifer_device::fork::Mutex;
@@ -17,12 +18,12 @@ pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
 mod of_threads {
     use parking_lot::MutexGuard;
 
-    /// What threads wait for.
+    /// A condition variable.
     #[derive(Debug, Default)]
     pub(crate) struct Condvar(parking_lot::Condvar);
 
     impl Condvar {
-        /// Waits without the lock until somebody notifies, or for no reason.
+        /// Waits without the lock for a notification; may wake spuriously.
         pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
             self.0.wait(&mut guard);
             guard

@@ -1,7 +1,8 @@
 //! Timing of work on a stream, by the device's own clock.
 //!
-//! A host clock around calls that enqueue work measures only how long enqueuing takes. Here the device's clock is used, and nothing waits
-//! unless asked to: the result is available once the device has got there ([`Timing::elapsed`]), or can be waited for ([`Timing::wait`]).
+//! A host clock around calls that enqueue work measures only the enqueuing. This uses the device's
+//! clock: the result is available once the device has done the work ([`Timing::elapsed`]), or by
+//! waiting ([`Timing::wait`]).
 
 use std::time::Duration;
 
@@ -11,9 +12,10 @@ use crate::error::TransferError;
 
 /// A measurement that was started on a stream.
 ///
-/// It measures from the point where the stream gets to what was enqueued after the start, to the point where it is done with what was
-/// enqueued before the stop: waits for other streams in between included, work before and the host's time not. The resolution is about
-/// 0.5 µs. What runs for the first time is slower (kernels are loaded, caches filled): measure after a warm-up.
+/// It measures from when the stream begins the work enqueued after the start, to when it is done
+/// with the work enqueued before the stop. That includes waits for other streams, and excludes
+/// earlier work and the host's time. The resolution is about 0.5 µs. First runs are slower (kernels
+/// are loaded, caches filled): measure after a warm-up.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -52,8 +54,9 @@ impl Timer {
         Ok(Timer { start, stop, device_id: device.id() })
     }
 
-    /// Stops at the end of what is enqueued on the stream by now. Does not wait. This may be another stream of the device, ordered after
-    /// the work to be measured: one that gets to the stop before the other gets to the start measures no time.
+    /// Stops at the end of what is enqueued on the stream by now. Does not wait. This may be
+    /// another stream of the device, ordered after the work to be measured: one that gets to the
+    /// stop before the other gets to the start measures no time.
     ///
     /// # Errors
     /// A stream of another device, and errors of the driver.
@@ -66,7 +69,7 @@ impl Timer {
     }
 }
 
-/// A measurement that was stopped. It is known once the device is done with what was measured.
+/// A stopped measurement. Its result is known once the device has done the work.
 #[derive(Debug)]
 #[must_use = "this is what was measured"]
 pub struct Timing {
@@ -75,7 +78,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// How long the work took; `None` while the device is not done. Does not wait.
+    /// The time of the work; `None` while the device is not done. Does not wait.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -86,7 +89,7 @@ impl Timing {
         self.measured().map(Some)
     }
 
-    /// Waits on the host until the device is done, and tells how long the work took.
+    /// Waits on the host until the device is done, and returns the time of the work.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -99,7 +102,7 @@ impl Timing {
 
     fn measured(&self) -> Result<Duration, TransferError> {
         let milliseconds = self.start.elapsed_ms(&self.stop)?;
-        // Negative where the stop's stream was ahead: nothing was measured then.
+        // Negative if the stop's stream was ahead: nothing was measured then.
         Ok(Duration::try_from_secs_f64(milliseconds / 1e3).unwrap_or_default())
     }
 }

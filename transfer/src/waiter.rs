@@ -1,15 +1,17 @@
 //! Threads that wait for ticks and wake tasks, so that tasks need neither poll nor block.
 //!
-//! Each timeline that tasks wait for has a thread, a *lane*. It waits on the host for the earliest tick asked about (the driver puts it
-//! to sleep meanwhile), and then wakes the tasks that asked. A request for an earlier tick than a lane is waiting for gets another lane.
-//! A lane ends when it has had nothing to do for a while. A timeline has few lanes; once all are busy, a request for a still earlier tick
-//! waits for the lane with the earliest tick.
+//! Each timeline that tasks wait for has a thread, a *lane*. It waits on the host for the earliest
+//! requested tick (the driver puts it to sleep meanwhile), and then wakes the tasks. A request for
+//! an earlier tick than the one a lane waits for gets another lane. An idle lane ends after a
+//! while. A timeline has few lanes; once all are busy, a request for a still earlier tick joins the
+//! lane with the earliest tick.
 //!
-//! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs a waker itself, and
-//! is not listed meanwhile. A lane with more to do leaves the waker to another thread (`foreign_code`).
+//! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs
+//! a waker itself, and is not listed meanwhile. A lane with more to do hands the waker to another
+//! thread (`foreign_code`).
 //!
-//! Invariants: a lane that is listed takes what is put into its queue; every signal put there is settled, at the latest with the error of
-//! a device that is lost.
+//! Invariants: a listed lane serves its queue; every signal in it is settled, at the latest with
+//! the error of a lost device.
 //!
 //! Lock order: the list of lanes, then a lane's queue. A signal's lock is a leaf.
 
@@ -29,7 +31,7 @@ use parking_lot::Condvar;
 use crate::error::TransferError;
 use crate::foreign_code;
 
-/// How long a lane stays without work before its thread ends.
+/// The idle time after which a lane's thread ends.
 const IDLE: Duration = Duration::from_secs(2);
 
 /// Most threads that wait for ticks of one timeline.
@@ -45,7 +47,7 @@ pub(crate) struct Waiter {
 /// A device and a timeline.
 type Key = (u32, u32);
 
-/// What one thread waits for.
+/// The queue of one thread.
 #[derive(Debug, Default)]
 struct Lane {
     queue: Mutex<Queue>,
@@ -54,73 +56,73 @@ struct Lane {
 
 #[derive(Debug, Default)]
 struct Queue {
-    entries: BinaryHeap<Reverse<Entry>>,
+    entries: BinaryHeap<Reverse<TickRequest>>,
     /// The tick that the thread waits for now, or waited for last.
     waits_for: u64,
 }
 
-/// A tick that somebody asked about. Ordered by its place on the timeline.
+/// A requested tick. Ordered by its place on the timeline.
 #[derive(Debug)]
-struct Entry {
+struct TickRequest {
     tick: Tick,
     signal: Arc<Signal>,
 }
 
-impl PartialEq for Entry {
+impl PartialEq for TickRequest {
     fn eq(&self, other: &Self) -> bool {
         self.tick.n() == other.tick.n()
     }
 }
 
-impl Eq for Entry {}
+impl Eq for TickRequest {}
 
-impl PartialOrd for Entry {
+impl PartialOrd for TickRequest {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Entry {
+impl Ord for TickRequest {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.tick.n().cmp(&other.tick.n())
     }
 }
 
-/// Whether a tick is done, and whom to wake when it is.
+/// The state of a requested tick, and the waker of its task.
 #[derive(Debug)]
-pub(crate) struct Signal(Mutex<State>);
+pub(crate) struct Signal(Mutex<SignalState>);
 
 #[derive(Debug)]
-enum State {
+enum SignalState {
     Open(Option<Waker>),
     Settled(Result<(), DeviceError>),
 }
 
 impl Signal {
-    /// The answer, if there is one; else `waker` will be woken, and no other.
+    /// The result, if the tick is done; else `waker` is woken later, instead of an earlier one.
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<(), DeviceError>> {
-        // Cloned and dropped without the lock: wakers are code of others, which may poll this again.
+        // Cloned and dropped without the lock: wakers are foreign code, which may poll this again.
         let next = waker.clone();
         let mut state = self.0.lock();
         let before = match &mut *state {
-            State::Settled(result) => return Poll::Ready(result.clone()),
-            State::Open(waiting) => waiting.replace(next),
+            SignalState::Settled(result) => return Poll::Ready(result.clone()),
+            SignalState::Open(waiting) => waiting.replace(next),
         };
         drop(state);
         drop(before);
         Poll::Pending
     }
 
-    /// Answers, and returns the waker to call.
+    /// Sets the result, and returns the waker to call.
     fn settle(&self, result: Result<(), DeviceError>) -> Option<Waker> {
-        match std::mem::replace(&mut *self.0.lock(), State::Settled(result)) {
-            State::Open(waker) => waker,
-            State::Settled(_) => None,
+        match std::mem::replace(&mut *self.0.lock(), SignalState::Settled(result)) {
+            SignalState::Open(waker) => waker,
+            SignalState::Settled(_) => None,
         }
     }
 }
 
-/// Wakers are foreign code, which may do anything.
+/// Wakes a task. Wakers are foreign code, which may do anything.
 pub(crate) fn wake(waker: Waker) {
     foreign_code::run("a task's waker", move || waker.wake());
 }
@@ -131,9 +133,9 @@ impl Waiter {
     /// # Errors
     /// When a thread is needed and cannot be started.
     pub(crate) fn watch(self: &Arc<Self>, tick: Tick) -> Result<Arc<Signal>, TransferError> {
-        let signal = Arc::new(Signal(Mutex::new(State::Open(None))));
+        let signal = Arc::new(Signal(Mutex::new(SignalState::Open(None))));
         let key = (tick.timeline().device_id(), tick.timeline().id());
-        let entry = Entry { tick, signal: signal.clone() };
+        let entry = TickRequest { tick, signal: signal.clone() };
         let mut lanes = self.lanes.lock();
         let listed = lanes.entry(key).or_default();
         let Some(entry) = listed.iter().try_fold(entry, |entry, lane| lane.take(entry)) else { return Ok(signal) };
@@ -158,7 +160,7 @@ impl Waiter {
     }
 }
 
-/// What code of a driver says, which must not take a lane with it that others count on.
+/// Calls the driver. A panic must not end the lane, which other tasks count on.
 fn guarded(wait: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
     catch_unwind(AssertUnwindSafe(wait)).unwrap_or_else(|_| {
         tracing::error!("the driver panicked while a task waited for the device");
@@ -169,7 +171,7 @@ fn guarded(wait: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), DeviceE
 
 impl Lane {
     fn run(self: &Arc<Self>, waiter: &Waiter, key: Key) {
-        while let Some(Entry { tick, signal }) = self.next(waiter, key) {
+        while let Some(TickRequest { tick, signal }) = self.next(waiter, key) {
             let Some(waker) = signal.settle(guarded(|| tick.synchronize())) else { continue };
             drop((tick, signal));
             if !self.leave(waiter, key) {
@@ -183,7 +185,7 @@ impl Lane {
         }
     }
 
-    /// Takes the lane off the list if its queue is empty. No task waits for it then.
+    /// Removes the lane from the list if its queue is empty, and returns whether it is.
     fn leave(&self, waiter: &Waiter, key: Key) -> bool {
         let mut lanes = waiter.lanes.lock();
         let is_idle = self.queue.lock().entries.is_empty();
@@ -196,7 +198,7 @@ impl Lane {
         is_idle
     }
 
-    /// Lists the lane again, unless there are enough others by now.
+    /// Lists the lane again, unless there are enough others.
     fn come_back(self: &Arc<Self>, waiter: &Waiter, key: Key) -> bool {
         let mut lanes = waiter.lanes.lock();
         let listed = lanes.entry(key).or_default();
@@ -207,8 +209,9 @@ impl Lane {
         has_room
     }
 
-    /// Takes an entry that need not wait for what the lane waits for, and gives any other one back.
-    fn take(&self, entry: Entry) -> Option<Entry> {
+    /// Accepts an entry unless its tick is earlier than the one that the lane waits for; returns it
+    /// otherwise.
+    fn take(&self, entry: TickRequest) -> Option<TickRequest> {
         let queue = self.queue.lock();
         if entry.tick.n() < queue.waits_for {
             return Some(entry);
@@ -218,13 +221,14 @@ impl Lane {
         None
     }
 
-    fn push(&self, entry: Entry) {
+    fn push(&self, entry: TickRequest) {
         self.queue.lock().entries.push(Reverse(entry));
         self.grown.notify_one();
     }
 
-    /// The earliest tick asked about; `None` when there was none for a while, and then this lane is not listed any more.
-    fn next(&self, waiter: &Waiter, key: Key) -> Option<Entry> {
+    /// The earliest requested tick; `None` when there was none for a while, and the lane is no
+    /// longer listed.
+    fn next(&self, waiter: &Waiter, key: Key) -> Option<TickRequest> {
         loop {
             let mut queue = self.queue.lock();
             if queue.entries.is_empty() {

@@ -1,5 +1,5 @@
-//! Memory that only threads of the runtime have any more. A test of its own, as any allocator that is made or dropped in the process
-//! gives such memory back, too.
+//! Memory that only threads of the runtime have any more. A test of its own, as any allocator that
+//! is made or dropped in the process gives such memory back, too.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! What the types forbid: each file of `compile_fail` is a mistake that must not compile, with what the compiler says.
+//! What the types forbid: each file of `compile_fail` is a mistake that must not compile, with what
+//! the compiler says.
 //!
 //! `TRYBUILD=overwrite` writes down what a new compiler says.
 

@@ -1,6 +1,6 @@
-//! The host's time for a copy beyond the driver's calls: at most a microsecond. A measurement, so it is
-//! ignored:
-//! `cargo test --release -p aquifer-transfer --test overhead -- --ignored --nocapture`.
+//! The host's time for a copy beyond the driver's calls: at most a microsecond. A measurement, so
+//! it is ignored: `cargo test --release -p aquifer-transfer --test overhead -- --ignored
+//! --nocapture`.
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use aquifer_transfer::{Direction, PinnedBuffer, Transfer};
 
 const COPIES: u32 = 500;
 const ROUNDS: usize = 40;
-/// What a copy may cost beside the driver's calls.
+/// The most time of a copy beyond the driver's calls.
 const OVERHEAD_MAX_NS: f64 = 1000.0;
 fn each(elapsed: Duration, copies: u32) -> f64 {
     elapsed.as_nanos() as f64 / f64::from(copies)
@@ -30,13 +30,14 @@ fn time(device: &Device, mut copy: impl FnMut()) -> f64 {
     each(elapsed, COPIES)
 }
 
-/// Prints what a copy takes beside `raw`, the same driver calls. The median of all rounds, which alternate between both.
+/// Prints the time of a copy beyond `raw`, the same driver calls. The median of all rounds, which
+/// alternate between both.
 fn compare(device: &Device, name: &str, mut ours: impl FnMut(), mut raw: impl FnMut()) {
     let mut over: Vec<(f64, f64)> = (0..ROUNDS).map(|_| (time(device, &mut ours), time(device, &mut raw))).collect();
     over.sort_by(|left, right| (left.0 - left.1).total_cmp(&(right.0 - right.1)));
     let (ours, raw) = over[ROUNDS / 2];
     println!("{name}: {ours:.0} ns, its driver calls alone: {raw:.0} ns, overhead {:.0} ns", ours - raw);
-    // What is compiled without optimisation takes longer, and nobody measures it.
+    // Unoptimised code takes longer.
     assert!(cfg!(debug_assertions) || ours - raw <= OVERHEAD_MAX_NS, "{name}: more than {OVERHEAD_MAX_NS} ns");
 }
 
@@ -54,13 +55,15 @@ fn host_overhead_of_a_copy() {
     let host_ptr = HostPtr(host.read().unwrap().as_ptr().expose_provenance());
     // The same driver calls are a copy, and an event after it.
     let upload = || {
-        // SAFETY: the memory is page-locked, lives until the device was waited for, and nobody writes it.
+        // SAFETY: the memory is page-locked, lives until the device was waited for, and nothing
+        // writes it.
         unsafe { stream.upload(ptr, host_ptr, 64) }.unwrap();
         stream.tick().cover().unwrap();
     };
     compare(&device, "an upload", || drop(on.upload(&host, &mut buffer).unwrap()), upload);
     let download = || {
-        // SAFETY: the memory is page-locked, lives until the device was waited for, and nobody else touches it.
+        // SAFETY: the memory is page-locked, lives until the device was waited for, and nothing
+        // else touches it.
         unsafe { stream.download(host_ptr, ptr, 64) }.unwrap();
         stream.tick().cover().unwrap();
     };

@@ -17,13 +17,14 @@ use crate::pinned::{PinnedBuffer, PinnedSliceMut};
 use crate::runtime::Transfer;
 
 impl Transfer {
-    /// Enqueues filling device memory, and returns; see [`Source`]. Whatever uses `to` next, on any stream, comes after all
-    /// of it, and waits on the host while threads are still enqueuing.
+    /// Begins to fill device memory; see [`Source`]. Later uses of `to`, on any stream, come after
+    /// all of it, and wait on the host while threads are still enqueuing.
     ///
     /// # Errors
-    /// Ends of different lengths or devices; a region that reaches beyond either end or writes a place twice; a stream that
-    /// captures; when page-locked memory runs out; a file that is not there or too short; errors of the driver. What goes
-    /// wrong while threads read a source is the pending transfer's.
+    /// Ends of different lengths or devices; a region that reaches beyond either end or writes a
+    /// place twice; a stream that captures; when page-locked memory runs out; a file that is
+    /// missing or too short; errors of the driver. The [`Pending`] returns errors of threads that
+    /// read a source.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -58,7 +59,8 @@ impl Transfer {
         from.upload_to(self, to, None)
     }
 
-    /// Allocates device memory for `stream` and fills it as [`Transfer::upload`] does, with all of the source.
+    /// Allocates device memory for `stream` and fills it as [`Transfer::upload`] does, with all of
+    /// the source.
     ///
     /// # Errors
     /// As [`Transfer::upload`], when device memory runs out, and a stream of another device.
@@ -74,11 +76,12 @@ impl Transfer {
         Ok(from.upload_to(self, &mut buffer, None)?.map(|_report| buffer))
     }
 
-    /// Enqueues a copy of device memory to the host, and returns; see [`Target`].
+    /// Begins a copy of device memory to the host; see [`Target`].
     ///
     /// # Errors
-    /// Ends of different lengths or devices; a region that reaches beyond either end or writes a place twice; a stream that
-    /// captures; when page-locked memory runs out; errors of the driver. Memory that was handed over is dropped then.
+    /// Ends of different lengths or devices; a region that reaches beyond either end or writes a
+    /// place twice; a stream that captures; when page-locked memory runs out; errors of the driver.
+    /// Memory that was handed over is dropped then.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -121,28 +124,30 @@ impl Transfer {
     /// Copies device memory to a new `Vec`.
     ///
     /// # Errors
-    /// As [`Transfer::download`], and [`TransferError::OutOfHostMemory`] when the system has no memory for it.
+    /// As [`Transfer::download`], and [`TransferError::OutOfHostMemory`] when the system has no
+    /// memory for it.
     #[track_caller]
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<Pending<Vec<T>>, TransferError> {
         let _place = self.called_here();
         download::new_vec(self, from)
     }
 
-    /// Copies device memory to borrowed memory, and waits on the host until the copy is done.
+    /// Copies device memory to borrowed memory, and waits on the host for it.
     ///
     /// # Errors
-    /// As [`Transfer::download`]. What `to` holds then is unspecified.
+    /// As [`Transfer::download`]. The contents of `to` are then unspecified.
     #[track_caller]
     pub fn download_blocking<T: Pod + Send + Sync>(&self, from: &Buffer<T>, to: &mut [T]) -> Result<(), TransferError> {
         let _place = self.called_here();
         download::blocking(self, from, to)
     }
 
-    /// Reads one element, and waits on the host until it is there: the device stands still meanwhile if it has nothing else to do.
-    /// Counted as a synchronisation, also where the device was quick.
+    /// Reads one element, and waits on the host for it: the device is idle meanwhile unless it has
+    /// other work. Always counted as a synchronisation.
     ///
     /// # Errors
-    /// [`TransferError::NotOneElement`] for another number of elements than one, and as [`Transfer::download`].
+    /// [`TransferError::NotOneElement`] for another number of elements than one, and as
+    /// [`Transfer::download`].
     #[track_caller]
     pub fn item<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<T, TransferError> {
         let _place = self.called_here();
@@ -153,18 +158,19 @@ impl Transfer {
         Ok(staged.read()?[0])
     }
 
-    /// Enqueues a copy to this device's memory from device memory, also of another device, and returns; the result says
-    /// which way it goes. Streams of both devices are ordered around it without waiting on the host, except where it goes by
-    /// way of the host: see [`Route`].
+    /// Enqueues a copy to this device's memory from device memory, also of another device, and
+    /// returns its route. Streams of both devices are ordered around it without waiting on the
+    /// host, except by way of the host: see [`Route`].
     ///
-    /// Elements of another device with gaps between them are collected in memory of their device first, and brought to their
-    /// places from memory of this one; those that a region repeats cross once.
+    /// Elements of another device with gaps between them are packed on their device and unpacked on
+    /// this one; elements that a region repeats cross once.
     ///
     /// # Errors
-    /// Ends of different lengths, or that overlap; a region that reaches beyond either end, writes a place twice or writes
-    /// what it reads; a target of another device; a stream that captures; when device memory runs out; errors of the drivers.
-    /// Where the drivers refuse every way to wait for a copy from another device, the copy goes on, and the memory that it
-    /// reads is never freed.
+    /// Ends of different lengths, or that overlap; a region that reaches beyond either end, writes
+    /// a place twice or writes what it reads; a target of another device; a stream that captures;
+    /// when device memory runs out; errors of the drivers. Where the drivers refuse every way to
+    /// wait for a copy from another device, the copy goes on, and the memory that it reads is never
+    /// freed.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -216,7 +222,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// Which way a copy from the device of `peer` to this one goes.
+    /// The route of a copy from the device of `peer` to this one.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -224,9 +230,9 @@ impl Transfer {
         peer::route(self, peer)
     }
 
-    /// Copies host memory to page-locked memory. The calling thread waits until no copy writes `from`
-    /// and no copy uses `to`, and then copies: the result is complete when this returns. The pools
-    /// may be of different devices, and the memory pageable.
+    /// Copies host memory to page-locked memory. The calling thread waits until no copy writes
+    /// `from` and no copy uses `to`, and then copies: the result is complete when this returns. The
+    /// pools may be of different devices, and the memory pageable.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -268,15 +274,17 @@ impl Transfer {
         Ok(Pending::ready(self.shared(), ()))
     }
 
-    /// Begins a batch of small copies.
+    /// An empty batch of small copies.
     pub fn batch(&self) -> TransferBatch {
         batch::new(self)
     }
 
-    /// Copies in this direction of less than so many bytes go to the driver together when they are part of a batch: `None` where the driver
-    /// has no such call, `u64::MAX` where it pays at all sizes. Measured at the first call for a direction, which takes some milliseconds
-    /// and 4 MiB of memory at either end, and waits for copies on a stream of its own, counted in [`Transfer::counters`]. If memory is too
-    /// short to measure, batched calls stay off until a later call can measure. A batch whose measurement fails otherwise settles for `None`.
+    /// The size in bytes below which copies of a batch in this direction go to the driver in one
+    /// call: `None` if the driver has no such call, `u64::MAX` if it pays at all sizes. Measured at
+    /// the first call for a direction, which takes some milliseconds and 4 MiB of memory at either
+    /// end, and waits for copies on a stream of its own, counted in [`Transfer::counters`]. If
+    /// memory is too short to measure, batched calls stay off until a later call can measure. If
+    /// the measurement of a batch fails otherwise, the answer is `None` from then on.
     ///
     /// # Errors
     /// Errors of the driver.

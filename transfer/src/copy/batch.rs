@@ -1,5 +1,5 @@
-//! Many small copies as one: those from host memory are packed into page-locked memory, and the driver
-//! gets them in one call, if it has such a call.
+//! Many small copies as one: those from host memory are packed into page-locked memory, and the
+//! driver gets them in one call, if it has such a call.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -19,19 +19,20 @@ use crate::pending::Pending;
 use crate::pinned::{HostPart, PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::runtime::Transfer;
 
-/// Page-locked memory for packing comes in pieces of at least this many bytes.
+/// The least page-locked memory for packing, in bytes.
 const PACKED_BYTES: usize = 1 << 20;
 
-/// Packed pieces start at multiples of this many bytes: what engines copy at best speed, and enough for every element.
+/// The alignment of packed pieces in bytes: copy engines are fastest then, and it suits every
+/// element.
 const PACKED_ALIGNMENT: usize = 64;
 
 /// Many copies that are made together, in the order in which they were added.
 ///
 /// Elements to upload are copied when they are added, into one buffer; downloads return in one.
-/// Pieces that are adjacent at both ends become one copy. Copies of one direction that were added one
-/// after the other go to the driver in one call, if the driver has such a call and it pays on this
-/// device ([`Transfer::batch_calls_pay_below`]), else in one call each. So add copies of one direction
-/// together. Copies of which one writes what another one uses are made one by one.
+/// Pieces that are adjacent at both ends become one copy. Copies of one direction that were added
+/// one after the other go to the driver in one call, if the driver has such a call and it pays on
+/// this device ([`Transfer::batch_calls_pay_below`]), else in one call each. So add copies of one
+/// direction together. Copies of which one writes what another one uses are made one by one.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -70,20 +71,20 @@ struct Group {
     pieces: Vec<Piece>,
 }
 
-/// Page-locked memory that uploads are packed into.
+/// Page-locked memory for packed uploads.
 #[derive(Debug)]
 struct Packed {
     buffer: PinnedBuffer<u8>,
     used: usize,
 }
 
-/// What the driver copies as one: one copy that was added, or several that lie side by side.
+/// One copy for the driver: one copy that was added, or several adjacent ones.
 #[derive(Debug)]
 struct Piece {
     from: End,
     to: End,
     bytes: u64,
-    /// How many.
+    /// The number of copies that were added.
     copies: u64,
 }
 
@@ -91,14 +92,14 @@ struct Piece {
 #[derive(Clone, Debug)]
 enum End {
     Device(Arc<Storage>, DevicePtr),
-    /// Which of the page-locked buffers, and where in it.
+    /// The index of a page-locked buffer, and the offset in it.
     Host {
         buffer: usize,
         offset: usize,
     },
 }
 
-/// Which part of a batch's results a download is.
+/// The part of a batch's results that belongs to a download.
 #[derive(Clone, Copy, Debug)]
 pub struct Downloaded<T> {
     batch: u64,
@@ -107,7 +108,7 @@ pub struct Downloaded<T> {
     element: PhantomData<fn() -> T>,
 }
 
-/// What a batch downloaded.
+/// The downloads of a batch.
 #[derive(Debug)]
 pub struct BatchResults {
     batch: u64,
@@ -149,10 +150,11 @@ pub(super) fn new(transfer: &Transfer) -> TransferBatch {
 }
 
 impl TransferBatch {
-    /// Adds a copy to the device. The elements are taken now.
+    /// Adds a copy to the device. The elements are copied now.
     ///
     /// # Errors
-    /// Ends of different lengths, a buffer of another device, and when page-locked memory runs out. The batch is as it was then.
+    /// Ends of different lengths, a buffer of another device, and when page-locked memory runs out.
+    /// The batch is then unchanged.
     pub fn upload<T: Pod>(&mut self, from: &[T], to: &mut Buffer<T>) -> Result<(), TransferError> {
         check_lengths(from.len(), to.len())?;
         self.transfer.check_device("buffer", to.storage().device_id())?;
@@ -168,7 +170,7 @@ impl TransferBatch {
     /// Adds a copy within the device.
     ///
     /// # Errors
-    /// Ends of different lengths, that overlap, or of another device. The batch is as it was then.
+    /// Ends of different lengths, that overlap, or of another device. The batch is then unchanged.
     pub fn copy<T: Copy>(&mut self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<(), TransferError> {
         check_lengths(from.len(), to.len())?;
         self.transfer.check_device("buffer", from.storage().device_id())?;
@@ -184,7 +186,7 @@ impl TransferBatch {
     /// Adds a copy from the device, to be read from the batch's results.
     ///
     /// # Errors
-    /// A buffer of another device, or too long for the host. The batch is as it was then.
+    /// A buffer of another device, or too long for the host. The batch is then unchanged.
     pub fn download<T: Pod>(&mut self, from: &Buffer<T>) -> Result<Downloaded<T>, TransferError> {
         self.transfer.check_device("buffer", from.storage().device_id())?;
         let len = from.len();
@@ -204,17 +206,19 @@ impl TransferBatch {
         Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
 
-    /// Copies that the driver will be asked for: fewer than were added where pieces lie side by side. [`Transfer::counters`] counts those
-    /// that were added, once they are enqueued.
+    /// The number of copies for the driver: fewer than were added where pieces are adjacent.
+    /// [`Transfer::counters`] counts the added ones, once they are enqueued.
     pub fn pieces(&self) -> usize {
         self.groups.iter().map(|group| group.pieces.len()).sum()
     }
 
-    /// Enqueues all copies, and returns. The first batch in a direction measures whether batched calls pay, which takes some milliseconds,
-    /// but waits for nobody's work ([`Transfer::batch_calls_pay_below`]).
+    /// Enqueues all copies. The first batch in a direction measures whether batched calls pay,
+    /// which takes some milliseconds, but waits for no other work
+    /// ([`Transfer::batch_calls_pay_below`]).
     ///
     /// # Errors
-    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some copies may have been enqueued then.
+    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some
+    /// copies may have been enqueued then.
     #[track_caller]
     pub fn run(self) -> Result<Pending<BatchResults>, TransferError> {
         let _place = self.transfer.called_here();
@@ -309,7 +313,7 @@ impl End {
         }
     }
 
-    /// Its memory, if that is on the device.
+    /// Its device memory.
     fn storage(&self) -> Option<&Storage> {
         match self {
             End::Device(storage, _) => Some(storage),
@@ -323,7 +327,7 @@ impl Piece {
         Piece { from, to, bytes, copies: 1 }
     }
 
-    /// Whether its ends have no memory in common if it is so long.
+    /// Whether its ends have no memory in common if it has this length.
     fn stays_apart(&self, bytes: u64) -> bool {
         match (&self.from, &self.to) {
             (End::Device(_, from), End::Device(_, to)) => from.0.abs_diff(to.0) >= bytes,
@@ -336,7 +340,8 @@ impl Piece {
     }
 }
 
-/// Enqueues copies in one direction, between the device and page-locked buffers or within the device.
+/// Enqueues copies in one direction, between the device and page-locked buffers or within the
+/// device.
 fn enqueue_pieces(
     transfer: &Transfer,
     direction: Direction,
@@ -353,8 +358,9 @@ fn enqueue_pieces(
     let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
     let tick = transfer.enqueue(stream, &memory, &parts, || {
         #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
-        // SAFETY: the host ends lie in buffers of the pool, which the caller borrows now. The pool keeps them until the tick of
-        // this access is done; the host does not touch them before (N1, N2).
+        // SAFETY: the host ends lie in buffers of the pool, which the caller borrows now. The pool
+        // keeps them until the tick of this access is done; the host does not touch them before
+        // (N1, N2).
         unsafe {
             enqueue_parts(stream, &batched, &single)
         }
@@ -363,8 +369,8 @@ fn enqueue_pieces(
     Ok(tick)
 }
 
-/// The copies for one call, and those that go one by one. If a copy writes what another one uses, all
-/// go one by one, because no order holds within a call.
+/// The copies for one call, and those that go one by one. If a copy writes what another one uses,
+/// all go one by one, because no order holds within a call.
 fn split(copies: Vec<CopyPart>, crossover: Option<u64>) -> (Vec<CopyPart>, Vec<CopyPart>) {
     let Some(crossover) = crossover.filter(|_| CopyPart::are_independent(&copies)) else { return (Vec::new(), copies) };
     let (batched, single): (Vec<_>, Vec<_>) = copies.into_iter().partition(|copy| copy.bytes < crossover);

@@ -1,7 +1,8 @@
-//! Up to which size one call for many copies pays, measured on the device.
+//! The size up to which one call for many copies pays, measured on the device.
 //!
-//! A batch saves one call for each copy, but on some devices and drivers large copies take longer in a batch, and not in each direction alike.
-//! So both ways are timed at the first use of a direction, by events on a separate stream, with sizes of 4 KiB to 256 KiB.
+//! A batch saves one call for each copy, but on some devices and drivers large copies take longer
+//! in a batch, differently in each direction. So the first use of a direction times both ways, by
+//! events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
 use aquifer_allocator::{Buffer, Storage, Turn};
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, Stream};
@@ -13,14 +14,14 @@ use crate::host_vec;
 use crate::pinned::{HostPart, PinnedBuffer, PinnedSliceMut};
 use crate::runtime::Transfer;
 
-/// Sizes that are tried, in bytes, by rising order.
+/// The sizes to try, in bytes, in rising order.
 const SIZES: [u64; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
 /// Copies of each size.
 const COPIES: u64 = 16;
-/// Measurements of each way, of which the shortest counts.
+/// Measurements of each way; the shortest counts.
 const ROUNDS: u32 = 3;
 
-/// Where copies are measured, and the memory that they use.
+/// The stream and memory of a measurement.
 struct Bench<'a> {
     stream: &'a Stream,
     device: &'a [(&'a Storage, AccessKind)],
@@ -32,10 +33,10 @@ pub(super) fn batch_calls_pay_below(transfer: &Transfer, direction: Direction) -
     crossover(transfer, direction, &mut transfer.inner.crossovers[direction as usize].lock())
 }
 
-/// The same for a batch, which does without that call where measuring failed: single copies do as well. Where the driver refused, it
-/// is not asked again.
+/// As [`batch_calls_pay_below`], for a batch: `None` if the measurement fails, as single copies do
+/// as well. If the driver refuses, it is not asked again.
 pub(super) fn batched_below(transfer: &Transfer, direction: Direction) -> Result<Option<u64>, TransferError> {
-    // While somebody measures, others do without.
+    // While one thread measures, others do without.
     let Some(mut known) = transfer.inner.crossovers[direction as usize].try_lock() else { return Ok(None) };
     match crossover(transfer, direction, &mut known) {
         Err(error) if !error.is_device_lost() => {
@@ -74,7 +75,7 @@ fn crossover(
 fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferError> {
     let bytes = COPIES * SIZES[SIZES.len() - 1];
     let (on_host, other) = if direction == Direction::OnDevice { (0, bytes) } else { (bytes, 0) };
-    // One that nobody else's work is on: it is waited for.
+    // A stream without other work, because it is waited for.
     let stream = &transfer.device().stream()?;
     let mut host: PinnedBuffer<u8> = transfer.pinned().alloc(host_vec::len_of(on_host, 1)?)?;
     let device: Buffer<u8> = transfer.alloc_bytes(bytes, stream)?;
@@ -92,10 +93,10 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferErr
     };
     let memory = [(device.storage().as_ref(), kinds.0), (other.storage().as_ref(), AccessKind::Write)];
     let bench = Bench { stream, device: &memory, host: &[(host, kinds.1)] };
-    // What the memory holds does not matter.
+    // The contents do not matter.
     let _moves = transfer.move_contents();
     for size in SIZES {
-        // Gaps of a line keep the copies apart, so that no driver makes one of them.
+        // Gaps of a cache line keep drivers from merging the copies.
         let part = |at| CopyPart { dst: offset(writes, at), src: offset(reads, at), bytes: size - 64 };
         let copies: Vec<CopyPart> = (0..COPIES).map(|number| part(number * size)).collect();
         let batched = time(transfer, &bench, &copies, &[])?;
@@ -107,7 +108,7 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferErr
     Ok(u64::MAX)
 }
 
-/// Milliseconds that copies take, some with one call, the others with one each.
+/// The time of copies in milliseconds, some with one call, the others with one each.
 fn time(
     transfer: &Transfer,
     bench: &Bench<'_>,
@@ -126,8 +127,8 @@ fn time(
         transfer.enqueue(stream, device, host, || -> Result<(), DeviceError> {
             start.record(stream)?;
             #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
-            // SAFETY: what of the copies is on the host lies in `host`, which the pool keeps until the tick is done that its turn
-            // leaves; the host does not touch it before (N1, N2).
+            // SAFETY: the host ends lie in `host`, which the pool keeps until the tick of this
+            // access is done; the host does not touch it before (N1, N2).
             unsafe { enqueue_parts(stream, batched, single) }?;
             end.record(stream)
         })?;

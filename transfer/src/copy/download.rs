@@ -1,5 +1,5 @@
-//! Copies to the host: by the driver into page-locked memory, and from there, or through the staging
-//! ring, into other memory.
+//! Copies to the host: by the driver into page-locked memory, and from there, or through the
+//! staging ring, into other memory.
 
 use std::sync::Arc;
 
@@ -51,9 +51,9 @@ fn enqueue_pinned<T: Pod>(
     let (ends, size) = ((CopyEnd::Device(from.ptr()), CopyEnd::Host(to.ptr)), size_of::<T>() as u64);
     let tick = transfer.enqueue(stream, &[(from.storage(), AccessKind::Read)], &[(to, AccessKind::Write)], || {
         #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
-        // SAFETY: the part is memory of its pool, borrowed mutably by the caller now. The pool keeps it until the tick of this
-        // access is done; until then the host does not touch it, as the buffer waits for that tick first (N1, N2). The rows lie
-        // within both ends.
+        // SAFETY: the part is memory of its pool, borrowed mutably by the caller now. The pool
+        // keeps it until the tick of this access is done; until then the host does not touch it, as
+        // the buffer waits for that tick first (N1, N2). The rows lie within both ends.
         unsafe {
             enqueue_rows(stream, rows, ends, size)
         }
@@ -87,7 +87,8 @@ pub(super) fn blocking<T: Pod + Send + Sync>(
         return Ok(());
     }
     #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
-    // SAFETY: the memory is borrowed mutably until this function returns, and it waits until the job is settled.
+    // SAFETY: the memory is borrowed mutably until this function returns, and it waits until the
+    // job is settled.
     let lent = unsafe { Lent::to_write(to) };
     let job = stage_plan(transfer, from, Arc::new(lent), &plan)?;
     match job.wait() {
@@ -150,8 +151,8 @@ fn stage_plan<T: Pod>(
     stage_rows(transfer, from, from_rows, Arc::new(Scattered { target, rows }))
 }
 
-/// Hands a copy of some bytes of a buffer, which must lie within it, to the staging ring. The memory is
-/// reserved when this returns.
+/// Hands a copy of some bytes of a buffer, which must lie within it, to the staging ring. The
+/// memory is reserved when this returns.
 fn stage_rows<T: Pod>(
     transfer: &Transfer,
     from: &Buffer<T>,

@@ -1,4 +1,4 @@
-//! The ends of copies: what is read, [`Source`] and [`DeviceSource`], and what is written, [`Target`].
+//! The ends of copies: [`Source`], [`DeviceSource`] and [`Target`].
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -21,7 +21,7 @@ use crate::staging::FileReport;
 
 pub(crate) trait Sealed {}
 
-/// What can be uploaded.
+/// A source of uploads.
 ///
 /// | source | while the copy is in flight |
 /// | --- | --- |
@@ -38,7 +38,7 @@ pub(crate) trait Sealed {}
 )]
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
-    /// What the complete copy gives.
+    /// The value of the complete copy.
     type Report: Send + 'static;
 
     #[doc(hidden)]
@@ -53,7 +53,7 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
     ) -> Result<Pending<Self::Report>, TransferError>;
 }
 
-/// A source that [`Transfer::copy_on_host`] takes: page-locked memory, or memory that is handed over.
+/// A source of [`Transfer::copy_on_host`]: page-locked memory, or owned memory.
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait HostEnd<T: Pod + Send + Sync>: Sealed {
     /// The number of elements, and which of them are copied.
@@ -65,16 +65,17 @@ pub trait HostEnd<T: Pod + Send + Sync>: Sealed {
     fn elements(&self) -> Result<&[T], TransferError>;
 }
 
-/// What can be downloaded into.
+/// A target of downloads.
 ///
 /// | target | the complete copy gives |
 /// | --- | --- |
 /// | [`PinnedBuffer`] by mutable reference, [`PinnedSliceMut`] | nothing: reading the memory waits for the copy |
 /// | [`PinnedBuffer`], `Vec<T>` of the buffer's length | the memory |
 ///
-/// [`BufferTransfers::download_blocking`](crate::BufferTransfers::download_blocking) takes `&mut [T]`.
+/// [`BufferTransfers::download_blocking`](crate::BufferTransfers::download_blocking) takes `&mut
+/// [T]`.
 ///
-/// [`Region::of`] makes a target of a region of any of them; what lies between its elements stays.
+/// [`Region::of`] makes a target of a region of any of them; bytes between its elements stay.
 #[diagnostic::on_unimplemented(
     message = "a copy that returns before it is done cannot write to `{Self}`",
     label = "expected a `Vec` by value, a `PinnedBuffer`, or a `&mut PinnedBuffer`",
@@ -82,7 +83,7 @@ pub trait HostEnd<T: Pod + Send + Sync>: Sealed {
 )]
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
-    /// What the complete copy gives.
+    /// The value of the complete copy.
     type Output: Send + 'static;
 
     #[doc(hidden)]
@@ -94,7 +95,8 @@ pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
     ) -> Result<Pending<Self::Output>, TransferError>;
 }
 
-/// Device memory that can be copied from: a reference to a [`Buffer`] or to a view, of any device, or [`Region::of`] one.
+/// Device memory to copy from: a reference to a [`Buffer`] or to a view, of any device, or
+/// [`Region::of`] one.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a reference to device memory",
     label = "expected a reference to a buffer or to a view, such as `&x` or `&x.slice(..4)`",
@@ -106,15 +108,15 @@ pub trait DeviceSource<T>: Sealed {
     fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>);
 }
 
-/// Host memory that its owner lends, such as a memory map, as a [`Source`].
+/// Host memory of an owner, such as a memory map, as a [`Source`].
 ///
-/// The owner is dropped on a thread of its own, perhaps after the copy's [`Pending`] is complete: its `Drop` may wait for
-/// other transfers, and a panic in it is logged.
+/// A background thread drops the owner, perhaps after the copy's [`Pending`] is complete: its
+/// `Drop` may wait for other transfers, and a panic in it is logged.
 #[derive(Clone)]
 pub struct Owner<T>(Owned, PhantomData<fn() -> T>);
 
 impl<T: Pod> Owner<T> {
-    /// The memory that `owner` lends, which is asked for it once.
+    /// The memory that `owner` returns; `as_ref` is called once.
     pub fn new(owner: impl AsRef<[T]> + Send + Sync + 'static) -> Owner<T> {
         Owner(Owned::new(owner), PhantomData)
     }
@@ -167,7 +169,7 @@ pub struct InRegion<'r, E> {
 }
 
 impl<'r> Region<'r> {
-    /// The region of a source, which is packed where its `from_strides` say, or of a target.
+    /// The region of a source or of a target.
     pub fn of<E>(&self, end: E) -> InRegion<'r, E> {
         InRegion { region: *self, end }
     }
@@ -249,7 +251,7 @@ impl<E> Sealed for InRegion<'_, E> {}
 impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
     type Report = S::Report;
 
-    /// What the region writes in a dense target.
+    /// The number of elements that the region writes.
     fn elements(&self) -> Result<usize, TransferError> {
         let elements = self.region.extents.iter().fold(1, |all: usize, &extent| all.saturating_mul(extent));
         host_vec::len_of(elements as u64, size_of::<T>() as u64)

@@ -1,7 +1,7 @@
-//! Host memory as the threads of the staging ring read and write it.
+//! Host memory that threads of the staging ring read and write.
 //!
-//! Invariant **N3**: the ring reads a source and writes a target only between the making of a job and its settling, and no two threads
-//! write the same bytes of a target.
+//! Invariant **N3**: the ring reads a source and writes a target only before the job is settled,
+//! and no two threads write the same bytes of a target.
 
 use std::any::TypeId;
 use std::fmt;
@@ -17,20 +17,20 @@ use crate::foreign_code;
 use crate::pinned::Reserved;
 use crate::staging::{HostSource, HostTarget};
 
-/// The bytes that an owner lends. `AsRef` is the caller's code: the thread that hands the owner over calls it once, and
+/// The bytes of an owner. `AsRef` is the caller's code: the caller's thread calls it once, and
 /// threads of the runtime never do. Clones share the owner, which is dropped with the last of them.
 #[derive(Clone)]
 pub(crate) struct Owned {
     bytes: Raw,
     elements: usize,
-    /// `None` only while it is being dropped. It stays where it is, so its slice does, too.
+    /// `None` only during the drop. It never moves, so its slice stays valid.
     owner: Option<Arc<dyn Send + Sync>>,
-    /// Whether dropping the owner may run code of the caller's.
+    /// Whether dropping the owner may run code of the caller.
     is_foreign: bool,
 }
 
 impl Owned {
-    /// The memory that `owner` lends now.
+    /// The memory that `owner` returns now.
     pub(crate) fn new<T: Pod, S: AsRef<[T]> + Send + Sync + 'static>(owner: S) -> Owned {
         let owner = Arc::new(owner);
         let slice: &[T] = (*owner).as_ref();
@@ -42,19 +42,20 @@ impl Owned {
     /// The bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
         #[allow(unsafe_code, reason = "the owner's slice is asked for once")]
-        // SAFETY: the owner lent this slice for as long as it is borrowed. It is never moved nor borrowed mutably, and it lives as long as
-        // `self`. Elements of plain data can be read as bytes.
+        // SAFETY: the slice is valid while the owner is borrowed. The owner is never moved nor
+        // borrowed mutably, and lives as long as `self`. Elements of plain data can be read as
+        // bytes.
         unsafe {
             std::slice::from_raw_parts(self.bytes.ptr, self.bytes.bytes)
         }
     }
 
-    /// How many bytes there are.
+    /// The number of bytes.
     pub(crate) fn len(&self) -> usize {
         self.bytes.bytes
     }
 
-    /// How many elements the owner lent.
+    /// The number of elements.
     pub(crate) fn elements(&self) -> usize {
         self.elements
     }
@@ -67,13 +68,13 @@ impl Owned {
         Owned { bytes, elements: end - start, owner: self.owner.clone(), is_foreign: self.is_foreign }
     }
 
-    /// An address that clones have in common, and nothing else at the same time.
+    /// An address that clones share, and no other live value has.
     pub(crate) fn identity(&self) -> usize {
         self.owner.as_ref().map_or(0, |owner| Arc::as_ptr(owner).addr())
     }
 }
 
-/// Whether dropping an owner may run code of the caller's: not where the type is the standard library's.
+/// Whether dropping an owner may run code of the caller: not for types of the standard library.
 fn is_foreign<T: Pod, S: 'static>() -> bool {
     let own = [
         TypeId::of::<Vec<T>>(),
@@ -134,12 +135,12 @@ impl HostTarget for Reserved {
 
 /// A `Vec` that bytes are written to.
 pub(crate) struct Destination<T> {
-    /// Taken once the job is settled. Writers hold it shared.
+    /// Taken once the job is settled. Writers hold the lock shared.
     memory: RwLock<Option<Vec<T>>>,
     target: Raw,
 }
 
-/// A range of host memory that is somebody else's.
+/// A range of host memory with another owner.
 #[derive(Clone, Copy)]
 struct Raw {
     ptr: *mut u8,
@@ -147,18 +148,19 @@ struct Raw {
 }
 
 #[allow(unsafe_code, reason = "threads of the runtime copy for others")]
-// SAFETY: a range is no more than two numbers; what may be done there, and when, its users say (N3).
+// SAFETY: a range is two numbers; its users keep N3.
 unsafe impl Send for Raw {}
 
 #[allow(unsafe_code, reason = "threads of the runtime copy for others")]
-// SAFETY: a range is no more than two numbers; what may be done there, and when, its users say (N3).
+// SAFETY: a range is two numbers; its users keep N3.
 unsafe impl Sync for Raw {}
 
 impl Raw {
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
         let part = part(offset, from.len(), self.bytes)?;
         #[allow(unsafe_code, reason = "several threads write disjoint parts of one memory")]
-        // SAFETY: the part lies within the range, of memory that is live and that nobody else touches there now (N3).
+        // SAFETY: the part lies within the range, of live memory that no other thread touches there
+        // now (N3).
         unsafe { std::slice::from_raw_parts_mut(self.ptr.wrapping_add(part.start), part.len()) }.copy_from_slice(from);
         Ok(())
     }
@@ -166,7 +168,7 @@ impl Raw {
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let part = part(offset, into.len(), self.bytes)?;
         #[allow(unsafe_code, reason = "threads of the runtime read what the caller lends")]
-        // SAFETY: the part lies within the range, of memory that is live and that nobody writes now (N3).
+        // SAFETY: the part lies within the range, of live memory that no thread writes now (N3).
         let from = unsafe { std::slice::from_raw_parts(self.ptr.wrapping_add(part.start), part.len()) };
         into.copy_from_slice(from);
         Ok(())
@@ -212,7 +214,7 @@ impl<T: Pod + Send + Sync> HostTarget for Destination<T> {
     }
 }
 
-/// Memory that somebody lends until the job is settled.
+/// Memory that the caller lends until the job is settled.
 pub(crate) struct Lent(Raw);
 
 impl Lent {

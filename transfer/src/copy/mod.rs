@@ -8,8 +8,8 @@
 //! * `batch`: many small copies as one, where that pays (`crossover`);
 //! * `memory`: host memory that threads of the staging ring access.
 //!
-//! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`), copies by
-//! threads by that of `memory`.
+//! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`),
+//! copies by threads by that of `memory`.
 
 mod api;
 mod batch;

@@ -17,8 +17,8 @@ const FROM: usize = 0;
 const PACKED: usize = 1;
 const TO: usize = 2;
 
-/// A region's dimensions in the order in which its elements are packed, outermost first. Strides are
-/// those of the source, the packed elements and the target.
+/// A region's dimensions in the order in which its elements are packed, outermost first. Strides
+/// are those of the source, the packed elements and the target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Packed(Vec<Dimension<3>>);
 

@@ -1,5 +1,5 @@
-//! Copies between devices: by the driver where both are of one kind, else by way of the host. The memory
-//! of each device has ticks of its own streams alone (invariant N5).
+//! Copies between devices: by the driver where both are of one kind, else by way of the host. The
+//! memory of each device has ticks of its own streams alone (invariant N5).
 
 use aquifer_allocator::{Buffer, Turn};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
@@ -62,8 +62,8 @@ pub(crate) fn copy_from<T: Pod + Send + Sync>(
     Ok(pending)
 }
 
-/// Enqueues a copy of a region in parts, none of which it counts: elements with gaps are packed on their
-/// device, cross as one piece, and are unpacked on this one. Repeated elements cross once.
+/// Enqueues a copy of a region in parts, none of which it counts: elements with gaps are packed on
+/// their device, cross as one piece, and are unpacked on this one. Repeated elements cross once.
 fn copy_region<T: Pod + Send + Sync>(
     transfer: &Transfer,
     peer: &Transfer,
@@ -118,9 +118,9 @@ fn copy_dense<T: Pod + Send + Sync>(
     Ok(Pending::enqueued(transfer.shared(), tick, route))
 }
 
-/// The copy runs on a stream of this device. A stream of the other device takes the turn with the source,
-/// is waited for by the copy, and waits for it. So the memory of each device has ticks of its own
-/// streams alone.
+/// The copy runs on a stream of this device. A stream of the other device takes the turn with the
+/// source, is waited for by the copy, and waits for it. So the memory of each device has ticks of
+/// its own streams alone.
 fn enqueue<T: Pod + Send + Sync>(
     transfer: &Transfer,
     peer: &Transfer,
@@ -196,8 +196,8 @@ mod tests {
         }
     }
 
-    /// Two devices, memory on the first, and the outcome of copying it to the second where streams of the first cannot be ordered after
-    /// the copy and so many ways to wait fail.
+    /// Two devices, memory on the first, and the outcome of copying it to the second where streams
+    /// of the first cannot be ordered after the copy and so many ways to wait fail.
     fn copied(ways: usize) -> ([World; 2], Buffer<u32>, Result<Vec<u32>, TransferError>) {
         let [one, two] = [0, 1].map(World::new);
         let content = vec![7u32; LEN];
@@ -228,7 +228,8 @@ mod tests {
                 let claim = Claim::take(&storages[claimed], AccessKind::Write).unwrap();
                 std::thread::scope(|scope| {
                     let copy = scope.spawn(|| copy_from(&own.transfer, &peer.transfer, from, to, None).unwrap().wait());
-                    // The thread that is to end the claim needs the other end first. Were that held, neither could go on.
+                    // The thread that is to end the claim needs the other end first. Were that
+                    // held, neither could go on.
                     for _ in 0..1000 {
                         drop(Turn::take(stream, &[(&storages[free], AccessKind::Write)]).unwrap());
                         std::thread::yield_now();
@@ -289,7 +290,8 @@ mod tests {
         assert_eq!((one.sim.violations(), two.sim.violations()), (vec![], vec![]));
     }
 
-    /// Every shape of region, on the way of each route: gaps on one side, on both, none, repeated elements, rows and single elements.
+    /// Every shape of region, on the way of each route: gaps on one side, on both, none, repeated
+    /// elements, rows and single elements.
     #[test]
     fn regions_cross_between_devices_as_within_one() {
         let worlds = [0, 1].map(|ordinal| {

@@ -1,7 +1,7 @@
 //! Regions: elements with gaps between them, in any number of dimensions.
 //!
-//! A region becomes rows at equal distances, which drivers copy in one call, and other dimensions. Each
-//! index of these takes a call.
+//! A region becomes rows at equal distances, which drivers copy in one call, and other dimensions.
+//! Each index of these takes a call.
 
 use aquifer_device::RequestError;
 use aquifer_kernels::Strided;
@@ -9,10 +9,10 @@ use aquifer_kernels::Strided;
 use crate::error::TransferError;
 use crate::layout::{Dimension, Rows, group_rows, merge};
 
-/// Which elements are copied: for each dimension its extent, and its stride in elements at either end.
+/// The elements of a copy: for each dimension its extent, and its stride in elements at either end.
 ///
-/// The element with index `(i, j, …)` lies `i · strides[0] + j · strides[1] + …` elements from the start of its end. A stride of 0 in
-/// `from` repeats elements.
+/// The element with index `(i, j, …)` lies `i · strides[0] + j · strides[1] + …` elements from the
+/// start of its end. A stride of 0 in `from` repeats elements.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -31,11 +31,12 @@ use crate::layout::{Dimension, Rows, group_rows, merge};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region<'a> {
-    /// How many elements in each dimension.
+    /// The number of elements in each dimension.
     pub extents: &'a [usize],
-    /// From an element to the next in each dimension, where they are read.
+    /// The distance from an element to the next in each dimension, at the source.
     pub from_strides: &'a [usize],
-    /// From an element to the next in each dimension, where they are written. No two elements may lie at one place.
+    /// The distance from an element to the next in each dimension, at the target. No two elements
+    /// may lie at one place.
     pub to_strides: &'a [usize],
 }
 
@@ -48,17 +49,17 @@ pub(super) struct Plan {
     reach: [u64; 2],
 }
 
-/// The most rows whose places are compared with each other, where both ends of a region lie in one piece
-/// of memory.
+/// The most rows whose places are compared with each other, where both ends of a region lie in one
+/// piece of memory.
 const ROWS_COMPARED: u64 = 1 << 20;
 
 impl Plan {
-    /// The plan of a copy of a region, or of all of two ends of `from_len` and `to_len` elements; `None`
-    /// if there is nothing to copy.
+    /// The plan of a copy of a region, or of all of two ends of `from_len` and `to_len` elements;
+    /// `None` if there is nothing to copy.
     ///
     /// # Errors
-    /// Without a region, ends of different lengths. A region that reaches beyond either end, or writes a
-    /// place twice.
+    /// Without a region, ends of different lengths. A region that reaches beyond either end, or
+    /// writes a place twice.
     pub(super) fn of(
         region: Option<&Region<'_>>,
         from_len: usize,
@@ -90,8 +91,9 @@ impl Plan {
         self.rows.len().saturating_mul(size_of::<T>() as u64)
     }
 
-    /// Whether the elements written at `to` and those read at `from` have bytes in common. Exact for up
-    /// to [`ROWS_COMPARED`] rows; for more it may be wrongly true where the ends reach over each other.
+    /// Whether the elements written at `to` and those read at `from` have bytes in common. Exact
+    /// for up to [`ROWS_COMPARED`] rows; for more it may be wrongly true where the ends reach over
+    /// each other.
     pub(super) fn overlaps_itself(&self, from: u64, to: u64, size: u64) -> bool {
         let [from_reach, to_reach] = self.reach.map(|reach| reach * size);
         if to >= from + from_reach || from >= to + to_reach || self.rows.len() == 0 {
@@ -146,7 +148,8 @@ impl Region<'_> {
             dimensions.iter().try_fold(1, step).ok_or_else(overflow)
         };
         let reach = [reach(0)?, reach(1)?];
-        // The order of the dimensions does not matter, so the one with the smallest steps becomes the innermost.
+        // The order of the dimensions does not matter, so the one with the smallest steps becomes
+        // the innermost.
         dimensions.sort_by_key(|&Dimension { strides: [from, to], .. }| std::cmp::Reverse((to, from)));
         let to = dimensions.iter().rev().map(|dimension| (dimension.extent, dimension.strides[1]));
         if !Strided::are_distinct(to) {

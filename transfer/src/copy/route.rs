@@ -7,7 +7,7 @@ use aquifer_device::Stream;
 use crate::error::TransferError;
 use crate::pending::OnStreams;
 
-/// Which way a copy from one device to another goes.
+/// The route of a copy from one device to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Route {
@@ -15,9 +15,11 @@ pub enum Route {
     Same,
     /// From device to device, over what links them.
     Peer,
-    /// From device to device by the driver, which goes by way of the host as the devices cannot reach each other.
+    /// From device to device by the driver, which goes by way of the host as the devices cannot
+    /// reach each other.
     Staged,
-    /// By way of page-locked memory of this crate, as the devices have different drivers. Waits on the host for the first half.
+    /// By way of page-locked memory of this crate, as the devices have different drivers. Waits on
+    /// the host for the first half.
     ViaHost,
 }
 

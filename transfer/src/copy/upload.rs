@@ -1,8 +1,9 @@
 //! Copies to the device.
 //!
-//! The driver copies page-locked memory. The calling thread copies up to 256 KiB of other memory into
-//! page-locked memory, and the copy from there is enqueued when the call returns. More than that goes
-//! through the staging ring, whose threads work on while the caller goes on. Files always do.
+//! The driver copies page-locked memory. The calling thread copies up to 256 KiB of other memory
+//! into page-locked memory, and the copy from there is enqueued when the call returns. More than
+//! that goes through the staging ring, whose threads work on while the caller goes on. Files always
+//! do.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,8 +26,8 @@ use crate::pinned::{HostPart, PinnedSlice};
 use crate::runtime::Transfer;
 use crate::staging::{DeviceEnd, FileReport, FileSource, Gathered, HostSource};
 
-/// The calling thread copies up to this many bytes: about 25 µs at 10 GB/s, as long as handing the copy
-/// to other threads takes.
+/// The calling thread copies up to this many bytes: about 25 µs at 10 GB/s, as long as handing the
+/// copy to other threads takes.
 pub(super) const UNSTAGED_BYTES: usize = 256 << 10;
 
 pub(super) fn pinned<T: Pod>(
@@ -57,9 +58,9 @@ fn enqueue_pinned<T: Pod>(
     let (ends, size) = ((CopyEnd::Host(from.ptr), CopyEnd::Device(to.ptr())), size_of::<T>() as u64);
     let tick = transfer.enqueue(stream, &[(to.storage(), AccessKind::Write)], &[(from, AccessKind::Read)], || {
         #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
-        // SAFETY: the part is memory of its pool, borrowed by the caller now. The pool keeps it until the tick of this access
-        // is done; until then the host does not write it, as the buffer waits for that tick first (N1, N2). The rows lie
-        // within both ends.
+        // SAFETY: the part is memory of its pool, borrowed by the caller now. The pool keeps it
+        // until the tick of this access is done; until then the host does not write it, as the
+        // buffer waits for that tick first (N1, N2). The rows lie within both ends.
         unsafe {
             enqueue_rows(stream, rows, ends, size)
         }
@@ -96,7 +97,8 @@ pub(super) fn borrowed<T: Pod + Send + Sync>(
         return small(transfer, from, to, &plan);
     }
     #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
-    // SAFETY: the memory is borrowed until this function returns, and it waits until the job is settled.
+    // SAFETY: the memory is borrowed until this function returns, and it waits until the job is
+    // settled.
     let lent = unsafe { Lent::to_read(from) };
     let (job, pending) = stage_plan(transfer, Arc::new(lent), to, &plan)?;
     match job.wait() {

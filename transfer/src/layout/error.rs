@@ -5,7 +5,8 @@ use std::fmt;
 /// The most dimensions of a layout.
 pub const MAX_DIMENSIONS: usize = 8;
 
-/// Why a layout, or a view of one, cannot be: the caller asked for dimensions that it does not have. Extents are outermost first.
+/// An impossible layout, or view of one: the caller asked for dimensions that it does not have.
+/// Extents are outermost first.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -57,10 +58,8 @@ pub enum LayoutError {
         /// The dimensions in the order asked for.
         order: Vec<usize>,
     },
-    /// A dimension to be left out that has not one index.
-    #[error(
-        "dimension {dimension} of {shape:?} cannot be squeezed, because its extent is not 1; select an index of it"
-    )]
+    /// A dimension to remove whose size is not 1.
+    #[error("cannot squeeze dimension {dimension} of {shape:?}: its size is not 1; select an index of it")]
     NotOne {
         /// The extents.
         shape: Vec<usize>,
@@ -75,7 +74,8 @@ pub enum LayoutError {
         /// The extents asked for.
         to: Vec<usize>,
     },
-    /// A shape that needs elements at other places: make the tensor contiguous first, which copies it.
+    /// A shape that needs elements at other places: make the tensor contiguous first, which copies
+    /// it.
     #[error("{from:?} with strides {strides:?} cannot become {to:?} without a copy; make it contiguous first")]
     NeedsCopy {
         /// The extents there are.

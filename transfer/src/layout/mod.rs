@@ -1,9 +1,9 @@
-//! Strided layouts, without memory, locks or drivers: the places of a tensor's elements ([`Layout`] and
-//! its views), and the rows that copies go by ([`Rows`]).
+//! Strided layouts, without memory, locks or drivers: the places of a tensor's elements ([`Layout`]
+//! and its views), and the rows that copies go by ([`Rows`]).
 //!
-//! Invariant: no number that follows from a [`Layout`] overflows a `usize`: neither the number of its
-//! elements, even with empty dimensions counted as 1, nor the place of the last one. So views of a
-//! layout check nothing but their arguments.
+//! Invariant: no number that follows from a [`Layout`] overflows a `usize`: neither the number of
+//! its elements, even with empty dimensions counted as 1, nor the place of the last one. So views
+//! of a layout check nothing but their arguments.
 
 mod error;
 mod rows;
@@ -18,8 +18,9 @@ use aquifer_kernels::Strided;
 pub use error::{LayoutError, MAX_DIMENSIONS};
 pub(crate) use rows::{Block, Dimension, Rows, group_rows, merge, place_of};
 
-/// Where the elements of a tensor lie in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost first, each with an extent and a
-/// stride in elements, and the place of the first element. A stride of 0 repeats elements.
+/// The places of a tensor's elements in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost
+/// first, each with an extent and a stride in elements, and the place of the first element. A
+/// stride of 0 repeats elements.
 ///
 /// ```
 /// use aquifer_transfer::Layout;
@@ -41,7 +42,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Dense elements from the start of the storage on, the last dimension's next to each other: as C, PyTorch and NumPy have it.
+    /// Dense elements from the start of the storage on, the last dimension's next to each other: as
+    /// C, PyTorch and NumPy have it.
     ///
     /// # Errors
     /// More than [`MAX_DIMENSIONS`] dimensions, and more elements than a `usize` counts.
@@ -55,7 +57,8 @@ impl Layout {
         Layout::strided(shape, strides.get(..shape.len()).unwrap_or(&strides), 0)
     }
 
-    /// Dense elements from the start of the storage on, the first dimension's next to each other: as Fortran and BLAS have it.
+    /// Dense elements from the start of the storage on, the first dimension's next to each other:
+    /// as Fortran and BLAS have it.
     ///
     /// # Errors
     /// As [`Layout::row_major`].
@@ -72,8 +75,8 @@ impl Layout {
     /// Elements at any places.
     ///
     /// # Errors
-    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and numbers that overflow a
-    /// `usize`.
+    /// More than [`MAX_DIMENSIONS`] dimensions, another number of strides than of extents, and
+    /// numbers that overflow a `usize`.
     pub fn strided(shape: &[usize], strides: &[usize], offset: usize) -> Result<Layout, LayoutError> {
         if shape.len() > MAX_DIMENSIONS {
             return Err(LayoutError::TooManyDimensions { shape: shape.to_vec() });
@@ -113,12 +116,12 @@ impl Layout {
         self.offset
     }
 
-    /// How many dimensions it has: 0 for a scalar.
+    /// The number of dimensions: 0 for a scalar.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many elements it has: 1 for a scalar.
+    /// The number of elements: 1 for a scalar.
     pub fn len(&self) -> usize {
         self.shape().iter().product()
     }
@@ -128,7 +131,8 @@ impl Layout {
         self.shape().contains(&0)
     }
 
-    /// How many elements lie from its first to its last one, gaps and both included; 0 if there are none.
+    /// The number of elements from the first to the last one, both and gaps included; 0 if there
+    /// are none.
     pub fn span(&self) -> usize {
         if self.is_empty() {
             return 0;
@@ -150,8 +154,8 @@ impl Layout {
         })
     }
 
-    /// Whether its elements lie next to each other in row-major order, so that they can be copied as one piece. Layouts without
-    /// elements, or with one, always do.
+    /// Whether its elements lie next to each other in row-major order, so that they can be copied
+    /// as one piece. Layouts without elements, or with one, always do.
     pub fn is_contiguous(&self) -> bool {
         self.is_dense((0..self.rank).rev())
     }
@@ -172,15 +176,16 @@ impl Layout {
             })
     }
 
-    /// The dimensions' numbers in the order of their strides, the largest first, as dense elements have them.
+    /// The dimensions' numbers in the order of their strides, the largest first, as dense elements
+    /// have them.
     pub(crate) fn by_falling_stride(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.rank).collect();
         order.sort_by_key(|&dimension| std::cmp::Reverse(self.strides[dimension]));
         order
     }
 
-    /// Whether no two elements lie at one place, as [`Strided::are_distinct`] tells it. Only layouts that no view of a dense one leads to fail
-    /// this wrongly.
+    /// Whether no two elements lie at one place, by [`Strided::are_distinct`]. It is always exact
+    /// for views of a dense layout.
     pub(crate) fn is_distinct(&self) -> bool {
         let rising = self.by_falling_stride().into_iter().rev();
         self.is_empty()
@@ -206,8 +211,8 @@ impl Layout {
         self.with_dimensions(self.offset, merged.map(|merged| (usize_of(merged.extent), usize_of(merged.strides[0]))))
     }
 
-    /// The rows of the elements, without the offset, at this layout and at one of the same shape whose
-    /// elements are adjacent.
+    /// The rows of the elements, without the offset, at this layout and at one of the same shape
+    /// whose elements are adjacent.
     pub(crate) fn rows_to_dense(&self) -> Rows<2> {
         let mut dense = self.len().max(1);
         Rows::new(self.dimensions().map(|(extent, stride)| {
@@ -216,13 +221,14 @@ impl Layout {
         }))
     }
 
-    /// The same elements from another place on, in storage that has fewer before them.
+    /// The same elements with a smaller offset.
     pub(crate) fn at(self, offset: usize) -> Layout {
         debug_assert!(offset <= self.offset, "what does not overflow stays so only where the offset shrinks");
         Layout { offset, ..self }
     }
 
-    /// A layout with dimensions of this one's, which so needs no check. `dimensions` has at most as many as there may be.
+    /// A layout with dimensions of this one's, which so needs no check. `dimensions` has at most as
+    /// many as there may be.
     pub(super) fn with_dimensions(
         &self,
         offset: usize,

@@ -1,7 +1,8 @@
 //! Strided elements as rows: merging of dimensions, and iteration over rows.
 //!
-//! Elements may lie at several *ends*: a copy reads them at one place and writes them at another. They
-//! are numbered in row-major order, and a range of these numbers may begin and end within a row.
+//! Elements may lie at several *ends*: a copy reads them at one place and writes them at another.
+//! They are numbered in row-major order, and a range of these numbers may begin and end within a
+//! row.
 
 use std::ops::Range;
 
@@ -13,7 +14,8 @@ pub(crate) struct Dimension<const N: usize> {
     pub(crate) strides: [u64; N],
 }
 
-/// The places of strided elements: rows of adjacent elements, of which `height` lie at equal distances.
+/// The places of strided elements: rows of adjacent elements, of which `height` lie at equal
+/// distances.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rows<const N: usize> {
     width: u64,
@@ -36,8 +38,8 @@ pub(crate) struct Block<const N: usize> {
     pub(crate) pitches: [u64; N],
 }
 
-/// Merges neighbours, outermost first, that are one dimension in memory at all ends, and drops those of
-/// extent 1.
+/// Merges neighbours, outermost first, that are one dimension in memory at all ends, and drops
+/// those of extent 1.
 pub(crate) fn merge<const N: usize>(dimensions: impl IntoIterator<Item = Dimension<N>>) -> Vec<Dimension<N>> {
     let mut merged: Vec<Dimension<N>> = Vec::new();
     for next in dimensions.into_iter().filter(|dimension| dimension.extent != 1) {
@@ -55,8 +57,8 @@ pub(crate) fn merge<const N: usize>(dimensions: impl IntoIterator<Item = Dimensi
     merged
 }
 
-/// Moves the longest dimension whose steps are at least one row to the place before the row, seen at
-/// some of the ends: one driver call copies all rows at one distance.
+/// Moves the longest dimension whose steps are at least one row to the place before the row, seen
+/// at some of the ends: one driver call copies all rows at one distance.
 pub(crate) fn group_rows<const N: usize>(dimensions: &mut [Dimension<N>], ends: &[usize]) {
     let (mut width, mut inner) = (1, dimensions.len());
     let all = |dimension: &Dimension<N>, is: &dyn Fn(u64) -> bool| ends.iter().all(|&end| is(dimension.strides[end]));

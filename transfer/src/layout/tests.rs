@@ -159,7 +159,8 @@ fn apply(view: &View, layout: Layout, model: Model) -> Result<(Layout, Model), T
                 Ok(reshaped) => Ok((reshaped, Model { shape: to, ..model })),
                 Err(error) => {
                     prop_assert!(!layout.is_contiguous(), "{error}");
-                    // No strides would do: the steps from one place to the next are not all the same.
+                    // No strides would do: the steps from one place to the next are not all the
+                    // same.
                     let steps: Vec<_> = model.places.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
                     prop_assert!(to.len() > 1 || steps.windows(2).any(|pair| pair[0] != pair[1]), "{error}");
                     Ok((layout, model))
@@ -240,7 +241,7 @@ fn what_cannot_be_names_the_shapes() {
         (matrix.narrow(1, 2..5), "indices 2..5 are not a part of dimension 1 of [2, 3]"),
         (matrix.select(0, usize::MAX), "are not a part of dimension 0 of [2, 3]"),
         (matrix.permute(&[0, 0]), "[0, 0] does not name each dimension of [2, 3] once"),
-        (matrix.squeeze(0), "dimension 0 of [2, 3] cannot be squeezed"),
+        (matrix.squeeze(0), "cannot squeeze dimension 0 of [2, 3]"),
         (matrix.reshape(&[4, 2]), "[2, 3] cannot become [4, 2], which has another number of elements"),
         (
             matrix.transpose(0, 1).and_then(|m| m.reshape(&[6])),

@@ -24,12 +24,13 @@ impl Layout {
             .dimensions()
             .enumerate()
             .map(|(at, (extent, stride))| (if at == dimension { len } else { extent }, stride));
-        // Of what is empty no element lies anywhere, and the place of one that is not there could overflow.
+        // Of what is empty no element lies anywhere, and the place of one that is not there could
+        // overflow.
         let skipped = if len == 0 { 0 } else { range.start * self.strides()[dimension] };
         Ok(self.with_dimensions(self.offset() + skipped, narrowed))
     }
 
-    /// One index of a dimension, which is left out.
+    /// One index of a dimension, which is removed.
     ///
     /// # Errors
     /// A dimension or index that is not there.
@@ -47,7 +48,8 @@ impl Layout {
         Err(LayoutError::OutOfRange { shape: self.shape().to_vec(), dimension, start: range.start, end: range.end })
     }
 
-    /// The dimensions in another order: dimension `i` of the result is dimension `order[i]` of this layout.
+    /// The dimensions in another order: dimension `i` of the result is dimension `order[i]` of this
+    /// layout.
     ///
     /// # Errors
     /// An order that does not name each dimension once.
@@ -76,7 +78,7 @@ impl Layout {
         self.permute(&order[..self.rank()])
     }
 
-    /// A dimension of extent 1 left out.
+    /// A dimension of extent 1 removed.
     ///
     /// # Errors
     /// A dimension that is not there, or of another extent.
@@ -91,7 +93,7 @@ impl Layout {
         }
     }
 
-    /// A dimension of extent 1 put in before `dimension`, or after the last one.
+    /// A dimension of extent 1 inserted before `dimension`, or after the last one.
     ///
     /// # Errors
     /// A place beyond the last dimension's, and no room for another dimension.
@@ -114,8 +116,8 @@ impl Layout {
     /// Another shape with the same elements in the same row-major order.
     ///
     /// # Errors
-    /// A shape of another number of elements, or of too many dimensions; [`LayoutError::NeedsCopy`] where the elements would have to lie at
-    /// other places.
+    /// A shape of another number of elements, or of too many dimensions; [`LayoutError::NeedsCopy`]
+    /// where the elements would have to lie at other places.
     ///
     /// ```
     /// use aquifer_transfer::Layout;
@@ -144,12 +146,13 @@ impl Layout {
 
     /// Strides that give a shape of as many elements the same order; `None` if there are none.
     ///
-    /// Each run of dimensions that are one in memory must be cut into extents of the new shape without remainder.
+    /// Each run of dimensions that are one in memory must be cut into extents of the new shape
+    /// without remainder.
     fn strides_for(&self, shape: &[usize]) -> Option<[usize; MAX_DIMENSIONS]> {
         let merged = self.merged();
         let mut runs = merged.dimensions().rev();
         let mut strides = [0; MAX_DIMENSIONS];
-        // What is left of the present run, and the stride of its next dimension.
+        // The rest of the present run, and the stride of its next dimension.
         let (mut left, mut stride) = runs.next().unwrap_or((1, 1));
         for (at, &extent) in shape.iter().enumerate().rev() {
             if extent > 1 && left == 1 {
@@ -165,8 +168,8 @@ impl Layout {
         Some(strides)
     }
 
-    /// A larger shape that repeats elements, with strides of 0: from the last dimension on, each extent must be the same, or 1 or missing
-    /// in this layout.
+    /// A larger shape that repeats elements, with strides of 0: from the last dimension on, each
+    /// extent must be the same, or 1 or missing in this layout.
     ///
     /// # Errors
     /// Another shape than that, or one of too many dimensions or elements.

@@ -1,8 +1,9 @@
 //! Files of tensors in the safetensors format, of which only the headers were read.
 //!
-//! A file is 8 bytes with the length of its header, little-endian, the header in JSON, and the tensors one after the other
-//! (<https://github.com/huggingface/safetensors#format>). Large models come as several files beside an index `model.safetensors.index.json`
-//! that names the file of each tensor. Nothing in a file is believed: what does not fit together is an error.
+//! A file is 8 bytes with the length of its header, little-endian, the header in JSON, and the
+//! tensors one after the other (<https://github.com/huggingface/safetensors#format>). Large models
+//! come as several files with an index `model.safetensors.index.json` that names the file of each
+//! tensor. Everything in a file is checked.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -24,8 +25,9 @@ use crate::regular_file;
 
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Tensors in one or several safetensors files. Opening reads headers alone; [`Checkpoint::load_blocking`] brings the tensors, and
-/// [`Checkpoint::load_into_blocking`] writes them to a set that exists.
+/// Tensors in one or several safetensors files. Opening reads headers alone;
+/// [`Checkpoint::load_blocking`] brings the tensors, and [`Checkpoint::load_into_blocking`] writes
+/// them to a set that exists.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -77,37 +79,41 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
     /// Its bytes in the file.
     pub bytes: u64,
-    /// Which file it is in.
+    /// The index of its file.
     pub(super) shard: usize,
-    /// Where in the file.
+    /// Its place in the file.
     pub(super) offset: u64,
     /// Bytes of an element of a dtype that is not known here; 0 where that is no whole number.
     pub(super) element_bytes: u64,
 }
 
 impl Checkpoint {
-    /// Opens a safetensors file, an index of several, or a directory that has an index, or else such files.
+    /// Opens a safetensors file, an index of several, or a directory that has an index, or else
+    /// such files.
     ///
     /// # Errors
-    /// [`TransferError::File`] where a file cannot be read, [`TransferError::Checkpoint`] where it is not what it should be.
+    /// [`TransferError::File`] where a file cannot be read, [`TransferError::Checkpoint`] where it
+    /// is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, TransferError> {
         open(path.as_ref())
     }
 
-    /// As [`Checkpoint::open`], mapping the files instead of reading them later. On the host tensors then share the mappings, which costs no
-    /// memory before they are read; to a device this saves a copy where the system has the files in memory.
+    /// As [`Checkpoint::open`], mapping the files instead of reading them later. On the host
+    /// tensors then share the mappings, which costs no memory before they are read; to a device
+    /// this saves a copy where the system has the files in memory.
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
     ///
     /// # Safety
-    /// The files must not be changed or cut short, by any process, while the checkpoint or a tensor loaded from it to the host exists: tensors would
-    /// change under their readers' eyes, and reading beyond the end of a file ends the process.
+    /// The files must not be changed or cut short, by any process, while the checkpoint or a tensor
+    /// loaded from it to the host exists: tensors would change under their readers' eyes, and
+    /// reading beyond the end of a file ends the process.
     #[allow(unsafe_code, reason = "nobody but the caller knows who else writes the files")]
     pub unsafe fn open_mapped(path: impl AsRef<Path>) -> Result<Checkpoint, TransferError> {
         let mut checkpoint = open(path.as_ref())?;
         for shard in &mut checkpoint.shards {
-            // SAFETY: the caller promises that nobody changes the file while it is mapped.
+            // SAFETY: the caller promises that the file does not change while it is mapped.
             let map = unsafe { memmap2::Mmap::map(&*shard.file) }.map_err(|error| file_error(&shard.path, error))?;
             if map.len() as u64 != shard.bytes {
                 return Err(fault(&shard.path, CheckpointFault::Changed));
@@ -117,13 +123,14 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The tensors, file by file in the order in which they lie there. Those without elements that lie in one place are in the order of the
-    /// file's header.
+    /// The tensors, file by file in the order in which they lie there. Those without elements that
+    /// lie in one place are in the order of the file's header.
     pub fn entries(&self) -> &[TensorEntry] {
         &self.entries
     }
 
-    /// Texts about the tensors, by name ([`super::ParamSet::metadata`]). Where files differ in one, it is that of the first file.
+    /// Texts about the tensors, by name ([`super::ParamSet::metadata`]). Where files differ in one,
+    /// it is that of the first file.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
@@ -241,7 +248,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     }
     let mut entries = Vec::new();
     let mut names = metadata.offset_keys();
-    // Which of those that lie in one place comes first there is chance.
+    // The order of tensors at one place is random there.
     names.sort_by_key(|name| (metadata.info(name).map(|info| info.data_offsets), places.get(name)));
     for name in names {
         let Some(info) = metadata.info(&name) else { continue };
@@ -264,7 +271,8 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
             element_bytes: if bits.is_multiple_of(8) { bits / 8 } else { 0 },
         });
     }
-    // Collected anew: safetensors returns the map of `std` or that of hashbrown, depending on its features.
+    // Collected anew: safetensors returns the map of `std` or that of hashbrown, depending on its
+    // features.
     let texts = metadata.metadata().iter().flatten().map(|(key, text)| (key.clone(), text.clone())).collect();
     Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries, texts))
 }
@@ -274,7 +282,7 @@ struct Header {
     metadata: Metadata,
     /// The place of each name in it.
     places: HashMap<String, usize>,
-    /// Where the tensors begin.
+    /// The place of the first tensor.
     start: u64,
 }
 
@@ -295,12 +303,14 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<Header, Trans
     file.read_exact(&mut header).map_err(|error| read_error(path, error))?;
     let problem = |error: serde_json::Error| fault(path, CheckpointFault::Header { problem: error.to_string() });
     let DistinctNames(places) = serde_json::from_slice(&header).map_err(problem)?;
-    // Deserialising checks that tensors are as long as their shapes say and lie one after the other.
+    // Deserialising checks that tensors are as long as their shapes say and lie one after the
+    // other.
     let metadata = serde_json::from_slice(&header).map_err(problem)?;
     Ok(Header { metadata, places, start: 8 + length })
 }
 
-/// The places of the names in a map that has none twice: of those the last would count, and the others be lost without a word.
+/// The places of the names in a map that has none twice: of those the last would count, and the
+/// others be lost without a word.
 struct DistinctNames(HashMap<String, usize>);
 
 impl<'de> Deserialize<'de> for DistinctNames {

@@ -9,18 +9,18 @@ use crate::layout::MAX_DIMENSIONS;
 /// The longest header of a file in bytes: that of the reference implementation.
 pub(super) const HEADER_MAX: u64 = 100_000_000;
 
-/// A file that cannot be loaded, and why. Nothing was loaded.
+/// A file that cannot be loaded, and its fault. Nothing was loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{path}: {fault}")]
 #[non_exhaustive]
 pub struct CheckpointError {
     /// The file.
     pub path: String,
-    /// What is wrong with it.
+    /// The problem.
     pub fault: CheckpointFault,
 }
 
-/// What is wrong with a file of tensors. The file is at fault unless it says otherwise.
+/// The fault of a file of tensors. The file is at fault unless a variant says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CheckpointFault {
@@ -38,7 +38,7 @@ pub enum CheckpointFault {
     },
     /// Its header is no description of tensors that lie one after the other.
     Header {
-        /// What the parser says.
+        /// The error of the parser.
         problem: String,
     },
     /// It is not as long as its tensors.
@@ -48,8 +48,8 @@ pub enum CheckpointFault {
         /// Bytes of the file.
         has: u64,
     },
-    /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it as bytes
-    /// ([`crate::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
+    /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it
+    /// as bytes ([`crate::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
     DType {
         /// The tensor.
         tensor: String,
@@ -79,10 +79,10 @@ pub enum CheckpointFault {
     },
     /// The index is no map from tensors to files.
     Index {
-        /// What the parser says.
+        /// The error of the parser.
         problem: String,
     },
-    /// The index names a file that is not beside it.
+    /// The index names a file outside its directory.
     ForeignFile {
         /// The name.
         file: String,
@@ -96,7 +96,7 @@ pub enum CheckpointFault {
     },
     /// The caller named a directory that has no file of tensors.
     NoFiles,
-    /// Somebody changed the file after it was opened. Open it again.
+    /// The file was changed after it was opened. Open it again.
     Changed,
 }
 
@@ -130,7 +130,9 @@ impl fmt::Display for CheckpointFault {
             CheckpointFault::Name { tensor } => write!(f, "tensor {tensor:?} has an empty part in its name"),
             CheckpointFault::Duplicate { tensor, other } => write!(f, "tensor {tensor:?} is in {other}, too"),
             CheckpointFault::Index { problem } => write!(f, "the index maps no tensors to files: {problem}"),
-            CheckpointFault::ForeignFile { file } => write!(f, "the index names {file:?}, which is no file beside it"),
+            CheckpointFault::ForeignFile { file } => {
+                write!(f, "the index names {file:?}, which is not a file in its directory")
+            }
             CheckpointFault::Missing { tensor, file } => {
                 write!(f, "tensor {tensor:?} is not in {file}, where the index says")
             }
@@ -140,13 +142,14 @@ impl fmt::Display for CheckpointFault {
     }
 }
 
-/// What keeps files from being loaded into a set, all of it. Either is at fault; nothing was changed.
+/// All differences that prevent loading files into a set. Either is at fault; nothing was changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct SetMismatch {
     /// Names in the set that are not in the files, in the set's order.
     pub missing: Vec<String>,
-    /// Names in the files that are not in the set, in the files' order. Those that a filter leaves out are not expected.
+    /// Names in the files that are not in the set, in the files' order. Those that a filter leaves
+    /// out are not expected.
     pub unexpected: Vec<String>,
     /// Tensors that are in both, and are not of one shape, or one kind of dtype.
     pub different: Vec<DifferentTensor>,
@@ -166,7 +169,7 @@ pub struct DifferentTensor {
     pub dtype: DType,
     /// Its extents in the set.
     pub shape: Vec<usize>,
-    /// Where it is.
+    /// Its place.
     pub place: String,
 }
 
@@ -207,20 +210,20 @@ impl fmt::Display for DifferentTensor {
 pub struct Stray {
     /// Its name.
     pub name: String,
-    /// Where it is.
+    /// Its place.
     pub place: String,
     /// Its bytes.
     pub bytes: u64,
 }
 
-/// Of one parameter among others, in messages.
+/// One parameter in a list of a message.
 impl fmt::Display for Stray {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({} bytes on {})", self.name, self.bytes, self.place)
     }
 }
 
-/// Many things as messages list them: the first ones.
+/// A list in a message, cut after the first items.
 pub(crate) struct Listed<'a, T>(pub(crate) &'a [T]);
 
 impl<T: fmt::Display> fmt::Display for Listed<'_, T> {

@@ -1,8 +1,9 @@
 //! Bringing the tensors of files to a place.
 //!
-//! To a device, large tensors go through the staging ring, whose threads read and convert ahead of the copy engine; small ones are read by the
-//! caller and sent together. A few tensors are on their way at a time, beside the small ones that are to be sent next, so that host memory
-//! and what conversion needs on the device are bounded. Where something fails, nothing is kept.
+//! To a device, large tensors go through the staging ring, whose threads read and convert ahead of
+//! the copy engine; small ones are read by the caller and sent together. A few tensors are in
+//! flight at a time, in addition to the next batch of small ones, so that host memory and memory
+//! for conversions are bounded. After a failure no loaded tensor stays.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,7 +17,7 @@ use aquifer_kernels::DType;
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
 use super::errors::CheckpointFault;
 use super::param_set::ParamSet;
-use super::relocate::{Progress, Tell};
+use super::relocate::{Progress, ProgressCallback};
 use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
 use crate::copy::{Owned, stage_upload};
 use crate::counters::Direction;
@@ -27,32 +28,34 @@ use crate::regular_file;
 use crate::staging::{HostSource, PAGE};
 use crate::tensor::{Converted, Memory, PinnedHost, Place, Tensor, filled_host};
 
-/// Tensors that are on their way at a time, beside the one that was begun last. Small ones that are not sent yet are not.
+/// The most tensors in flight, in addition to the last one, and without small ones that are not
+/// sent yet.
 const IN_FLIGHT: usize = 8;
 
-/// What becomes of tensors whose dtype tensors here do not have, such as `BOOL`, `I8` or `F8_E4M3`.
+/// The treatment of tensors of unknown dtypes, such as `BOOL`, `I8` or `F8_E4M3`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OtherDTypes {
     /// An error that names the tensor and its dtype.
     #[default]
     Refuse,
-    /// They are loaded as [`DType::U8`], bit by bit: with the same shape where an element is a byte, else with another dimension for the bytes of
-    /// an element. Those of less than a byte are still refused.
+    /// They are loaded as [`DType::U8`], bit by bit: with the same shape where an element is a
+    /// byte, else with another dimension for the bytes of an element. Those of less than a byte are
+    /// still refused.
     AsBytes,
 }
 
-/// Tells which tensors are wanted.
+/// Selects the tensors to load.
 type Filter<'a> = Box<dyn Fn(&TensorEntry) -> bool + 'a>;
 
-/// Which tensors are loaded, and how.
+/// Options of loading files.
 #[derive(Default)]
 #[must_use = "nothing is loaded before it is given to `Checkpoint::load_blocking` or `Checkpoint::load_into_blocking`"]
 pub struct Load<'a> {
     filter: Option<Filter<'a>>,
     dtype: Option<DType>,
     others: OtherDTypes,
-    progress: Option<Tell<'a>>,
+    progress: Option<ProgressCallback<'a>>,
 }
 
 impl<'a> Load<'a> {
@@ -61,25 +64,26 @@ impl<'a> Load<'a> {
         Load::default()
     }
 
-    /// Those that `keep` says. The others are not read.
+    /// Only those for which `keep` returns true. The others are not read.
     pub fn filter(self, keep: impl Fn(&TensorEntry) -> bool + 'a) -> Load<'a> {
         Load { filter: Some(Box::new(keep)), ..self }
     }
 
-    /// Converts tensors of floats to another dtype of floats, or those of integers to one of integers. Others stay as they are. Not
-    /// asked where a set has dtypes already ([`Checkpoint::load_into_blocking`]).
+    /// Converts tensors of floats to another dtype of floats, or those of integers to one of
+    /// integers. Others stay as they are. Not asked where a set has dtypes already
+    /// ([`Checkpoint::load_into_blocking`]).
     pub fn dtype(self, dtype: DType) -> Load<'a> {
         Load { dtype: Some(dtype), ..self }
     }
 
-    /// What becomes of tensors of dtypes that are not known here.
+    /// The treatment of tensors of unknown dtypes.
     pub fn others(self, others: OtherDTypes) -> Load<'a> {
         Load { others, ..self }
     }
 
-    /// Is told of every tensor that is complete.
-    pub fn progress(self, tell: impl FnMut(&Progress<'_>) + 'a) -> Load<'a> {
-        Load { progress: Some(Box::new(tell)), ..self }
+    /// Calls back for every complete tensor.
+    pub fn progress(self, report: impl FnMut(&Progress<'_>) + 'a) -> Load<'a> {
+        Load { progress: Some(Box::new(report)), ..self }
     }
 }
 
@@ -92,18 +96,20 @@ impl fmt::Debug for Load<'_> {
 /// A tensor to load.
 pub(super) struct Wanted<'a> {
     pub(super) entry: &'a TensorEntry,
-    /// What the bytes in the file are taken for.
+    /// The dtype of the bytes in the file.
     pub(super) stored: DType,
     pub(super) dtype: DType,
     pub(super) layout: Layout,
 }
 
 impl Checkpoint {
-    /// Loads tensors to a place, and waits on the host until they are there, as a set in the order of the files. All or nothing.
+    /// Loads tensors to a place, and waits on the host until they are there, as a set in the order
+    /// of the files. All or nothing.
     ///
     /// # Errors
-    /// Tensors of dtypes that are not known here, files that cannot be read, or whose length changed since they were
-    /// opened ([`CheckpointFault::Changed`]), when memory runs out, and errors of the driver.
+    /// Tensors of dtypes that are not known here, files that cannot be read, or whose length
+    /// changed since they were opened ([`CheckpointFault::Changed`]), when memory runs out, and
+    /// errors of the driver.
     #[track_caller]
     pub fn load_blocking(
         &self,
@@ -120,7 +126,8 @@ impl Checkpoint {
         Ok(set)
     }
 
-    /// Loads some tensors to a place. All or nothing. Progress is told of so many bytes done before, and so many in all.
+    /// Loads some tensors to a place. All or nothing. Progress reports start at `bytes_done` of
+    /// `bytes_total`.
     pub(super) fn load_wanted(
         &self,
         wanted: &[Wanted<'_>],
@@ -166,7 +173,7 @@ impl Checkpoint {
         self.entries.iter().filter(|entry| how.filter.as_ref().is_none_or(|keep| keep(entry)))
     }
 
-    /// How one is loaded, checked before any is.
+    /// The plan of loading one tensor, checked before any is loaded.
     pub(super) fn want<'a>(&'a self, entry: &'a TensorEntry, how: &Load<'_>) -> Result<Wanted<'a>, TransferError> {
         let (stored, dtype, shape) = match (entry.dtype, how.others) {
             (Some(stored), _) => {
@@ -207,7 +214,7 @@ impl Checkpoint {
         let (_, uploaded) = stage_upload(&transfer.on(&stream)?, source, &mut buffer)?;
         Ok(Step::OnWay(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
-            // What is cast is enqueued, and carries its ticks.
+            // A cast is enqueued, and the tensor carries its ticks.
             tensor.convey(&(&transfer).into(), dtype, Some(&stream))?.enqueued_for(&stream)
         })))
     }
@@ -269,7 +276,7 @@ fn converted(source: impl HostSource + 'static, from: DType, to: DType) -> Arc<d
 }
 
 impl TensorEntry {
-    /// Where it lies in a mapping of its file.
+    /// Its range in a mapping of its file.
     fn range(&self) -> Option<std::ops::Range<usize>> {
         let start = usize::try_from(self.offset).ok()?;
         Some(start..start.checked_add(usize::try_from(self.bytes).ok()?)?)
@@ -288,7 +295,7 @@ impl AsRef<[u8]> for Mapped {
     }
 }
 
-/// A part of a file, read where it is needed. Reads say where, so all parts of a file share it.
+/// A part of a file. All parts of a file share its handle.
 struct FilePart {
     file: Arc<File>,
     path: PathBuf,
@@ -315,7 +322,7 @@ impl HostSource for FilePart {
     }
 }
 
-/// A tensor that was begun.
+/// A tensor in flight.
 enum Step {
     Here(Tensor),
     OnWay(Pending<Tensor>),
@@ -326,7 +333,7 @@ enum Step {
 /// Loading in progress.
 struct Loading<'a> {
     set: ParamSet,
-    /// The small ones that are to be sent next, where a device is what they go to.
+    /// The next batch of small ones, if they go to a device.
     small: Option<Small>,
     /// In the order of the files.
     on_way: VecDeque<(&'a TensorEntry, Step)>,
@@ -335,7 +342,8 @@ struct Loading<'a> {
 }
 
 impl Loading<'_> {
-    /// Sends small tensors once they are many, and waits for the oldest tensors while too many are on their way.
+    /// Sends small tensors once they are many, and waits for the oldest tensors while too many are
+    /// on their way.
     fn bound(&mut self, how: &mut Load<'_>) -> Result<(), TransferError> {
         if self.small.as_ref().is_some_and(|small| small.bytes() >= BATCH_BYTES) {
             self.send()?;
@@ -345,26 +353,26 @@ impl Loading<'_> {
         Ok(())
     }
 
-    /// Waits for the oldest tensor; one in a batch is sent for that, with the others in it. Tells whether there was one.
+    /// Waits for the oldest tensor, after sending its batch. Returns whether there was one.
     fn finish_oldest(&mut self, how: &mut Load<'_>) -> Result<bool, TransferError> {
         if matches!(self.on_way.front(), Some((_, Step::InBatch(_)))) {
             self.send()?;
         }
         let Some((entry, step)) = self.on_way.pop_front() else { return Ok(false) };
         let tensor = match step {
-            // All that was in a batch is on its way now.
+            // Everything in a batch is in flight now.
             Step::Here(tensor) | Step::InBatch(tensor) => tensor,
             Step::OnWay(pending) => pending.wait()?,
         };
         self.set.insert(entry.name.clone(), tensor)?;
         self.bytes_done += entry.bytes;
-        if let Some(tell) = &mut how.progress {
-            tell(&Progress { name: &entry.name, bytes_done: self.bytes_done, bytes_total: self.bytes_total });
+        if let Some(report) = &mut how.progress {
+            report(&Progress { name: &entry.name, bytes_done: self.bytes_done, bytes_total: self.bytes_total });
         }
         Ok(true)
     }
 
-    /// Ends what is on its way.
+    /// Cancels the transfers in flight.
     fn abandon(self) {
         for (_, step) in self.on_way {
             if let Step::OnWay(pending) = step {
@@ -373,7 +381,7 @@ impl Loading<'_> {
         }
     }
 
-    /// Sends the batch; what is in it is on its way then.
+    /// Sends the batch.
     fn send(&mut self) -> Result<(), TransferError> {
         let Some(small) = self.small.as_mut().filter(|small| small.tensors() > 0) else { return Ok(()) };
         let next = Small::new(small.transfer(), None)?;

@@ -1,9 +1,9 @@
 //! Loading files into a set that exists.
 //!
-//! All tensors are loaded beside the set's first, and those whose elements could not be brought from there to the set's without further memory are
-//! arranged as the set's are, so that whatever is wrong with files, or with room for them, changes nothing. What remains then are copies within
-//! devices, which need no memory. Elements on a device are written where they are, for all that share them; host memory never
-//! changes, so that tensors there are replaced.
+//! All tensors are first loaded into new memory, arranged so that copying them to the set's memory
+//! needs no further memory. So an error of a file, or of an allocation, changes nothing. The copies
+//! within devices that follow need no memory. Elements on a device are written where they are, for
+//! all that share them; host memory never changes, so that tensors there are replaced.
 
 use std::collections::{HashMap, HashSet};
 
@@ -17,14 +17,17 @@ use crate::pending::Pending;
 use crate::tensor::{Place, Tensor, Tie};
 
 impl Checkpoint {
-    /// Loads tensors into a set of the same names, and waits on the host until they are there: PyTorch's `load_state_dict`. Each keeps its place and
-    /// shape, and its dtype: floats are converted to the set's, and integers. Those that [`Load::filter`] leaves out stay as they are, and so do
-    /// the set's kinds and metadata; [`Load::dtype`] is for sets that are made.
+    /// Loads tensors into a set of the same names, and waits on the host until they are there:
+    /// PyTorch's `load_state_dict`. Each keeps its place and shape, and its dtype: floats are
+    /// converted to the set's, and integers. Those that [`Load::filter`] leaves out stay as they
+    /// are, and so do the set's kinds and metadata; [`Load::dtype`] is for sets that are made.
     ///
-    /// Tensors on a device are written in place, so that clones, views and graphs that use their memory see the new elements. Those on the host
-    /// are replaced. Tied parameters stay tied; one of their names in the files is enough, and the last one in the set's order counts.
+    /// Tensors on a device are written in place, so that clones, views and graphs that use their
+    /// memory see the new elements. Those on the host are replaced. Tied parameters stay tied; one
+    /// of their names in the files is enough, and the last one in the set's order counts.
     ///
-    /// All or nothing: before anything is written, all of it is there, which takes as much memory again on each device.
+    /// All or nothing: before anything is written, all of it is there, which takes as much memory
+    /// again on each device.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -52,9 +55,10 @@ impl Checkpoint {
     /// ```
     ///
     /// # Errors
-    /// [`TransferError::Mismatch`], which names all tensors that are missing on either side or differ; a tensor on a device that repeats elements;
-    /// and as [`Checkpoint::load_blocking`]. The set is then as it was, except where the driver refuses
-    /// the copies within a device that come last: some tensors may have been written then, and all can be loaded again.
+    /// [`TransferError::Mismatch`], which names all tensors that are missing on either side or
+    /// differ; a tensor on a device that repeats elements; and as [`Checkpoint::load_blocking`].
+    /// The set is then as it was, except where the driver refuses the copies within a device that
+    /// come last: some tensors may have been written then, and all can be loaded again.
     #[track_caller]
     pub fn load_into_blocking(&self, set: &mut ParamSet, mut how: Load<'_>) -> Result<(), TransferError> {
         let _place = set.called_here();
@@ -74,7 +78,7 @@ impl Checkpoint {
         set.take_over(&loaded)
     }
 
-    /// What is to be loaded for a set, as its tensors have it.
+    /// The tensors to load into a set, with the set's dtypes.
     fn wanted_by(&self, set: &ParamSet, how: &Load<'_>) -> Result<Vec<Wanted<'_>>, TransferError> {
         let (mut wanted, mut mismatch) = (Vec::new(), SetMismatch::default());
         for entry in self.chosen(how) {
@@ -105,14 +109,14 @@ impl Checkpoint {
     }
 }
 
-/// Checks that what is to be written can be, before it is loaded.
+/// Checks, before loading, that the tensors can be written.
 fn check_writable(set: &ParamSet, wanted: &[Wanted<'_>]) -> Result<(), TransferError> {
     let tensors = wanted.iter().filter_map(|wanted| set.get(&wanted.entry.name));
     tensors.filter(|tensor| !tensor.place().is_host()).try_for_each(Tensor::check_assignable)
 }
 
 impl ParamSet {
-    /// Has loaded tensors lie so that it takes no memory to write those of the set on a device from them.
+    /// Arranges loaded tensors so that writing them to the set's needs no memory.
     fn arrange(&self, loaded: &mut HashMap<String, Tensor>) -> Result<(), TransferError> {
         for param in self.iter() {
             if let (Some(new), Place::Device(transfer)) = (loaded.get_mut(&param.name), param.tensor.place()) {
@@ -122,22 +126,22 @@ impl ParamSet {
         Ok(())
     }
 
-    /// Writes loaded tensors where the set's are on a device, and puts them in the place of those on the host. Each is where the set's is.
+    /// Writes loaded tensors to the set's on devices, and replaces those on the host.
     fn take_over(&mut self, loaded: &HashMap<String, Tensor>) -> Result<(), TransferError> {
-        let (mut begun, mut replaced) = (Vec::new(), HashMap::new());
+        let (mut copies, mut replaced) = (Vec::new(), HashMap::new());
         for param in self.iter() {
             let Some(new) = loaded.get(&param.name) else { continue };
             match param.tensor.place() {
                 Place::Device(transfer) => {
                     let stream = transfer.next_stream(Direction::OnDevice);
-                    begun.push(param.tensor.clone().assign_shared(new, stream)?);
+                    copies.push(param.tensor.clone().assign_shared(new, stream)?);
                 }
                 Place::Host | Place::Pinned(_) => {
                     replaced.insert(param.tensor.tie(), new.clone());
                 }
             }
         }
-        Pending::all(begun).map_or(Ok(()), |all| all.wait().map(drop))?;
+        Pending::all(copies).map_or(Ok(()), |all| all.wait().map(drop))?;
         let tensors = self.iter().map(|param| replaced.get(&param.tensor.tie()).unwrap_or(&param.tensor).clone());
         *self = self.with_tensors(tensors.collect());
         Ok(())

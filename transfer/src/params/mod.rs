@@ -1,8 +1,8 @@
 //! Parameters of models: named tensors that move together, and the files that they come from.
 //!
 //! * [`ParamSet`] holds the tensors, and `relocate` moves all of them or none;
-//! * [`Checkpoint`] reads the headers of safetensors files, `load` brings their tensors to a place, `load_into` to
-//!   those of a set, and `save` writes such files.
+//! * [`Checkpoint`] reads the headers of safetensors files, `load` brings their tensors to a place,
+//!   `load_into` to those of a set, and `save` writes such files.
 
 mod checkpoint;
 mod errors;

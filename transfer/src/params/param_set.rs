@@ -10,7 +10,7 @@ use super::errors::Stray;
 use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
 
-/// What a named tensor is to a model.
+/// The role of a named tensor in a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ParamKind {
@@ -24,18 +24,19 @@ pub enum ParamKind {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Param {
-    /// Its name, with a dot between the names of what it is part of: `"encoder.0.weight"`.
+    /// Its name, with dots between the parts: `"encoder.0.weight"`.
     pub name: String,
-    /// What it is.
+    /// Its role.
     pub kind: ParamKind,
     /// Its elements.
     pub tensor: Tensor,
 }
 
-/// The named tensors of a model, in insertion order: parameters, which are learned, and buffers, which are not. Names are unique.
+/// The named tensors of a model, in insertion order: parameters, which are learned, and buffers,
+/// which are not. Names are unique.
 ///
-/// A set moves as a whole ([`ParamSet::move_blocking`]), and can be checked for tensors that were left behind ([`ParamSet::check_all_on`]).
-/// Cloning shares the tensors' memory.
+/// A set moves as a whole ([`ParamSet::move_blocking`]), and can be checked for tensors that were
+/// left behind ([`ParamSet::check_all_on`]). Cloning shares the tensors' memory.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -62,7 +63,7 @@ pub struct ParamSet {
     metadata: BTreeMap<String, String>,
 }
 
-/// What is no tensor in a safetensors file: texts about all of them.
+/// The entry of a safetensors file that is no tensor: texts about all of them.
 pub(super) const METADATA: &str = "__metadata__";
 
 impl ParamSet {
@@ -74,7 +75,8 @@ impl ParamSet {
     /// Puts a parameter in.
     ///
     /// # Errors
-    /// A name that is already in the set, is empty, has an empty part between its dots, or is `__metadata__`. The set is then unchanged.
+    /// A name that is already in the set, is empty, has an empty part between its dots, or is
+    /// `__metadata__`. The set is then unchanged.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), TransferError> {
         self.insert_as(name, tensor, ParamKind::Parameter)
     }
@@ -108,7 +110,8 @@ impl ParamSet {
         self.by_name.get(name).and_then(|&at| self.params.get(at)).map(|param| &param.tensor)
     }
 
-    /// Replaces a tensor and returns the old one. The new tensor may be of any dtype, shape and place.
+    /// Replaces a tensor and returns the old one. The new tensor may be of any dtype, shape and
+    /// place.
     ///
     /// # Errors
     /// A name that is not there.
@@ -118,8 +121,8 @@ impl ParamSet {
         Ok(std::mem::replace(&mut param.tensor, tensor))
     }
 
-    /// Takes a parameter or buffer out; the others stay in their order. `None` if there is none of the name. Parameters that are tied to it are
-    /// not affected.
+    /// Takes a parameter or buffer out; the others stay in their order. `None` if there is none of
+    /// the name. Parameters that are tied to it are not affected.
     pub fn remove(&mut self, name: &str) -> Option<Param> {
         let at = self.by_name.remove(name)?;
         self.by_name.values_mut().filter(|place| **place > at).for_each(|place| *place -= 1);
@@ -131,7 +134,7 @@ impl ParamSet {
         self.params.iter()
     }
 
-    /// How many there are.
+    /// The number of them.
     pub fn len(&self) -> usize {
         self.params.len()
     }
@@ -141,31 +144,34 @@ impl ParamSet {
         self.params.is_empty()
     }
 
-    /// Texts about the set, by name, that safetensors files carry beside the tensors: loaded with them, kept where the set moves, and saved.
-    /// Some libraries ask for one; PyTorch's say `"format": "pt"`.
+    /// Texts about the set, by name, which safetensors files store with the tensors: loaded, moved
+    /// and saved with the set. Some libraries ask for one; PyTorch's say `"format": "pt"`.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
-    /// The same texts, to be changed.
+    /// These texts, mutable.
     pub fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
         &mut self.metadata
     }
 
-    /// Bytes of all elements; [`u64::MAX`] if there are more, which is possible with broadcast tensors. Tied parameters, which share
-    /// memory, are counted for each of their names, so the memory behind them may be less.
+    /// Bytes of all elements; [`u64::MAX`] if there are more, which is possible with broadcast
+    /// tensors. Tied parameters, which share memory, are counted for each of their names, so the
+    /// memory behind them may be less.
     pub fn bytes(&self) -> u64 {
         self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
     }
 
-    /// As [`Transfer::called_here`](crate::Transfer::called_here), where one of the tensors is on a device.
+    /// As [`Transfer::called_here`](crate::Transfer::called_here), where one of the tensors is on a
+    /// device.
     #[track_caller]
     pub(super) fn called_here(&self) -> Option<CalledFrom> {
         let at = Location::caller();
         self.params.iter().find_map(|param| param.tensor.place().device()?.called_from(at))
     }
 
-    /// Bytes of all elements by place, counted as by [`ParamSet::bytes`], in the order of the first parameter of each.
+    /// Bytes of all elements by place, counted as by [`ParamSet::bytes`], in the order of the first
+    /// parameter of each.
     pub fn bytes_by_place(&self) -> Vec<(Place, u64)> {
         let mut places: Vec<(Place, u64)> = Vec::new();
         for param in &self.params {

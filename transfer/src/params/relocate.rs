@@ -1,7 +1,7 @@
 //! Moving a set: all of it or nothing.
 //!
-//! New tensors are made beside the old ones and replace them when every copy is complete. So a failure on the way changes nothing, and
-//! the tensors made until then are given back. Small tensors go to a device in batches.
+//! New tensors replace the old ones when every copy is complete. So a failure changes nothing, and
+//! drops the new tensors. Small tensors go to a device in batches.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
 use crate::tensor::{Place, Tensor, Tie, To};
 
-/// How far moving or loading tensors got. Reported for each tensor that is complete.
+/// The progress of moving or loading tensors, reported for each complete tensor.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Progress<'a> {
@@ -27,16 +27,16 @@ pub struct Progress<'a> {
     pub bytes_total: u64,
 }
 
-/// What is told of progress.
-pub(super) type Tell<'a> = Box<dyn FnMut(&Progress<'_>) + 'a>;
+/// A callback for progress.
+pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&Progress<'_>) + 'a>;
 
-/// How a set is moved.
+/// Options of moving a set.
 #[derive(Default)]
 #[must_use = "nothing moves before it is given to `ParamSet::move_with_blocking`"]
 pub struct Relocate<'a> {
     dtype: Option<DType>,
     stream: Option<Stream>,
-    progress: Option<Tell<'a>>,
+    progress: Option<ProgressCallback<'a>>,
 }
 
 impl<'a> Relocate<'a> {
@@ -45,20 +45,21 @@ impl<'a> Relocate<'a> {
         Relocate::default()
     }
 
-    /// Converts tensors of floats to another dtype of floats, or those of integers to one of integers. Others stay as they are: a counter is no
-    /// weight.
+    /// Converts tensors of floats to another dtype of floats, or those of integers to one of
+    /// integers. Others stay as they are: a counter is no weight.
     pub fn dtype(self, dtype: DType) -> Relocate<'a> {
         Relocate { dtype: Some(dtype), ..self }
     }
 
-    /// The stream that copies run on, and that device memory is allocated for. Tensors that are in their place already are made ready for it.
+    /// The stream that copies run on, and that device memory is allocated for. Tensors that are in
+    /// their place already are made ready for it.
     pub fn stream(self, stream: &Stream) -> Relocate<'a> {
         Relocate { stream: Some(stream.clone()), ..self }
     }
 
-    /// Is told of every tensor that is complete, in their order.
-    pub fn progress(self, tell: impl FnMut(&Progress<'_>) + 'a) -> Relocate<'a> {
-        Relocate { progress: Some(Box::new(tell)), ..self }
+    /// Calls back for every complete tensor, in their order.
+    pub fn progress(self, report: impl FnMut(&Progress<'_>) + 'a) -> Relocate<'a> {
+        Relocate { progress: Some(Box::new(report)), ..self }
     }
 }
 
@@ -75,8 +76,9 @@ impl OnStreams for ParamSet {
 }
 
 impl ParamSet {
-    /// The set in another place. This one stays where it is until it is dropped or replaced. Tied parameters, which are the same part of the same
-    /// memory, stay tied; what is in the place already is shared.
+    /// The set in another place. This one stays where it is until it is dropped or replaced. Tied
+    /// parameters, which are the same part of the same memory, stay tied; what is in the place
+    /// already is shared.
     ///
     /// # Errors
     /// As [`Tensor::to`]. What was made until then is given back.
@@ -97,8 +99,8 @@ impl ParamSet {
         Ok(all.map(move |made| set.with_tensors(tensors.into_iter().map(|at| made[at].clone()).collect())))
     }
 
-    /// Moves the set to another place, and waits on the host until it is there. All or nothing: where something fails, every tensor is
-    /// where it was.
+    /// Moves the set to another place, and waits on the host until it is there. All or nothing:
+    /// where something fails, every tensor is where it was.
     ///
     /// # Errors
     /// As [`Tensor::to`].
@@ -141,51 +143,52 @@ impl ParamSet {
             }
             all.extend(made[at].clone());
             bytes_done = param.tensor.bytes().saturating_add(bytes_done);
-            if let Some(tell) = &mut how.progress {
-                tell(&Progress { name: &param.name, bytes_done, bytes_total });
+            if let Some(report) = &mut how.progress {
+                report(&Progress { name: &param.name, bytes_done, bytes_total });
             }
         }
         *self = self.with_tensors(all);
         Ok(())
     }
 
-    /// Begins moving every tensor. Gives which of what is on its way each parameter becomes, and that. Where something fails, what was begun
-    /// is over when this returns.
+    /// Begins to move every tensor. Returns the transfers, and for each parameter the index of its
+    /// transfer. After a failure no transfer is in flight when this returns.
     fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
         let mut moving = Moving { which: Vec::with_capacity(self.len()), ..Moving::default() };
-        let begun = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
-        if let Err(error) = begun.and_then(|()| moving.send()) {
+        let sending = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
+        if let Err(error) = sending.and_then(|()| moving.send()) {
             moving.abandon();
             return Err(error);
         }
-        let pendings = moving.begun.into_iter().map(|begun| match begun {
-            Begun::Alone(pending) => pending,
+        let pendings = moving.sending.into_iter().map(|sending| match sending {
+            Sending::Alone(pending) => pending,
             // None: all were sent.
-            Begun::Batched(tensor) => Pending::ready(&std::sync::Arc::default(), tensor),
+            Sending::Batched(tensor) => Pending::ready(&std::sync::Arc::default(), tensor),
         });
         Ok((moving.which, pendings.collect()))
     }
 }
 
-/// A set of which some tensors are on their way.
+/// A set that is moving.
 #[derive(Default)]
 struct Moving {
-    begun: Vec<Begun>,
-    /// How many of them were begun when small ones were sent last.
+    sending: Vec<Sending>,
+    /// The number of transfers when small ones were sent last.
     sent: usize,
-    /// Which of them tensors become that are tied to one. The set keeps the memory that tells them apart.
+    /// The transfers of tied tensors, by identity. The set keeps the memory alive, so identities
+    /// stay unique.
     tied: HashMap<Tie, usize>,
-    /// Which of them each parameter becomes.
+    /// The index of each parameter's transfer.
     which: Vec<usize>,
-    /// The small ones that are to be sent next, once there are some.
+    /// The next batch of small tensors, if there are any.
     small: Option<Small>,
 }
 
 impl Moving {
     fn add(&mut self, tensor: &Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), TransferError> {
-        let at = *self.tied.entry(tensor.tie()).or_insert(self.begun.len());
+        let at = *self.tied.entry(tensor.tie()).or_insert(self.sending.len());
         self.which.push(at);
-        if at < self.begun.len() {
+        if at < self.sending.len() {
             return Ok(());
         }
         let dtype = how.dtype.filter(|dtype| dtype.is_float() == tensor.dtype().is_float());
@@ -201,15 +204,15 @@ impl Moving {
             }
             _ => None,
         };
-        let begun = match batched {
-            Some(tensor) => Begun::Batched(tensor),
+        let sending = match batched {
+            Some(tensor) => Sending::Batched(tensor),
             None => {
                 let to = To::new().dtype(dtype);
                 let to = how.stream.iter().fold(to, |to, stream| to.stream(stream));
-                Begun::Alone(tensor.to_with(place, to)?)
+                Sending::Alone(tensor.to_with(place, to)?)
             }
         };
-        self.begun.push(begun);
+        self.sending.push(sending);
         if self.small.as_ref().is_some_and(|small| small.bytes() >= BATCH_BYTES) { self.send() } else { Ok(()) }
     }
 
@@ -217,32 +220,33 @@ impl Moving {
     fn send(&mut self) -> Result<(), TransferError> {
         let Some(small) = self.small.take() else { return Ok(()) };
         let batch = small.send()?;
-        for begun in &mut self.begun[self.sent..] {
-            if let Begun::Batched(tensor) = begun {
-                *begun = Begun::Alone(batch.with(tensor.clone()));
+        for sending in &mut self.sending[self.sent..] {
+            if let Sending::Batched(tensor) = sending {
+                *sending = Sending::Alone(batch.with(tensor.clone()));
             }
         }
-        self.sent = self.begun.len();
+        self.sent = self.sending.len();
         Ok(())
     }
 
     fn abandon(self) {
-        for begun in self.begun {
-            if let Begun::Alone(pending) = begun {
+        for sending in self.sending {
+            if let Sending::Alone(pending) = sending {
                 pending.abandon();
             }
         }
     }
 }
 
-/// Whether a tensor is sent together with others: one on the host of few bytes, before and after conversion.
+/// Whether a tensor is sent together with others: one on the host of few bytes, before and after
+/// conversion.
 fn is_small(tensor: &Tensor, dtype: DType) -> bool {
     let largest = tensor.bytes().max((tensor.len() as u64).saturating_mul(dtype.bytes()));
     tensor.place().is_host() && largest <= SMALL_TENSOR_BYTES
 }
 
 /// A tensor on its way.
-enum Begun {
+enum Sending {
     Alone(Pending<Tensor>),
     /// Part of the batch that is being made.
     Batched(Tensor),

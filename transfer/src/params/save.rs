@@ -16,17 +16,20 @@ use crate::error::TransferError;
 use crate::tensor::{Place, Tensor};
 
 impl ParamSet {
-    /// Writes all tensors and the metadata to a safetensors file, in row-major order, and waits on the host for those on devices. One tensor after the
-    /// other is brought to the host as a whole, broadcast ones with all their elements.
+    /// Writes all tensors and the metadata to a safetensors file, in row-major order, and waits on
+    /// the host for those on devices. One tensor after the other is brought to the host as a whole,
+    /// broadcast ones with all their elements.
     ///
-    /// A file is written beside its place, and then takes it, so that there is never half of one. Where `path` is a
-    /// symbolic link, this happens to what it leads to, and the link stays. What is no regular file, such as a pipe or
-    /// a device, is written straight into: there a failure may leave a part, and a pipe is waited for until somebody
-    /// reads it. A file that is replaced leaves its permissions to the new one.
+    /// Writes a temporary file in the same directory and renames it, so that there is never half a
+    /// file. If `path` is a symbolic link, its target is replaced, and the link stays. A pipe, a
+    /// device or another file that is not regular is written directly: a failure may leave a part
+    /// there, and a pipe waits for a reader. The new file gets the permissions of the one that it
+    /// replaces.
     ///
     /// # Errors
-    /// [`TransferError::File`] where the file cannot be written or is a directory, [`RequestError::LengthOverflow`]
-    /// where broadcast tensors are more bytes than a file can have, and as [`Tensor::to`].
+    /// [`TransferError::File`] where the file cannot be written or is a directory,
+    /// [`RequestError::LengthOverflow`] where broadcast tensors are more bytes than a file can
+    /// have, and as [`Tensor::to`].
     #[track_caller]
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let _place = self.called_here();
@@ -39,8 +42,8 @@ impl ParamSet {
 
     /// Errors name the file as the caller does.
     fn write_in_place_of(&self, place: &Path, path: &Path) -> Result<(), TransferError> {
-        let part = beside(place);
-        // Before anything is in it that not everybody may read.
+        let part = temporary(place);
+        // Before it has contents, which not all users may be allowed to read.
         let created = File::create(&part).and_then(|file| match std::fs::metadata(place) {
             Ok(replaced) => file.set_permissions(replaced.permissions()).map(|()| file),
             Err(_) => Ok(file),
@@ -49,7 +52,7 @@ impl ParamSet {
             .write(path, created)
             .and_then(|()| std::fs::rename(&part, place).map_err(|error| file_error(path, error)));
         if written.is_err() {
-            // Nothing can be done where it cannot be removed, and the first error is the one to tell.
+            // The first error is reported; one of the removal is ignored.
             let _ = std::fs::remove_file(&part);
         }
         written
@@ -57,7 +60,8 @@ impl ParamSet {
 
     fn write(&self, path: &Path, file: std::io::Result<File>) -> Result<(), TransferError> {
         let failed = |error| file_error(path, error);
-        // Larger elements first, so that all are aligned, then by name: as the reference implementation has it.
+        // Larger elements first, so that all are aligned, then by name: as the reference
+        // implementation has it.
         let mut params: Vec<&Param> = self.iter().collect();
         params
             .sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
@@ -75,12 +79,12 @@ impl ParamSet {
     }
 }
 
-/// What is at a path.
+/// The file at a path.
 #[derive(Debug, PartialEq, Eq)]
 enum Target {
     /// A regular file at this place, reached through no link, or nothing yet.
     File(PathBuf),
-    /// What takes bytes, and must not be replaced.
+    /// A pipe or a device, which must not be replaced.
     Stream,
 }
 
@@ -110,14 +114,15 @@ impl Target {
     }
 }
 
-/// A name beside `place` that no other save of this process uses. Begins as that of `place` does, but is no longer than file systems take.
-fn beside(place: &Path) -> PathBuf {
+/// A name in the same directory that no other save of this process uses. It begins with the name of
+/// `place`, cut to the length that file systems allow.
+fn temporary(place: &Path) -> PathBuf {
     static SAVES: AtomicU64 = AtomicU64::new(0);
     let number = SAVES.fetch_add(1, Ordering::Relaxed);
     let name = place.file_name().unwrap_or_default().to_string_lossy();
     let end = (0..=NAME_BYTES.min(name.len())).rev().find(|&end| name.is_char_boundary(end)).unwrap_or(0);
-    let begins = &name[..end];
-    place.with_file_name(format!("{begins}.part-{}-{number}", std::process::id()))
+    let start = &name[..end];
+    place.with_file_name(format!("{start}.part-{}-{number}", std::process::id()))
 }
 
 /// The header in JSON, filled with spaces to a multiple of 8 bytes.

@@ -14,7 +14,8 @@ use crate::tensor::Tensor;
 /// Tensors of at most so many bytes, before and after conversion, are sent together with others.
 pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;
 
-/// Small tensors are sent when there are so many bytes of them, as until then they are in page-locked memory.
+/// Small tensors are sent when there are so many bytes of them, as until then they are in
+/// page-locked memory.
 pub(super) const BATCH_BYTES: u64 = 4 << 20;
 
 /// Small tensors that are to be sent together.
@@ -26,14 +27,14 @@ pub(super) struct Small {
     bytes: u64,
 }
 
-/// The work that a batch was enqueued as.
+/// The enqueued work of a batch.
 pub(super) struct Enqueued {
     transfer: Transfer,
     tick: Tick,
 }
 
 impl Small {
-    /// None yet, for a stream, or for the one whose turn it is.
+    /// An empty batch for a stream, or for the next one in rotation.
     pub(super) fn new(transfer: &Transfer, stream: Option<&Stream>) -> Result<Small, TransferError> {
         let stream = stream.unwrap_or_else(|| transfer.next_stream(Direction::Upload)).clone();
         let batch = transfer.on(&stream)?.batch();
@@ -44,7 +45,7 @@ impl Small {
         &self.transfer
     }
 
-    /// How many there are.
+    /// The number of them.
     pub(super) fn tensors(&self) -> usize {
         self.tensors
     }
@@ -54,7 +55,7 @@ impl Small {
         self.bytes
     }
 
-    /// Adds a tensor of these elements, and gives it; it is there when they are sent.
+    /// Adds a tensor of these elements, and returns it; its copy begins when the batch is sent.
     pub(super) fn add(&mut self, elements: &[u8], dtype: DType, layout: Layout) -> Result<Tensor, TransferError> {
         let mut buffer = self.transfer.allocator().alloc::<u8>(elements.len(), &self.stream)?;
         self.batch.upload(elements, &mut buffer)?;
@@ -72,7 +73,7 @@ impl Small {
 }
 
 impl Enqueued {
-    /// One of the tensors, on its way.
+    /// One of the tensors, in flight.
     pub(super) fn with(&self, tensor: Tensor) -> Pending<Tensor> {
         Pending::enqueued(self.transfer.shared(), self.tick.clone(), tensor)
     }

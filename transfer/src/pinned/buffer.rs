@@ -16,21 +16,24 @@ use crate::host_vec;
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
 /// # While a copy is in flight
-/// A call that begins a copy takes a view of the buffer and returns while the copy goes on. The view's borrow ends at return, so the buffer
-/// can be used again. The host and the device are then kept apart because the buffer knows the copies that use it:
+/// A call that begins a copy takes a view of the buffer and returns while the copy goes on. The
+/// view's borrow ends at return, so the buffer can be used again. The buffer knows the copies that
+/// use it, and orders the host after them:
 ///
 /// * [`PinnedBuffer::read`] waits for copies *into* the buffer; uploads from it go on;
 /// * [`PinnedBuffer::write`] waits for all copies.
 ///
-/// Both *wait visibly*: they document it, they return a `Result`, and [`crate::HostMemoryStats::num_waits`] counts the waits. Where
-/// waiting is unwanted, ask [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would rely on the
-/// destructor of a guard, which does not run if the guard is leaked.
+/// Both *wait visibly*: they document it, they return a `Result`, and
+/// [`crate::HostMemoryStats::num_waits`] counts the waits. To avoid a wait, query
+/// [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would
+/// rely on the destructor of a guard, which does not run if the guard is leaked.
 ///
-/// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict: a download needs
-/// `&mut` of the buffer, and so does `write`.
+/// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict:
+/// a download needs `&mut` of the buffer, and so does `write`.
 ///
-/// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks of its copies, and is not handed out again
-/// before they are done. Forgetting it leaks memory and does no other harm.
+/// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks
+/// of its copies, and is not handed out again before they are done. Forgetting it leaks memory and
+/// does no other harm.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -81,7 +84,8 @@ impl<T: Pod> PinnedBuffer<T> {
         self.memory.is_pinned()
     }
 
-    /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor [`PinnedBuffer::write`] would wait.
+    /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor
+    /// [`PinnedBuffer::write`] would wait.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -105,11 +109,13 @@ impl<T: Pod> PinnedBuffer<T> {
         self.as_slice_mut().into_write()
     }
 
-    /// Its address, for copies out of it that others enqueue on `stream`, such as cudarc. They come after earlier
-    /// copies into the buffer. Later copies into it, and [`PinnedBuffer::write`], come after what is enqueued on
-    /// `stream` by then, and so does reuse once the buffer was dropped. Nothing waits for the device.
+    /// Its address, for copies out of it that other libraries enqueue on `stream`, such as cudarc.
+    /// They come after earlier copies into the buffer. Later copies into it, and
+    /// [`PinnedBuffer::write`], come after the work enqueued on `stream` before them, and so does
+    /// reuse after the buffer is dropped. Nothing waits for the device.
     ///
-    /// Keep the buffer borrowed until the copies are enqueued. The host must not read or write through the address.
+    /// Keep the buffer borrowed until the copies are enqueued. The host must not read or write
+    /// through the address.
     ///
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.
@@ -118,8 +124,8 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(self.memory.ptr().as_ptr().cast::<T>().cast_const())
     }
 
-    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all later uses come after
-    /// them.
+    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all
+    /// later uses come after them.
     ///
     /// # Errors
     /// As [`PinnedBuffer::lend`].
@@ -187,12 +193,14 @@ impl<T: Pod> PinnedBuffer<T> {
 }
 
 impl<T: Pod + Send> PinnedBuffer<T> {
-    /// The values as ordinary memory, after waiting on the host for all copies. Memory that was registered comes back itself, no longer
-    /// page-locked, for which the driver waits for the device; other buffers are copied from.
+    /// The values as ordinary memory, after waiting on the host for all copies. Memory that was
+    /// registered comes back itself, no longer page-locked, for which the driver waits for the
+    /// device; other buffers are copied from.
     ///
     /// # Errors
-    /// Errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they return the buffer. A lost device never
-    /// says that it is done with the memory, so it cannot come back.
+    /// Errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they
+    /// return the buffer. A lost device never says that it is done with the memory, so it cannot
+    /// come back.
     pub fn into_vec(mut self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
         match self.take_values() {
             Ok(values) => Ok(values),
@@ -205,7 +213,8 @@ impl<T: Pod + Send> PinnedBuffer<T> {
         let len = self.len();
         let part = self.as_slice_mut().part();
         part.memory.touch(part.ptr, part.bytes, AccessKind::Write)?;
-        // SAFETY: the buffer is borrowed exclusively and becomes a vector, so there are no views; all copies were waited for.
+        // SAFETY: the buffer is borrowed exclusively and becomes a vector, so there are no views;
+        // all copies were waited for.
         let own = unsafe { part.memory.unregister()? };
         match own.map(|own| own.downcast::<Vec<T>>()) {
             Some(Ok(values)) => Ok(*values),
@@ -226,13 +235,13 @@ impl<'a, T: Pod> From<&'a mut PinnedBuffer<T>> for PinnedSliceMut<'a, T> {
     }
 }
 
-/// What a failed call did not take, with the reason. Turns into the reason with `?`.
+/// The argument of a failed call, with the error. Converts to the error with `?`.
 #[derive(thiserror::Error)]
 #[error("{error}")]
 pub struct Returned<M> {
-    /// What was passed.
+    /// The argument.
     pub memory: M,
-    /// Why it was not taken.
+    /// The error.
     #[source]
     pub error: TransferError,
 }

@@ -6,8 +6,8 @@ use aquifer_device::fork::Mutex;
 
 /// Holds memory of a pool between uses.
 pub(crate) trait ReclaimableCache: Send + Sync {
-    /// Gives back all memory that it does not use now, including memory that copies still use. Returns
-    /// whether there was any. Must not ask the pool for memory.
+    /// Gives back all memory that it does not use now, including memory that copies still use.
+    /// Returns whether there was any. Must not ask the pool for memory.
     fn reclaim(&self) -> bool;
 }
 

@@ -1,14 +1,16 @@
-//! Size classes: eight for each doubling, so that a block is less than an eighth, or less than 512 bytes, larger than what was asked for.
+//! Size classes: eight for each doubling, so that a block is less than an eighth, or less than 512
+//! bytes, larger than the request.
 //!
-//! Up to 4 KiB classes are multiples of 512 bytes. Those from 32 KiB on are whole pages, those from 16 MiB on multiples of 2 MiB.
+//! Up to 4 KiB classes are multiples of 512 bytes. Those from 32 KiB on are whole pages, those from
+//! 16 MiB on multiples of 2 MiB.
 
-/// The least block, and what all blocks are multiples of, in bytes.
+/// The smallest block, and the unit of all blocks, in bytes.
 pub(super) const UNIT: usize = 512;
-/// A page in bytes: what slabs, and blocks of at least [`PAGED`] bytes, are aligned to.
+/// A page in bytes: the alignment of slabs, and of blocks of at least [`PAGED`] bytes.
 pub(super) const PAGE: usize = 4096;
 /// Classes from this many bytes on are multiples of a page.
 pub(super) const PAGED: usize = 8 * PAGE;
-/// What slabs are multiples of, in bytes, where the limit lets them.
+/// The unit of slabs in bytes, where the limit allows it.
 pub(super) const SLAB: usize = 2 << 20;
 
 /// The smallest class of at least `bytes` bytes; `None` when it cannot be addressed.

@@ -14,10 +14,11 @@ use std::num::NonZeroUsize;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedConfig {
-    /// The most bytes that the pool may hold from the system; `None` means no limit but the system's. A runtime's own copies of ordinary
-    /// memory take from its pool, too: they fail while the caller's buffers hold all of it. The staging ring takes at most half of it.
+    /// The most bytes that the pool may hold from the system; `None` means no limit but the
+    /// system's. A runtime's own copies of ordinary memory take from its pool, too: they fail while
+    /// the caller's buffers hold all of it. The staging ring takes at most half of it.
     pub limit_bytes: Option<u64>,
-    /// Where slabs come from.
+    /// The source of slabs.
     pub slabs: SlabSource,
 }
 
@@ -37,19 +38,20 @@ impl PinnedConfig {
     }
 }
 
-/// Where the slabs of a pool come from.
+/// The source of a pool's slabs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SlabSource {
     /// The driver allocates them (`cuMemHostAlloc`), on one thread.
     #[default]
     DriverAlloc,
-    /// They are ordinary memory, in huge pages where the system has them, that threads touch in parallel and that is then
-    /// page-locked (`cuMemHostRegister`): so the system clears pages on several cores, and locks few large ones. Giving a slab back
-    /// waits for the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`, of which it says that 8
-    /// threads served best.
+    /// They are ordinary memory, in huge pages where the system has them, that threads touch in
+    /// parallel and that is then page-locked (`cuMemHostRegister`): so the system clears pages on
+    /// several cores, and locks few large ones. Giving a slab back waits for the device. As
+    /// PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`, of which it
+    /// says that 8 threads served best.
     Registered {
-        /// How many threads touch a slab, of which each gets 16 MiB or more.
+        /// The number of threads that touch a slab. Each gets 16 MiB or more.
         threads: NonZeroUsize,
     },
 }

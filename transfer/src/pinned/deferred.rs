@@ -1,12 +1,12 @@
 //! Deferred release: blocks that were given back while the device still used them, by their ticks.
 //!
 //! A block waits for one tick at a time, in the queue of that tick's timeline, by the tick's place
-//! there. Once that tick is done, the block moves on to its next unfinished tick. So blocks that are
-//! done are found without a look at the others, however many wait. A tick whose timeline fails is never
-//! done, and its block stays here.
+//! there. Once that tick is done, the block moves on to its next unfinished tick. So blocks that
+//! are done are found without a look at the others, however many wait. A tick whose timeline fails
+//! is never done, and its block stays here.
 //!
-//! Nothing here makes a driver call: the pool asks the driver, without its lock, about the ticks that
-//! [`DeferredBlocks::fronts`] returns.
+//! Nothing here makes a driver call: the pool asks the driver, without its lock, about the ticks
+//! that [`DeferredBlocks::fronts`] returns.
 
 use std::collections::BTreeMap;
 
@@ -51,8 +51,8 @@ impl DeferredBlocks {
         self.blocks == 0
     }
 
-    /// Defers the release of a block until all ticks are done. Returns `false`, and does nothing, if all
-    /// are known to be done.
+    /// Defers the release of a block until all ticks are done. Returns `false`, and does nothing,
+    /// if all are known to be done.
     pub(super) fn insert(&mut self, block: BlockId, ticks: Vec<Tick>) -> bool {
         let number = self.next;
         self.next += 1;
@@ -104,7 +104,8 @@ impl DeferredBlocks {
         last.into_values().cloned().collect()
     }
 
-    /// The first unfinished tick of each stream, in the order in which their blocks were given back.
+    /// The first unfinished tick of each stream, in the order in which their blocks were given
+    /// back.
     pub(super) fn fronts(&self) -> Vec<Front> {
         let first = |queue: &BTreeMap<_, Deferred>| {
             queue.first_key_value().map(|(_, entry)| Front { number: entry.number, tick: entry.tick.clone() })

@@ -1,15 +1,18 @@
-//! How a request is served: from unused memory, else by growth, else by the further steps of a ladder.
+//! The ladder that serves a request: unused memory, else growth, else further rungs.
 //!
-//! The rungs, each of which may serve the request: an unused block; blocks that the device turns out to be done with; a new slab; a
-//! large unused slab that would rather be kept whole; a new slab after unused ones went back; a piece of a slab for larger requests; memory kept by
-//! idle staging rings; a block that the host waits for. If the last rung fails, the result is [`TransferError::OutOfPinned`].
+//! The rungs, each of which may serve the request: an unused block; blocks that the device is done
+//! with; a new slab; a part of a large unused slab; a new slab after unused ones went back; a part
+//! of a slab for larger requests; memory of reclaimable caches; a block that the host waits for. If
+//! the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
-//! * a block is handed out only when every tick that it carries is known to be done on the host; one whose ticks
-//!   cannot be answered, because the device is lost, never is;
-//! * the pool's lock is a leaf: it is never held across a driver call, a wait for the device, or a timeline's lock;
-//! * a request fails only if nothing became available since it last looked, no block waits, and no slab is on its way;
-//! * when a call fails, whatever it had taken is back in its place when it returns.
+//! * a block is handed out only when all its ticks are known to be done on the host, so never after
+//!   the device is lost;
+//! * the pool's lock is a leaf: it is never held across a driver call, a wait for the device, or a
+//!   timeline's lock;
+//! * a request fails only if nothing became available since it last looked, no block waits, and no
+//!   slab is on its way;
+//! * a failed call puts back all memory that it took.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -23,24 +26,24 @@ use super::config::{PinnedConfig, SlabSource};
 use super::deferred::Front;
 use super::slabs::BlockId;
 use super::source::SlabMemory;
-use super::state::{Block, Plan, State};
+use super::state::{Block, Plan, PoolState};
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex};
 
-/// What all handles of a pool share.
+/// The shared state of all handles of a pool.
 pub(super) struct SharedPool {
     pub(super) device: Device,
     source: SlabSource,
     pub(super) caches: ReclaimableCaches,
-    pub(super) state: Mutex<State>,
-    /// Told when a slab has come or gone.
+    pub(super) state: Mutex<PoolState>,
+    /// Notified when a slab came or went.
     moved: Condvar,
 }
 
 impl SharedPool {
     pub(super) fn new(device: &Device, config: PinnedConfig) -> SharedPool {
         let PinnedConfig { limit_bytes, slabs } = config;
-        let state = Mutex::new(State::new(limit_bytes));
+        let state = Mutex::new(PoolState::new(limit_bytes));
         SharedPool {
             device: device.clone(),
             source: slabs,
@@ -50,7 +53,7 @@ impl SharedPool {
         }
     }
 
-    /// A block of at least `bytes` bytes, not 0, that nobody uses and no copy is in flight for.
+    /// An unused block of at least `bytes` bytes, not 0.
     #[inline]
     pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
         fork::check(Operation::HostAlloc)?;
@@ -64,7 +67,7 @@ impl SharedPool {
 
     #[cold]
     fn take_slowly(&self, class: usize) -> Result<Block, TransferError> {
-        // What the driver cannot tell now is not done.
+        // An error of a query says nothing: the blocks stay deferred.
         self.poll().or_else(unless_lost)?;
         let plan = self.state.lock().plan(class);
         let sizes = match plan {
@@ -89,7 +92,7 @@ impl SharedPool {
                     Err(refusal) => refusal,
                 };
             }
-            // A piece of a slab for larger requests, which is more than a small one needs.
+            // A part of a slab for larger requests, which is larger than a small request needs.
             if class < class::PAGED
                 && let Some(block) = self.state.lock().take(class::PAGED, true)
             {
@@ -103,8 +106,8 @@ impl SharedPool {
         }
     }
 
-    /// Gets a slab of the first of these lengths that the limit and the system allow. If none is, the inner error is what the system
-    /// said, or `None` if it was not asked.
+    /// Gets a slab of the first of these lengths that the limit and the system allow. If none is,
+    /// the inner error is that of the system, or `None` if it was not asked.
     fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
@@ -118,7 +121,7 @@ impl SharedPool {
         Ok(Err(refusal))
     }
 
-    /// Gets a slab of `bytes` bytes for requests to come. Nothing is given back for it.
+    /// Gets a slab of `bytes` bytes for later requests. Releases nothing for it.
     pub(super) fn prewarm(&self, bytes: usize) -> Result<(), TransferError> {
         match self.obtain(bytes, |state, memory, time| state.add_open(memory, bytes, time)) {
             Some(Ok(())) => Ok(()),
@@ -127,11 +130,12 @@ impl SharedPool {
         }
     }
 
-    /// Gets a slab from the system and hands it to `add`, with the time that took; `None` where the limit does not let it come.
+    /// Gets a slab from the system and passes it to `add`, with the time of the call; `None` if the
+    /// limit is reached.
     fn obtain<R>(
         &self,
         bytes: usize,
-        add: impl FnOnce(&mut State, SlabMemory, Duration) -> R,
+        add: impl FnOnce(&mut PoolState, SlabMemory, Duration) -> R,
     ) -> Option<Result<R, TransferError>> {
         if !self.state.lock().begin_growth(bytes) {
             return None;
@@ -146,7 +150,8 @@ impl SharedPool {
         Some(added)
     }
 
-    /// Gives unused slabs back so that one for `class` can come; all of them if the system refused it. Whether it may come now.
+    /// Releases unused slabs to make room for one for `class`; all of them if the system refused
+    /// it. Returns whether there is room.
     fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
         let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
         let released =
@@ -154,13 +159,14 @@ impl SharedPool {
         Ok(released || !system && self.state.lock().has_room_for(class))
     }
 
-    /// Gives unused slabs of `bytes` bytes or a little more back, as far as there are any. Returns how many bytes went.
+    /// Releases unused slabs of `bytes` bytes or a little more, as far as there are any. Returns
+    /// the bytes released.
     pub(super) fn release(&self, bytes: usize) -> Result<usize, TransferError> {
         let removed = self.state.lock().begin_release(bytes);
         let (mut released, mut failure) = (0, None);
         for mut slab in removed {
             let begun = Instant::now();
-            // After a failure the rest stays, rather than that each of them fails in turn.
+            // After a failure the rest stays.
             let gone = failure.is_none() && give_back(&mut slab.memory, &self.device, &mut failure);
             released += if gone { slab.bytes } else { 0 };
             self.state.lock().end_release(slab, gone, begun.elapsed());
@@ -169,8 +175,8 @@ impl SharedPool {
         failure.map_or(Ok(released), |error| Err(error.into()))
     }
 
-    /// Asks the driver how far the streams got that blocks wait for, and makes available what is done: one question for each stream,
-    /// again where a block then waits for another one.
+    /// Queries the streams that deferred blocks wait for, and makes finished blocks available. One
+    /// query for each stream, and another one where a block then waits for another stream.
     pub(super) fn poll(&self) -> Result<(), TransferError> {
         let (mut outcome, mut asked) = (Ok(()), BTreeSet::new());
         let mut fronts = self.state.lock().fronts();
@@ -187,8 +193,9 @@ impl SharedPool {
         outcome.map_err(TransferError::from)
     }
 
-    /// Waits until more may be available than when [`State::available`] was `seen`: until a block that waits is done with the tick that is
-    /// before it now, or a slab that another thread moves has come or gone. Whether there is anything to wait for.
+    /// Waits until more may be available than when [`PoolState::available`] was `seen`: until the
+    /// first tick of a deferred block is done, or a slab that another thread moves came or went.
+    /// Returns whether there was anything to wait for.
     fn wait_for_more(&self, seen: u64) -> Result<bool, TransferError> {
         let mut state = self.state.lock();
         let fronts = state.fronts();
@@ -216,7 +223,7 @@ impl SharedPool {
         failure.map_or(Ok(false), Err)
     }
 
-    /// The host waits until the tick is done; counted if it was not.
+    /// Waits on the host until the tick is done; counted if it was not.
     pub(super) fn wait_for(&self, tick: &Tick) -> Result<(), TransferError> {
         if tick.is_done()? {
             return Ok(());
@@ -227,7 +234,7 @@ impl SharedPool {
         Ok(waited?)
     }
 
-    /// Takes a block back that copies may be in flight for. Makes no driver call and waits for nothing.
+    /// Takes a block back that copies may still use. Makes no driver call and does not wait.
     #[inline]
     pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
         self.state.lock().give(block, ticks);
@@ -243,7 +250,7 @@ impl SharedPool {
         self.refusal(class, source)
     }
 
-    /// That `bytes` bytes could not be had.
+    /// The error of a request for `bytes` bytes.
     pub(super) fn refusal(&self, bytes: usize, source: Option<TransferError>) -> TransferError {
         let state = self.state.lock();
         TransferError::OutOfPinned {
@@ -256,7 +263,7 @@ impl SharedPool {
     }
 }
 
-/// Lets a failure pass that concerns nothing but cached memory: the request may be served all the same.
+/// Ignores an error about cached memory: the request may still be served.
 fn unless_lost(error: TransferError) -> Result<(), TransferError> {
     if error.is_device_lost() {
         return Err(error);
@@ -275,16 +282,17 @@ impl fmt::Debug for SharedPool {
     }
 }
 
-/// Gives an unused slab back, or notes why that failed. Whether it is gone.
+/// Releases an unused slab, or notes the error. Returns whether it is released.
 #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
 fn give_back(memory: &mut SlabMemory, device: &Device, failure: &mut Option<DeviceError>) -> bool {
-    // SAFETY: the slab was taken out of the pool unused: no buffer holds a part of it, and the ticks of those that did are done.
+    // SAFETY: the slab left the pool unused: no buffer holds a part of it, and the ticks of former
+    // buffers are done.
     unsafe { memory.release(device) }.map_err(|error| *failure = Some(error)).is_ok()
 }
 
 impl Drop for SharedPool {
-    /// What is known to be done goes back at once, unless that would break a capture or wait. Copies may still use the rest, and waits
-    /// have no place here: the device takes that, with their ticks.
+    /// Releases finished memory at once, unless that would break a capture or wait. Copies may
+    /// still use the rest: the device takes it, with their ticks.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     fn drop(&mut self) {
         if fork::is_child() {
@@ -305,7 +313,8 @@ impl Drop for SharedPool {
         }
         let uses = state.deferred.ticks();
         for memory in state.slabs.drain() {
-            // SAFETY: every buffer keeps the pool, so none is left; those that there were went with the ticks of their copies.
+            // SAFETY: every buffer keeps the pool, so none is alive; former buffers left the ticks
+            // of their copies.
             unsafe { memory.release_later(&self.device, uses.clone()) };
         }
     }

@@ -1,14 +1,15 @@
 //! Host memory that copies use.
 //!
 //! Invariants:
-//! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no copy
-//!   uses them;
+//! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no
+//!   copy uses them;
 //! * **N2** the host touches the bytes only after it waited for the copies that conflict. Meanwhile
 //!   borrows keep new copies away ([`super::PinnedBuffer`]);
 //! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
 //!   device, which drops it once it is not registered any more.
 //!
-//! Lock order: device memory ([`aquifer_allocator::Turn`]), host memory by address, the pool, timelines.
+//! Lock order: device memory ([`aquifer_allocator::Turn`]), host memory by address, the pool,
+//! timelines.
 
 use std::any::Any;
 use std::fmt;
@@ -103,8 +104,8 @@ impl PinnedMemory {
         self.uses.are_over()
     }
 
-    /// Waits until the host may access all of the memory, and tells the driver which part it is about
-    /// to touch.
+    /// Waits until the host may access all of the memory, and tells the driver which part it is
+    /// about to touch.
     ///
     /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
     pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
@@ -118,17 +119,17 @@ impl PinnedMemory {
         Ok(())
     }
 
-    /// An access guard: orders the work that `stream` gets from now on after the copies that must come
-    /// before one that does `kind` with the memory (it reads in an upload, and writes in a download).
-    /// While it is held no other thread gets one. Waits for reservations that conflict.
+    /// An access guard: orders the work that `stream` gets from now on after the copies that must
+    /// come before one that does `kind` with the memory (it reads in an upload, and writes in a
+    /// download). While it is held no other thread gets one. Waits for reservations that conflict.
     ///
     /// No event covers the tick that is noted when the access ends. The caller covers it
-    /// ([`aquifer_device::Tick::cover`]), so that it is known to be done without more events; the pool
-    /// covers it only when it needs the memory.
+    /// ([`aquifer_device::Tick::cover`]), so that it is known to be done without more events; the
+    /// pool covers it only when it needs the memory.
     ///
     /// # Errors
-    /// When the stream is another device's, or captures: a graph could run when the memory has another
-    /// owner; errors of the driver.
+    /// When the stream is another device's, or captures: a graph could run when the memory has
+    /// another owner; errors of the driver.
     pub(crate) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, TransferError> {
         loop {
             if let Some(access) = self.try_access(stream, kind)? {
@@ -163,8 +164,8 @@ impl PinnedMemory {
         self.uses.wait_unreserved(kind);
     }
 
-    /// Lends the memory to a stream on which the caller enqueues copies that the pool does not know.
-    /// The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
+    /// Lends the memory to a stream on which the caller enqueues copies that the pool does not
+    /// know. The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
     ///
     /// # Errors
     /// As [`PinnedMemory::access`].
@@ -182,7 +183,8 @@ impl PinnedMemory {
         let Origin::Registered(owner) = &self.origin else { return Ok(None) };
         let mut owner = owner.lock();
         if owner.is_some() {
-            // SAFETY: it is registered while there is an owner, and the caller promises that it is unused.
+            // SAFETY: it is registered while there is an owner, and the caller promises that it is
+            // unused.
             unsafe { self.pool.device.driver().host_unregister(self.ptr)? };
         }
         Ok(owner.take())
@@ -190,8 +192,9 @@ impl PinnedMemory {
 }
 
 impl HostPart<'_> {
-    /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably. Waits for
-    /// reservations that conflict, and for copies that do: a part that is not page-locked has no others.
+    /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
+    /// Waits for reservations that conflict, and for copies that do: a part that is not page-locked
+    /// has no others.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -203,8 +206,8 @@ impl HostPart<'_> {
     }
 }
 
-/// A part of host memory that threads of the runtime read, or write. It keeps the memory alive. Until
-/// it is dropped, other uses that conflict wait.
+/// A part of host memory that threads of the runtime read, or write. It keeps the memory alive.
+/// Until it is dropped, other uses that conflict wait.
 #[derive(Debug)]
 #[must_use = "the reservation ends when it is dropped"]
 pub(crate) struct Reserved {
@@ -225,8 +228,8 @@ impl Reserved {
     pub(crate) fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let range = self.range(offset, into.len())?;
         let from = self.memory.ptr().as_ptr().wrapping_add(self.offset + range.start);
-        // SAFETY: the bytes lie in initialised memory that `memory` keeps. While it is reserved to read
-        // no thread and no copy writes them.
+        // SAFETY: the bytes lie in initialised memory that `memory` keeps. While it is reserved to
+        // read no thread and no copy writes them.
         into.copy_from_slice(unsafe { slice::from_raw_parts(from, range.len()) });
         Ok(())
     }
@@ -236,8 +239,8 @@ impl Reserved {
     pub(crate) fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
         let range = self.range(offset, from.len())?;
         let to = self.memory.ptr().as_ptr().wrapping_add(self.offset + range.start);
-        // SAFETY: the bytes lie in memory that `memory` keeps. While it is reserved to write only threads
-        // of the runtime touch them, and each writes other bytes (N3).
+        // SAFETY: the bytes lie in memory that `memory` keeps. While it is reserved to write only
+        // threads of the runtime touch them, and each writes other bytes (N3).
         unsafe { slice::from_raw_parts_mut(to, range.len()) }.copy_from_slice(from);
         Ok(())
     }
@@ -275,7 +278,8 @@ impl Drop for PinnedMemory {
             Origin::Registered(owner) => {
                 if let Some(owner) = owner.get_mut().take() {
                     let (device, bytes, uses) = (&self.pool.device, self.bytes as u64, self.uses.take());
-                    // SAFETY: it is registered while there is an owner; no view outlives this, and copies noted their ticks (N4).
+                    // SAFETY: it is registered while there is an owner; no view outlives this, and
+                    // copies noted their ticks (N4).
                     unsafe { device.host_unregister_later(self.ptr, bytes, owner, uses) };
                 }
             }

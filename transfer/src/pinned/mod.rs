@@ -1,9 +1,10 @@
 //! Page-locked host memory.
 //!
-//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If there is none, it gets more memory
-//! from the system (`ladder`, `source`), or from reclaimable caches (`cache`). The block is held by a [`PinnedBuffer`], whose views
-//! ([`PinnedSlice`], [`PinnedSliceMut`]) copies take. The memory itself (`memory`) knows the ticks of those copies (`uses`), and goes
-//! back to the pool with them (`deferred`).
+//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If
+//! there is none, it gets more memory from the system (`ladder`, `source`), or from reclaimable
+//! caches (`cache`). A [`PinnedBuffer`] holds the block, and copies take views of it
+//! ([`PinnedSlice`], [`PinnedSliceMut`]). The memory itself (`memory`) knows the ticks of those
+//! copies (`uses`), and goes back to the pool with them (`deferred`).
 
 mod buffer;
 mod cache;

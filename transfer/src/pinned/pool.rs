@@ -20,21 +20,25 @@ use crate::error::TransferError;
 /// CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
 const ALREADY_REGISTERED: Code = Code(712);
 
-/// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle of the same pool.
+/// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle
+/// of the same pool.
 ///
-/// *Sizes* are rounded up to eight classes per doubling, and up to 4 KiB to multiples of 512 bytes. So a buffer occupies less than an
-/// eighth, or less than 512 bytes, more than was asked for, and at least 512 bytes. Small buffers are carved from slabs of 2 MiB, which
-/// grow with the pool. Buffers of 16 MiB and more get slabs of their own, which are split for smaller requests while they are not needed
-/// whole.
+/// *Sizes* are rounded up to eight classes per doubling, and up to 4 KiB to multiples of 512 bytes.
+/// So a buffer occupies less than an eighth, or less than 512 bytes, more than was asked for, and
+/// at least 512 bytes. Small buffers are carved from slabs of 2 MiB, which grow with the pool.
+/// Buffers of 16 MiB and more get slabs of their own, which are split for smaller requests while
+/// they are not needed whole.
 ///
-/// *Reuse.* Dropping a buffer makes no driver call and waits for nothing. Its memory is handed out again when every copy that used it
-/// is done.
+/// *Reuse.* Dropping a buffer makes no driver call and waits for nothing. Its memory is handed out
+/// again when every copy that used it is done.
 ///
-/// *Release.* Memory goes back to the system by [`PinnedPool::trim_to`] and [`PinnedPool::empty_cache`], when the limit or the system is
-/// short of it, and when the pool and its last buffer are gone. The last of these to be dropped gives back what the driver says it is
-/// done with, and waits for nothing. Memory that is still in use by copies, or that cannot go because of a capture in progress or
-/// [`crate::SlabSource::Registered`], is left to the device. It goes back when a pool of the device next gets more memory
-/// ([`Device::settle_host`]), at the next [`Device::settle`], or when the device is closed.
+/// *Release.* Memory goes back to the system by [`PinnedPool::trim_to`] and
+/// [`PinnedPool::empty_cache`], when the limit or the system is short of it, and when the pool and
+/// its last buffer are gone. The last of these to be dropped gives back what the driver says it is
+/// done with, and waits for nothing. The device takes memory that copies still use, or that cannot
+/// go because of a capture in progress or [`crate::SlabSource::Registered`]. It goes back when a
+/// pool of the device next gets more memory ([`Device::settle_host`]), at the next
+/// [`Device::settle`], or when the device is closed.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -52,7 +56,8 @@ const ALREADY_REGISTERED: Code = Code(712);
 pub struct PinnedPool(Arc<SharedPool>);
 
 impl PinnedPool {
-    /// A pool for copies to and from `device`. Takes no memory from the system yet, and makes no driver call.
+    /// A pool for copies to and from `device`. Takes no memory from the system yet, and makes no
+    /// driver call.
     ///
     /// # Errors
     /// None today; a configuration that cannot work is refused here.
@@ -60,12 +65,12 @@ impl PinnedPool {
         Ok(PinnedPool(Arc::new(SharedPool::new(device, config))))
     }
 
-    /// The device whose copies the memory is for.
+    /// The device of the copies.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Asks `cache` to give memory back when the pool lacks some.
+    /// Asks `cache` for memory when the pool lacks some.
     pub(crate) fn add_cache(&self, cache: Weak<dyn ReclaimableCache>) {
         self.0.caches.add(cache);
     }
@@ -75,12 +80,13 @@ impl PinnedPool {
         self.0.reserved()
     }
 
-    /// Page-locked memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on. Its contents are left
-    /// over from earlier use. Makes no driver call while the pool has unused memory of that size.
+    /// Page-locked memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on.
+    /// Its contents are those of earlier use. Makes no driver call while the pool has unused memory
+    /// of that size.
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`], also when the driver refuses more; [`RequestError::LengthOverflow`]; errors of
-    /// the driver.
+    /// [`TransferError::OutOfPinned`], also when the driver refuses more;
+    /// [`RequestError::LengthOverflow`]; errors of the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let memory = PinnedMemory::alloc(&self.0, bytes_of::<T>(len)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
@@ -106,10 +112,11 @@ impl PinnedPool {
         Ok(buffer)
     }
 
-    /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: page-locking takes long, some 0.5 ms a MiB, and its calls make the driver
-    /// wait. Buffers of 32 KiB and more, of any sizes that together have room there, are then handed out without it; smaller ones come from
-    /// slabs of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it back. With
-    /// [`crate::SlabSource::Registered`] several threads touch it.
+    /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: page-locking takes long, some
+    /// 0.5 ms a MiB, and its calls make the driver wait. Buffers of 32 KiB and more, of any sizes
+    /// that together have room there, are then handed out without it; smaller ones come from slabs
+    /// of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it
+    /// back. With [`crate::SlabSource::Registered`] several threads touch it.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -124,8 +131,8 @@ impl PinnedPool {
     /// ```
     ///
     /// # Errors
-    /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is given back or waited for, for that. Errors
-    /// of the driver.
+    /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is
+    /// given back or waited for, for that. Errors of the driver.
     pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
         let too_long = TransferError::Request(RequestError::LengthOverflow { len: bytes, size: 1 });
         let length = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(SLAB));
@@ -136,12 +143,16 @@ impl PinnedPool {
         }
     }
 
-    /// Page-locks the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives it back. A `Box<[T]>` becomes a `Vec`
-    /// at no cost. It counts towards no limit and no statistic of the pool.
+    /// Page-locks the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives
+    /// it back. A `Box<[T]>` becomes a `Vec` at no cost. It counts towards no limit and no
+    /// statistic of the pool.
     ///
-    /// Locking takes time for each page, and unlocking makes the driver wait for the device: this is for memory that is copied often, or is
-    /// too large to exist twice. The system locks whole pages, so two small pieces in one page cannot both be registered. A buffer that is
-    /// dropped leaves its memory to the device, which drops it at its next [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more than 64 MiB of such memory are done.
+    /// Locking takes time for each page, and unlocking makes the driver wait for the device: this
+    /// is for memory that is copied often, or is too large to exist twice. The system locks whole
+    /// pages, so two small pieces in one page cannot both be registered. A buffer that is dropped
+    /// leaves its memory to the device, which drops it at its next
+    /// [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more
+    /// than 64 MiB of such memory are done.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -157,7 +168,8 @@ impl PinnedPool {
     /// ```
     ///
     /// # Errors
-    /// [`TransferError::AlreadyPinned`] when a page of it is page-locked already; errors of the driver. They return the memory.
+    /// [`TransferError::AlreadyPinned`] when a page of it is page-locked already; errors of the
+    /// driver. They return the memory.
     pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBuffer<T>, Box<Returned<Vec<T>>>> {
         let (len, bytes) = (memory.len(), size_of_val(memory.as_slice()));
         if bytes == 0 {
@@ -175,7 +187,8 @@ impl PinnedPool {
     #[allow(unsafe_code, reason = "the driver is given memory by its address")]
     fn page_lock(&self, start: *mut u8, bytes: usize) -> Result<HostPtr, TransferError> {
         self.device().settle_host();
-        // SAFETY: the caller keeps the memory, which it owns, until it is unregistered: by the buffer, or by the device after that.
+        // SAFETY: the caller keeps the memory, which it owns, until it is unregistered: by the
+        // buffer, or by the device after that.
         let locked = unsafe { self.device().driver().host_register(start, bytes) };
         locked.map_err(|cause| match cause.code {
             ALREADY_REGISTERED => {
@@ -185,13 +198,13 @@ impl PinnedPool {
         })
     }
 
-    /// As [`PinnedPool::alloc_zeroed`], but where page-locked memory cannot be had the buffer is ordinary memory:
-    /// [`PinnedBuffer::is_pinned`] tells. Copies from and to it are staged, which takes time of the host. A lost device is an error all
-    /// the same.
+    /// As [`PinnedPool::alloc_zeroed`], but where page-locked memory cannot be had the buffer is
+    /// ordinary memory: [`PinnedBuffer::is_pinned`] tells. Copies from and to it are staged, which
+    /// takes time of the host. A lost device is an error all the same.
     ///
     /// # Errors
-    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all; [`RequestError::LengthOverflow`]; a
-    /// lost device.
+    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all;
+    /// [`RequestError::LengthOverflow`]; a lost device.
     pub fn alloc_or_pageable<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
         let bytes = bytes_of::<T>(len)?;
         let error = match self.alloc_zeroed(len) {
@@ -209,9 +222,10 @@ impl PinnedPool {
         Ok(PinnedBuffer::new(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map }), len))
     }
 
-    /// Gives unused slabs back to the system, the largest first, until the pool holds at most `bytes`. Returns how many bytes went back.
-    /// The chunks of a runtime's staging ring count as unused while there are no staged copies. Asks the driver what it is done with, and
-    /// does not wait for the rest.
+    /// Gives unused slabs back to the system, the largest first, until the pool holds at most
+    /// `bytes`. Returns how many bytes went back. The chunks of a runtime's staging ring count as
+    /// unused while there are no staged copies. Asks the driver what it is done with, and does not
+    /// wait for the rest.
     ///
     /// # Errors
     /// Errors of the driver. What did not go stays in the pool.
@@ -225,7 +239,8 @@ impl PinnedPool {
         Ok(self.0.release(excess)? as u64)
     }
 
-    /// Gives every unused slab back and returns how many bytes that was. As [`PinnedPool::trim_to`] with 0.
+    /// Gives every unused slab back and returns how many bytes that was. As [`PinnedPool::trim_to`]
+    /// with 0.
     ///
     /// # Errors
     /// As [`PinnedPool::trim_to`].
@@ -233,7 +248,8 @@ impl PinnedPool {
         self.trim_to(0)
     }
 
-    /// Limits how much the pool may hold from the system. Memory that it already holds stays: see [`PinnedPool::trim_to`].
+    /// Limits how much the pool may hold from the system. Memory that it already holds stays: see
+    /// [`PinnedPool::trim_to`].
     pub fn set_limit(&self, bytes: Option<u64>) {
         self.0.state.lock().limit = bytes;
     }
@@ -243,7 +259,7 @@ impl PinnedPool {
         self.0.state.lock().limit
     }
 
-    /// That a user of the pool leaves `bytes` bytes to others.
+    /// The error of a user that leaves `bytes` bytes to others.
     pub(crate) fn refusal(&self, bytes: usize) -> TransferError {
         self.0.refusal(bytes, None)
     }

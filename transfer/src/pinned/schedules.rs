@@ -1,7 +1,8 @@
-//! Models of the pool and its memory under a scheduler that explores interleavings. Run by `ci/schedules`.
+//! Models of the pool and its memory under a scheduler that explores interleavings. Run by
+//! `ci/schedules`.
 //!
-//! The simulated device judges: it reports a host that writes to memory while a copy is in flight, and a copy that races with
-//! another one, with the two operations.
+//! The simulated device judges: it reports a host that writes to memory while a copy is in flight,
+//! and a copy that races with another one, with the two operations.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -44,7 +45,8 @@ impl World {
     #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
     fn upload(&self, part: HostPart<'_>, place: u64, stream: &Stream) {
         let access = part.memory.access(stream, AccessKind::Read).unwrap();
-        // SAFETY: until the copy is done, the access keeps all others from writing the part and from reusing it.
+        // SAFETY: until the copy is done, the access keeps all others from writing the part and
+        // from reusing it.
         unsafe { stream.upload(self.memory.offset(place * BYTES as u64), part.ptr, part.bytes).unwrap() };
         drop(access);
         stream.tick().cover().unwrap();
@@ -112,7 +114,8 @@ fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
     });
 }
 
-/// Somebody else learns that the copy is done, at any moment of a request that needs the whole pool.
+/// Another thread learns that the copy is done, at any moment of a request that needs the whole
+/// pool.
 #[test]
 fn what_becomes_available_during_a_request_is_not_missed() {
     explore(|| {

@@ -1,14 +1,18 @@
-//! Slabs of page-locked memory and the blocks that tile them: a pure data structure without a driver, locks or waits.
+//! Slabs of page-locked memory and the blocks that tile them: a pure data structure without a
+//! driver, locks or waits.
 //!
 //! Invariants, which [`Slabs::check`] asserts:
 //! * the blocks of a slab lie side by side and add up to its length;
-//! * every block is a multiple of 512 bytes; blocks of paged slabs are multiples of a page, and so is every address there;
+//! * every block is a multiple of 512 bytes; blocks of paged slabs are multiples of a page, and so
+//!   is every address there;
 //! * a live block is exactly as large as the class that was asked for;
-//! * no two neighbours are free: they merge at once. A *resting* block is one that nobody uses but that is kept as it is for the next
-//!   request of its class; it merges when a request finds nothing that fits, or memory is to go back;
+//! * no two neighbours are free: they merge at once. A *resting* block is unused but stays as it is
+//!   for the next request of its class; it merges when no block fits a request, or memory is to go
+//!   back;
 //! * `reserved = Σ slabs`.
 //!
-//! A block found in the index is the smallest that fits, and of these the one at the lowest address. What is left of it stays free.
+//! A block found in the index is the smallest that fits, and of these the one at the lowest
+//! address. The rest of it stays free.
 
 #[cfg(test)]
 mod check;
@@ -17,11 +21,11 @@ use std::collections::BTreeSet;
 
 use super::class::{self, PAGED};
 
-/// A block: its place in the records.
+/// A block, by its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct BlockId(u32);
 
-/// What is carved from a slab.
+/// The kind of blocks in a slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Grain {
     /// Blocks of less than 32 KiB.
@@ -36,17 +40,17 @@ impl Grain {
     }
 }
 
-/// A slab that is free as a whole, and larger than this, is not split for requests smaller than an eighth of it, unless it came for
-/// requests of any size, or the caller says so.
+/// A slab that is free as a whole, and larger than this, is not split for requests smaller than an
+/// eighth of it, unless it came for requests of any size, or the caller says so.
 const GUARDED: usize = 32 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Somebody's.
+    /// It has an owner.
     Live,
-    /// Nobody's, but the device may still use it.
+    /// It has no owner, but the device may still use it.
     Waiting,
-    /// Unused, and kept for its class.
+    /// Unused, and reserved for its class.
     Resting,
     /// Unused.
     Free,
@@ -69,12 +73,12 @@ struct Slab<M> {
     start: usize,
     bytes: usize,
     grain: Grain,
-    /// Whether it came for no request in particular, and is split for any.
+    /// Whether it is prewarmed, and split for any request.
     open: bool,
     memory: M,
 }
 
-/// A slab that left.
+/// A slab that was removed.
 #[derive(Debug)]
 pub(super) struct Removed<M> {
     pub(super) start: usize,
@@ -97,7 +101,8 @@ pub(super) struct Slabs<M> {
     /// Resting blocks by class, the latest last.
     resting: Vec<Vec<u32>>,
     rests: usize,
-    /// Free blocks by (size, address, record), of fine and of paged slabs: parts of a slab, and slabs that are free as a whole.
+    /// Free blocks by (size, address, record), of fine and of paged slabs: parts of a slab, and
+    /// slabs that are free as a whole.
     parts: [Index; 2],
     whole: [Index; 2],
     reserved: usize,
@@ -133,7 +138,8 @@ impl<M> Slabs<M> {
         self.block(block.0).bytes
     }
 
-    /// A block of exactly this class, out of unused memory. With `any`, large slabs are split for small requests, too.
+    /// A block of exactly this class, out of unused memory. With `any`, large slabs are split for
+    /// small requests, too.
     #[inline]
     pub(super) fn take(&mut self, class: usize, any: bool) -> Option<BlockId> {
         if let Some(block) = self.resting.get_mut(class::index(class)).and_then(Vec::pop) {
@@ -197,7 +203,7 @@ impl<M> Slabs<M> {
         BlockId(block)
     }
 
-    /// A live block is nobody's any more and the device is done with it.
+    /// A live block loses its owner, and the device is done with it.
     #[inline]
     pub(super) fn rest(&mut self, block: BlockId) {
         debug_assert!(matches!(self.block(block.0).state, State::Live | State::Waiting));
@@ -211,7 +217,7 @@ impl<M> Slabs<M> {
         self.rests += 1;
     }
 
-    /// A live block is nobody's any more, but the device may still use it. Ends with [`Slabs::rest`].
+    /// A live block loses its owner, but the device may still use it. Ends with [`Slabs::rest`].
     pub(super) fn wait(&mut self, block: BlockId) {
         debug_assert_eq!(self.block(block.0).state, State::Live);
         self.block_mut(block.0).state = State::Waiting;
@@ -259,7 +265,7 @@ impl<M> Slabs<M> {
         self.vacant.push(right);
     }
 
-    /// Adds a slab, of which `class` bytes are live at once.
+    /// Adds a slab, whose first `class` bytes are live at once.
     pub(super) fn add(&mut self, start: usize, bytes: usize, class: usize, memory: M) -> BlockId {
         let block = self.insert(Removed { start, bytes, grain: Grain::of(class), open: false, memory });
         self.carve(block, class)
@@ -288,7 +294,8 @@ impl<M> Slabs<M> {
         block
     }
 
-    /// Removes slabs of which nothing is in use, the largest first, until at least `bytes` bytes are gone or none is left.
+    /// Removes slabs of which nothing is in use, the largest first, until at least `bytes` bytes
+    /// are gone or none is left.
     pub(super) fn remove_unused(&mut self, bytes: usize) -> Vec<Removed<M>> {
         self.merge_resting();
         let mut removed = Vec::new();
@@ -309,12 +316,12 @@ impl<M> Slabs<M> {
         removed
     }
 
-    /// All slabs, whatever is in them.
+    /// All slabs, including those in use.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = M> {
         std::mem::take(self).slabs.into_iter().flatten().map(|slab| slab.memory)
     }
 
-    /// Bytes that nobody uses.
+    /// Unused bytes.
     pub(super) fn unused(&self) -> usize {
         let unused = |block: &&Block| matches!(block.state, State::Resting | State::Free);
         self.blocks.iter().filter(unused).map(|block| block.bytes).sum()
@@ -363,8 +370,8 @@ impl<M> Slabs<M> {
     }
 }
 
-/// A place in a vector of records, of which there are far fewer than 2^32: each stands for at least 512 bytes of locked memory,
-/// or for a slab.
+/// A place in a vector of records, of which there are far fewer than 2^32: each stands for at least
+/// 512 bytes of locked memory, or for a slab.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "2^32 records would take 2 TiB of page-locked memory in the smallest blocks"

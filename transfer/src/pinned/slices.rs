@@ -12,7 +12,8 @@ use bytemuck::Pod;
 use super::memory::{HostPart, PinnedMemory};
 use crate::error::TransferError;
 
-/// Where a view lies in its memory. Invariant: `offset..offset + len * size_of::<T>()` lies inside, and the first byte is aligned for `T`.
+/// The place of a view in its memory. Invariant: `offset..offset + len * size_of::<T>()` lies
+/// inside, and the first byte is aligned for `T`.
 #[derive(Clone, Copy, Debug)]
 struct Span {
     /// In bytes.
@@ -30,7 +31,7 @@ impl Span {
         HostPtr(memory.ptr().0 + self.offset)
     }
 
-    /// The same bytes as elements of another type, if they divide into such.
+    /// The same bytes as elements of another type, if their length and alignment fit.
     fn cast<T, U>(self, memory: &PinnedMemory) -> Result<Span, TransferError> {
         let (bytes, size) = (self.len * size_of::<T>(), size_of::<U>());
         let fits = size > 0 && bytes.is_multiple_of(size) && self.ptr(memory).0.is_multiple_of(align_of::<U>());
@@ -41,7 +42,8 @@ impl Span {
     }
 }
 
-/// A part of a [`crate::PinnedBuffer`] that copies read from. While it is alive nothing can be copied into the buffer.
+/// A part of a [`crate::PinnedBuffer`] that copies read from. While it is alive nothing can be
+/// copied into the buffer.
 ///
 /// ```
 /// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -60,7 +62,8 @@ pub struct PinnedSlice<'a, T> {
     element: PhantomData<&'a [T]>,
 }
 
-/// A part of a [`crate::PinnedBuffer`] that copies write into. While it is alive nobody else can name that part.
+/// A part of a [`crate::PinnedBuffer`] that copies write into. While it is alive no other code can
+/// name that part.
 ///
 /// ```
 /// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -135,7 +138,8 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
     /// The same bytes as values of another type.
     ///
     /// # Errors
-    /// [`TransferError::BadCast`] when they do not divide into such values, or are not aligned for them.
+    /// [`TransferError::BadCast`] when they do not divide into such values, or are not aligned for
+    /// them.
     pub fn cast<U: Pod>(self) -> Result<PinnedSlice<'a, U>, TransferError> {
         Ok(PinnedSlice { memory: self.memory, span: self.span.cast::<T, U>(self.memory)?, element: PhantomData })
     }
@@ -148,8 +152,9 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
     pub fn read(self) -> Result<&'a [T], TransferError> {
         let ptr = self.span.ptr(self.memory);
         self.memory.touch(ptr, self.bytes(), AccessKind::Read)?;
-        // SAFETY: the view's bytes are aligned for `T`, lie inside initialised memory that `memory` keeps for 'a, and any bytes are a `T`.
-        // Copies into it were waited for, and new ones, like writes of the host, need a mutable borrow of the buffer.
+        // SAFETY: the view's bytes are aligned for `T`, lie inside initialised memory that `memory`
+        // keeps for 'a, and any bytes are a `T`. Copies into it were waited for, and new ones, like
+        // writes of the host, need a mutable borrow of the buffer.
         Ok(unsafe { slice::from_raw_parts(ptr.as_ptr().cast::<T>(), self.span.len) })
     }
 
@@ -160,7 +165,7 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
 }
 
 impl<'a, T: Pod> PinnedSliceMut<'a, T> {
-    /// All of the memory, which must hold `len` values and be borrowed mutably for 'a by nobody else.
+    /// All of the memory, which must hold `len` values and be borrowed mutably for 'a only here.
     pub(super) fn new(memory: &'a Arc<PinnedMemory>, len: usize) -> Self {
         PinnedSliceMut { memory, span: Span { offset: 0, len }, element: PhantomData }
     }
@@ -185,12 +190,12 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
         self.memory.is_pinned()
     }
 
-    /// The same for a shorter time.
+    /// The same view with a shorter lifetime.
     pub fn reborrow(&mut self) -> PinnedSliceMut<'_, T> {
         PinnedSliceMut { memory: self.memory, span: self.span, element: PhantomData }
     }
 
-    /// The same, to be copied from.
+    /// The same view, to copy from.
     pub fn as_shared(&self) -> PinnedSlice<'_, T> {
         PinnedSlice { memory: self.memory, span: self.span, element: PhantomData }
     }
@@ -223,7 +228,8 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// The same bytes as values of another type.
     ///
     /// # Errors
-    /// [`TransferError::BadCast`] when they do not divide into such values, or are not aligned for them.
+    /// [`TransferError::BadCast`] when they do not divide into such values, or are not aligned for
+    /// them.
     pub fn cast<U: Pod>(self) -> Result<PinnedSliceMut<'a, U>, TransferError> {
         Ok(PinnedSliceMut { memory: self.memory, span: self.span.cast::<T, U>(self.memory)?, element: PhantomData })
     }
@@ -244,8 +250,9 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     pub fn into_write(self) -> Result<&'a mut [T], TransferError> {
         let ptr = self.span.ptr(self.memory);
         self.memory.touch(ptr, self.bytes(), AccessKind::Write)?;
-        // SAFETY: as in `PinnedSlice::read`; and this view is the only one of its bytes while 'a lasts, so no new copy, and no other
-        // reference, can name them, and all earlier copies were waited for.
+        // SAFETY: as in `PinnedSlice::read`; and this view is the only one of its bytes while 'a
+        // lasts, so no new copy, and no other reference, can name them, and all earlier copies were
+        // waited for.
         Ok(unsafe { slice::from_raw_parts_mut(ptr.as_ptr().cast::<T>(), self.span.len) })
     }
 
@@ -255,7 +262,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     }
 }
 
-/// The range of elements that is meant, of `len`.
+/// The range as indices of `len` elements.
 fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, TransferError> {
     aquifer_allocator::internal::resolve(range, len).map_err(|wrong| RequestError::out_of_bounds(wrong, len).into())
 }

@@ -1,4 +1,4 @@
-//! Where slabs come from, and how they go back.
+//! The system memory behind slabs.
 
 use std::any::Any;
 use std::num::NonZeroUsize;
@@ -13,23 +13,24 @@ use crate::error::TransferError;
 
 /// The least that is worth a thread, in bytes.
 const THREAD_PART: usize = 16 << 20;
-/// What huge pages are aligned to, in bytes.
+/// The alignment of huge pages in bytes.
 const HUGE: usize = 2 << 20;
 
-/// What holds the memory of a slab, which is nobody else's. Dropping it gives nothing back: it must be released.
+/// The memory of a slab, with one owner. Dropping it releases nothing: call a release method.
 #[derive(Debug)]
 pub(super) struct SlabMemory {
     ptr: HostPtr,
     bytes: usize,
-    /// The memory, where it is not the driver's. Leaked rather than unmapped while it is registered.
+    /// The memory, if it is not the driver's. Leaked rather than unmapped while it is registered.
     map: Option<Box<MmapMut>>,
 }
 
 impl SlabMemory {
     /// `bytes` bytes of page-locked memory that starts at a page. All of it is initialised.
     ///
-    /// What earlier pools left to the device goes back first, as far as it is done. So programs that make one pool after another do
-    /// not grow. If the system has no memory, the rest of it goes as well.
+    /// First releases finished memory of earlier pools that the device holds, so programs that make
+    /// one pool after another do not grow. If the system has no memory, releases the rest of it,
+    /// too.
     pub(super) fn obtain(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory, TransferError> {
         device.settle_host();
         match Self::from_system(source, device, bytes) {
@@ -51,7 +52,7 @@ impl SlabMemory {
     fn register(device: &Device, bytes: usize, threads: NonZeroUsize) -> Result<SlabMemory, TransferError> {
         let no_memory =
             |cause: std::io::Error| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() };
-        // Room to start at a huge page. What is left over is never touched, so no memory is behind it.
+        // Room to start at a huge page. The rest is never touched, so no memory is behind it.
         let room = if bytes >= HUGE { HUGE } else { 0 };
         let length = bytes.checked_add(room).ok_or_else(|| no_memory(std::io::ErrorKind::OutOfMemory.into()))?;
         let mut map = Box::new(MmapMut::map_anon(length).map_err(no_memory)?);
@@ -65,8 +66,8 @@ impl SlabMemory {
         let offset = if room > 0 { start.next_multiple_of(HUGE) - start } else { 0 };
         let slab = &mut map[offset..offset + bytes];
         touch(slab, threads);
-        // SAFETY: the memory stays mapped until it is unregistered: `release` and `release_later` see to that, and dropping
-        // this before does not unmap it.
+        // SAFETY: the memory stays mapped until it is unregistered: `release` and `release_later`
+        // see to that, and dropping this before does not unmap it.
         let ptr = unsafe { device.driver().host_register(slab.as_mut_ptr(), bytes)? };
         Ok(SlabMemory { ptr, bytes, map: Some(map) })
     }
@@ -84,30 +85,32 @@ impl SlabMemory {
     /// Gives the memory back.
     ///
     /// # Safety
-    /// Nobody uses it any more, and no copy is in flight for it.
+    /// It is unused, and no copy is in flight for it.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     pub(super) unsafe fn release(&mut self, device: &Device) -> Result<(), DeviceError> {
         if self.map.is_none() {
-            // SAFETY: it came from `obtain`, is nobody else's, and not in use, as the caller vouches.
+            // SAFETY: it came from `obtain`, has one owner, and is unused, as the caller promises.
             return unsafe { device.driver().host_free(self.ptr) };
         }
-        // SAFETY: it came from `register`, is nobody else's, and not in use, as the caller vouches.
+        // SAFETY: it came from `register`, has one owner, and is unused, as the caller promises.
         unsafe { device.driver().host_unregister(self.ptr)? };
         self.map = None;
         Ok(())
     }
 
-    /// Gives the memory back some time after the device is done with these `uses`. Makes no driver call.
+    /// Gives the memory back some time after the device is done with these `uses`. Makes no driver
+    /// call.
     ///
     /// # Safety
-    /// Nobody uses it any more, and no copy but before these ticks of their streams.
+    /// It is unused, except by copies before these ticks of their streams.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
     pub(super) unsafe fn release_later(mut self, device: &Device, uses: Vec<Tick>) {
         let bytes = self.bytes as u64;
         match self.map.take() {
-            // SAFETY: it came from `obtain` and is nobody else's; its uses are as the caller vouches.
+            // SAFETY: it came from `obtain` and has one owner; its uses are as the caller promises.
             None => unsafe { device.host_free_later(self.ptr, bytes, uses) },
-            // SAFETY: it came from `register` and is nobody else's; its uses are as the caller vouches.
+            // SAFETY: it came from `register` and has one owner; its uses are as the caller
+            // promises.
             Some(map) => unsafe { device.host_unregister_later(self.ptr, bytes, map as Box<dyn Any + Send>, uses) },
         }
     }
@@ -120,8 +123,8 @@ impl Drop for SlabMemory {
     }
 }
 
-/// Writes to every page, which makes the system provide it, in parallel where that is worth threads. One that does not start leaves its part to
-/// the driver, which is slower and nothing else.
+/// Writes to every page, which makes the system provide it, in parallel where that is worth
+/// threads. If a thread does not start, the driver provides its part, more slowly.
 fn touch(slab: &mut [u8], threads: NonZeroUsize) {
     let threads = threads.get().min(slab.len() / THREAD_PART).max(1);
     let part = slab.len().div_ceil(threads).next_multiple_of(HUGE);

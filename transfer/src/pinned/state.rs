@@ -1,8 +1,10 @@
-//! What a pool holds, under its lock: no driver call is made here.
+//! The state of a pool, under its lock. Makes no driver call.
 //!
 //! Invariants:
-//! * `reserved = Σ slabs + slabs on their way here or back`, and growth never brings it above the limit;
-//! * slabs are wasted by choice only within an eighth of the most that was ever in use, and 32 MiB, beside what was asked for in advance.
+//! * `reserved = Σ slabs + slabs on their way here or back`, and growth never brings it above the
+//!   limit;
+//! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
+//!   were ever in use, and 32 MiB, plus the prewarmed bytes.
 
 use std::time::Duration;
 
@@ -14,25 +16,25 @@ use super::slabs::{BlockId, Removed, Slabs};
 use super::source::SlabMemory;
 use super::stats::HostMemoryStats;
 
-/// What a pool holds, and counts.
+/// The state of a pool.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct PoolState {
     pub(super) slabs: Slabs<SlabMemory>,
     pub(super) deferred: DeferredBlocks,
-    /// Bytes of slabs that are on their way from the system, or back to it.
+    /// Bytes of slabs that move from the system, or back to it.
     pub(super) moving: usize,
     pub(super) limit: Option<u64>,
-    /// Counts how often a block became unused or a slab went.
+    /// Counts blocks that became unused and slabs that went.
     pub(super) available: u64,
     pub(super) stats: HostMemoryStats,
     /// The most bytes that were ever in use.
     most_active: usize,
 }
 
-/// How a request was met, or is to be.
+/// The outcome of a request.
 pub(super) enum Plan {
     Taken(Block),
-    /// A slab of one of these lengths must come, the first if possible.
+    /// The pool must grow by a slab of one of these lengths, the first if possible.
     Grow([usize; 3]),
 }
 
@@ -43,13 +45,13 @@ pub(super) struct Block {
     pub(super) start: usize,
 }
 
-/// Growth that the pool likes to have in hand, as a part of what it holds, and at most.
+/// Extra growth as a part of the reserved bytes, and its maximum.
 const GROWTH_PART: usize = 8;
 const GROWTH_MOST: usize = 32 << 20;
 
-impl State {
-    pub(super) fn new(limit: Option<u64>) -> State {
-        State {
+impl PoolState {
+    pub(super) fn new(limit: Option<u64>) -> PoolState {
+        PoolState {
             slabs: Slabs::default(),
             deferred: DeferredBlocks::default(),
             moving: 0,
@@ -65,20 +67,20 @@ impl State {
         self.slabs.reserved() + self.moving
     }
 
-    /// What blocks wait for, after those that are known to be done became available.
+    /// The first unfinished ticks of deferred blocks, after finished ones became available.
     pub(super) fn fronts(&mut self) -> Vec<Front> {
         self.reap();
         self.deferred.fronts()
     }
 
-    /// Takes unused slabs of `bytes` bytes or a little more out, on their way back to the system.
+    /// Takes out unused slabs of `bytes` bytes or a little more, to release them.
     pub(super) fn begin_release(&mut self, bytes: usize) -> Vec<Removed<SlabMemory>> {
         let removed = self.slabs.remove_unused(bytes);
         self.moving += removed.iter().map(|slab| slab.bytes).sum::<usize>();
         removed
     }
 
-    /// A slab is gone, after `time`, or comes back.
+    /// A slab is released, after `time`, or comes back.
     pub(super) fn end_release(&mut self, slab: Removed<SlabMemory>, gone: bool, time: Duration) {
         self.moving -= slab.bytes;
         if gone {
@@ -118,7 +120,7 @@ impl State {
         self.slabs.rest(block);
     }
 
-    /// Makes what is known to be done available.
+    /// Makes finished blocks available.
     pub(super) fn reap(&mut self) {
         if !self.deferred.is_empty() {
             for block in self.deferred.reap() {
@@ -127,7 +129,7 @@ impl State {
         }
     }
 
-    /// Active bytes rise only until something is given back.
+    /// Active bytes rise only until a block comes back.
     #[inline]
     fn note_most_active(&mut self) {
         self.most_active = self.most_active.max(self.active());
@@ -137,7 +139,8 @@ impl State {
         usize::try_from(self.stats.active_bytes.current).unwrap_or(usize::MAX)
     }
 
-    /// Takes a block, or says how the pool should grow: rather than that it splits a large slab, but only while that wastes little.
+    /// Takes a block, or plans growth: growing is preferred to splitting a large slab, but only
+    /// while it wastes little.
     pub(super) fn plan(&mut self, class: usize) -> Plan {
         if let Some(block) = self.take(class, false) {
             return Plan::Taken(block);
@@ -156,7 +159,7 @@ impl State {
         Plan::Grow(sizes)
     }
 
-    /// Counts a slab that is to come, if the limit lets it.
+    /// Counts a slab that is to come, if the limit allows it.
     pub(super) fn begin_growth(&mut self, bytes: usize) -> bool {
         let fits = self.has_room(bytes);
         if fits {
@@ -170,26 +173,26 @@ impl State {
         after.is_some_and(|after| self.limit.is_none_or(|limit| after as u64 <= limit))
     }
 
-    /// Whether the limit lets a slab for `class` come.
+    /// Whether the limit allows a slab for `class`.
     pub(super) fn has_room_for(&self, class: usize) -> bool {
         self.has_room(class.next_multiple_of(PAGE))
     }
 
-    /// How many bytes must go before a slab for `class` can come.
+    /// The bytes to release before a slab for `class` can come.
     pub(super) fn excess(&self, class: usize) -> usize {
         let after = self.reserved().saturating_add(class.next_multiple_of(PAGE));
         let limit = self.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
         if class > limit { 0 } else { after.saturating_sub(limit) }
     }
 
-    /// A slab came, after `time`, which serves a request at once.
+    /// A slab came, after `time`, for a present request.
     pub(super) fn add(&mut self, memory: SlabMemory, bytes: usize, class: usize, time: Duration) -> Block {
         let id = self.slabs.add(memory.start(), bytes, class, memory);
         self.stats.gained(bytes, time);
         self.activate(id)
     }
 
-    /// A slab came, after `time`, for requests to come.
+    /// A slab came, after `time`, for later requests.
     pub(super) fn add_open(&mut self, memory: SlabMemory, bytes: usize, time: Duration) {
         self.slabs.add_open(memory.start(), bytes, memory);
         self.stats.gained(bytes, time);

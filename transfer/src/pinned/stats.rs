@@ -1,16 +1,19 @@
-//! What a pool counts, under the names of PyTorch's `host_memory_stats()`.
+//! Statistics of a pool, named as in PyTorch's `host_memory_stats()`.
 //!
-//! All counters are written and read under the pool's lock, so every value is exact, and all are of the same moment.
+//! All counters are written and read under the pool's lock, so every value is exact, and all are of
+//! the same moment.
 
 use std::time::Duration;
 
 use aquifer_allocator::Stat;
 
-/// What a pool of page-locked memory counts. Names are those of PyTorch's `torch.cuda.host_memory_stats()`; what goes beyond it is
-/// said so. Bytes are those of blocks, after rounding.
+/// Statistics of a pool of page-locked memory, named as in PyTorch's
+/// `torch.cuda.host_memory_stats()`; additions are marked. Bytes are those of blocks, after
+/// rounding.
 ///
-/// PyTorch takes every block from the system by itself. Here blocks are carved from slabs: `allocations` and `allocated_bytes`
-/// count slabs, which is what the system lends, `active_requests` and `active_bytes` blocks.
+/// PyTorch takes every block from the system by itself. Here blocks are carved from slabs:
+/// `allocations` and `allocated_bytes` count slabs, which is what the system lends,
+/// `active_requests` and `active_bytes` blocks.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -31,23 +34,25 @@ pub struct HostMemoryStats {
     pub allocations: Stat,
     /// Slabs held from the system, in bytes.
     pub allocated_bytes: Stat,
-    /// Blocks in use, and those given back that the device still used when the pool last looked, by number.
+    /// Blocks in use, and those given back that the device still used when the pool last looked, by
+    /// number.
     pub active_requests: Stat,
     /// The same blocks, in bytes.
     pub active_bytes: Stat,
-    /// How often a slab came from the system.
+    /// The number of slabs that came from the system.
     pub num_host_alloc: u64,
-    /// How often a slab went back to the system.
+    /// The number of slabs that went back to the system.
     pub num_host_free: u64,
-    /// How long taking slabs from the system took.
+    /// The time of taking slabs from the system.
     pub host_alloc_time: TimeStat,
-    /// How long giving slabs back took.
+    /// The time of giving slabs back.
     pub host_free_time: TimeStat,
-    /// How often the host waited for the device, to reuse memory or to touch it. Not in PyTorch.
+    /// The number of waits of the host for the device, to reuse memory or to touch it. Not in
+    /// PyTorch.
     pub num_waits: u64,
-    /// How long that took. Not in PyTorch.
+    /// The time of these waits. Not in PyTorch.
     pub wait_time: TimeStat,
-    /// How often a request failed for lack of page-locked memory. Not in PyTorch.
+    /// The number of requests that failed for lack of page-locked memory. Not in PyTorch.
     pub num_ooms: u64,
 }
 
@@ -61,7 +66,7 @@ pub struct TimeStat {
     pub max: u64,
     /// Shortest; 0 if there was none.
     pub min: u64,
-    /// How many.
+    /// The number of copies that were added.
     pub count: u64,
     /// Mean, rounded down; 0 if there was none.
     pub avg: u64,

@@ -2,14 +2,15 @@
 //! [`aquifer_allocator::Storage`] has them for device memory.
 //!
 //! Invariants:
-//! * a copy into the memory comes after all copies noted before it; a copy out of it comes after the
-//!   last copy into it;
-//! * a thread that enqueues a copy holds an access guard, which notes the stream's tick when it ends,
-//!   whether or not the driver accepted the copy: a call may fail after the driver took the copy;
+//! * a copy into the memory comes after all copies noted before it; a copy out of it comes after
+//!   the last copy into it;
+//! * a thread that enqueues a copy holds an access guard, which notes the stream's tick when it
+//!   ends, whether or not the driver accepted the copy: a call may fail after the driver took the
+//!   copy;
 //! * while memory is reserved, no other use that conflicts begins;
-//! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a borrow
-//!   that conflicts. So all work of the loan is enqueued before such a use, and the stream's tick at
-//!   that moment covers it.
+//! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a
+//!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
+//!   tick at that moment covers it.
 
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
@@ -37,7 +38,8 @@ struct Noted {
 }
 
 impl Uses {
-    /// The copies that must be done before a use of this kind. Waits for reservations that conflict.
+    /// The copies that must be done before a use of this kind. Waits for reservations that
+    /// conflict.
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
         let mut noted = self.lock_unreserved(kind);
         noted.note_lent(kind);
@@ -54,7 +56,8 @@ impl Uses {
         ticks
     }
 
-    /// Whether nothing uses the memory, nor is going to. Asks the driver about copies that are not known to be done.
+    /// Whether nothing uses the memory, nor is going to. Asks the driver about copies that are not
+    /// known to be done.
     pub(super) fn are_over(&self) -> Result<bool, TransferError> {
         let ticks: Vec<Tick> = {
             let mut noted = self.noted.lock();
@@ -74,8 +77,8 @@ impl Uses {
         Ok(true)
     }
 
-    /// An access guard for a stream, which waits for the copies that must come before; `None` while a
-    /// reservation conflicts.
+    /// An access guard for a stream, which waits for the copies that must come before; `None` while
+    /// a reservation conflicts.
     pub(super) fn try_access<'a>(
         &'a self,
         stream: &'a Stream,
@@ -173,8 +176,8 @@ pub(crate) struct HostAccess<'a> {
 }
 
 impl HostAccess<'_> {
-    /// Lends the memory to the stream: later uses that conflict come after the work that is enqueued on
-    /// the stream before them.
+    /// Lends the memory to the stream: later uses that conflict come after the work that is
+    /// enqueued on the stream before them.
     pub(super) fn lend(mut self) {
         let lent = &mut self.noted.lent;
         if !lent.iter().any(|(known, _)| known.id() == self.stream.id()) {

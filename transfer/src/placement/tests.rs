@@ -1,4 +1,4 @@
-//! What is chosen, and what is said of it.
+//! Choices, and their messages.
 
 use aquifer_allocator::Config;
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
@@ -95,7 +95,7 @@ fn a_device_that_fails_is_passed_over_and_named() {
     driver.inject(Fault::Nth { operation: Some(Operation::MemoryInfo), nth: 1, code: Code::ILLEGAL_ADDRESS });
     let chosen = Placement::new().bytes(1).choose(&devices).unwrap();
     assert_eq!(chosen.index(), Some(1));
-    assert!(chosen.to_string().contains("did not tell its free memory"), "{chosen}");
+    assert!(chosen.to_string().contains("its free memory is unknown"), "{chosen}");
 }
 
 #[test]
@@ -103,7 +103,8 @@ fn parts_are_spread_by_free_memory() {
     let devices = [open("8GiB"), open("16GiB")];
     let gib = |n: u64| n << 30;
     let places = Placement::new().bytes(gib(1)).spread(&devices, &[gib(2), gib(6), gib(6), gib(3)]).unwrap();
-    // 15 and 7 free: 6 to the larger (9 and 7), 6 again (3 and 7), 3 to the smaller (3 and 4), 2 to the smaller.
+    // 15 and 7 free: 6 to the larger (9 and 7), 6 again (3 and 7), 3 to the smaller (3 and 4), 2 to
+    // the smaller.
     assert_eq!(places, [0, 1, 1, 0]);
     let error = Placement::new().spread(&devices, &[gib(12), gib(9)]).unwrap_err();
     assert!(error.to_string().contains("4.00 GiB free of the 9.00 GiB needed"), "{error}");

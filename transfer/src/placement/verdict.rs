@@ -12,13 +12,13 @@ use aquifer_kernels::DType;
 pub struct Verdict {
     /// Facts about the device.
     pub info: DeviceInfo,
-    /// Bytes that could be allocated there, if it told.
+    /// Bytes that could be allocated there, if known.
     pub free: Option<u64>,
-    /// Why it cannot be chosen; empty if it can.
+    /// The reasons against it; empty if it can be chosen.
     pub refusals: Vec<Refused>,
 }
 
-/// Why a device does not serve.
+/// A reason against a device.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Refused {
@@ -31,35 +31,36 @@ pub enum Refused {
     },
     /// Its compute capability is too low.
     Capability {
-        /// What is needed, major and minor number.
+        /// The requirement, major and minor number.
         needed: (u32, u32),
-        /// What it has.
+        /// The device's, major and minor number.
         has: (u32, u32),
     },
     /// It lacks instructions for a dtype.
     DType {
         /// The dtype.
         dtype: DType,
-        /// What is missing.
+        /// The missing instructions.
         missing: &'static str,
     },
     /// Its driver is too old. Install a newer one.
     Driver {
         /// The CUDA version that it must know, major and minor number.
         needed: (u32, u32),
-        /// What it knows.
+        /// The driver's, major and minor number.
         has: (u32, u32),
     },
-    /// It could not be opened, or asked.
+    /// It could not be opened or queried.
     Failed(String),
 }
 
-/// No device serves. Says why, device by device; free memory, ask for less, or allow [`Fallback::Host`].
+/// No device serves; the verdicts have the reasons. Free memory, ask for less, or allow
+/// [`Fallback::Host`].
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("no device serves: {}", Verdicts { all: verdicts, except: None })]
 #[non_exhaustive]
 pub struct NoDevice {
-    /// What came of each device, in the order in which they were given.
+    /// The verdict on each device, in the order of the candidates.
     pub verdicts: Vec<Verdict>,
 }
 

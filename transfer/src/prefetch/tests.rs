@@ -59,7 +59,7 @@ fn batches_arrive_in_order_and_intact() {
     stand.settled();
 }
 
-/// What is done with a batch later does not run on the stream that fetches the next ones.
+/// Later work on a batch does not run on the stream that fetches the next ones.
 #[test]
 fn tensors_of_batches_stay_on_no_stream() {
     let stand = stand(steady());
@@ -72,7 +72,8 @@ fn tensors_of_batches_stay_on_no_stream() {
     stand.settled();
 }
 
-/// However far the host runs ahead of the device, and however fast the source is, there are never more batches than ahead and in use.
+/// However far the host runs ahead of the device, and however fast the source is, there are never
+/// more batches than ahead and in use.
 #[test]
 fn memory_is_bounded_though_the_host_runs_ahead() {
     let stand = stand(steady());
@@ -227,7 +228,8 @@ impl Batch for Picky {
     }
 }
 
-/// What cannot be sent leaves its place to the next: else, after as many as there are places, nothing would ever come.
+/// What cannot be sent leaves its place to the next: else, after as many as there are places,
+/// nothing would ever come.
 #[test]
 fn batches_that_cannot_be_sent_keep_no_places() {
     for ahead in [1, 2, 4] {
@@ -259,7 +261,7 @@ fn a_batch_that_panics_is_the_last() {
     stand.settled();
 }
 
-/// Also where nobody reads batches yet, so that there is no room for it behind them.
+/// Also if the channel is full.
 #[test]
 fn a_source_that_panics_when_it_is_dropped_says_so_at_the_end() {
     struct Panics(u8, Arc<AtomicU64>);
@@ -359,7 +361,8 @@ fn copies_hide_behind_computing_and_the_other_way_round() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever the sizes, the depth, what fails and when it is dropped: batches are right, nothing races, nothing stays.
+    /// Whatever the sizes, the depth, what fails and when it is dropped: batches are right, nothing
+    /// races, nothing stays.
     #[test]
     fn random_loops_deliver_what_the_source_made(
         sizes in prop::collection::vec(0usize..6000, 0..12), ahead in 0usize..4, seed in 0u64..1000,

@@ -112,7 +112,8 @@ fn what_another_allocator_has_is_refused() {
     stand.quiet();
 }
 
-/// The thread that brings one back is the one that runs the reclaimer: it spills another and does not wait for itself.
+/// The thread that brings one back is the one that runs the reclaimer: it spills another and does
+/// not wait for itself.
 #[test]
 fn bringing_one_back_spills_another_and_nobody_waits_for_himself() {
     let stand = stand(64);
@@ -294,7 +295,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is added, used, spilled, held and dropped on a device that is too small for all of it, contents stay.
+    /// Whatever is added, used, spilled, held and dropped on a device that is too small for all of
+    /// it, contents stay.
     #[test]
     fn random_programs_keep_contents(steps in prop::collection::vec(step(), 1..30), seed in 0u64..1000, segments in any::<bool>()) {
         let config = if segments { Config::parse("expandable_segments:False").unwrap() } else { Config::default() };

@@ -1,10 +1,10 @@
-//! How large the ring is.
+//! The configuration of the ring.
 
-/// What host memory is cut at, in bytes.
+/// The alignment of pieces of host memory, in bytes.
 pub(crate) const PAGE: usize = 4096;
 
-/// Sizes of the staging ring, through which ordinary memory and files go. Sizes that are `None` are chosen at the ring's first use, from how
-/// fast one thread copies and how fast the link to the device is.
+/// Sizes of the staging ring for ordinary memory and files. The ring chooses sizes that are `None`
+/// at its first use, from the speed of one thread's copies and that of the link to the device.
 ///
 /// ```
 /// use aquifer_transfer::StagingConfig;
@@ -14,22 +14,26 @@ pub(crate) const PAGE: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingConfig {
-    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. If chosen by the ring: 1 to 16 MiB.
+    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. If chosen by the ring: 1 to 16
+    /// MiB.
     pub chunk_bytes: Option<usize>,
-    /// Number of chunks, 1 to 1024. If chosen by the ring: 5 to 12. One stream never gets all of them where there are three or more.
+    /// Number of chunks, 1 to 1024. If chosen by the ring: 5 to 12. One stream never gets all of
+    /// them where there are three or more.
     pub chunks: Option<usize>,
-    /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there are cores. When all of them wait for
-    /// streams, more are started, at most one for each stream.
+    /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there
+    /// are cores. When all of them wait for streams, more start, at most one for each stream.
     pub threads: Option<usize>,
-    /// The most page-locked memory that the ring takes, in bytes, besides half of the pool's limit. To stay within it, there are fewer chunks than asked for, and instead
-    /// of fewer than two, smaller ones. At least 4096 bytes are taken.
+    /// The most page-locked memory that the ring takes, in bytes, besides half of the pool's limit.
+    /// To stay within it, the ring has fewer chunks than configured, and rather two smaller ones
+    /// than one. It takes at least 4096 bytes.
     pub bytes_max: usize,
     /// Whether files are read past the page cache.
     pub direct_io: DirectIo,
 }
 
-/// Whether an upload of a [`crate::FilePart`] bypasses the page cache (`O_DIRECT`), where the system and the file
-/// system support that. Where they do not, and at the unaligned ends of what is read, files are read through the cache.
+/// Whether an upload of a [`crate::FilePart`] bypasses the page cache (`O_DIRECT`), where the
+/// system and the file system support that. Where they do not, and at the unaligned ends of what is
+/// read, files are read through the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DirectIo {
@@ -37,8 +41,8 @@ pub enum DirectIo {
     Never,
     /// Past the cache: faster with fast local storage, and the cache keeps its contents.
     Always,
-    /// The first pieces of a file are read both ways alternately, and the rest in the way that was faster. Reads of less than 64 MiB go
-    /// through the cache.
+    /// The first pieces of a file are read both ways alternately, and the rest in the way that was
+    /// faster. Reads of less than 64 MiB go through the cache.
     #[default]
     Measured,
 }
@@ -92,12 +96,12 @@ impl StagingConfig {
         self
     }
 
-    /// Whether nothing is left to choose.
+    /// Whether all sizes are configured.
     pub(super) fn is_fixed(&self) -> bool {
         self.chunk_bytes.is_some() && self.chunks.is_some() && self.threads.is_some()
     }
 
-    /// The sizes of a ring: what is asked for, else what was `chosen`, within bounds.
+    /// The sizes of a ring: the configured ones, else those `chosen`, within bounds.
     pub(super) fn sizes(&self, chosen: Sizes) -> Sizes {
         let most = (self.bytes_max / PAGE * PAGE).max(PAGE);
         let asked = self.chunk_bytes.unwrap_or(chosen.chunk_bytes).clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
@@ -115,7 +119,7 @@ impl StagingConfig {
 
 const CHUNK_BYTES_MAX: usize = 1 << 30;
 
-/// What the ring is made of.
+/// The sizes of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
     /// A multiple of [`PAGE`].

@@ -1,10 +1,12 @@
 //! Files as sources of staged uploads.
 //!
-//! A file is read by several threads at a time, each at its own place, so that storage with a queue is kept busy. Whether reading past the
-//! system's cache is faster depends on the storage and on what is in the cache, so it is measured while the file is read.
+//! Several threads read a file at a time, each at its own place, so that storage with a queue stays
+//! busy. Whether reading past the system's cache is faster depends on the storage and the contents
+//! of the cache, so it is measured while the file is read.
 //!
-//! `O_DIRECT` (open(2) of Linux) wants offset, length and address at multiples of the storage's block size, for which a page stands
-//! here. What does not lie so, and what the file system refuses, is read through the cache.
+//! `O_DIRECT` (open(2) of Linux) needs offset, length and address at multiples of the storage's
+//! block size; this uses pages. The rest, and what the file system refuses, is read through the
+//! cache.
 
 use std::fs::File;
 use std::io;
@@ -69,7 +71,8 @@ impl FileSource {
     /// `bytes` bytes of a file, from `offset` on.
     ///
     /// # Errors
-    /// A file that is not there, unreadable, not a regular file (a directory, a pipe), or too short.
+    /// A file that is not there, unreadable, not a regular file (a directory, a pipe), or too
+    /// short.
     pub(crate) fn open(path: &Path, offset: u64, bytes: u64, direct: DirectIo) -> Result<FileSource, TransferError> {
         let name = path.display().to_string();
         let failed = |cause: io::Error| TransferError::File { path: name.clone(), cause: Arc::new(cause) };
@@ -92,14 +95,14 @@ impl FileSource {
         &self.progress
     }
 
-    /// Reads past the cache what can be read so, and returns how much that was.
+    /// Reads the aligned part past the cache, and returns its length.
     fn read_direct(&self, offset: u64, into: &mut [u8]) -> usize {
         let Some(direct) = self.direct.as_ref().filter(|direct| direct.is_next()) else { return 0 };
         let aligned = offset.is_multiple_of(PAGE as u64) && into.as_ptr().addr().is_multiple_of(PAGE);
         let whole = if aligned { into.len() / PAGE * PAGE } else { 0 };
         let (read, refused) = regular_file::read_at(&direct.file, &mut into[..whole], offset);
         if let Some(error) = refused {
-            // The other way reads the rest, and finds out whether the file is at fault.
+            // The read through the cache finds out whether the file is at fault.
             tracing::debug!(path = self.path, %error, "reading past the cache of files failed");
             direct.refused.store(true, Ordering::Relaxed);
         }
@@ -107,7 +110,7 @@ impl FileSource {
         read
     }
 
-    /// What a failed read means: a file that ends too early was cut short after it was opened.
+    /// The error of a failed read: a file that ends too early was cut short after it was opened.
     fn refusal(&self, error: io::Error) -> TransferError {
         let path = self.path.clone();
         match self.file.metadata() {
@@ -150,19 +153,19 @@ impl HostSource for FileSource {
     }
 }
 
-/// A file opened past the cache, and how fast it is read so and otherwise.
+/// A file opened past the cache, and the speeds of both ways to read it.
 #[derive(Debug)]
 struct Direct {
     file: File,
-    /// Whether the ways are to be compared.
+    /// Whether both ways are compared.
     measured: bool,
     refused: AtomicBool,
     reads: AtomicU64,
-    /// Bytes and ns of reads through the cache, and past it.
+    /// Bytes and ns of reads through the cache, and of those past it.
     speeds: [(AtomicU64, AtomicU64); 2],
 }
 
-/// The first reads, which go through the cache and past it in turn.
+/// The first reads, which alternate between the two ways.
 const MEASURED_READS: u64 = 8;
 
 /// The shortest part of a file that is worth measuring, in bytes.

@@ -1,8 +1,9 @@
-//! How many chunks each *lane*, that is, each stream, may hold.
+//! The number of chunks that each *lane*, that is, each stream, may hold.
 //!
-//! Copies enqueued behind a long kernel stay there until the kernel is done, so their chunks are lost to everybody else meanwhile. It
-//! cannot be known beforehand whether a stream stands still. So a lane begins with few chunks, and may hold one more with each copy that
-//! is seen to be done, as long as it holds any. Where there are three chunks or more, one is always left to other lanes.
+//! Copies enqueued behind a long kernel wait for it, and other lanes cannot use their chunks
+//! meanwhile. Nothing predicts whether a stream stands still. So a lane begins with few chunks, and
+//! may hold one more with each copy that is seen to be done, as long as it holds any. Of three
+//! chunks or more, one always stays free for other lanes.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +17,7 @@ pub(super) struct Lanes(BTreeMap<u32, Lane>);
 #[derive(Debug)]
 struct Lane {
     held: usize,
-    /// How many it may hold.
+    /// The number that it may hold.
     window: usize,
 }
 
@@ -31,12 +32,12 @@ impl Lanes {
         self.0.get(&lane).is_none_or(|lane| lane.held < lane.window.min(most(chunks)))
     }
 
-    /// A chunk goes to a lane.
+    /// A lane gets a chunk.
     pub(super) fn hold(&mut self, lane: u32) {
         self.0.entry(lane).or_insert(Lane { held: 0, window: FIRST }).held += 1;
     }
 
-    /// A copy of a lane is done.
+    /// A copy of a lane is done: its window grows.
     pub(super) fn copy_is_done(&mut self, lane: u32) {
         if let Some(lane) = self.0.get_mut(&lane) {
             lane.window = lane.window.saturating_add(1);
@@ -53,7 +54,7 @@ impl Lanes {
         }
     }
 
-    /// What each lane holds.
+    /// The chunks that each lane holds.
     #[cfg(test)]
     pub(super) fn held(&self) -> BTreeMap<u32, usize> {
         self.0.iter().map(|(&lane, known)| (lane, known.held)).collect()

@@ -1,19 +1,21 @@
-//! Staging: how memory that is not page-locked, and files, get to the device and back.
+//! Staging: transfers of files, and of memory that is not page-locked.
 //!
-//! A few chunks of page-locked memory form a ring. Threads fill some chunks, or store what was fetched into them, while the copy engine works
-//! on others, so that it need not wait for the host. Transfers take turns by the chunk, so a small one is not stuck behind a large one, and more urgent
-//! ones go first.
+//! A few chunks of page-locked memory form a ring. Threads fill some chunks, or store the contents
+//! of fetched ones, while the copy engine works on others, so that it need not wait for the host.
+//! Transfers alternate by the chunk, so a small one is not stuck behind a large one, and more
+//! urgent ones go first.
 //!
-//! The parts, in the order in which data flows:
+//! The parts, from the bottom up:
 //! * `ends`: the host ends of transfers;
 //! * `staged_transfer`: a transfer, and the steps of its pieces;
-//! * `ring`: which task is next (`task` defines tasks, `lanes` how many chunks a stream may hold);
-//! * `scheduler`: how threads share the ring; `workers`: the threads; `tune`: the choice of sizes;
+//! * `ring`: the next task (`task` defines tasks, `lanes` limits the chunks of a stream);
+//! * `scheduler`: the threads that share the ring; `workers`: their work; `tune`: the choice of
+//!   sizes;
 //! * `file`: files.
 //!
-//! A transfer ends in one way only, whatever fails: its [`Job`] is settled, and from then on nobody touches its host end. An error of a
-//! source, a target or the driver fails the transfer that it occurs in, and chunks go on to others. When the device is lost, all transfers
-//! fail.
+//! A transfer ends in one way only: its [`Job`] is settled, and from then on no thread touches its
+//! host end. An error of a source, a target or the driver fails its transfer alone, and the chunks
+//! serve other transfers. When the device is lost, all transfers fail.
 
 mod config;
 mod ends;
@@ -48,8 +50,9 @@ pub(crate) use staged_transfer::DeviceEnd;
 use staged_transfer::{HostEnd, StagedTransfer};
 use workers::Workers;
 
-/// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use. When it is dropped, the transfers under
-/// way complete, and then its threads end and its memory goes back to the pool.
+/// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use.
+/// When it is dropped, the transfers in flight complete; then its threads end and its memory goes
+/// back to the pool.
 pub(crate) struct Staging {
     workers: Arc<Workers>,
     config: StagingConfig,
@@ -61,17 +64,17 @@ impl Staging {
         Staging { workers: Workers::new(pool, config), config }
     }
 
-    /// How the ring was asked to be.
+    /// The configuration.
     pub(crate) fn config(&self) -> &StagingConfig {
         &self.config
     }
 
-    /// Copies all of `source` to `to`, claimed for writing, by copies on `stream`. Returns at once. The claim ends when the last copy is
-    /// enqueued. Transfers of lower `priority` go first.
+    /// Begins to copy all of `source` to `to`, reserved for writing, by copies on `stream`. The
+    /// reservation ends when the last copy is enqueued. Transfers of lower `priority` go first.
     ///
     /// # Errors
-    /// Ends of different lengths, memory of another device than the stream's, a stream that captures, a device that is lost. What goes
-    /// wrong later is the job's.
+    /// Ends of different lengths, memory of another device than the stream's, a stream that
+    /// captures, a lost device. The job has later errors.
     pub(crate) fn upload(
         &self,
         source: Arc<dyn HostSource>,
@@ -82,8 +85,8 @@ impl Staging {
         self.begin(StagedTransfer::new(HostEnd::Source(source), to, stream, priority)?)
     }
 
-    /// Copies all of `from`, claimed for reading, to `target`, by copies on `stream`. Returns at once. The claim ends when the bytes are in
-    /// the target.
+    /// Begins to copy all of `from`, reserved for reading, to `target`, by copies on `stream`. The
+    /// reservation ends when the bytes are in the target.
     ///
     /// # Errors
     /// As [`Staging::upload`].
@@ -108,7 +111,7 @@ impl Staging {
         Ok(job)
     }
 
-    /// What the ring is made of, and what it did.
+    /// Sizes and counters.
     pub(crate) fn stats(&self) -> StagingStats {
         self.workers.stats()
     }

@@ -1,19 +1,23 @@
-//! The ring as a pure state machine: which piece of which job goes through which chunk, and what is to be done next.
+//! The ring as a pure state machine: it assigns pieces of jobs to chunks, and hands out tasks.
 //!
-//! A job is one transfer. It is cut into pieces of at most a chunk, and each piece goes through a chunk of page-locked memory: an
-//! upload fills the chunk and sends it to the device, a download fetches into the chunk and lands what arrived. [`Ring::next`]
-//! in_use out the next task, which is returned to [`Ring::complete`] once it was performed. Nothing here calls a driver, waits or locks.
+//! A job is one transfer. Pieces of at most a chunk go through chunks of page-locked memory: an
+//! upload fills the chunk and sends it to the device, a download fetches into the chunk and stores
+//! the contents. [`Ring::next`] returns the next task, and [`Ring::complete`] takes its result.
+//! Nothing here calls a driver, waits or locks.
 //!
 //! Invariants:
-//! * a chunk is in one place: free, in the in_use of one task, flying (a copy on the device uses it), or arrived (it holds bytes that
-//!   are to land). It moves by value, so nobody can have it twice, and [`Ring::complete`] hold back what a task was given;
-//! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no task has it in its in_use;
+//! * a chunk is in one place: free, in one task, flying (a copy on the device uses it), or arrived
+//!   (its contents are to be stored). It moves by value, and [`Ring::complete`] takes it back from
+//!   a task;
+//! * every byte of a job that does not fail is begun once, in order, and a job ends once, when no
+//!   task has a piece of it;
 //! * no job begins a piece while a more urgent one may;
-//! * jobs of one priority take turns by the piece: while a job may begin one and holds less than its share, every other job of its priority
-//!   begins at most one piece;
-//! * at most one task waits for each lane (a stream): what is behind on the same lane is not done earlier;
-//! * a lane holds few chunks until copies of it are seen to be done, and never all: chunks that it holds while its stream stands still, for
-//!   instance behind a long kernel, are not available to others (`lanes`).
+//! * jobs of one priority alternate by the piece: while a job may begin one and holds less than its
+//!   share, every other job of its priority begins at most one piece;
+//! * at most one task waits for each lane (a stream): later copies of a lane are not done earlier;
+//! * a lane holds few chunks until copies of it are seen to be done, and never all: chunks that it
+//!   holds while its stream stands still, for instance behind a long kernel, are not available to
+//!   others (`lanes`).
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -27,11 +31,11 @@ struct JobState<J> {
     order: Order<J>,
     /// Bytes that were begun.
     begun: u64,
-    /// Pieces begun and neither sent (uploads) nor landed (downloads).
+    /// Pieces begun and neither sent (uploads) nor stored (downloads).
     open: usize,
-    /// Pieces in in_use.
+    /// Pieces in tasks.
     in_use: usize,
-    /// Chunks that it holds: in in_use, flying or arrived.
+    /// Chunks that it holds: in tasks, flying or arrived.
     held: usize,
     failed: Option<TransferError>,
 }
@@ -51,26 +55,28 @@ pub(super) struct Ring<J, C, T> {
     chunk_bytes: usize,
     /// Chunks that there are.
     chunks: usize,
-    /// Chunks that somebody is getting.
+    /// Chunks that tasks are allocating.
     growing: usize,
-    /// Chunks that there should be, as far as they could be had.
+    /// Chunks that the ring aims for, as far as memory allows.
     target: usize,
     free: Vec<C>,
     flying: VecDeque<Flight<C, T>>,
     arrived: VecDeque<Flight<C, T>>,
     jobs: BTreeMap<JobId, JobState<J>>,
     next_job: JobId,
-    /// Jobs with pieces that were not begun, in the order of their turns: those of lower priority numbers first.
+    /// Jobs with pieces that were not begun, in the order of their turns: those of lower priority
+    /// numbers first.
     turns: VecDeque<JobId>,
-    /// What each lane holds.
+    /// The chunks that each lane holds.
     lanes: Lanes,
-    /// Lanes that somebody waits for.
+    /// Lanes that a task waits for.
     watched: Vec<u32>,
-    /// Why nothing goes any more.
+    /// The error of a lost device.
     lost: Option<TransferError>,
 }
 
-/// What can be done now; [`NextStep::Begin`] names a turn, [`NextStep::Wait`] a flight.
+/// The kind of the next task; [`NextStep::Begin`] has the index of a turn, [`NextStep::Wait`] that
+/// of a flight.
 enum NextStep {
     Tune,
     Store,
@@ -79,7 +85,7 @@ enum NextStep {
     Wait(usize),
 }
 
-/// The smallest chunk that the ring settles for where memory is short, in bytes.
+/// The size of the smallest chunk where memory is short, in bytes.
 pub(super) const CHUNK_BYTES_LEAST: usize = 64 << 10;
 
 impl<J: Clone, C, T> Ring<J, C, T> {
@@ -104,7 +110,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// What the ring was tuned to; `None` before its first use.
+    /// The tuned sizes; `None` before the first use.
     pub(super) fn sizes(&self) -> Option<Sizes> {
         self.sizes
     }
@@ -119,7 +125,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.jobs.is_empty()
     }
 
-    /// Takes all chunks out that nobody has in piece.
+    /// Takes all chunks out that no task has.
     pub(super) fn strip(&mut self) -> Vec<C> {
         let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
         let used: Vec<_> = used.inspect(|flight| self.lanes.release(flight.lane)).collect();
@@ -128,10 +134,10 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         chunks
     }
 
-    /// Takes a job in. Tries for missing chunks again.
+    /// Accepts a job. Retries to allocate missing chunks.
     ///
     /// # Errors
-    /// That of the device's loss.
+    /// The device is lost.
     pub(super) fn submit(&mut self, order: Order<J>) -> Result<(), TransferError> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
@@ -144,7 +150,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Ok(())
     }
 
-    /// Aims at what the ring was tuned to.
+    /// Aims at the tuned sizes.
     fn aim(&mut self) {
         if let Some(sizes) = self.sizes {
             self.target = sizes.chunks;
@@ -181,7 +187,8 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// What gives chunks back comes first; a chunk is waited for only where somebody needs it or what it fetched.
+    /// Tasks that free chunks come first. A task waits for a chunk only if a job needs it or its
+    /// contents.
     fn step(&self) -> Option<NextStep> {
         if self.sizes.is_none() {
             return (!self.tuning && !self.jobs.is_empty()).then_some(NextStep::Tune);
@@ -194,7 +201,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         if let Some(turn) = turn.filter(|_| !self.free.is_empty()) {
             return Some(NextStep::Begin(turn));
         }
-        // Also ahead of when the one lane that there is may have them: it may soon.
+        // Also before the only lane may hold them: it may soon.
         let most = if turn.is_some() { self.target } else { lanes::most(self.target) };
         let to_come = self.growing + self.free.len();
         if wanting && self.chunks + self.growing < most && to_come < self.pieces_not_begun(to_come + 1) {
@@ -225,29 +232,30 @@ impl<J: Clone, C, T> Ring<J, C, T> {
 
     fn store(&mut self) -> Option<Task<J, C, T>> {
         let Flight { id, range, chunk, .. } = self.arrived.pop_front()?;
-        // Only pieces of jobs that live arrive, and those of a job that fails are taken out.
+        // Pieces of failed jobs are not in `arrived`.
         let entry = self.jobs.get_mut(&id)?;
         entry.in_use += 1;
         Some(Task::Store(Piece { id, work: entry.order.work.clone(), range, chunk }))
     }
 
-    /// The first turn of a job that may have another chunk: it holds less than its share of them, and so does its lane.
+    /// The first turn of a job that may have another chunk: the job and its lane hold less than
+    /// their shares.
     fn turn(&self) -> Option<usize> {
         self.turns.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
     }
 
     fn may_hold_more(&self, entry: &JobState<J>) -> bool {
-        // Less urgent jobs have no share in what more urgent ones want. Rounded up.
+        // Less urgent jobs do not reduce the share. Rounded up.
         let share = self.target.div_ceil(self.turns_up_to(entry.order.priority).max(1));
         entry.held < share && self.lanes.may_hold_more(entry.order.lane, self.target)
     }
 
-    /// The number of turns of jobs that are at least so urgent.
+    /// The number of turns of jobs of at least this urgency.
     fn turns_up_to(&self, priority: i32) -> usize {
         self.turns.partition_point(|id| self.jobs.get(id).is_some_and(|entry| entry.order.priority <= priority))
     }
 
-    /// Gives a job the last turn of its priority.
+    /// Queues a job behind the others of its priority.
     fn queue(&mut self, id: JobId, priority: i32) {
         self.turns.insert(self.turns_up_to(priority), id);
     }
@@ -273,7 +281,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Some(if way == Way::Up { Task::Fill(piece) } else { Task::Fetch(piece) })
     }
 
-    /// Takes a task back.
+    /// Accepts the result of a task.
     pub(super) fn complete(&mut self, done: Done<J, C, T>) -> After<J, C> {
         let mut after = After::default();
         match done {
@@ -287,7 +295,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             Done::Stored(piece) => {
                 let lane = self.put_down(&piece, true);
                 self.recycle(piece.id, lane, piece.chunk, &mut after);
-                // The job's copy of `work` goes first, so that who ends it has the last one.
+                // Dropped first, so that `after` has the last reference.
                 drop(piece.work);
                 self.end_if_done(piece.id, &mut after);
             }
@@ -355,12 +363,12 @@ impl<J: Clone, C, T> Ring<J, C, T> {
                 } else if flight.way == Way::Down {
                     self.fail(id, error, after);
                 }
-                // What an upload's copy still does to its chunk is waited for again by whoever fills it next.
+                // The next fill of the chunk waits for the copy again.
             }
         }
     }
 
-    /// Notes that a piece is in nobody's in_use any more. Gives its lane.
+    /// Notes that no task has the piece any more. Returns its lane.
     fn put_down(&mut self, piece: &Piece<J, C>, landed: bool) -> Option<u32> {
         let entry = self.jobs.get_mut(&piece.id)?;
         entry.in_use -= 1;
@@ -368,7 +376,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Some(entry.order.lane)
     }
 
-    /// Takes a chunk back that a job held on a lane.
+    /// Frees a chunk that a job held on a lane.
     fn recycle(&mut self, id: JobId, lane: Option<u32>, chunk: C, after: &mut After<J, C>) {
         if let Some(entry) = self.jobs.get_mut(&id) {
             entry.held -= 1;
@@ -386,7 +394,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         after.surplus.push(chunk);
     }
 
-    /// Fails a job: nothing of it is begun any more, and it ends when nobody has it in piece.
+    /// Fails a job: no more of it is begun, and it ends when no task has a piece of it.
     fn fail(&mut self, id: JobId, error: TransferError, after: &mut After<J, C>) {
         if error.is_device_lost() {
             return self.lose(error, after);
@@ -411,7 +419,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// The device is gone: all jobs fail, and no chunk is used again.
+    /// The device is lost: all jobs fail, and no chunk is used again.
     fn lose(&mut self, error: TransferError, after: &mut After<J, C>) {
         if self.lost.is_none() {
             self.turns.clear();
@@ -426,7 +434,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// Ends a job once nobody has it in piece and it failed or all of it is done.
+    /// Ends a job once no task has a piece of it and it failed or all of it is done.
     fn end_if_done(&mut self, id: JobId, after: &mut After<J, C>) {
         let is_done = |entry: &JobState<J>| {
             entry.in_use == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()))

@@ -30,7 +30,8 @@ struct Known {
     /// Pieces that are through: sent for uploads, stored for downloads.
     through: Vec<Range<u64>>,
     in_use: usize,
-    /// Pieces of others begun since this job, with something left and less than its share, last began one.
+    /// Pieces of others begun since this job, with something left and less than its share, last
+    /// began one.
     passed: BTreeMap<u32, usize>,
     ended: Option<Result<(), TransferError>>,
     failed: bool,
@@ -403,7 +404,8 @@ fn a_cancelled_download_gives_up_what_arrived() {
     assert!(matches!(ring.next(), Some(Task::Fetch(_))));
 }
 
-/// Does tasks until only waiting for these lanes is left, and returns the jobs of pieces begun. What waits stays out.
+/// Does tasks until only waiting for these lanes is left, and returns the jobs of pieces begun.
+/// What waits stays out.
 fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 100);
     while begun.len() < most {
@@ -447,7 +449,8 @@ fn a_stream_that_stands_still_leaves_chunks_to_others() {
     }
 }
 
-/// An urgent job passes any number of others, and has their chunks as they come back; they go on with what it leaves.
+/// An urgent job passes any number of others, and has their chunks as they come back; they go on
+/// with what it leaves.
 #[test]
 fn an_urgent_job_goes_first() {
     let mut ring = Ring::new();
@@ -461,7 +464,8 @@ fn an_urgent_job_goes_first() {
     let until = begun.iter().rposition(|&job| job == 9).unwrap();
     let others = begun[..until].iter().filter(|&&job| job != 9).count();
     assert_eq!(begun.iter().filter(|&&job| job == 9).count(), 20);
-    // Of one priority, they would have five times as many; they have what its stream may not hold yet, and the last chunk.
+    // Of one priority, they would have five times as many; they have what its stream may not hold
+    // yet, and the last chunk.
     assert!(others <= 10, "{others} pieces of others before the end of the urgent one: {begun:?}");
     assert!((0..5).all(|job| begun.contains(&job)), "{begun:?}");
 }

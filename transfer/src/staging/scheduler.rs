@@ -1,15 +1,15 @@
 //! The scheduler of a ring's worker threads: which thread takes which task, sleeps or is woken, and
 //! when threads start and end.
 //!
-//! A thread starts when there is a task and no thread is free, up to a bound. Threads sleep when there
-//! is no task. Where all of them wait for streams, which may stand still for long, one more thread
-//! starts; at most one waits for each stream. Whenever the lock is released while there is a task, one
-//! sleeping thread is woken, or a new one starts, which then does the same. So no task is left undone,
-//! and one task does not wake many threads. Threads end once the scheduler is closed and all jobs have
-//! ended; the last one releases the chunks.
+//! A thread starts when there is a task and no thread is free, up to a bound. Threads sleep when
+//! there is no task. Where all of them wait for streams, which may stand still for long, one more
+//! thread starts; at most one waits for each stream. Whenever the lock is released while there is a
+//! task, one sleeping thread is woken, or a new one starts, which then does the same. So no task is
+//! left undone, and one task does not wake many threads. Threads end once the scheduler is closed
+//! and all jobs have ended; the last one releases the chunks.
 //!
-//! Tasks are performed without the lock. It is a leaf: nothing else is locked, and no driver is called,
-//! under it.
+//! Tasks are performed without the lock. It is a leaf: nothing else is locked, and no driver is
+//! called, under it.
 
 use super::config::Sizes;
 use super::ring::Ring;

@@ -12,13 +12,13 @@ use super::super::config::PAGE;
 use super::super::task::Way;
 use super::*;
 
-/// What tells whoever submitted a job how it ended.
+/// Reports the end of a job to the thread that submitted it.
 type Notify = mpsc::Sender<bool>;
 
 struct Workers {
     scheduler: Scheduler<Notify, (), u32>,
     sizes: Sizes,
-    /// Who waits for lane 0 waits for this.
+    /// A wait for lane 0 waits for this.
     still: PlainMutex<mpsc::Receiver<()>>,
     starts: AtomicUsize,
     /// The start that fails.
@@ -75,7 +75,8 @@ impl Executor<Notify, (), u32> for Arc<Workers> {
     }
 }
 
-/// However few threads there may be: a stream that stands still keeps neither all of them nor all chunks.
+/// However few threads there may be: a stream that stands still keeps neither all of them nor all
+/// chunks.
 #[test]
 fn a_stream_that_stands_still_keeps_no_others_from_going_on() {
     for threads in [1, 2, 4] {

@@ -1,7 +1,8 @@
-//! Models of threads that share a ring, under a scheduler that explores interleavings. Run by `ci/schedules`.
+//! Models of threads that share a ring, under a scheduler that explores interleavings. Run by
+//! `ci/schedules`.
 //!
-//! Tasks are played without a device. What is looked for: a task that nobody comes for (the scheduler reports the deadlock), a chunk in
-//! two hands, a job that ends twice or while somebody has it in piece.
+//! Tasks run without a device. The models find: a task that no thread takes (the scheduler reports
+//! the deadlock), a chunk in two tasks, a job that ends twice or while a task has a piece of it.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -23,7 +24,7 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
     shuttle::check_pct(move || again(), 1000, 3);
 }
 
-/// A job: pieces in hands, and how it ended.
+/// A job: its pieces in tasks, and its end.
 #[derive(Default)]
 struct Job {
     in_use: AtomicUsize,
@@ -65,7 +66,7 @@ impl Workers {
     }
 }
 
-/// Has a piece in piece for a while.
+/// Uses a piece for a while.
 fn hold(work: &Job, chunk: &AtomicUsize) {
     assert_eq!(chunk.fetch_add(1, Ordering::SeqCst), 0, "two have one chunk");
     work.in_use.fetch_add(1, Ordering::SeqCst);

@@ -134,8 +134,8 @@ impl StagedTransfer {
         Order { way, bytes, phase, lane, priority, work: Arc::new(self) }
     }
 
-    /// Ends the job. The reservation and the host end are dropped before the job is settled, except for
-    /// an owner whose drop is foreign code.
+    /// Ends the job. The reservation and the host end are dropped before the job is settled, except
+    /// for an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
         let StagedTransfer { host, device, stream, job, last, .. } = self;
         let upload = matches!(host, HostEnd::Source(_));
@@ -202,14 +202,15 @@ fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let in_chunk = part.memory.access(&transfer.stream, kind)?;
     let _held_off = capture::hold_off(&transfer.stream, CAPTURES_NOW)?;
     let enqueued = transfer.device.rows.blocks(range.clone(), |block| {
-        // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies. Until they are done nothing
-        // touches the bytes that they write, writes those that they read, or reuses the memory.
+        // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies.
+        // Until they are done nothing touches the bytes that they write, writes those that they
+        // read, or reuses the memory.
         unsafe { transfer.device.enqueue(&transfer.stream, block, part.ptr, way) }
     });
     drop((in_chunk, on_device));
     enqueued?;
     let tick = transfer.stream.tick();
-    // Without an event the tick is still answerable, at the cost of waiting for later work, too.
+    // Without an event the tick can still be queried, at the cost of waiting for later work, too.
     if let Err(error) = tick.cover() {
         tracing::debug!(%error, "no event could be recorded after a staged copy");
     }
@@ -240,7 +241,8 @@ impl Piece {
     }
 }
 
-/// A graph must not contain copies of chunks: it would run them again when the chunks have other uses.
+/// A graph must not contain copies of chunks: it would run them again when the chunks have other
+/// uses.
 pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
     Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
 }

@@ -1,11 +1,11 @@
-//! What the ring and those who work for it say to each other: jobs, tasks, and what became of them.
+//! The jobs, tasks and results that the ring and its threads exchange.
 
 use std::ops::Range;
 
 use super::config::Sizes;
 use crate::error::TransferError;
 
-/// Which way the bytes go.
+/// The direction of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Way {
     /// To the device.
@@ -14,15 +14,15 @@ pub(super) enum Way {
     Down,
 }
 
-/// A job as it is handed in. `J` is what tasks need to know about it.
+/// A job to submit. Tasks get `work`.
 #[derive(Debug)]
 pub(super) struct Order<J> {
     pub(super) work: J,
     pub(super) way: Way,
     /// Length, not 0.
     pub(super) bytes: u64,
-    /// How far behind a page boundary of its host end it begins, in bytes: its first piece is so much shorter, so that the others
-    /// begin at page boundaries.
+    /// The offset of its first byte within a page of its host end: its first piece is that much
+    /// shorter, so that the others begin at page boundaries.
     pub(super) phase: u64,
     /// The stream that its copies are enqueued on.
     pub(super) lane: u32,
@@ -33,7 +33,7 @@ pub(super) struct Order<J> {
 /// Number of a job; never reused.
 pub(super) type JobId = u64;
 
-/// A piece in somebody's hands: part of a job, and the chunk that it goes through.
+/// A part of a job, and the chunk that it goes through.
 #[derive(Debug)]
 pub(super) struct Piece<J, C> {
     pub(super) id: JobId,
@@ -53,29 +53,29 @@ pub(super) struct Flight<C, T> {
     pub(super) tick: T,
 }
 
-/// What is to be done.
+/// A task.
 #[derive(Debug)]
 pub(super) enum Task<J, C, T> {
-    /// Find out how large the ring should be.
+    /// Choose the sizes of the ring.
     Tune,
-    /// Get a chunk.
+    /// Allocate a chunk.
     Grow {
         /// Its bytes.
         bytes: usize,
-        /// Bytes of the chunks that there are, or that others are getting.
+        /// Bytes of the other chunks, including those that other tasks allocate.
         others: usize,
     },
     /// Fill the chunk from the source and enqueue its copy to the device.
     Fill(Piece<J, C>),
     /// Enqueue the copy from the device into the chunk.
     Fetch(Piece<J, C>),
-    /// Store the chunk's bytes in the target.
+    /// Store the chunk's contents in the target.
     Store(Piece<J, C>),
     /// Wait until the copy that uses the chunk is done.
     Wait(Flight<C, T>),
 }
 
-/// What was done.
+/// The result of a task.
 #[derive(Debug)]
 pub(super) enum Done<J, C, T> {
     /// Of [`Task::Tune`].
@@ -86,18 +86,19 @@ pub(super) enum Done<J, C, T> {
     Sent(Piece<J, C>, T),
     /// Of [`Task::Store`].
     Stored(Piece<J, C>),
-    /// Of those that had a piece in hand. The chunk can be used again by whoever first makes sure that nothing uses it.
+    /// Of a task with a piece. A copy may still use the chunk.
     Failed(Piece<J, C>, TransferError),
     /// Of [`Task::Wait`].
     Waited(Flight<C, T>, Result<(), TransferError>),
 }
 
-/// What has to be done about a change, without a lock.
+/// The actions that follow a change, for a thread without the lock.
 #[derive(Debug)]
 pub(super) struct After<J, C> {
-    /// Jobs that ended: nobody has them in hand any more. An upload that ended well is enqueued; a download has landed.
+    /// Jobs that ended, which no task has any more. A successful upload is enqueued; a download is
+    /// stored.
     pub(super) ended: Vec<(J, Result<(), TransferError>)>,
-    /// Chunks that the ring has no use for.
+    /// Chunks that the ring released.
     pub(super) surplus: Vec<C>,
 }
 

@@ -1,4 +1,4 @@
-//! How large a ring should be, from how fast a thread copies and how fast the link is.
+//! The sizes of a ring, chosen from the speeds of a thread's copies and of the link.
 
 use std::hint::black_box;
 use std::thread;
@@ -11,31 +11,34 @@ use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 
-/// What the sizes depend on, in GB/s: bytes a ns.
+/// Speeds in GB/s: bytes per ns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Speeds {
-    /// What one thread copies in host memory.
+    /// The speed of one thread's copies in host memory.
     pub(super) copy: f64,
-    /// What the link to the device carries, each way.
+    /// The speed of the link to the device, each way.
     pub(super) link: f64,
 }
 
 impl Speeds {
-    /// What is taken where nothing can be measured: the order of magnitude of one core, and a PCIe 5 link with 16 lanes.
+    /// Used without measurements: the order of magnitude of one core, and a PCIe 5 link with 16
+    /// lanes.
     pub(super) const ASSUMED: Speeds = Speeds { copy: 10.0, link: 55.0 };
 }
 
-/// Time for which the link should have work in one chunk, in ns: an order of magnitude more than the calls about a chunk take.
+/// Time for which the link should have work in one chunk, in ns: an order of magnitude more than
+/// the calls about a chunk take.
 const CHUNK_NS: f64 = 100_000.0;
 
-/// The sizes for such speeds, on so many cores.
+/// The sizes for these speeds and cores.
 ///
-/// Threads: enough that together they copy a quarter more than the link carries. Chunks: one for each thread to work on, three that
-/// the link works on, and one that is left to other streams. Bytes: those that the link carries in [`CHUNK_NS`], as a power of two from 1 to 16 MiB.
+/// Threads: enough that together they copy a quarter more than the link carries. Chunks: one for
+/// each thread, three for the link, and one for other streams. Bytes: those that the link carries
+/// in [`CHUNK_NS`], as a power of two from 1 to 16 MiB.
 pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
     let whole = |value: f64, least: usize, most: usize| {
         let bounded = value.clamp(least as f64, most as f64);
-        // What is not a number is bounded by nothing.
+        // NaN passes `clamp`.
         let bounded = if bounded.is_finite() { bounded } else { least as f64 };
         #[allow(
             clippy::cast_possible_truncation,
@@ -51,7 +54,7 @@ pub(super) fn plan(speeds: Speeds, cores: usize) -> Sizes {
     Sizes { chunk_bytes: power, chunks: threads + 4, threads }
 }
 
-/// Sizes that are chosen by measuring; where that panics, as code of a driver may, those for what is assumed.
+/// The measured sizes; if the driver panics, those for the assumed speeds.
 pub(super) fn or_assumed(choose: impl FnOnce() -> Sizes) -> Sizes {
     guarded("measuring for staged copies", || Ok(choose())).unwrap_or_else(|error| {
         tracing::error!(%error, "staging is not tuned");
@@ -67,9 +70,9 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The sizes that suit the device. Measures where there is something to be measured, which takes some 50 ms, most of them for memory
-/// to copy from, and at most about twice [`PATIENCE`]: not on a simulated device, nor on one that captures, where it would break the
-/// capture, nor where nothing is left to choose.
+/// The sizes that suit the device. Measures, which takes about 50 ms, mostly to prepare memory to
+/// copy from, and at most about twice [`PATIENCE`]. Does not measure a simulated device, nor one
+/// that captures, where it would break the capture, nor if all sizes are configured.
 pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     let device = pool.device();
     let simulated = device.default_stream().is_simulated();
@@ -86,16 +89,18 @@ pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     sizes
 }
 
-/// Bytes that are copied to measure the link, and page-locked memory that host copies are measured with, as large as a chunk.
+/// Bytes that are copied to measure the link, and page-locked memory that host copies are measured
+/// with, as large as a chunk.
 const SAMPLE: usize = 4 << 20;
 
-/// Bytes of ordinary memory that are read to measure a host copy: many times what a core's own cache holds.
+/// Bytes of ordinary memory that are read to measure a host copy: many times what a core's own
+/// cache holds.
 const SOURCE: usize = 64 << 20;
 
-/// Time after which memory is measured on as far as it was got ready, and a copy as far as it went.
+/// The time after which preparing memory, or a copy, stops and is measured as far as it went.
 const PATIENCE: Duration = Duration::from_millis(50);
 
-/// Measures on memory of its own and a stream of its own, so that no work of the caller is waited for.
+/// Uses its own memory and stream, so that it waits for no work of the caller.
 fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
     let mut sample = pool.alloc::<u8>(SAMPLE)?;
     let copy = measure_copy(sample.write()?);
@@ -107,8 +112,9 @@ fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
     Ok(Speeds { copy, link })
 }
 
-/// The mean over one pass through ordinary memory, a chunk at a time into the same page-locked memory, as the ring's threads copy.
-/// Once only: what is read again comes out of a cache, twice as fast as anything that is staged.
+/// The mean over one pass through ordinary memory, a chunk at a time into the same page-locked
+/// memory, as the ring's threads copy. One pass only: cached memory reads twice as fast as any
+/// staged memory.
 fn measure_copy(to: &mut [u8]) -> f64 {
     let Some(from) = source(to.len()) else { return Speeds::ASSUMED.copy };
     let start = Instant::now();
@@ -124,8 +130,9 @@ fn measure_copy(to: &mut [u8]) -> f64 {
     copied as f64 / start.elapsed().as_nanos().max(1) as f64
 }
 
-/// Up to [`SOURCE`] bytes, as a multiple of `piece`, written in order, so that the system has given the memory and the first bytes
-/// are those that left the caches first. `None` if there is no memory.
+/// Up to [`SOURCE`] bytes, as a multiple of `piece`, written in order, so that the system has given
+/// the memory and the first bytes are those that left the caches first. `None` if there is no
+/// memory.
 fn source(piece: usize) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     let sizes = std::iter::successors(Some(SOURCE / piece), |pieces| Some(pieces / 2));
@@ -168,7 +175,8 @@ fn time_upload(
     {
         let _access = part.memory.access(stream, AccessKind::Read)?;
         start.record(stream)?;
-        // SAFETY: the access notes the copy, and until that is done nothing writes the memory or reuses it.
+        // SAFETY: the access notes the copy, and until that is done nothing writes the memory or
+        // reuses it.
         unsafe { stream.upload(ptr, part.ptr, part.bytes) }?;
         end.record(stream)?;
     }

@@ -70,9 +70,9 @@ impl Workers {
         }
     }
 
-    /// Allocates a chunk for a ring that already has `others` bytes. The ring takes at most half of a
-    /// pool with a limit, so that small copies and the caller's buffers fit too. That half holds two
-    /// chunks at least, or one of the smallest size.
+    /// Allocates a chunk for a ring that already has `others` bytes. The ring takes at most half of
+    /// a pool with a limit, so that small copies and the caller's buffers fit too. That half holds
+    /// two chunks at least, or one of the smallest size.
     fn allocate_chunk(&self, bytes: usize, others: usize) -> Result<Chunk, TransferError> {
         let wanted = bytes + others.max(bytes);
         let is_smallest = others == 0 && bytes < 2 * CHUNK_BYTES_LEAST;

@@ -1,4 +1,4 @@
-//! Sources for the staging ring whose elements are converted while its threads read them.
+//! Sources for the staging ring that convert elements while its threads read them.
 
 use aquifer_kernels::{DType, convert_host};
 
@@ -34,7 +34,7 @@ impl<S: HostSource> HostSource for Converted<S> {
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let size = self.to.bytes();
-        // Whole elements around what is asked for.
+        // Whole elements around the range.
         let (first, end) = (offset / size, (offset + into.len() as u64).div_ceil(size));
         let mut elements = host_vec::zeroed(count((end - first) * self.from.bytes()))?;
         self.source.read(first * self.from.bytes(), &mut elements)?;
@@ -49,7 +49,7 @@ impl<S: HostSource> HostSource for Converted<S> {
     }
 }
 
-/// Bytes of a part of memory that a thread was asked for.
+/// The length of a part of memory.
 fn count(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

@@ -31,8 +31,8 @@ impl Tensor {
         Tensor::from_owner(elements, shape)
     }
 
-    /// A tensor of the elements that some owner lends, such as a `Box<[T]>`, an `Arc<[T]>` or a memory map, which it takes over and must lend the same
-    /// elements each time.
+    /// A tensor of the elements that some owner lends, such as a `Box<[T]>`, an `Arc<[T]>` or a
+    /// memory map, which it takes over and must lend the same elements each time.
     ///
     /// # Errors
     /// A shape of another number of elements.
@@ -54,11 +54,13 @@ impl Tensor {
         Tensor::from_vec(vec![value], &[])
     }
 
-    /// A tensor of device memory, which it shares, in row-major order. The tensor's first use comes after all work enqueued until now on the
-    /// stream that the memory was allocated for, and on those that it was made ready for.
+    /// A tensor of device memory, which it shares, in row-major order. The tensor's first use comes
+    /// after all work enqueued until now on the stream that the memory was allocated for, and on
+    /// those that it was made ready for.
     ///
     /// # Errors
-    /// A turn of this thread with the memory, a shape of another number of elements, and memory of another device than the runtime's.
+    /// A turn of this thread with the memory, a shape of another number of elements, and memory of
+    /// another device than the runtime's.
     pub fn from_buffer<T: Scalar>(
         buffer: &Buffer<T>,
         shape: &[usize],
@@ -73,8 +75,8 @@ impl Tensor {
         Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
 
-    /// A tensor whose elements are undefined until they are written: on a device whatever was there, on the host zeros or whatever was
-    /// there.
+    /// A tensor whose elements are undefined until they are written: on a device whatever was
+    /// there, on the host zeros or whatever was there.
     ///
     /// # Errors
     /// When memory runs out, a shape that is too large, and errors of the driver.
@@ -249,7 +251,7 @@ pub(super) fn bytes_of(layout: &Layout, dtype: DType) -> Result<u64, TransferErr
     len.checked_mul(size).ok_or(TransferError::Request(RequestError::LengthOverflow { len, size }))
 }
 
-/// The same on the host.
+/// As [`bytes_of`], on the host.
 pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, TransferError> {
     let bytes = usize::try_from(bytes_of(layout, dtype)?).ok().filter(|&bytes| isize::try_from(bytes).is_ok());
     bytes.ok_or(TransferError::Request(RequestError::LengthOverflow { len: layout.len() as u64, size: dtype.bytes() }))

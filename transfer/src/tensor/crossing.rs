@@ -1,4 +1,4 @@
-//! Tensors between the host and devices, and between devices: what crosses, as what, and by which copies. The rules are `transport`'s.
+//! Tensors between the host and devices, and between devices. `transport` has the rules.
 
 use std::sync::Arc;
 
@@ -20,11 +20,11 @@ use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::runtime::Transfer;
 
-/// Converted or packed elements of at most so many bytes are written to page-locked memory at once; more go through ordinary memory and
-/// the staging ring, so that no large piece is page-locked for one use.
+/// The most bytes of converted or packed elements that go to page-locked memory directly. More go
+/// through ordinary memory and the staging ring, so that no large piece is page-locked for one use.
 const PINNED_AT_ONCE: u64 = 4 << 20;
 
-/// Rows of at least so many bytes are left to the copy engine, which takes a transaction for each.
+/// The least bytes of a row for the copy engine, which takes a transaction for each row.
 const LONG_ROW: u64 = 512;
 
 impl Tensor {
@@ -38,55 +38,45 @@ impl Tensor {
         let crossing = if dtype.bytes() < self.dtype.bytes() { dtype } else { self.dtype };
         let sent = self.sent()?;
         let mut buffer: Buffer<u8> = to.alloc_bytes(bytes_of(&sent.dense()?, crossing)?, &stream)?;
-        let (uploaded, enqueued) = self.upload_sent(&to.on(&stream)?, &sent, crossing, &mut buffer)?;
-        let layout = sent.layout;
-        let finish = move |to: Transfer, stream: Stream, buffer: Buffer<u8>| {
-            let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, &stream)? };
-            Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
-        };
-        let to = to.clone();
-        if crossing != dtype && enqueued {
-            let tensor = finish(to.clone(), stream.clone(), buffer)?;
-            return Ok(Pending::enqueued(to.shared(), to.covered_tick(&stream), tensor));
-        }
-        Ok(uploaded.and_then(move |()| finish(to, stream, buffer)))
+        let uploaded = self.upload_sent(&to.on(&stream)?, &sent, crossing, &mut buffer)?;
+        arriving(uploaded, to, stream, (buffer, crossing), dtype, sent.layout)
     }
 
-    /// Uploads what is sent, as elements of `crossing`; tells whether all of it is enqueued.
+    /// Uploads elements as elements of `crossing`.
     pub(super) fn upload_sent(
         &self,
         to: &Transfer,
         sent: &Sent,
         crossing: DType,
         buffer: &mut Buffer<u8>,
-    ) -> Result<(Pending<()>, bool), TransferError> {
+    ) -> Result<Pending<()>, TransferError> {
         let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
         match (&self.memory, as_it_lies) {
             (Memory::Pinned(own), Some(range)) if own.pool.device().id() == to.device().id() => {
-                Ok((to.upload(own.buffer.try_slice(range)?, buffer)?, true))
+                to.upload(own.buffer.try_slice(range)?, buffer)
             }
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
-                Ok((self.upload_rows(own, to, buffer)?, true))
+                self.upload_rows(own, to, buffer)
             }
-            (Memory::Host(own), Some(range)) => Ok((upload_owned(to, own.part(range), buffer, None)?, false)),
+            (Memory::Host(own), Some(range)) => upload_owned(to, own.part(range), buffer, None),
             (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
                 let range = self.byte_range(self.first(), sent.count);
                 let source = Converted::new(own.part(range), self.dtype, crossing);
-                Ok((stage_upload(to, Arc::new(source), buffer)?.1, false))
+                Ok(stage_upload(to, Arc::new(source), buffer)?.1)
             }
             _ if buffer.bytes() <= PINNED_AT_ONCE => {
                 let mut staged = to.pinned().alloc::<u8>(host_bytes(&sent.dense()?, crossing)?)?;
                 self.write_sent(sent, crossing, staged.write()?)?;
-                Ok((to.upload(&staged, buffer)?, true))
+                to.upload(&staged, buffer)
             }
             _ => {
                 let memory = filled_host(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
-                Ok((upload_owned(to, memory.part(0..memory.len()), buffer, None)?, false))
+                upload_owned(to, memory.part(0..memory.len()), buffer, None)
             }
         }
     }
 
-    /// Whether the innermost elements are next to each other, and many, so that copying rows pays.
+    /// Whether rows of adjacent elements are long enough for the copy engine.
     fn has_long_rows(&self) -> bool {
         let merged = self.layout.merged();
         let innermost = merged.dimensions().next_back();
@@ -103,7 +93,7 @@ impl Tensor {
         let size = self.size();
         let merged = self.layout.merged();
         let dense = Layout::row_major(merged.shape())?;
-        // In bytes, of which elements are the innermost dimension.
+        // In bytes: elements are the innermost dimension.
         let in_bytes =
             |strides: &[usize]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<usize>>();
         let extents: Vec<usize> = merged.shape().iter().copied().chain([size]).collect();
@@ -146,7 +136,7 @@ impl Tensor {
         }))
     }
 
-    /// The elements in memory of their device that holds nothing else, as elements of `crossing`.
+    /// The elements in memory of their own, as elements of `crossing`.
     pub(super) fn send_from(
         &self,
         own: &DeviceMemory,
@@ -190,18 +180,31 @@ impl Tensor {
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: Buffer<u8> = to.alloc_bytes(from.bytes(), &there)?;
         let copied = copy_from_peer(&to.on(&there)?, &own.transfer.on(&here)?, &from, &mut buffer, None)?;
-        let finish = move |to: Transfer, stream: &Stream| {
-            let buffer = if crossing == dtype { buffer } else { cast(&to, &buffer, crossing, dtype, stream)? };
-            Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: to }), dtype, layout)
-        };
-        // A copy that threads still work on may fail, and then there is nothing to convert.
-        if crossing != dtype && copied.is_enqueued() {
-            let tensor = finish(to.clone(), &there)?;
-            return Ok(Pending::enqueued(to.shared(), to.covered_tick(&there), tensor));
-        }
-        let to = to.clone();
-        Ok(copied.and_then(move |_| finish(to, &there)))
+        arriving(copied, to, there, (buffer, crossing), dtype, layout)
     }
+}
+
+/// The tensor of the elements of `crossing` that a copy brings to a buffer, converted on the
+/// device.
+fn arriving<T: Send + 'static>(
+    copied: Pending<T>,
+    to: &Transfer,
+    stream: Stream,
+    (buffer, crossing): (Buffer<u8>, DType),
+    dtype: DType,
+    layout: Layout,
+) -> Result<Pending<Tensor>, TransferError> {
+    let (transfer, tick_stream) = (to.clone(), stream.clone());
+    let finish = move || {
+        let buffer = if crossing == dtype { buffer } else { cast(&transfer, &buffer, crossing, dtype, &stream)? };
+        Tensor::new(Memory::Device(DeviceMemory { buffer, transfer }), dtype, layout)
+    };
+    // A copy that threads still work on may fail, and then there is nothing to convert.
+    if crossing != dtype && copied.is_enqueued() {
+        let tensor = finish()?;
+        return Ok(Pending::enqueued(to.shared(), to.covered_tick(&tick_stream), tensor));
+    }
+    Ok(copied.and_then(move |_| finish()))
 }
 
 impl PinnedHost {

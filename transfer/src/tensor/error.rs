@@ -1,16 +1,16 @@
-//! Errors about several operands: each is named with what it is.
+//! Errors about several operands.
 
 use std::fmt;
 
 use aquifer_kernels::DType;
 
-/// What an operand of an operation is.
+/// The facts about an operand in an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OperandInfo {
     /// Its name in the operation.
     pub name: &'static str,
-    /// Where it is: `cpu`, `pinned cpu`, `cuda:0`, `sim:0`.
+    /// Its place: `cpu`, `pinned cpu`, `cuda:0`, `sim:0`.
     pub place: String,
     /// Its dtype.
     pub dtype: DType,
@@ -18,15 +18,15 @@ pub struct OperandInfo {
     pub shape: Vec<usize>,
 }
 
-/// Operands that an operation cannot take together: the caller passed tensors on different devices, or of dtypes or shapes that do not
-/// fit. Nothing was enqueued.
+/// Operands that an operation cannot take together: the caller passed tensors on different devices,
+/// or of dtypes or shapes that do not fit. Nothing was enqueued.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{operation}: {reason}; {}", Listed(operands))]
 #[non_exhaustive]
 pub struct OperandsError {
     /// The operation.
     pub operation: &'static str,
-    /// What is wrong, and what to do.
+    /// The problem, and advice.
     pub reason: String,
     /// All operands.
     pub operands: Vec<OperandInfo>,

@@ -1,4 +1,5 @@
-//! What holds the elements of tensors: bytes on the host, page-locked or not, or on a device. Shared by all views.
+//! The memory of tensors: bytes on the host, page-locked or not, or on a device. All views share
+//! it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,20 +20,20 @@ use crate::runtime::Transfer;
 /// Memory that tensors share.
 #[derive(Clone, Debug)]
 pub(crate) enum Memory {
-    /// Nothing writes it any more.
+    /// Read-only from now on.
     Host(Owned),
     Pinned(PinnedHost),
     Device(DeviceMemory),
 }
 
-/// Page-locked host memory. Nobody writes it any more, except for the copy that fills it.
+/// Page-locked host memory. Nothing writes it any more, except for the copy that fills it.
 #[derive(Clone, Debug)]
 pub(crate) struct PinnedHost {
     pub(crate) buffer: Arc<PinnedBuffer<u8>>,
     pub(crate) pool: PinnedPool,
 }
 
-/// Device memory, and what copies to and from it.
+/// Device memory, and the runtime of its copies.
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
     pub(crate) buffer: Buffer<u8>,
@@ -46,7 +47,7 @@ impl Clone for DeviceMemory {
 }
 
 impl Memory {
-    /// Where it is.
+    /// Its place.
     pub(crate) fn place(&self) -> Place {
         match self {
             Memory::Host(_) => Place::Host,
@@ -64,7 +65,7 @@ impl Memory {
         }
     }
 
-    /// Where it begins, compared with others that share it: memory of a device may be a part of a buffer.
+    /// Its start, to compare parts of shared memory: memory of a device may be a part of a buffer.
     pub(crate) fn start(&self) -> u64 {
         match self {
             Memory::Host(_) | Memory::Pinned(_) => 0,
@@ -86,7 +87,7 @@ impl Memory {
         self.identity() == other.identity()
     }
 
-    /// Where on the host that lies which all its owners share, so that no other memory has it at the same time.
+    /// An address that all owners of the memory share, and no other live memory has.
     pub(crate) fn identity(&self) -> usize {
         match self {
             Memory::Host(memory) => memory.identity(),
@@ -101,14 +102,14 @@ impl DeviceMemory {
         self.transfer.device()
     }
 
-    /// The part that elements `start..start + len` of a dtype lie in.
+    /// The part with elements `start..start + len` of a dtype.
     pub(crate) fn elements(&self, dtype: DType, start: usize, len: usize) -> Result<Buffer<u8>, TransferError> {
         let (start, end, size) = (start as u64, (start + len) as u64, dtype.bytes());
         part_of(&self.buffer, start * size..end * size)
     }
 }
 
-/// Some bytes of a buffer, sharing its memory.
+/// A part of a buffer, sharing its memory.
 pub(super) fn part_of(buffer: &Buffer<u8>, bytes: Range<u64>) -> Result<Buffer<u8>, TransferError> {
     Ok(buffer.try_slice(host_vec::len_of(bytes.start, 1)?..host_vec::len_of(bytes.end, 1)?)?.share())
 }
@@ -159,7 +160,7 @@ macro_rules! by_dtype {
 }
 pub(crate) use by_dtype;
 
-/// Elements that tensors hold: the dtypes of the kernels, which plain bytes can be.
+/// Elements of tensors: the dtypes of the kernels, as plain bytes.
 pub trait Scalar: Element + Pod {}
 
 macro_rules! scalars {

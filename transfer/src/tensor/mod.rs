@@ -1,8 +1,10 @@
 //! Tensors: elements of one dtype in an explicit place, which never changes silently.
 //!
 //! * `memory` holds the elements, in a [`Place`]; all views share it;
-//! * `create` makes tensors; `transport` moves and converts them, with `crossing` between memories; `pack` makes tensors with gaps dense;
-//! * `read` gives elements back to the host, `operations` computes on a device, and `write` changes elements there in place.
+//! * `create` makes tensors; `transport` moves and converts them, with `crossing` between memories;
+//!   `pack` makes tensors with gaps dense;
+//! * `read` gives elements back to the host, `operations` computes on a device, and `write` changes
+//!   elements there in place.
 
 mod converted;
 mod create;
@@ -38,18 +40,23 @@ use crate::layout::{Layout, LayoutError};
 use crate::pending::OnStreams;
 use crate::runtime::Transfer;
 
-/// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a device.
+/// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a
+/// device.
 ///
-/// Clones and views share the memory; [`Tensor::deep_copy`] does not. No method changes elements that another tensor shares, except where its
-/// name and documentation say so ([`Tensor::assign_shared`], [`Tensor::fill_shared`]), and those are for memory of devices.
+/// Clones and views share the memory; [`Tensor::deep_copy`] does not. No method changes elements
+/// that another tensor shares, except where its name and documentation say so
+/// ([`Tensor::assign_shared`], [`Tensor::fill_shared`]), and those are for memory of devices.
 ///
-/// *Placement.* The place of a tensor never changes: [`Tensor::to`] makes another tensor. Operations on tensors in different places, of
-/// different dtypes, or of shapes that do not fit are errors that name every operand.
+/// *Placement.* The place of a tensor never changes: [`Tensor::to`] makes another tensor.
+/// Operations on tensors in different places, of different dtypes, or of shapes that do not fit are
+/// errors that name every operand.
 ///
-/// *Order.* Operations on a device are enqueued, and later work on any stream is ordered after them by the ticks that the memory carries.
+/// *Order.* Operations on a device are enqueued, and later work on any stream is ordered after them
+/// by the ticks that the memory carries.
 ///
-/// *Waiting.* Methods that wait on the host say so in their names. Beyond that, where the host itself changes, copies or converts elements in
-/// page-locked memory, it waits for copies that still fill that memory ([`crate::HostMemoryStats::num_waits`] counts these waits).
+/// *Waiting.* Methods that wait on the host say so in their names. Beyond that, where the host
+/// itself changes, copies or converts elements in page-locked memory, it waits for copies that
+/// still fill that memory ([`crate::HostMemoryStats::num_waits`] counts these waits).
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -76,7 +83,7 @@ pub struct Tensor {
     pub(crate) layout: Layout,
 }
 
-/// The same part of the same memory.
+/// The identity of a part of memory.
 #[derive(PartialEq, Eq, Hash)]
 pub(crate) struct Tie {
     memory: usize,
@@ -85,7 +92,7 @@ pub(crate) struct Tie {
     layout: Layout,
 }
 
-/// Page-locked memory waits by itself when it is read.
+/// Reading page-locked memory waits for its copies.
 impl OnStreams for Tensor {
     fn ready_on(&self, stream: &Stream) -> Result<(), TransferError> {
         match &self.memory {
@@ -106,7 +113,7 @@ impl Tensor {
         Ok(Tensor { memory, dtype, layout })
     }
 
-    /// A tensor of device memory that nobody else has.
+    /// A tensor of new device memory.
     pub(crate) fn on_device(
         buffer: Buffer<u8>,
         transfer: &Transfer,
@@ -125,14 +132,14 @@ impl Tensor {
         }
     }
 
-    /// What it has in common with tensors that are tied to it, while it lives.
+    /// An identity that tied tensors share, while it lives.
     pub(crate) fn tie(&self) -> Tie {
         // Parts of one buffer share memory, and may each begin elsewhere in it.
         let start = self.memory.start() + self.first() as u64 * self.dtype.bytes();
         Tie { memory: self.memory.identity(), start, dtype: self.dtype, layout: self.layout.at(0) }
     }
 
-    /// Where it is.
+    /// Its place.
     pub fn place(&self) -> Place {
         self.memory.place()
     }
@@ -142,7 +149,7 @@ impl Tensor {
         self.dtype
     }
 
-    /// Where its elements lie in its memory.
+    /// The layout of its elements in its memory.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -157,7 +164,7 @@ impl Tensor {
         self.layout.strides()
     }
 
-    /// How many elements it has.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         self.layout.len()
     }
@@ -182,8 +189,9 @@ impl Tensor {
         self.memory.is_same(&other.memory)
     }
 
-    /// The device memory of its elements, typed and sharing it, for kernels and copies of one's own. Use it in turns, or make it ready for a
-    /// stream first ([`Buffer::ready_on`]).
+    /// The device memory of its elements, typed and sharing it, for the caller's kernels and
+    /// copies. Use it with access guards, or make it ready for a stream first
+    /// ([`Buffer::ready_on`]).
     ///
     /// # Errors
     /// A tensor on the host, of another dtype, or that is not contiguous.
@@ -210,7 +218,7 @@ impl Tensor {
         Ok(self.view(self.layout.narrow(dimension, range)?))
     }
 
-    /// One index of a dimension, which is left out, sharing the memory.
+    /// One index of a dimension, which is removed, sharing the memory.
     ///
     /// # Errors
     /// As [`Layout::select`].
@@ -234,7 +242,7 @@ impl Tensor {
         Ok(self.view(self.layout.transpose(a, b)?))
     }
 
-    /// A dimension of extent 1 left out, sharing the memory.
+    /// A dimension of extent 1 removed, sharing the memory.
     ///
     /// # Errors
     /// As [`Layout::squeeze`].
@@ -242,7 +250,7 @@ impl Tensor {
         Ok(self.view(self.layout.squeeze(dimension)?))
     }
 
-    /// A dimension of extent 1 put in, sharing the memory.
+    /// A dimension of extent 1 inserted, sharing the memory.
     ///
     /// # Errors
     /// As [`Layout::unsqueeze`].
@@ -266,7 +274,7 @@ impl Tensor {
         Ok(self.view(self.layout.broadcast(shape)?))
     }
 
-    /// The same memory with a layout that is within the present one.
+    /// The same memory with a layout within the present one.
     pub(crate) fn view(&self, layout: Layout) -> Tensor {
         Tensor { memory: self.memory.clone(), dtype: self.dtype, layout }
     }

@@ -1,8 +1,10 @@
 //! Operations of the kernels on tensors.
 //!
-//! Operands must be on one device and of one dtype, and their shapes must fit as they are: nothing is moved, converted or repeated unless
-//! the caller does it ([`Tensor::to`], [`Tensor::to_dtype`], [`Tensor::broadcast`]). Errors name every operand. Results are new memory on
-//! the operands' device, allocated for the stream that computes them. Operands that are not contiguous are made so first, on the device.
+//! Operands must be on one device and of one dtype, and their shapes must fit as they are: nothing
+//! is moved, converted or repeated unless the caller does it ([`Tensor::to`], [`Tensor::to_dtype`],
+//! [`Tensor::broadcast`]). Errors name every operand. Results are new memory on the operands'
+//! device, allocated for the stream that computes them. Operands that are not contiguous are made
+//! so first, on the device.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{DeviceMismatch, Stream};
@@ -28,7 +30,8 @@ impl Tensor {
     /// Enqueues the sum of both, element by element: integers wrap, floats are rounded once.
     ///
     /// # Errors
-    /// Operands in different places, not on a device, of different dtypes or shapes; and those of [`Kernels::add`].
+    /// Operands in different places, not on a device, of different dtypes or shapes; and those of
+    /// [`Kernels::add`].
     #[track_caller]
     pub fn add(&self, other: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
         let _place = self.called_here();
@@ -47,10 +50,12 @@ impl Tensor {
         of_result(transfer, to, dtype, self.shape())
     }
 
-    /// Enqueues `a · x` added to this tensor, as a new one. Floats only; rounded as [`Kernels::axpy`] does.
+    /// Enqueues `a · x` added to this tensor, as a new one. Floats only; rounded as
+    /// [`Kernels::axpy`] does.
     ///
     /// # Errors
-    /// Operands in different places, not on a device, of different dtypes or shapes; and those of [`Kernels::axpy`].
+    /// Operands in different places, not on a device, of different dtypes or shapes; and those of
+    /// [`Kernels::axpy`].
     #[track_caller]
     pub fn add_scaled(&self, a: f64, x: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
         let _place = self.called_here();
@@ -69,11 +74,12 @@ impl Tensor {
         of_result(transfer, to, self.dtype, self.shape())
     }
 
-    /// Enqueues the matrix product: `[m, k]` by `[k, n]` gives `[m, n]`. Dtypes and rounding are those of [`Kernels::matmul`].
+    /// Enqueues the matrix product: `[m, k]` by `[k, n]` gives `[m, n]`. Dtypes and rounding are
+    /// those of [`Kernels::matmul`].
     ///
     /// # Errors
-    /// Operands in different places, not on a device, of different dtypes, or of shapes that do not fit; and those of
-    /// [`Kernels::matmul`].
+    /// Operands in different places, not on a device, of different dtypes, or of shapes that do not
+    /// fit; and those of [`Kernels::matmul`].
     #[track_caller]
     pub fn matmul(&self, other: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
         let _place = self.called_here();
@@ -98,8 +104,8 @@ impl Tensor {
         of_result(transfer, to, dtype, &[m, n])
     }
 
-    /// Enqueues the sum of all elements, as a scalar tensor: `f32` for floats up to that, `f64`, `i64` or `u64`, as [`Kernels::reduce_sum`]
-    /// has it. Repeated elements count as often.
+    /// Enqueues the sum of all elements, as a scalar tensor: `f32` for floats up to that, `f64`,
+    /// `i64` or `u64`, as [`Kernels::reduce_sum`] has it. Repeated elements count as often.
     ///
     /// # Errors
     /// An operand that is not on a device, and those of [`Kernels::reduce_sum`].

@@ -1,4 +1,5 @@
-//! Packing: elements with gaps between them become dense, in row-major order, on the side where they are; and on devices the other way round.
+//! Packing of elements with gaps between them, in row-major order, on the host and on devices; on
+//! devices also unpacking.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{RequestError, Stream};
@@ -14,7 +15,8 @@ use crate::tensor::memory::part_of;
 /// Dimensions that one launch of the gather or scatter kernel takes.
 const LAUNCH_DIMENSIONS: usize = 4;
 
-/// Copies the elements of `size` bytes that `layout` names in `from` to `to`, which has room for exactly them.
+/// Copies the elements of `size` bytes that `layout` names in `from` to `to`, which has room for
+/// exactly them.
 pub(super) fn pack_on_host(from: &[u8], layout: &Layout, size: usize, to: &mut [u8]) {
     if layout.is_empty() {
         return;
@@ -28,7 +30,7 @@ pub(super) fn pack_on_host(from: &[u8], layout: &Layout, size: usize, to: &mut [
     }
 }
 
-/// Enqueues collecting elements in new memory on their device, allocated for `stream`.
+/// Enqueues packing elements into new memory on their device, allocated for `stream`.
 pub(super) fn pack_on_device(
     memory: &DeviceMemory,
     transfer: &Transfer,
@@ -42,7 +44,8 @@ pub(super) fn pack_on_device(
     Ok(to)
 }
 
-/// Enqueues collecting elements in memory of their device that has room for exactly them, and does not meet where they lie.
+/// Enqueues packing elements into memory of their device that has exactly their length and does not
+/// overlap them.
 pub(super) fn pack_to(
     memory: &DeviceMemory,
     transfer: &Transfer,
@@ -68,7 +71,8 @@ pub(super) fn pack_to(
     Ok(())
 }
 
-/// Enqueues bringing dense elements, which do not meet these places, to the places that a layout names in memory of their device.
+/// Enqueues unpacking dense elements to the places that a layout names in memory of their device,
+/// which must not overlap them.
 pub(super) fn spread_on_device(
     from: &Buffer<u8>,
     memory: &DeviceMemory,
@@ -81,7 +85,8 @@ pub(super) fn spread_on_device(
     scatter_all(memory, transfer, dtype, layout, stream, |number| part_of(from, number * bytes..(number + 1) * bytes))
 }
 
-/// Enqueues setting the elements that a layout names to `value`. Takes memory for as many of them as one launch writes.
+/// Enqueues setting the elements that a layout names to `value`. Takes memory for the elements of
+/// one launch.
 pub(super) fn fill_on_device<T: Scalar>(
     memory: &DeviceMemory,
     transfer: &Transfer,
@@ -97,7 +102,8 @@ pub(super) fn fill_on_device<T: Scalar>(
     scatter_all(memory, transfer, T::DTYPE, layout, stream, |_| Ok(values.share()))
 }
 
-/// Launches the scatter kernel for all of a layout, with what `part` gives for each launch by its number.
+/// Launches the scatter kernel for all of a layout; `part` returns the source of each launch by its
+/// number.
 fn scatter_all(
     memory: &DeviceMemory,
     transfer: &Transfer,
@@ -119,8 +125,8 @@ fn scatter_all(
     Ok(())
 }
 
-/// The innermost dimensions of a layout, which one launch takes, and the place where each launch begins:
-/// one for each index of the other dimensions.
+/// The innermost dimensions of a layout, which one launch takes, and the place where each launch
+/// begins: one for each index of the other dimensions.
 fn launches(layout: &Layout) -> Result<(Strided, Vec<usize>), TransferError> {
     let merged = layout.merged();
     let dimensions: Vec<_> = merged

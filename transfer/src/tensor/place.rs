@@ -39,7 +39,8 @@ pub enum Place {
     Host,
     /// Page-locked host memory of a pool, for copies to and from its device.
     Pinned(PinnedPool),
-    /// Memory of a device. Copies there run on the stream of the [`Transfer`], if it has one ([`Transfer::on`]).
+    /// Memory of a device. Copies there run on the stream of the [`Transfer`], if it has one
+    /// ([`Transfer::on`]).
     Device(Transfer),
 }
 
@@ -120,8 +121,8 @@ impl Place {
         self.serves_as(other) && other.serves_as(self)
     }
 
-    /// Whether a tensor in this place needs no move to the other one. Page-locked memory counts as host memory, too; from host to page-locked
-    /// memory a copy is needed.
+    /// Whether a tensor in this place needs no move to the other one. Page-locked memory counts as
+    /// host memory, too; from host to page-locked memory a copy is needed.
     pub fn serves_as(&self, wanted: &Place) -> bool {
         match (self, wanted) {
             (Place::Device(own), Place::Device(wanted)) => own.device().id() == wanted.device().id(),

@@ -8,8 +8,8 @@ use crate::host_vec;
 use aquifer_device::RequestError;
 
 impl Tensor {
-    /// The elements in row-major order. Waits on the host for the copy from a device, which is counted as a synchronisation, also where the
-    /// device was quick.
+    /// The elements in row-major order. Waits on the host for the copy from a device, which is
+    /// counted as a synchronisation, also where the device was quick.
     ///
     /// # Errors
     /// A tensor of another dtype, and as [`Tensor::to`].
@@ -24,8 +24,8 @@ impl Tensor {
         Ok(elements)
     }
 
-    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec_blocking`] does: in a loop this keeps the device from
-    /// working ahead.
+    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec_blocking`]
+    /// does: in a loop this keeps the device from working ahead.
     ///
     /// # Errors
     /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
@@ -53,10 +53,12 @@ impl Tensor {
         Ok(&self.memory.read()?[first * self.size()..(first + len) * self.size()])
     }
 
-    /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that a copy is still filling is waited for.
+    /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that
+    /// a copy is still filling is waited for.
     ///
     /// # Errors
-    /// A tensor on a device ([`Tensor::to_host`] brings it), of another dtype, or that is not contiguous.
+    /// A tensor on a device ([`Tensor::to_host`] brings it), of another dtype, or that is not
+    /// contiguous.
     pub fn as_slice<T: Scalar>(&self) -> Result<&[T], TransferError> {
         self.check_dtype(T::DTYPE)?;
         if matches!(self.memory, Memory::Device(_)) {

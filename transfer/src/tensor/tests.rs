@@ -151,8 +151,8 @@ fn dtypes_are_converted_where_fewer_bytes_cross() {
     }
 }
 
-/// PyTorch's `.to("cpu", non_blocking=True)` gives memory that is read before the copy wrote it. Here there is no tensor to read before the
-/// copy is complete, or its memory waits.
+/// PyTorch's `.to("cpu", non_blocking=True)` gives memory that is read before the copy wrote it.
+/// Here there is no tensor to read before the copy is complete, or its memory waits.
 #[test]
 fn to_host_non_blocking_never_reads_garbage_86264() {
     let stand = stand();
@@ -286,7 +286,8 @@ fn what_is_not_one_element_is_not_brought_to_the_host() {
     assert_eq!(stand.transfer.counters().downloads.bytes, 0);
 }
 
-/// A tensor that went to a device on one stream is not bound to it: else copies back would wait for other uploads.
+/// A tensor that went to a device on one stream is not bound to it: else copies back would wait for
+/// other uploads.
 #[test]
 fn a_tensor_stays_on_no_stream() {
     let stand = stand();
@@ -363,7 +364,7 @@ fn memory_and_shape_must_fit() {
     }
 }
 
-/// What a program of moves and views does.
+/// A step of a program of moves and views.
 #[derive(Clone, Debug)]
 enum Step {
     Transpose(usize, usize),
@@ -389,7 +390,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Wherever a tensor goes and however it is viewed, it is what host views of the same say, with dtypes converted one after the other.
+    /// Wherever a tensor goes and however it is viewed, it is what host views of the same say, with
+    /// dtypes converted one after the other.
     #[test]
     fn programs_of_moves_and_views_keep_every_element(
         shape in prop::collection::vec(0usize..7, 0..4), wide in any::<bool>(), steps in prop::collection::vec(step(), 0..10),

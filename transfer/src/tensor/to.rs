@@ -1,4 +1,4 @@
-//! How a tensor is moved.
+//! Options of moving a tensor.
 
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
@@ -7,7 +7,8 @@ use super::place::Place;
 use crate::error::TransferError;
 use crate::placement::Fallback;
 
-/// How a tensor is moved: its new dtype, the stream of the copy, and what happens when memory runs out.
+/// Options of moving a tensor: the new dtype, the stream of the copy, and the fallback when memory
+/// runs out.
 ///
 /// ```
 /// use aquifer_kernels::DType;
@@ -35,19 +36,23 @@ impl To {
         To { dtype: Some(dtype), ..self }
     }
 
-    /// The stream that the copy runs on, in order with the rest of its work, and that device memory is allocated for. Memory of a tensor
-    /// that is in its place already is made ready for it. Where that is a thread's default stream, that thread must take the result: a conversion on the device may be enqueued then.
+    /// The stream that the copy runs on, in order with the rest of its work, and that device memory
+    /// is allocated for. Memory of a tensor that is in its place already is made ready for it. For
+    /// a thread's default stream, that thread must take the result: it may enqueue a conversion on
+    /// the device.
     pub fn stream(self, stream: &Stream) -> To {
         To { stream: Some(stream.clone()), ..self }
     }
 
-    /// Refuses a device that does not compute with the dtype by instructions of its own, and says what it lacks.
+    /// Refuses a device that does not compute with the dtype by instructions of its own, and says
+    /// what it lacks.
     pub fn native(self) -> To {
         To { native: true, ..self }
     }
 
-    /// What happens where the device has no memory for it. With [`Fallback::Host`] the result is on the host, as [`crate::Tensor::place`] says.
-    /// A lack of page-locked memory on the way is an error all the same.
+    /// The fallback if the device has no memory for it. With [`Fallback::Host`] the result is on
+    /// the host, as [`crate::Tensor::place`] reports. A lack of page-locked memory is an error in
+    /// any case.
     pub fn fallback(self, fallback: Fallback) -> To {
         To { fallback, ..self }
     }
@@ -61,7 +66,7 @@ impl To {
     }
 }
 
-/// What devices of a compute capability lack to compute with a dtype natively.
+/// The instructions that devices of a compute capability lack for a dtype.
 fn lacking(dtype: DType, capability: (u32, u32)) -> Option<&'static str> {
     dtype.missing_on(capability).filter(|_| !dtype.is_native_on(capability))
 }

@@ -1,12 +1,13 @@
 //! Tensors go from place to place, and from dtype to dtype on the way.
 //!
 //! Rules, in this order:
-//! * nothing is copied unless place or dtype change;
-//! * elements without gaps between them are sent as they lie, and keep their strides; those with gaps become dense where they are, so
-//!   that gaps are not sent. From page-locked memory with long rows the copy engine leaves the gaps out;
-//! * between host and device, dtypes are converted where fewer bytes cross: to a smaller one before, to a larger one after. Of the same
-//!   size, or within a device, the device converts;
-//! * what the device does after an upload that threads still work on is enqueued when the result is taken.
+//! * nothing is copied unless the place or the dtype changes;
+//! * elements without gaps between them cross as they lie, and keep their strides; those with gaps
+//!   are packed first. From page-locked memory with long rows the copy engine skips the gaps;
+//! * between host and device, dtypes are converted where fewer bytes cross: to a smaller one
+//!   before, to a larger one after. Of the same size, or within a device, the device converts;
+//! * after an upload that threads still work on, work of the device is enqueued when the result is
+//!   taken.
 
 use std::sync::Arc;
 
@@ -28,19 +29,21 @@ use crate::pinned::PinnedPool;
 use crate::placement::Fallback;
 use crate::runtime::Transfer;
 
-/// The elements of a tensor as they are sent.
+/// The elements of a tensor as they cross.
 pub(super) struct Sent {
-    /// Place of the first in the tensor's memory, if they are sent as they lie; `None` if they are packed.
+    /// The place of the first in the tensor's memory, if they cross as they lie; `None` if they are
+    /// packed.
     pub(super) first: Option<usize>,
-    /// How many.
+    /// The number of copies that were added.
     pub(super) count: usize,
-    /// Where they lie then.
+    /// Their layout afterwards.
     pub(super) layout: Layout,
 }
 
 impl Tensor {
-    /// The tensor in another place. Returns before it is there: what a device holds can be used by streams at once, as the memory carries its
-    /// ticks. Shares the memory where it is in the place already; page-locked memory is host memory, too.
+    /// The tensor in another place. Returns before it is there: what a device holds can be used by
+    /// streams at once, as the memory carries its ticks. Shares the memory where it is in the place
+    /// already; page-locked memory is host memory, too.
     ///
     /// # Errors
     /// When memory runs out, and errors of the drivers.
@@ -49,7 +52,8 @@ impl Tensor {
         self.to_with(place, To::new())
     }
 
-    /// The tensor in host memory; see [`Tensor::to`]. The result cannot be read before it is complete, as there is none before.
+    /// The tensor in host memory; see [`Tensor::to`]. The result cannot be read before it is
+    /// complete, as there is none before.
     ///
     /// # Errors
     /// As [`Tensor::to`].
@@ -59,8 +63,9 @@ impl Tensor {
         self.to(Place::Host)
     }
 
-    /// The tensor in page-locked host memory, from where copies to the pool's device are fastest; see [`Tensor::to`]. From host memory this
-    /// is a copy by the calling thread: pin what is sent often, or make it there.
+    /// The tensor in page-locked host memory, from where copies to the pool's device are fastest;
+    /// see [`Tensor::to`]. From host memory this is a copy by the calling thread: pin what is sent
+    /// often, or make it there.
     ///
     /// # Errors
     /// As [`Tensor::to`].
@@ -69,7 +74,8 @@ impl Tensor {
         self.to(pool)
     }
 
-    /// The tensor with elements of another dtype, where it is. Shares the memory if they are of it already.
+    /// The tensor with elements of another dtype, where it is. Shares the memory if they are of it
+    /// already.
     ///
     /// # Errors
     /// As [`Tensor::to`].
@@ -81,8 +87,8 @@ impl Tensor {
     /// The tensor in a place, as `to` says; see [`Tensor::to`].
     ///
     /// # Errors
-    /// A stream of another device than those that take part, a dtype that the device lacks instructions for if it must have them, and as
-    /// [`Tensor::to`].
+    /// A stream of another device than those that take part, a dtype that the device lacks
+    /// instructions for if it must have them, and as [`Tensor::to`].
     #[track_caller]
     pub fn to_with(
         &self,
@@ -120,8 +126,8 @@ impl Tensor {
         }
     }
 
-    /// The tensor with its elements next to each other in row-major order, where it is; shares the memory if they are already. On a device the
-    /// copy is enqueued.
+    /// The tensor with its elements next to each other in row-major order, where it is; shares the
+    /// memory if they are already. On a device the copy is enqueued.
     ///
     /// # Errors
     /// When memory runs out, and errors of the driver.
@@ -130,8 +136,9 @@ impl Tensor {
         if self.is_contiguous() { Ok(self.clone()) } else { self.deep_copy() }
     }
 
-    /// A tensor of the same elements, next to each other in row-major order, in memory of its own where this one is: what is written to one of them
-    /// later, the other one does not see. (Clones share the memory.) On a device the copy is enqueued.
+    /// A tensor of the same elements, next to each other in row-major order, in memory of its own
+    /// where this one is: what is written to one of them later, the other one does not see. (Clones
+    /// share the memory.) On a device the copy is enqueued.
     ///
     /// # Errors
     /// As [`Tensor::contiguous`].
@@ -157,7 +164,7 @@ impl Tensor {
         Tensor::new(memory, self.dtype, Layout::row_major(self.shape())?)
     }
 
-    /// The memory and what it becomes, if anything.
+    /// Moves and converts the tensor; shares the memory if nothing changes.
     pub(crate) fn convey(
         &self,
         place: &Place,
@@ -174,7 +181,7 @@ impl Tensor {
             (Memory::Device(own), Place::Device(wanted)) => self.to_peer(own, wanted, dtype, stream),
             (Memory::Device(own), place) => self.download(own, &on(&own.transfer, stream)?, place, dtype),
             (_, Place::Device(wanted)) => self.upload(wanted, dtype, stream),
-            // A host's copy by its own hands needs no stream, and to the host page-locked memory stays what it is.
+            // A copy by the calling thread needs no stream. Page-locked memory stays page-locked.
             (Memory::Pinned(own), Place::Host) => self.convert_to(&Place::Pinned(own.pool.clone()), dtype),
             (_, place) => self.convert_to(place, dtype),
         }
@@ -201,7 +208,7 @@ impl Tensor {
         Ok((elements, sent.layout))
     }
 
-    /// How the elements are sent: as they lie if there are no gaps between them, else packed.
+    /// The way the elements cross: as they lie if there are no gaps between them, else packed.
     pub(super) fn sent(&self) -> Result<Sent, TransferError> {
         let (span, len) = (self.layout.span(), self.layout.len());
         if span > len {
@@ -210,7 +217,8 @@ impl Tensor {
         Ok(Sent { first: Some(self.first()), count: span, layout: self.layout.at(0) })
     }
 
-    /// Writes what is sent as elements of `dtype`. Waits for the copy that fills page-locked memory.
+    /// Writes what is sent as elements of `dtype`. Waits for the copy that fills page-locked
+    /// memory.
     pub(super) fn write_sent(&self, sent: &Sent, dtype: DType, to: &mut [u8]) -> Result<(), TransferError> {
         let from = self.memory.read()?;
         match sent.first {
@@ -236,7 +244,7 @@ impl Tensor {
         usize::try_from(self.dtype.bytes()).unwrap_or(usize::MAX)
     }
 
-    /// What pendings of a way between two places share: that of a runtime, if one takes part.
+    /// The shared state for a transfer between two places: that of a runtime, if one takes part.
     fn shared_with(&self, place: &Place) -> Arc<Shared> {
         match (&self.memory, place) {
             (_, Place::Device(transfer)) => transfer.shared().clone(),
@@ -253,8 +261,9 @@ impl Sent {
     }
 }
 
-/// The runtime with the caller's stream, if there is one. It is for the copy alone: tensors keep the runtime as the caller named it, so that
-/// what is done with them later does not wait for what that stream does by then.
+/// The runtime with the caller's stream, if there is one. It is for the copy alone: tensors keep
+/// the runtime as the caller named it, so that what is done with them later does not wait for what
+/// that stream does by then.
 pub(super) fn on(transfer: &Transfer, stream: Option<&Stream>) -> Result<Transfer, TransferError> {
     stream.map_or_else(|| Ok(transfer.clone()), |stream| transfer.on(stream))
 }

@@ -1,9 +1,11 @@
 //! Writing in place, which all tensors that share the memory see.
 //!
-//! Only memory of devices is written: there, ticks order whatever reads and writes it. Host memory is lent as slices, and stays as it is.
+//! Only memory of devices is written: there, ticks order whatever reads and writes it. Host memory
+//! is lent as slices, and stays as it is.
 //!
-//! Elements that lie as the target's do are copied there directly. Others become dense first, in memory of the target's device, from where the
-//! scatter kernel brings them to their places; so do those that lie, or may lie, where the target is written.
+//! Elements that lie as the target's do are copied there directly. Others become dense first, in
+//! memory of the target's device, from where the scatter kernel brings them to their places; so do
+//! those that lie, or may lie, where the target is written.
 
 use std::sync::Arc;
 
@@ -22,12 +24,13 @@ use crate::pending::Pending;
 use crate::runtime::Transfer;
 
 impl Tensor {
-    /// Enqueues setting every element to `value`, for all tensors that share the memory. Later work on any stream comes after it. The memory
-    /// between the elements of a view stays as it is; that takes memory for as many elements until it is done.
+    /// Enqueues setting every element to `value`, for all tensors that share the memory. Later work
+    /// on any stream comes after it. The memory between the elements of a view stays as it is; that
+    /// takes memory for as many elements until it is done.
     ///
     /// # Errors
-    /// A tensor that is not on a device, of another dtype, or that repeats elements; those of [`aquifer_kernels::Kernels::fill`], and when memory
-    /// runs out.
+    /// A tensor that is not on a device, of another dtype, or that repeats elements; those of
+    /// [`aquifer_kernels::Kernels::fill`], and when memory runs out.
     #[track_caller]
     pub fn fill_shared<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), TransferError> {
         let _place = self.called_here();
@@ -42,12 +45,15 @@ impl Tensor {
         fill_on_device(own, &own.transfer, &dense.layout, value, stream)
     }
 
-    /// Begins setting every element to that of `from` with the same indices, for all tensors that share the memory, and returns: PyTorch's
-    /// `copy_`. Later work on any stream comes after it, and the memory between the elements of a view stays as it is.
+    /// Begins setting every element to that of `from` with the same indices, for all tensors that
+    /// share the memory, and returns: PyTorch's `copy_`. Later work on any stream comes after it,
+    /// and the memory between the elements of a view stays as it is.
     ///
-    /// `from` may be in any place. It may share the memory, too: then all of it is read before anything is written. What is on another device, or
-    /// on the host, crosses as it does for [`Tensor::to`], without further memory where both are dense in one order. Otherwise the host waits until
-    /// threads of the runtime have enqueued that. Where a copy fails after this returned, some elements may have been written.
+    /// `from` may be in any place. It may share the memory, too: then all of it is read before
+    /// anything is written. What is on another device, or on the host, crosses as it does for
+    /// [`Tensor::to`], without further memory where both are dense in one order. Otherwise the host
+    /// waits until threads of the runtime have enqueued that. Where a copy fails after this
+    /// returned, some elements may have been written.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -66,8 +72,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Tensors of different dtypes or shapes ([`Tensor::to_dtype`] and [`Tensor::broadcast`] make them fit), one to be written that is not on a
-    /// device or repeats elements, a stream of another device or one that captures; and as [`Tensor::to`].
+    /// Tensors of different dtypes or shapes ([`Tensor::to_dtype`] and [`Tensor::broadcast`] make
+    /// them fit), one to be written that is not on a device or repeats elements, a stream of
+    /// another device or one that captures; and as [`Tensor::to`].
     #[track_caller]
     pub fn assign_shared(&mut self, from: &Tensor, stream: &Stream) -> Result<Pending<()>, TransferError> {
         let _place = self.called_here();
@@ -83,8 +90,8 @@ impl Tensor {
         // In which order elements are copied does not matter, so it is that of the target's memory.
         let order = self.layout.by_falling_stride();
         let (to, from) = (self.permute(&order)?, from.permute(&order)?);
-        if let Some(begun) = to.assign_directly(own, &from, &transfer)? {
-            return Ok(begun);
+        if let Some(copied) = to.assign_directly(own, &from, &transfer)? {
+            return Ok(copied);
         }
         let place = (&own.transfer).into();
         let here = from.convey(&place, from.dtype(), Some(stream))?.enqueued_for(stream)?;
@@ -94,8 +101,9 @@ impl Tensor {
         to.assign_on_device(own, &here, arrived, &transfer, stream)
     }
 
-    /// The same elements in memory of the same device, from where [`Tensor::assign_shared`] brings them to `to` without taking memory: this
-    /// tensor, or one that lies as `to` does where neither is dense in that order. Loads the kernels if they are needed then.
+    /// The same elements in memory of the same device, arranged so that [`Tensor::assign_shared`]
+    /// brings them to `to` without taking memory: this tensor, or one with the order of `to` where
+    /// neither is dense in that order. Loads the kernels if they are needed then.
     pub(crate) fn arranged_for(&self, to: &Tensor, stream: &Stream) -> Result<Tensor, TransferError> {
         let order = to.layout.by_falling_stride();
         let (target, from) = (to.permute(&order)?, self.permute(&order)?);
@@ -126,7 +134,8 @@ impl Tensor {
         Operands { operation: "assign_shared", tensors: &[("to", self)], stream }.written().map(drop)
     }
 
-    /// Begins bringing elements of another place to this tensor's memory, if they go there as one piece. On the stream of `transfer`.
+    /// Begins bringing elements of another place to this tensor's memory, if they go there as one
+    /// piece. On the stream of `transfer`.
     fn assign_directly(
         &self,
         own: &DeviceMemory,
@@ -145,7 +154,7 @@ impl Tensor {
                 let (_, dense) = from.send_from(other, &other.transfer, self.dtype, &there)?;
                 Ok(Some(copy_from_peer(transfer, &other.transfer.on(&there)?, &dense, &mut to, None)?.map(|_route| ())))
             }
-            _ => Ok(Some(from.upload_sent(transfer, &sent, self.dtype, &mut to)?.0)),
+            _ => Ok(Some(from.upload_sent(transfer, &sent, self.dtype, &mut to)?)),
         }
     }
 
@@ -182,7 +191,8 @@ fn meet(a: &Buffer<u8>, b: &Buffer<u8>) -> bool {
 }
 
 impl<'a> Operands<'a> {
-    /// The memory of the first operand, which is written: that of the stream's device, and each place of it once.
+    /// The memory of the first operand, which is written: that of the stream's device, and each
+    /// place of it once.
     fn written(&self) -> Result<&'a DeviceMemory, TransferError> {
         let Some(Memory::Device(own)) = self.tensors.first().map(|(_, tensor)| &tensor.memory) else {
             return Err(self

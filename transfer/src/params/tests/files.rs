@@ -36,7 +36,8 @@ fn metadata_stays_with_the_tensors() {
     }
 }
 
-/// Of tensors without elements many lie in one place; those here also before and after one with elements.
+/// Of tensors without elements many lie in one place; those here also before and after one with
+/// elements.
 #[test]
 fn tensors_come_in_the_order_in_which_they_lie_and_are_named() {
     let names = |prefix: &str| (0..8).map(|number| format!("{prefix}.{}", number * 5 % 8)).collect::<Vec<_>>();
@@ -87,7 +88,7 @@ fn files_come_back_as_they_were_saved() {
     let bias = reference.tensor("layers.3.bias").unwrap();
     assert_eq!(bias.data(), bytemuck::cast_slice::<f32, u8>(&floats(64, 103)));
     #[allow(unsafe_code, reason = "the test is about mapped files, too")]
-    // SAFETY: nobody but this test knows the file.
+    // SAFETY: only this test uses the file.
     let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
     for checkpoint in [Checkpoint::open(&path).unwrap(), Checkpoint::open(&directory.0).unwrap(), mapped] {
         assert_eq!(checkpoint.bytes(), set.bytes());
@@ -152,9 +153,9 @@ fn shards_are_found_by_their_index() {
     }
     let wrong = [
         ("none", "part1.safetensors", "is not in part1.safetensors"),
-        ("steps", "../secret.safetensors", "no file beside it"),
-        ("steps", "/etc/passwd", "no file beside it"),
-        ("steps", "..", "no file beside it"),
+        ("steps", "../secret.safetensors", "not a file in its directory"),
+        ("steps", "/etc/passwd", "not a file in its directory"),
+        ("steps", "..", "not a file in its directory"),
         ("more", "part0.safetensors", "\"more\" is not in part0.safetensors"),
     ];
     for (tensor, file, expected) in wrong {
@@ -245,7 +246,7 @@ fn broken_files_are_typed_errors() {
     assert!(matches!(model().save_blocking(Path::new("/proc/none/x")), Err(TransferError::File { .. })));
 }
 
-/// A file that is cut short after it was opened is told as one that changed, and nothing is kept.
+/// A file that is cut short after it was opened is reported as changed, and no tensor stays.
 #[test]
 fn a_file_that_shrinks_is_an_error() {
     let (directory, transfer) = (Directory::new(), transfer());
@@ -263,7 +264,8 @@ fn a_file_that_shrinks_is_an_error() {
     assert_same(&model(), &checkpoint.load_blocking(&transfer, Load::new()).unwrap());
 }
 
-/// The same for one that is cut short, or grows, while it is loaded, and for small and large tensors.
+/// The same for one that is cut short, or grows, while it is loaded, and for small and large
+/// tensors.
 #[test]
 fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     let (directory, transfer) = (Directory::new(), transfer());
@@ -330,7 +332,8 @@ proptest! {
     }
 }
 
-/// However few of them are small: a few tensors are on their way at a time, so that memory is bounded.
+/// However few of them are small: a few tensors are on their way at a time, so that memory is
+/// bounded.
 #[test]
 fn loading_keeps_few_tensors_on_their_way() {
     let directory = Directory::new();
@@ -388,7 +391,7 @@ fn loading_files_counts_as_reading() {
         let stats = transfer.staging_stats();
         assert!(!stats.time_reading.is_zero() && stats.time_copying.is_zero(), "{dtype:?}: {stats:?}");
         #[allow(unsafe_code, reason = "only the caller knows who writes the file")]
-        // SAFETY: nobody writes the file.
+        // SAFETY: nothing writes the file.
         let mapped = unsafe { Checkpoint::open_mapped(&path) }.unwrap();
         mapped.load_blocking(&transfer, load()).unwrap();
         let after = transfer.staging_stats();

@@ -11,7 +11,7 @@ fn saved(set: &ParamSet, directory: &Directory) -> PathBuf {
     path
 }
 
-/// The same set with zeros, each tensor in the place that is told.
+/// The same set with zeros, each tensor in its given place.
 fn zeros_of(set: &ParamSet, place: impl Fn(usize) -> Place) -> ParamSet {
     let mut zeros = ParamSet::new();
     for (number, param) in set.iter().enumerate() {
@@ -42,7 +42,7 @@ fn elements_come_into_a_set_where_it_is() {
     for ((param, old), number) in set.iter().zip(before.iter()).zip(0..) {
         assert!(param.tensor.place().is_same(&places[number % 4]), "{}", param.name);
         let on_device = !param.tensor.place().is_host();
-        // On a device whoever has the tensor sees it; memory of the host is as it was.
+        // On a device all handles of the tensor see it; memory of the host is unchanged.
         assert_eq!(param.tensor.shares_memory_with(&old.tensor), on_device, "{}", param.name);
         assert!(on_device || elements(&old.tensor).iter().all(|&n| n == 0.0), "{}", param.name);
     }
@@ -170,7 +170,8 @@ fn loading_into_a_set_is_all_or_nothing() {
     assert!(failed.iter().all(|&calls| calls > 2), "{failed:?}");
 }
 
-/// Views with gaps that are transposed cannot be written from row-major elements without further memory.
+/// Views with gaps that are transposed cannot be written from row-major elements without further
+/// memory.
 #[test]
 fn memory_that_runs_out_leaves_the_set_as_it_was_however_its_tensors_lie() {
     const N: u32 = 1024;

@@ -176,7 +176,7 @@ fn tied_parameters_stay_tied() {
     assert_eq!(transfer.allocator().memory_allocated(), 400_000u64.next_multiple_of(512));
 }
 
-/// As weights that one matrix product computes with at once are kept, and views of them.
+/// Weights that share one matrix, and views of them.
 #[test]
 fn parts_of_one_buffer_are_tied_only_where_they_are_the_same_part() {
     let transfer = transfer();

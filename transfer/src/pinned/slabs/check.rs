@@ -70,7 +70,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..200)
 }
 
-/// What the program holds, beside the slabs.
+/// The slabs, and the blocks of the program.
 #[derive(Default)]
 struct Program {
     slabs: Slabs<()>,

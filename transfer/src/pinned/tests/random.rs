@@ -1,4 +1,4 @@
-//! Random programs of buffers and copies on several streams, beside a model that knows what every byte must be.
+//! Random programs of buffers and copies on several streams, with a model of every byte.
 
 use aquifer_device::Code;
 use aquifer_device::sim::Fault;
@@ -152,7 +152,7 @@ impl Program {
             let bytes = held.buffer.read().unwrap();
             assert!(held.value.is_none_or(|value| bytes.iter().all(|&byte| byte == value)));
         }
-        // Ticks that a fault kept from being covered are covered here.
+        // Covers ticks that a fault left uncovered.
         self.bench.pool.empty_cache().unwrap();
         self.bench.device.synchronize().unwrap();
         self.bench.pool.empty_cache().unwrap();

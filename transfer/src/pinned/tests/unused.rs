@@ -7,8 +7,8 @@ use crate::Transfer;
 /// How often it is looked at, a millisecond apart.
 const LOOKS: u32 = 5000;
 
-/// Asserts that no page-locked memory is in use, that of the staging ring left out. A thread may be about to extend the ring, and then has
-/// memory for a moment that the ring does not count yet.
+/// Asserts that no page-locked memory is in use, that of the staging ring left out. A thread may be
+/// about to extend the ring, and then has memory for a moment that the ring does not count yet.
 pub(crate) fn assert_unused(transfer: &Transfer) {
     let in_use = || {
         transfer.pinned().empty_cache().unwrap();

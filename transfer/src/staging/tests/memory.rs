@@ -14,7 +14,7 @@ fn where_no_memory_can_be_page_locked_the_job_says_so() {
     world.end();
 }
 
-/// What the ring keeps between transfers is nobody's who is refused memory for it.
+/// The ring gives up its idle chunks before a request fails.
 #[test]
 fn an_idle_ring_gives_its_memory_to_who_needs_it() {
     for stays in [false, true] {
@@ -44,7 +44,7 @@ fn an_idle_ring_gives_its_memory_to_who_needs_it() {
 /// A pool that is limited serves small copies while the ring is at work with large ones.
 #[test]
 fn a_busy_ring_leaves_memory_to_small_copies() {
-    /// Lets nobody read until it is opened.
+    /// Blocks readers until it is opened.
     struct Gate {
         bytes: u64,
         readers: Mutex<usize>,

@@ -80,7 +80,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends the staging; then no thread is left, no race was seen, and nothing is page-locked for anybody.
+    /// Ends the staging; then no thread remains, no race was seen, and no memory is page-locked.
     fn end(mut self) {
         self.close();
         self.device.synchronize().unwrap();
@@ -181,7 +181,8 @@ fn content(bytes: usize, seed: usize) -> Vec<u8> {
     (seed..seed + bytes).map(|index| (index.wrapping_mul(0x9E37_79B1) >> 11).to_le_bytes()[0]).collect()
 }
 
-/// Names the variable that says how many cores the tests' machine pretends to have, and so how many threads copy at most.
+/// Names the variable that says how many cores the tests' machine pretends to have, and so how many
+/// threads copy at most.
 const THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
 
 pub(super) fn cores() -> Option<usize> {

@@ -1,4 +1,5 @@
-//! Regions of ordinary memory: whatever the strides, each element goes where its index says, and nothing else is touched.
+//! Regions of ordinary memory: whatever the strides, each element goes where its index says, and
+//! nothing else is touched.
 
 use bytemuck::Pod;
 
@@ -86,7 +87,8 @@ fn world(seed: u64) -> (Arc<SimDriver>, Transfer, PinnedPool) {
     (sim, Transfer::with_config(&allocator, config).unwrap(), pool)
 }
 
-/// Copies a region to the device and back to the host, in each way that there is, and checks all of it.
+/// Copies a region to the device and back to the host, in each way that there is, and checks all of
+/// it.
 fn round_trips<T: Pod + Send + Sync + PartialEq + fmt::Debug>(shape: &Shape, seed: u64, element: impl Fn(usize) -> T) {
     let (sim, transfer, pool) = world(seed);
     let stream = transfer.device().stream().unwrap();
@@ -271,7 +273,8 @@ fn a_region_can_be_cancelled_dropped_and_forgotten() {
         };
         end(transfer.upload(shape.region().of(content(from_len, 1)), &mut buffer).unwrap());
         end(transfer.download(&buffer, there.region().of(&mut back)).unwrap());
-        // Whatever came of them, the host and the device may use the memory at once, and what lies between is as it was.
+        // Whatever came of them, the host and the device may use the memory at once, and what lies
+        // between is as it was.
         let gaps = |bytes: &[u8], gap| bytes.chunks(1001).all(|row| row.get(1000).is_none_or(|&byte| byte == gap));
         assert!(gaps(back.read().unwrap(), 9));
         let now = transfer.to_vec(&buffer).unwrap().wait().unwrap();

@@ -5,7 +5,8 @@ use crate::pending::Pending;
 use crate::placement::Fallback;
 use aquifer_device::RequestError;
 
-/// Silent CPU tensors: out of memory is an error, unless the caller wrote down that the host may take it, and then the tensor says so.
+/// Silent CPU tensors: out of memory is an error, unless the caller wrote down that the host may
+/// take it, and then the tensor says so.
 #[test]
 fn the_host_takes_over_only_where_the_caller_wrote_it() {
     let stand = stand_with(SimConfig::parse("64MiB").unwrap());

@@ -185,7 +185,8 @@ fn a_failed_write_leaves_everything_usable() {
     }
 }
 
-/// One write of a program: a part of a block of six dimensions, seen in some order of them, and what is written there.
+/// One write of a program: a part of a block of six dimensions, seen in some order of them, and
+/// what is written there.
 #[derive(Clone, Debug)]
 struct Write {
     lengths: Vec<usize>,
@@ -210,7 +211,8 @@ const SHAPE: [usize; 6] = [3, 2, 4, 2, 3, 5];
 
 /// A length for each dimension, and a place where so many begin.
 fn part() -> impl Strategy<Value = (Vec<usize>, Vec<usize>)> {
-    // Often all of a dimension, so that parts are dense, too; seldom nothing, as one such dimension leaves no elements.
+    // Often all of a dimension, so that parts are dense, too; seldom nothing, as one such dimension
+    // leaves no elements.
     let length = |extent: usize| prop_oneof![15 => Just(extent), 15 => 1..=extent, 1 => Just(0)];
     let dimension =
         move |extent: usize| length(extent).prop_flat_map(move |length| (Just(length), 0..=extent - length));
@@ -269,7 +271,8 @@ fn places_of(view: &Tensor) -> Vec<usize> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Whatever is written where, from where and on which stream: the block is what the same writes to a list make of it.
+    /// Whatever is written where, from where and on which stream: the block is what the same writes
+    /// to a list make of it.
     #[test]
     fn programs_of_writes_change_what_they_name_alone(
         writes in prop::collection::vec(write(), 0..12), seed in 0u64..1000,
