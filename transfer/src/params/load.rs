@@ -16,15 +16,16 @@ use aquifer_kernels::DType;
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
 use super::errors::CheckpointFault;
+use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
 use super::param_set::ParamSet;
 use super::relocate::{Progress, ProgressCallback};
-use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
 use crate::copy::{Owned, stage_upload};
 use crate::counters::Direction;
 use crate::error::TransferError;
 use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::regular_file;
+use crate::runtime::Transfer;
 use crate::staging::{HostSource, PAGE};
 use crate::tensor::{Converted, Memory, PinnedHost, Place, Tensor, filled_host};
 
@@ -135,18 +136,12 @@ impl Checkpoint {
         how: &mut Load<'_>,
         (bytes_done, bytes_total): (u64, u64),
     ) -> Result<ParamSet, TransferError> {
-        let small = match place {
-            Place::Device(transfer) => Some(Small::new(transfer, None)?),
-            _ => None,
-        };
-        let mut loading = Loading { set: ParamSet::new(), small, on_way: VecDeque::new(), bytes_done, bytes_total };
-        match self.load_all(wanted, place, &mut loading, how) {
-            Ok(()) => Ok(loading.set),
-            Err(error) => {
-                loading.abandon();
-                Err(error)
-            }
+        let mut loading = Loading { outgoing: Outgoing::default(), entries: VecDeque::new(), bytes_done, bytes_total };
+        let loaded = self.load_all(wanted, place, &mut loading, how);
+        if loaded.is_err() {
+            loading.outgoing.abandon();
         }
+        loaded
     }
 
     fn load_all<'a>(
@@ -155,17 +150,18 @@ impl Checkpoint {
         place: &Place,
         loading: &mut Loading<'a>,
         how: &mut Load<'_>,
-    ) -> Result<(), TransferError> {
+    ) -> Result<ParamSet, TransferError> {
+        let mut set = ParamSet::new();
         for wanted in wanted {
-            let step = match &mut loading.small {
-                Some(small) => self.begin(wanted, small)?,
-                None => Step::Here(self.load_to_host(wanted, place)?),
-            };
-            loading.on_way.push_back((wanted.entry, step));
-            loading.bound(how)?;
+            loading.entries.push_back(wanted.entry);
+            match place {
+                Place::Device(transfer) => self.begin(wanted, transfer, &mut loading.outgoing)?,
+                _ => loading.outgoing.push(Pending::ready(&Arc::default(), self.load_to_host(wanted, place)?)),
+            }
+            while loading.outgoing.in_flight() > IN_FLIGHT && loading.finish_oldest(&mut set, how)? {}
         }
-        while loading.finish_oldest(how)? {}
-        Ok(())
+        while loading.finish_oldest(&mut set, how)? {}
+        Ok(set)
     }
 
     /// The tensors that are to be loaded.
@@ -197,26 +193,27 @@ impl Checkpoint {
     }
 
     /// Begins bringing a tensor to a device.
-    fn begin(&self, wanted: &Wanted<'_>, small: &mut Small) -> Result<Step, TransferError> {
+    fn begin(&self, wanted: &Wanted<'_>, transfer: &Transfer, outgoing: &mut Outgoing) -> Result<(), TransferError> {
         let (stored, dtype, layout) = (wanted.stored, wanted.dtype, wanted.layout);
         let largest = wanted.entry.bytes.max((layout.len() as u64).saturating_mul(dtype.bytes()));
         if largest <= SMALL_TENSOR_BYTES {
             let source = self.source(wanted.entry, stored, dtype)?;
             let mut elements = vec![0; usize::try_from(source.bytes()).unwrap_or(usize::MAX)];
             source.read(0, &mut elements)?;
-            return Ok(Step::InBatch(small.add(&elements, dtype, layout)?));
+            return outgoing.push_small(transfer, None, &elements, (dtype, layout));
         }
         let crossing = if dtype.bytes() < stored.bytes() { dtype } else { stored };
         let source = self.source(wanted.entry, stored, crossing)?;
-        let transfer = small.transfer().clone();
+        let transfer = transfer.clone();
         let stream = transfer.next_stream(Direction::Upload).clone();
         let mut buffer = transfer.alloc_bytes(source.bytes(), &stream)?;
         let (_, uploaded) = stage_upload(&transfer.on(&stream)?, source, &mut buffer)?;
-        Ok(Step::OnWay(uploaded.and_then(move |()| {
+        outgoing.push(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
             // A cast is enqueued, and the tensor carries its ticks.
             tensor.convey(&(&transfer).into(), dtype, Some(&stream))?.enqueued_for(&stream)
-        })))
+        }));
+        Ok(())
     }
 
     fn load_to_host(&self, wanted: &Wanted<'_>, place: &Place) -> Result<Tensor, TransferError> {
@@ -322,75 +319,25 @@ impl HostSource for FilePart {
     }
 }
 
-/// A tensor in flight.
-enum Step {
-    Here(Tensor),
-    OnWay(Pending<Tensor>),
-    /// Part of the batch that is being made.
-    InBatch(Tensor),
-}
-
 /// Loading in progress.
 struct Loading<'a> {
-    set: ParamSet,
-    /// The next batch of small ones, if they go to a device.
-    small: Option<Small>,
-    /// In the order of the files.
-    on_way: VecDeque<(&'a TensorEntry, Step)>,
+    outgoing: Outgoing,
+    /// The entries of `outgoing`.
+    entries: VecDeque<&'a TensorEntry>,
     bytes_done: u64,
     bytes_total: u64,
 }
 
 impl Loading<'_> {
-    /// Sends small tensors once they are many, and waits for the oldest tensors while too many are
-    /// on their way.
-    fn bound(&mut self, how: &mut Load<'_>) -> Result<(), TransferError> {
-        if self.small.as_ref().is_some_and(|small| small.bytes() >= BATCH_BYTES) {
-            self.send()?;
-        }
-        let unsent = |loading: &Self| loading.small.as_ref().map_or(0, Small::tensors);
-        while self.on_way.len() - unsent(self) > IN_FLIGHT && self.finish_oldest(how)? {}
-        Ok(())
-    }
-
-    /// Waits for the oldest tensor, after sending its batch. Returns whether there was one.
-    fn finish_oldest(&mut self, how: &mut Load<'_>) -> Result<bool, TransferError> {
-        if matches!(self.on_way.front(), Some((_, Step::InBatch(_)))) {
-            self.send()?;
-        }
-        let Some((entry, step)) = self.on_way.pop_front() else { return Ok(false) };
-        let tensor = match step {
-            // Everything in a batch is in flight now.
-            Step::Here(tensor) | Step::InBatch(tensor) => tensor,
-            Step::OnWay(pending) => pending.wait()?,
-        };
-        self.set.insert(entry.name.clone(), tensor)?;
+    /// Waits for the oldest tensor, and puts it into the set. Returns whether there was one.
+    fn finish_oldest(&mut self, set: &mut ParamSet, how: &mut Load<'_>) -> Result<bool, TransferError> {
+        let Some(tensor) = self.outgoing.wait_oldest()? else { return Ok(false) };
+        let Some(entry) = self.entries.pop_front() else { return Ok(false) };
+        set.insert(entry.name.clone(), tensor)?;
         self.bytes_done += entry.bytes;
         if let Some(report) = &mut how.progress {
             report(&Progress { name: &entry.name, bytes_done: self.bytes_done, bytes_total: self.bytes_total });
         }
         Ok(true)
-    }
-
-    /// Cancels the transfers in flight.
-    fn abandon(self) {
-        for (_, step) in self.on_way {
-            if let Step::OnWay(pending) = step {
-                pending.abandon();
-            }
-        }
-    }
-
-    /// Sends the batch.
-    fn send(&mut self) -> Result<(), TransferError> {
-        let Some(small) = self.small.as_mut().filter(|small| small.tensors() > 0) else { return Ok(()) };
-        let next = Small::new(small.transfer(), None)?;
-        let sent = std::mem::replace(small, next).send()?;
-        for (_, step) in &mut self.on_way {
-            if let Step::InBatch(tensor) = step {
-                *step = Step::OnWay(sent.with(tensor.clone()));
-            }
-        }
-        Ok(())
     }
 }

@@ -8,10 +8,10 @@ mod checkpoint;
 mod errors;
 mod load;
 mod load_into;
+mod outgoing;
 mod param_set;
 mod relocate;
 mod save;
-mod small;
 
 pub use checkpoint::{Checkpoint, TensorEntry};
 pub(crate) use errors::Listed;

@@ -9,8 +9,8 @@ use std::fmt;
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
+use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
 use super::param_set::ParamSet;
-use super::small::{BATCH_BYTES, SMALL_TENSOR_BYTES, Small};
 use crate::error::TransferError;
 use crate::pending::{OnStreams, Pending};
 use crate::tensor::{Place, Tensor, Tie, To};
@@ -155,86 +155,43 @@ impl ParamSet {
     /// transfer. After a failure no transfer is in flight when this returns.
     fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
         let mut moving = Moving { which: Vec::with_capacity(self.len()), ..Moving::default() };
-        let sending = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
-        if let Err(error) = sending.and_then(|()| moving.send()) {
-            moving.abandon();
+        if let Err(error) = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how)) {
+            moving.outgoing.abandon();
             return Err(error);
         }
-        let pendings = moving.sending.into_iter().map(|sending| match sending {
-            Sending::Alone(pending) => pending,
-            // None: all were sent.
-            Sending::Batched(tensor) => Pending::ready(&std::sync::Arc::default(), tensor),
-        });
-        Ok((moving.which, pendings.collect()))
+        Ok((moving.which, moving.outgoing.into_pendings()?))
     }
 }
 
 /// A set that is moving.
 #[derive(Default)]
 struct Moving {
-    sending: Vec<Sending>,
-    /// The number of transfers when small ones were sent last.
-    sent: usize,
+    outgoing: Outgoing,
     /// The transfers of tied tensors, by identity. The set keeps the memory alive, so identities
     /// stay unique.
     tied: HashMap<Tie, usize>,
     /// The index of each parameter's transfer.
     which: Vec<usize>,
-    /// The next batch of small tensors, if there are any.
-    small: Option<Small>,
 }
 
 impl Moving {
     fn add(&mut self, tensor: &Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), TransferError> {
-        let at = *self.tied.entry(tensor.tie()).or_insert(self.sending.len());
+        let at = *self.tied.entry(tensor.tie()).or_insert(self.outgoing.len());
         self.which.push(at);
-        if at < self.sending.len() {
+        if at < self.outgoing.len() {
             return Ok(());
         }
         let dtype = how.dtype.filter(|dtype| dtype.is_float() == tensor.dtype().is_float());
         let dtype = dtype.unwrap_or(tensor.dtype());
-        let batched = match place {
-            Place::Device(transfer) if is_small(tensor, dtype) => {
-                let small = match &mut self.small {
-                    Some(small) => small,
-                    none => none.insert(Small::new(transfer, how.stream.as_ref())?),
-                };
-                let (elements, layout) = tensor.elements_as(dtype)?;
-                Some(small.add(&elements, dtype, layout)?)
-            }
-            _ => None,
-        };
-        let sending = match batched {
-            Some(tensor) => Sending::Batched(tensor),
-            None => {
-                let to = To::new().dtype(dtype);
-                let to = how.stream.iter().fold(to, |to, stream| to.stream(stream));
-                Sending::Alone(tensor.to_with(place, to)?)
-            }
-        };
-        self.sending.push(sending);
-        if self.small.as_ref().is_some_and(|small| small.bytes() >= BATCH_BYTES) { self.send() } else { Ok(()) }
-    }
-
-    /// Sends the small ones, which are on their way then.
-    fn send(&mut self) -> Result<(), TransferError> {
-        let Some(small) = self.small.take() else { return Ok(()) };
-        let batch = small.send()?;
-        for sending in &mut self.sending[self.sent..] {
-            if let Sending::Batched(tensor) = sending {
-                *sending = Sending::Alone(batch.with(tensor.clone()));
-            }
+        if let Place::Device(transfer) = place
+            && is_small(tensor, dtype)
+        {
+            let (elements, layout) = tensor.elements_as(dtype)?;
+            return self.outgoing.push_small(transfer, how.stream.as_ref(), &elements, (dtype, layout));
         }
-        self.sent = self.sending.len();
+        let to = how.stream.iter().fold(To::new().dtype(dtype), |to, stream| to.stream(stream));
+        self.outgoing.push(tensor.to_with(place, to)?);
         Ok(())
-    }
-
-    fn abandon(self) {
-        for sending in self.sending {
-            if let Sending::Alone(pending) = sending {
-                pending.abandon();
-            }
-        }
     }
 }
 
@@ -243,11 +200,4 @@ impl Moving {
 fn is_small(tensor: &Tensor, dtype: DType) -> bool {
     let largest = tensor.bytes().max((tensor.len() as u64).saturating_mul(dtype.bytes()));
     tensor.place().is_host() && largest <= SMALL_TENSOR_BYTES
-}
-
-/// A tensor on its way.
-enum Sending {
-    Alone(Pending<Tensor>),
-    /// Part of the batch that is being made.
-    Batched(Tensor),
 }

@@ -55,7 +55,7 @@ pub enum Refused {
 }
 
 /// No device serves; the verdicts have the reasons. Free memory, ask for less, or allow
-/// [`Fallback::Host`].
+/// [`crate::Fallback::Host`].
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("no device serves: {}", Verdicts { all: verdicts, except: None })]
 #[non_exhaustive]

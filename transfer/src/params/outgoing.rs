@@ -1,0 +1,127 @@
+//! Tensors in flight to a place, in order. Small tensors go to a device in batches.
+
+use std::collections::VecDeque;
+
+use aquifer_device::Stream;
+use aquifer_kernels::DType;
+
+use crate::copy::TransferBatch;
+use crate::counters::Direction;
+use crate::error::TransferError;
+use crate::layout::Layout;
+use crate::pending::Pending;
+use crate::runtime::Transfer;
+use crate::tensor::Tensor;
+
+/// The most bytes of a tensor in a batch, before and after conversion.
+pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;
+
+/// A batch of this many bytes is sent: until then its tensors are in page-locked memory.
+const BATCH_BYTES: u64 = 4 << 20;
+
+/// Tensors in flight. Small ones wait in a batch until it is sent.
+#[derive(Default)]
+pub(super) struct Outgoing {
+    steps: VecDeque<Step>,
+    batch: Option<Batch>,
+}
+
+enum Step {
+    Sent(Pending<Tensor>),
+    /// Part of the next batch.
+    Batched(Tensor),
+}
+
+struct Batch {
+    transfer: Transfer,
+    stream: Stream,
+    copies: TransferBatch,
+    tensors: usize,
+    bytes: u64,
+}
+
+impl Outgoing {
+    /// The number of tensors.
+    pub(super) fn len(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// The number of tensors that are sent.
+    pub(super) fn in_flight(&self) -> usize {
+        self.len() - self.batch.as_ref().map_or(0, |batch| batch.tensors)
+    }
+
+    /// Adds a tensor that is sent.
+    pub(super) fn push(&mut self, tensor: Pending<Tensor>) {
+        self.steps.push_back(Step::Sent(tensor));
+    }
+
+    /// Adds a small tensor of these elements to the batch, and sends a full batch. Its copies run on
+    /// `stream`, or on the next one in rotation.
+    pub(super) fn push_small(
+        &mut self,
+        transfer: &Transfer,
+        stream: Option<&Stream>,
+        elements: &[u8],
+        (dtype, layout): (DType, Layout),
+    ) -> Result<(), TransferError> {
+        let batch = match &mut self.batch {
+            Some(batch) => batch,
+            none => {
+                let stream = stream.unwrap_or_else(|| transfer.next_stream(Direction::Upload)).clone();
+                let copies = transfer.on(&stream)?.batch();
+                none.insert(Batch { transfer: transfer.clone(), stream, copies, tensors: 0, bytes: 0 })
+            }
+        };
+        let mut buffer = transfer.allocator().alloc::<u8>(elements.len(), &batch.stream)?;
+        batch.copies.upload(elements, &mut buffer)?;
+        batch.tensors += 1;
+        batch.bytes += elements.len() as u64;
+        self.steps.push_back(Step::Batched(Tensor::on_device(buffer, transfer, dtype, layout)?));
+        if batch.bytes >= BATCH_BYTES { self.send_batch() } else { Ok(()) }
+    }
+
+    fn send_batch(&mut self) -> Result<(), TransferError> {
+        let Some(Batch { transfer, stream, copies, .. }) = self.batch.take() else { return Ok(()) };
+        // The tick of the stream covers the copies.
+        drop(copies.run()?);
+        let tick = transfer.covered_tick(&stream);
+        for step in &mut self.steps {
+            if let Step::Batched(tensor) = step {
+                *step = Step::Sent(Pending::enqueued(transfer.shared(), tick.clone(), tensor.clone()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest tensor, after sending its batch; `None` if there is none.
+    pub(super) fn wait_oldest(&mut self) -> Result<Option<Tensor>, TransferError> {
+        if matches!(self.steps.front(), Some(Step::Batched(_))) {
+            self.send_batch()?;
+        }
+        match self.steps.pop_front() {
+            Some(Step::Sent(tensor)) => tensor.wait().map(Some),
+            Some(Step::Batched(tensor)) => Ok(Some(tensor)),
+            None => Ok(None),
+        }
+    }
+
+    /// Sends the batch, and returns all transfers.
+    pub(super) fn into_pendings(mut self) -> Result<Vec<Pending<Tensor>>, TransferError> {
+        if let Err(error) = self.send_batch() {
+            self.abandon();
+            return Err(error);
+        }
+        let sent = |step| if let Step::Sent(tensor) = step { Some(tensor) } else { None };
+        Ok(self.steps.into_iter().filter_map(sent).collect())
+    }
+
+    /// Cancels the transfers, and waits until no thread works on them.
+    pub(super) fn abandon(self) {
+        for step in self.steps {
+            if let Step::Sent(tensor) = step {
+                tensor.abandon();
+            }
+        }
+    }
+}
