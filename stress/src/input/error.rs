@@ -6,6 +6,12 @@ use std::path::{Path, PathBuf};
 
 use crate::text::one_line;
 
+/// How many layers of archives, pages and compression an input may have.
+pub(super) const LAYERS_MAX: u32 = 4;
+/// The longest line in bytes.
+pub(super) const LINE_MAX: usize = 64 << 10;
+/// The most header lines of a trace.
+pub(super) const HEADERS_MAX: usize = 1024;
 /// The longest error in characters, and the longest name of a file in it. With what stands before it, an error has at most 300.
 const LONGEST: usize = 280;
 const LONGEST_PATH: usize = 120;
@@ -108,7 +114,7 @@ pub enum Reason {
         why: String,
     },
     /// Packed again and again.
-    #[error("it is packed more than {} times over", super::layers::MOST)]
+    #[error("it is packed more than {} times over", LAYERS_MAX)]
     TooManyLayers,
     /// More than anything of use holds.
     #[error(
@@ -149,7 +155,7 @@ pub enum Reason {
         most: u64,
     },
     /// A line that no text format has.
-    #[error("the line is longer than {} KiB", super::lines::LONGEST >> 10)]
+    #[error("the line is longer than {} KiB", LINE_MAX >> 10)]
     LineTooLong,
     /// Text in another encoding.
     #[error("the text is not UTF-8")]
@@ -206,7 +212,7 @@ pub enum Reason {
     #[error("more than 65536 streams")]
     TooManyStreams,
     /// More header lines than any trace has.
-    #[error("more than {} header lines", super::trace::MOST_HEADERS)]
+    #[error("more than {} header lines", HEADERS_MAX)]
     TooManyHeaders,
     /// A pickle opcode of old protocols, or of none.
     #[error("unsupported pickle opcode 0x{code:02x}")]

@@ -8,11 +8,8 @@ use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 use super::allowance::Allowance;
-use super::error::{Damage, Fault, Reason};
+use super::error::{Damage, Fault, LAYERS_MAX, Reason};
 use super::gzip::Members;
-
-/// How often something may be packed: in an archive, in a page, compressed.
-pub(super) const MOST: u32 = 4;
 
 /// The most memory for what was unpacked and may be referred to. xz takes 64 MiB for its highest level, zstd 128 MiB with `--long`.
 const WINDOW: u64 = 128 << 20;
@@ -40,7 +37,7 @@ pub(super) fn open<'a>(
             _ => return Ok((Box::new(Cursor::new(start).chain(content)), layers)),
         };
         layers += 1;
-        if layers > MOST {
+        if layers > LAYERS_MAX {
             return Err(Fault::file(Reason::TooManyLayers));
         }
         content = Box::new(allowance.unpacked(unpack(Box::new(Cursor::new(start).chain(content)))));

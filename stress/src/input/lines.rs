@@ -2,10 +2,7 @@
 
 use std::io::BufRead;
 
-use super::error::{Fault, Location, Reason};
-
-/// The longest line in bytes; far beyond what any line of the formats needs.
-pub(super) const LONGEST: usize = 64 << 10;
+use super::error::{Fault, LINE_MAX, Location, Reason};
 
 /// Hands out one line at a time.
 pub(super) struct Lines<R> {
@@ -55,7 +52,7 @@ impl<R: BufRead> Lines<R> {
             let end = available.iter().position(|&byte| matches!(byte, b'\n' | b'\r'));
             self.after_cr = end.is_some_and(|end| available[end] == b'\r');
             let part = &available[..end.unwrap_or(available.len())];
-            if self.line.len() + part.len() > LONGEST {
+            if self.line.len() + part.len() > LINE_MAX {
                 return Err(fault(Reason::LineTooLong));
             }
             self.line.extend_from_slice(part);
@@ -100,7 +97,7 @@ mod tests {
 
     #[test]
     fn bounds_the_length() {
-        let long = vec![b'a'; LONGEST + 1];
+        let long = vec![b'a'; LINE_MAX + 1];
         assert!(Lines::new(&long[1..]).next().is_ok());
         let small_reads = std::io::BufReader::with_capacity(100, &long[..]);
         assert!(Lines::new(small_reads).next().is_err());

@@ -100,7 +100,7 @@ fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault>
     let (content, layers) = layers::open(bytes, origin.layers, allowance)?;
     let (format, content) = sniff::open(path, content)?;
     let packed = || match layers {
-        layers::MOST.. => Err(Fault::file(Reason::TooManyLayers)),
+        error::LAYERS_MAX.. => Err(Fault::file(Reason::TooManyLayers)),
         _ => Ok(Origin { name: name.clone(), path, layers, allowance }),
     };
     let buffered = |content, made| BufReader::with_capacity(64 << 10, allowance.content(content, made));

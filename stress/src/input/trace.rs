@@ -12,12 +12,9 @@ use std::io::BufRead;
 use std::str::{FromStr, SplitAsciiWhitespace};
 
 use super::allowance::{Allowance, Made};
-use super::error::{Block, Fault, Reason};
+use super::error::{Block, Fault, HEADERS_MAX, Reason};
 use super::lines::Lines;
 use super::program::{Builder, Program};
-
-/// The most header lines a trace may have.
-pub(super) const MOST_HEADERS: usize = 1024;
 
 /// Whether a line is one of a trace, as its first word tells.
 pub(super) fn is_line(line: &str) -> bool {
@@ -38,7 +35,7 @@ fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
     if let Some(header) = line.strip_prefix('#') {
         // A comment is a header without a key.
         let (key, value) = header.split_once(':').unwrap_or(("", header));
-        if builder.header(key.trim(), value.trim()) > MOST_HEADERS {
+        if builder.header(key.trim(), value.trim()) > HEADERS_MAX {
             return Err(Reason::TooManyHeaders);
         }
         return Ok(());
@@ -153,7 +150,7 @@ mod tests {
         }
         let fault = parse(&b"a 0 1 0\n\xff"[..], String::new(), &Allowance::default()).unwrap_err();
         assert_eq!(fault.at("t".as_ref()).to_string(), "t:2: the text is not UTF-8");
-        assert!(read(&"# k: v\n".repeat(MOST_HEADERS + 1)).unwrap_err().contains("more than 1024 header lines"));
+        assert!(read(&"# k: v\n".repeat(HEADERS_MAX + 1)).unwrap_err().contains("more than 1024 header lines"));
     }
 
     #[test]
