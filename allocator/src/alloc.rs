@@ -1,4 +1,5 @@
-//! Serving a request: from the cache of its stream, which makes no driver call, and otherwise by the ladder.
+//! Serving a request: from the cache of its stream, which makes no driver call, and otherwise by
+//! the ladder.
 
 use std::panic::Location;
 use std::sync::atomic::Ordering;
@@ -29,8 +30,9 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 #[track_caller]
 #[inline]
 pub(crate) fn alloc_bytes(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-    // The handle is put together here, from registers, whichever way its words came. If a callee wrote it, the caller would copy it
-    // with wider loads than it was written with, which stall until the stores are through: longer than all else takes.
+    // The handle is put together here, from registers, whichever way its words came. If a callee
+    // wrote it, the caller would copy it with wider loads than it was written with, which stall
+    // until the stores are through: longer than all else takes.
     let at = Location::caller();
     let Granted { arena, block, addr } = match grant_cached(allocator, bytes, stream, at, false) {
         Ok(granted) => granted,
@@ -62,7 +64,7 @@ pub(crate) fn alloc_aligned(
     let Granted { arena, block, addr } =
         grant_rounded(allocator, bytes, allocator.inner().classes.round(padded), stream, false)?;
     let ptr = DevicePtr(addr.next_multiple_of(alignment));
-    arena.tell_of_block(block, ptr, bytes, Location::caller());
+    arena.report_block(block, ptr, bytes, Location::caller());
     Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, ptr, bytes))
 }
 
@@ -78,8 +80,8 @@ pub(crate) fn alloc_bytes_zeroed(allocator: &Allocator, bytes: u64, stream: &Str
     Ok(allocation)
 }
 
-/// A free block that the stream may reuse at once, to be given out by its address alone if it is `raw`. If there is
-/// none, whether it was searched for.
+/// A free block that the stream may reuse at once, to be given out by its address alone if it is
+/// `raw`. If there is none, whether it was searched for.
 #[inline]
 pub(crate) fn grant_cached(
     allocator: &Allocator,
@@ -94,8 +96,8 @@ pub(crate) fn grant_cached(
 }
 
 /// Takes a free block that the stream may reuse at once: its number and address. If there is none,
-/// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls is compiled
-/// into it only where it has no other caller.
+/// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls
+/// is compiled into it only where it has no other caller.
 #[inline(never)]
 fn take_cached(
     allocator: &Allocator,
@@ -129,13 +131,13 @@ fn take_cached(
     }
     let Some(granted) = granted else { return (BlockId::NONE, 1) };
     if inner.mark != 0 {
-        own.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
+        own.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
     }
     (granted.block, granted.addr)
 }
 
-/// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a request that no free block serves,
-/// anything special.
+/// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a
+/// request that no free block serves, anything special.
 #[cold]
 #[inline(never)]
 pub(crate) fn grant_the_long_way(
@@ -151,12 +153,12 @@ pub(crate) fn grant_the_long_way(
         return Ok(Granted { arena: arena_for_zero(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
     }
     let granted = grant_rounded(allocator, bytes, inner.classes.round(bytes), stream, searched)?;
-    granted.arena.tell_of_block(granted.block, DevicePtr(granted.addr), bytes, at);
+    granted.arena.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
     Ok(granted)
 }
 
-/// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked at, and perhaps
-/// searched for in vain.
+/// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked
+/// at, and perhaps searched for in vain.
 fn grant_rounded(
     allocator: &Allocator,
     bytes: u64,
@@ -178,7 +180,8 @@ fn grant_rounded(
     granted.map_or_else(|| climb(allocator, &request), Ok)
 }
 
-/// The arena of a request of zero bytes; refuses what is too large, or for a stream of another device.
+/// The arena of a request of zero bytes; refuses what is too large, or for a stream of another
+/// device.
 #[cold]
 fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
     if stream.device_id() != allocator.inner().device.id() {
@@ -190,12 +193,13 @@ fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<
     Ok(allocator.inner().state.enter(stream).arena)
 }
 
-/// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags come from spans, or nothing is cached.
+/// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags
+/// come from spans, or nothing is cached.
 #[cold]
 fn alloc_specially(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
     let state = allocator.inner().state;
-    if state.has_left() {
+    if state.has_deferred_frees() {
         // Taking the locks applies what was left.
         drop(state.lock(None));
     }
@@ -227,7 +231,8 @@ fn alloc_specially(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream
     }
 }
 
-/// Serves a request that was routed; `asks` whether blocks that wait are asked about if there is nothing for it.
+/// Serves a request that was routed; `asks` whether blocks that wait are asked about if there is
+/// nothing for it.
 fn serve_specially(
     allocator: &Allocator,
     request: &Request,

@@ -1,4 +1,5 @@
-//! The owning handle of a live block. Dropping it makes no driver call and waits for nothing (invariant A3).
+//! The owning handle of a live block. Dropping it makes no driver call and waits for nothing
+//! (invariant A3).
 
 use std::fmt;
 use std::ops::Range;
@@ -12,22 +13,25 @@ use crate::state::AllocatorState;
 use crate::state::arena::Arena;
 use crate::sync::atomic::Ordering;
 
-/// Bit of [`Allocation::slot`], set if the device is a simulated one that checks how work uses the block.
+/// Bit of [`Allocation::slot`], set if the device is a simulated one that checks how work uses the
+/// block.
 pub(crate) const CHECKED: u32 = 1 << 31;
 
-/// A live block of device memory. Dropping it gives the memory back to the allocator, on any thread, without a driver call and without
-/// waiting for the device.
+/// A live block of device memory. Dropping it gives the memory back to the allocator, on any
+/// thread, without a driver call and without waiting for the device.
 ///
-/// The memory is for work on the stream it was allocated for. Work on another stream must be ordered after that stream. It must also be
-/// noted with [`Allocation::record_stream`], unless the allocation's own stream is ordered after that work before the handle is
-/// dropped.
-// Aligned, so that none of many handles in a row lies in two cache lines: of blocks that are freed at random, a handle's line is missed.
+/// The memory is for work on the stream it was allocated for. Work on another stream must be
+/// ordered after that stream. It must also be noted with [`Allocation::record_stream`], unless the
+/// allocation's own stream is ordered after that work before the handle is dropped.
+// Aligned, so that none of many handles in a row lies in two cache lines: of blocks that are freed
+// at random, a handle's line is missed.
 #[repr(align(32))]
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Allocation {
     /// Where the block is.
     arena: &'static Arena,
-    /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was given up.
+    /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was
+    /// given up.
     block: BlockId,
     /// The stream, and whether [`CHECKED`].
     slot: u32,
@@ -65,8 +69,9 @@ impl Allocation {
         self.slot & !CHECKED
     }
 
-    /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is done that is enqueued on `stream`
-    /// until the handle is dropped. Does nothing for the allocation's own stream.
+    /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is
+    /// done that is enqueued on `stream` until the handle is dropped. Does nothing for the
+    /// allocation's own stream.
     ///
     /// # Errors
     /// When the stream belongs to another device.
@@ -85,17 +90,19 @@ impl Allocation {
         Ok(())
     }
 
-    /// Gives the memory back in the order of `stream`, which must be ordered after every use of it. `stream` may reuse the memory at
-    /// once; the stream it was allocated for may do so only after the work enqueued on `stream` until now.
+    /// Gives the memory back in the order of `stream`, which must be ordered after every use of it.
+    /// `stream` may reuse the memory at once; the stream it was allocated for may do so only after
+    /// the work enqueued on `stream` until now.
     ///
     /// # Errors
-    /// When the stream belongs to another device. The memory is then given back as by dropping the handle.
+    /// When the stream belongs to another device. The memory is then given back as by dropping the
+    /// handle.
     #[track_caller]
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
         let bytes = self.bytes;
         if self.slot & CHECKED != 0 {
-            self.arena.tell_of_end(self.ptr, Some(Location::caller()));
+            self.arena.report_end(self.ptr, Some(Location::caller()));
         }
         let (arena, block) = self.into_block();
         if block == BlockId::NONE {
@@ -133,7 +140,7 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
             if self.slot & CHECKED != 0 {
-                self.arena.tell_of_end(self.ptr, None);
+                self.arena.report_end(self.ptr, None);
             }
             self.arena.free(self.block, None, self.bytes);
         }

@@ -26,11 +26,13 @@ use crate::tags::Tag;
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;
 
-/// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle of the same allocator.
+/// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle
+/// of the same allocator.
 ///
-/// An allocation is for one stream: work enqueued there from now on may use it. When its handle is dropped, the stream's later
-/// allocations may reuse the memory at once, without waiting for the device. To use it on other streams as well, see
-/// [`Allocation::record_stream`], or use a [`crate::Buffer`] and [`crate::Turn`]s.
+/// An allocation is for one stream: work enqueued there from now on may use it. When its handle is
+/// dropped, the stream's later allocations may reuse the memory at once, without waiting for the
+/// device. To use it on other streams as well, see [`Allocation::record_stream`], or use a
+/// [`crate::Buffer`] and [`crate::Turn`]s.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -46,9 +48,10 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Dropping the last handle waits for the device and gives back the memory that nobody holds. It stays
-/// open while a [`crate::Growable`], [`crate::Exportable`] or [`crate::PinnedMapping`] lives. Memory of buffers that outlive the
-/// allocator goes back later: when an allocator is made or dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
+/// Dropping the last handle waits for the device and gives back the memory that nobody holds. It
+/// stays open while a [`crate::Growable`], [`crate::Exportable`] or [`crate::PinnedMapping`] lives.
+/// Memory of buffers that outlive the allocator goes back later: when an allocator is made or
+/// dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
 #[derive(Clone)]
 pub struct Allocator {
     // Closed before memory is given back.
@@ -57,8 +60,8 @@ pub struct Allocator {
     _at_last: Option<Arc<AtLast>>,
 }
 
-/// Shared by the handles that people hold, but not by those that only keep the allocator open ([`Allocator::kept_open`]): when the last
-/// of the former is dropped, driver calls are allowed.
+/// Shared by the handles that people hold, but not by those that only keep the allocator open
+/// ([`Allocator::kept_open`]): when the last of the former is dropped, driver calls are allowed.
 struct AtLast {
     device: Device,
     inner: Weak<Inner>,
@@ -122,8 +125,9 @@ impl Drop for Inner {
 }
 
 impl Allocator {
-    /// An allocator for `device`, configured by a [`Config`], or by options as text, such as `"limit_mb:4096"`. The
-    /// rest of the process does not share it; [`crate::DeviceAllocator::allocator`] gives one that it does.
+    /// An allocator for `device`, configured by a [`Config`], or by options as text, such as
+    /// `"limit_mb:4096"`. The rest of the process does not share it;
+    /// [`crate::DeviceAllocator::allocator`] gives one that it does.
     ///
     /// # Errors
     /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
@@ -189,14 +193,16 @@ impl Allocator {
         Ok(Allocator::of_inner(inner))
     }
 
-    /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the
-    /// allocator is closed and driver calls are allowed. It must not hold the allocator.
+    /// What another crate keeps for the allocator's buffers, one of each type: made at the first
+    /// call, and dropped once the allocator is closed and driver calls are allowed. It must not
+    /// hold the allocator.
     pub(crate) fn service<S: Any + Send + Sync, E>(&self, make: impl FnOnce() -> Result<S, E>) -> Result<Arc<S>, E> {
         let find = |services: &[Service]| services.iter().find_map(|service| service.clone().downcast().ok());
         if let Some(service) = find(&self.inner.services.lock()) {
             return Ok(service);
         }
-        // Without the lock, as this may call the driver. If two threads come here, the first one's is taken.
+        // Without the lock, as this may call the driver. If two threads come here, the first one's
+        // is taken.
         let made = Arc::new(make()?);
         let mut services = self.inner.services.lock();
         if let Some(service) = find(&services) {
@@ -217,8 +223,9 @@ impl Allocator {
         Allocator { inner, _at_last: Some(Arc::new(at_last)) }
     }
 
-    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it is the last one, memory that nobody
-    /// holds goes back as that of buffers which outlive the allocator.
+    /// A handle that keeps the allocator open for something whose drop makes no driver call. If it
+    /// is the last one, memory that nobody holds goes back as that of buffers which outlive the
+    /// allocator.
     pub(crate) fn kept_open(&self) -> Allocator {
         Allocator { inner: self.inner.clone(), _at_last: None }
     }
@@ -228,7 +235,8 @@ impl Allocator {
         &self.inner.device
     }
 
-    /// The configuration it was made with. The backing in use on this device may differ: see [`Allocator::backing`].
+    /// The configuration it was made with. The backing in use on this device may differ: see
+    /// [`Allocator::backing`].
     pub fn config(&self) -> &Config {
         &self.inner.config
     }
@@ -256,7 +264,8 @@ impl Allocator {
         self.inner.state
     }
 
-    /// Whoever passes it waits for observers of mappings, so a thread that is within one is refused.
+    /// Whoever passes it waits for observers of mappings, so a thread that is within one is
+    /// refused.
     pub(crate) fn gate(&self) -> Result<&Gate, AllocError> {
         fork::check(Operation::Map)?;
         if self.hooks().is_observing() { Err(AllocError::Observing) } else { Ok(&self.inner.gate) }
@@ -307,7 +316,8 @@ impl Allocator {
         AllocError::NotMapped { what, why: Box::new(why) }
     }
 
-    /// As [`SharedState::paged_granule_for`]. The stream may have no arena: not every request is for a block of one.
+    /// As [`SharedState::paged_granule_for`]. The stream may have no arena: not every request is
+    /// for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.state().shared().paged_granule_for(request)
     }
@@ -329,8 +339,8 @@ pub(crate) fn register(inner: &Arc<Inner>) {
     open.push(Arc::downgrade(inner));
 }
 
-/// Handles of all open allocators, in the order in which they were made. The lock is not held when they are dropped, as
-/// dropping the last handle of an allocator may call the driver.
+/// Handles of all open allocators, in the order in which they were made. The lock is not held when
+/// they are dropped, as dropping the last handle of an allocator may call the driver.
 pub(crate) fn all_open() -> Vec<Allocator> {
     let open: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
     open.into_iter().map(Allocator::of_inner).collect()

@@ -9,16 +9,18 @@ use crate::allocator::{Allocator, Inner};
 use crate::config::Config;
 use crate::error::AllocError;
 
-/// The shared allocators, by the identity of their device. The lock is held while one is made, so that there is one.
+/// The shared allocators, by the identity of their device. The lock is held while one is made, so
+/// that there is one.
 static SHARED: Mutex<Vec<(u32, Weak<Inner>)>> = Mutex::new(Vec::new());
 
 /// The process's allocator of a device, as a method of [`Device`].
 pub trait DeviceAllocator {
-    /// The allocator of this device that all parts of the process share, so that memory which one of them no longer needs
-    /// serves the others. The first call makes it, as the environment says ([`Config::from_env`]).
+    /// The allocator of this device that all parts of the process share, so that memory which one
+    /// of them no longer needs serves the others. The first call makes it, as the environment says
+    /// ([`Config::from_env`]).
     ///
-    /// It is open while a handle or a buffer of it exists; the next call makes a new one. [`Allocator::new`] makes one that is
-    /// not shared.
+    /// It is open while a handle or a buffer of it exists; the next call makes a new one.
+    /// [`Allocator::new`] makes one that is not shared.
     ///
     /// ```
     /// use aquifer_allocator::DeviceAllocator as _;
@@ -34,12 +36,13 @@ pub trait DeviceAllocator {
     /// At the first call: a wrong configuration in the environment, and errors of the driver.
     fn allocator(&self) -> Result<Allocator, AllocError>;
 
-    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment: a [`Config`], or
-    /// options as text, such as `"limit_mb:4096"`. Call it before any other part of the process asks for the allocator.
+    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment: a
+    /// [`Config`], or options as text, such as `"limit_mb:4096"`. Call it before any other part of
+    /// the process asks for the allocator.
     ///
     /// # Errors
-    /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that contradicts itself, and errors of the
-    /// driver.
+    /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that
+    /// contradicts itself, and errors of the driver.
     fn allocator_with(&self, config: impl TryInto<Config, Error: Into<AllocError>>) -> Result<Allocator, AllocError>;
 }
 

@@ -6,7 +6,8 @@ use crate::backing::why_segments::WhySegments;
 use crate::config::ConfigError;
 use crate::recovery::oom::report::OomReport;
 
-/// Why an allocation, or another request to the allocator, failed. The allocator is as usable afterwards as before.
+/// Why an allocation, or another request to the allocator, failed. The allocator is as usable
+/// afterwards as before.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
@@ -25,7 +26,8 @@ pub enum AllocError {
         /// Alignment asked for.
         alignment: u64,
     },
-    /// The caller passed a pool, a buffer or an allocation of another allocator of the same device. Ask that one.
+    /// The caller passed a pool, a buffer or an allocation of another allocator of the same device.
+    /// Ask that one.
     #[error("the {what} belongs to another allocator of {device} than the one asked")]
     WrongAllocator {
         /// What was passed.
@@ -33,8 +35,9 @@ pub enum AllocError {
         /// The device of both.
         device: DeviceLabel,
     },
-    /// The caller configured the process's allocator of a device, which is open already. Configure it before its first use, or
-    /// make an allocator that is not shared, with [`crate::Allocator::new`].
+    /// The caller configured the process's allocator of a device, which is open already. Configure
+    /// it before its first use, or make an allocator that is not shared, with
+    /// [`crate::Allocator::new`].
     #[error(
         "the process's allocator of {device} is in use already: configure it before its first use, or make another one with `Allocator::new`"
     )]
@@ -42,7 +45,8 @@ pub enum AllocError {
         /// The device.
         device: DeviceLabel,
     },
-    /// The caller passed a pointer that this allocator did not give out through the raw interface, or freed it twice.
+    /// The caller passed a pointer that this allocator did not give out through the raw interface,
+    /// or freed it twice.
     #[error(
         "invalid device pointer: {ptr:#x} is not a live raw allocation of this allocator (freed twice, or foreign)"
     )]
@@ -58,37 +62,41 @@ pub enum AllocError {
         /// Bytes that it can have.
         capacity: u64,
     },
-    /// The caller asked to shrink memory that buffers share. They might reach beyond its new end: drop them first.
+    /// The caller asked to shrink memory that buffers share. They might reach beyond its new end:
+    /// drop them first.
     #[error("{what} cannot shrink while buffers share it: drop them first")]
     Shared {
         /// What is shared.
         what: &'static str,
     },
-    /// The calling thread already has a [`crate::Turn`] with the memory, and asked for another one, or for a claim on
-    /// it: it would wait for itself. Drop the first turn before, or take one turn with all the memory that is used. Parts of
-    /// one buffer count as the same memory.
+    /// The calling thread already has a [`crate::Turn`] with the memory, and asked for another one,
+    /// or for a claim on it: it would wait for itself. Drop the first turn before, or take one turn
+    /// with all the memory that is used. Parts of one buffer count as the same memory.
     #[error(
         "this thread is within `Stream::with`, or holds a `Turn`, on the same memory and would wait for itself: end that first, or name all \
          buffers in one call"
     )]
     TurnHeld,
-    /// The calling thread asked an allocator to sleep while keeping it awake, by a turn or by [`crate::Allocator::keep_awake`]: it would
-    /// wait for itself. Drop that first.
+    /// The calling thread asked an allocator to sleep while keeping it awake, by a turn or by
+    /// [`crate::Allocator::keep_awake`]: it would wait for itself. Drop that first.
     #[error(
         "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the turn or the guard before"
     )]
     KeptAwake,
-    /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that changes mappings, or waits for such a change
-    /// to end: it would wait for itself. Memory that is free already can be allocated there; do the rest once the callback has returned.
+    /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that
+    /// changes mappings, or waits for such a change to end: it would wait for itself. Memory that
+    /// is free already can be allocated there; do the rest once the callback has returned.
     #[error(
         "this thread is within an observer of the allocator's mappings, and changing mappings would wait for that: do it once the observer has returned"
     )]
     Observing,
-    /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about to; see [`crate::Allocator::sleep`].
+    /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about
+    /// to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: call `Allocator::wake` first")]
     Asleep,
-    /// The caller asked for a private pool, but there are already as many pools, including dropped ones that still hold memory, as can be
-    /// told apart. Drop some, and what was allocated from them.
+    /// The caller asked for a private pool, but there are already as many pools, including dropped
+    /// ones that still hold memory, as can be told apart. Drop some, and what was allocated from
+    /// them.
     #[error("there are {pools} private pools, the most there can be: drop some, and the memory allocated from them")]
     TooManyPools {
         /// Pools that there are.
@@ -100,7 +108,8 @@ pub enum AllocError {
         /// Bytes that were to be saved.
         bytes: u64,
     },
-    /// The caller asked for a feature of mapped memory, but this allocator's memory comes in segments, for the reason given.
+    /// The caller asked for a feature of mapped memory, but this allocator's memory comes in
+    /// segments, for the reason given.
     #[error("{what} needs mapped memory, and here memory comes in segments: {why}")]
     NotMapped {
         /// What was asked for.
@@ -114,8 +123,8 @@ pub enum AllocError {
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A driver call failed for another reason than lack of memory, or was refused because it would break a stream's capture
-    /// ([`aquifer_device::ErrorKind::Capture`]).
+    /// A driver call failed for another reason than lack of memory, or was refused because it would
+    /// break a stream's capture ([`aquifer_device::ErrorKind::Capture`]).
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
@@ -128,13 +137,15 @@ impl From<std::convert::Infallible> for AllocError {
 }
 
 impl AllocError {
-    /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
+    /// The caller passed what belongs to the device with the identity `is`, where that with
+    /// `needed` was needed.
     #[cold]
     pub(crate) fn wrong_device(what: &'static str, is: u32, needed: u32) -> AllocError {
         RequestError::wrong_device(what, is, needed).into()
     }
 
-    /// The caller passed what belongs to an allocator of the device `is` to another one, of the device `needed`.
+    /// The caller passed what belongs to an allocator of the device `is` to another one, of the
+    /// device `needed`.
     #[cold]
     pub(crate) fn wrong_allocator(what: &'static str, is: u32, needed: u32) -> AllocError {
         if is == needed {
@@ -144,7 +155,8 @@ impl AllocError {
         }
     }
 
-    /// Whether memory was lacking, so that freeing some may help: for the request, or for a driver call on the way.
+    /// Whether memory was lacking, so that freeing some may help: for the request, or for a driver
+    /// call on the way.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. } | AllocError::OutOfHostMemory { .. })
             || self.device().is_some_and(DeviceError::is_out_of_memory)

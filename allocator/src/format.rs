@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// A number of bytes as PyTorch's messages write it: `512 bytes`, `1.50 KiB`, `20.00 MiB`, `3.25 GiB`.
+/// A number of bytes as PyTorch's messages write it: `512 bytes`, `1.50 KiB`, `20.00 MiB`, `3.25
+/// GiB`.
 ///
 /// ```
 /// use aquifer_allocator::Bytes;
@@ -11,8 +12,8 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
 
-/// As [`Bytes`], followed by the exact number where two decimals hide a difference: `1.00 GiB (1075838976 bytes)`. For bounds, which a
-/// reader compares with other sizes.
+/// As [`Bytes`], followed by the exact number where two decimals hide a difference: `1.00 GiB
+/// (1075838976 bytes)`. For bounds, which a reader compares with other sizes.
 pub(crate) struct Exactly(pub(crate) u64);
 
 impl fmt::Display for Exactly {

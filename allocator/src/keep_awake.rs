@@ -7,7 +7,8 @@ use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::state::awake::KeptAwake;
 
-/// Keeps an allocator from falling asleep while a thread works in several steps. Made by [`Allocator::keep_awake`].
+/// Keeps an allocator from falling asleep while a thread works in several steps. Made by
+/// [`Allocator::keep_awake`].
 #[must_use = "it ends when it is dropped"]
 pub struct Awake {
     _kept: KeptAwake,

@@ -1,34 +1,39 @@
 //! A caching allocator for GPU memory, with PyTorch's options, statistics and snapshots.
 //!
-//! The allocator is *stream-ordered*: memory allocated for a stream may be used by work enqueued there from then on, and freed memory may
-//! be reused by later work of the same stream without waiting for the device. Memory that is freed is cached and reused rather than given
-//! back to the device.
+//! The allocator is *stream-ordered*: memory allocated for a stream may be used by work enqueued
+//! there from then on, and freed memory may be reused by later work of the same stream without
+//! waiting for the device. Memory that is freed is cached and reused rather than given back to the
+//! device.
 //!
-//! * An [`Allocator`] serves one device and is configured by a [`Config`]. It rounds a request ([`size_class`]) and takes a free block of the
-//!   request's stream.
-//! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device, release of unused memory, waits,
-//!   reclaimers. The ladder ends in an [`OomReport`], which says what is in the way and what helps.
-//! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`Turn`] orders a stream's work with a buffer after other streams'
-//!   work.
-//! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in place.
+//! * An [`Allocator`] serves one device and is configured by a [`Config`]. It rounds a request
+//!   ([`size_class`]) and takes a free block of the request's stream.
+//! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device,
+//!   release of unused memory, waits, reclaimers. The ladder ends in an [`OomReport`], which says
+//!   what is in the way and what helps.
+//! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`Turn`] orders a stream's work
+//!   with a buffer after other streams' work.
+//! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in
+//!   place.
 //!
-//! By default memory is *mapped* ([`Backing::Paged`](config::Backing::Paged)): physical memory moves between addresses, so that free
-//! memory serves a request although it is in pieces. With [`Backing::Segments`](config::Backing::Segments), or where the device cannot
-//! map memory, it comes in plain driver allocations, as in PyTorch.
+//! By default memory is *mapped* ([`Backing::Paged`](config::Backing::Paged)): physical memory
+//! moves between addresses, so that free memory serves a request although it is in pieces. With
+//! [`Backing::Segments`](config::Backing::Segments), or where the device cannot map memory, it
+//! comes in plain driver allocations, as in PyTorch.
 //!
 //! # Testing
 //!
-//! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither their bounds nor their
-//! end. The allocator tells a simulated device ([`aquifer_device::sim::Checks`]), unless that was opened with
-//! `checks=off`. Violations are then
-//! * work beyond the requested bytes of a block; one range that work touches lies in one block, and rounding is not
-//!   part of it;
-//! * work that was enqueued after a block was dropped; work enqueued before may still run, on recorded streams, too;
-//! * a kernel or a download that reads bytes which no work has written since the block was allocated. Copies within the
-//!   device carry such bytes along.
+//! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither
+//! their bounds nor their end. The allocator tells a simulated device
+//! ([`aquifer_device::sim::Checks`]), unless that was opened with `checks=off`. Violations are then
+//! * work beyond the requested bytes of a block; one range that work touches lies in one block, and
+//!   rounding is not part of it;
+//! * work that was enqueued after a block was dropped; work enqueued before may still run, on
+//!   recorded streams, too;
+//! * a kernel or a download that reads bytes which no work has written since the block was
+//!   allocated. Copies within the device carry such bytes along.
 //!
-//! A graph may use memory of its private pool after it was dropped, and needs all other blocks to be live whenever it
-//! is launched. A real device is not told anything.
+//! A graph may use memory of its private pool after it was dropped, and needs all other blocks to
+//! be live whenever it is launched. A real device is not told anything.
 //!
 //! ```
 //! use aquifer_allocator::{Allocator, Config};
@@ -101,8 +106,9 @@ pub mod internal {
     pub use crate::config::OPTIONS;
     pub use crate::state::close_abandoned;
 
-    /// What another crate keeps for the allocator's buffers, one of each type: made at the first call, and dropped once the
-    /// allocator is closed and driver calls are allowed. It must not hold the allocator.
+    /// What another crate keeps for the allocator's buffers, one of each type: made at the first
+    /// call, and dropped once the allocator is closed and driver calls are allowed. It must not
+    /// hold the allocator.
     ///
     /// # Errors
     /// Those of `make`.

@@ -5,12 +5,13 @@ use aquifer_device::{Device, Operation, fork};
 use crate::allocator::all_open;
 use crate::error::AllocError;
 
-/// Gives the unused memory of all allocators of a device back to it, for another allocator of the process whose memory
-/// ran out: such as cudarc's or the driver's pool. Returns how many bytes that was.
+/// Gives the unused memory of all allocators of a device back to it, for another allocator of the
+/// process whose memory ran out: such as cudarc's or the driver's pool. Returns how many bytes that
+/// was.
 ///
-/// May be called on any thread, and where no allocator is known. Waits for streams that still use memory which was
-/// given back here, as [`Allocator::empty_cache`] does, so no stream may wait for the caller meanwhile. To leave some
-/// memory cached, use [`Allocator::trim_to`].
+/// May be called on any thread, and where no allocator is known. Waits for streams that still use
+/// memory which was given back here, as [`Allocator::empty_cache`] does, so no stream may wait for
+/// the caller meanwhile. To leave some memory cached, use [`Allocator::trim_to`].
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, empty_caches};
@@ -25,8 +26,8 @@ use crate::error::AllocError;
 /// ```
 ///
 /// # Errors
-/// The first error, of the driver, or [`AllocError::Observing`] within an observer of mappings. The other allocators
-/// give their memory back, too.
+/// The first error, of the driver, or [`AllocError::Observing`] within an observer of mappings. The
+/// other allocators give their memory back, too.
 pub fn empty_caches(device: &Device) -> Result<u64, AllocError> {
     fork::check(Operation::Free)?;
     let ours = all_open().into_iter().filter(|allocator| allocator.device().id() == device.id());

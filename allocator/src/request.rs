@@ -15,7 +15,9 @@ pub(crate) struct Request {
     /// The stream that it is for.
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
-    /// True if the size and the pool are those that the requested bytes have by default, so that a handle's bytes tell them.
+    /// True if the size and the pool follow from the requested bytes, so that a free finds both
+    /// from the handle alone. Blocks of other requests are *irregular*: the heap marks them, and a
+    /// free reads their record.
     pub(crate) is_regular: bool,
 }
 

@@ -1,7 +1,9 @@
-//! Size rules: rounding of requests, pools, segment sizes, splitting, and which block may serve which request.
+//! Size rules: rounding of requests, pools, segment sizes, splitting, and which block may serve
+//! which request.
 //!
-//! This is pure arithmetic with PyTorch's constants and rules, so that reserved bytes can be compared with PyTorch's. It neither divides nor
-//! allocates; everything that depends on options is prepared once, in [`SizeClasses::new`].
+//! This is pure arithmetic with PyTorch's constants and rules, so that reserved bytes can be
+//! compared with PyTorch's. It neither divides nor allocates; everything that depends on options is
+//! prepared once, in [`SizeClasses::new`].
 //!
 //! All sizes are bytes.
 
@@ -13,8 +15,8 @@ pub const MIN_BLOCK: u64 = 512;
 pub const SMALL_SIZE: u64 = 1 << 20;
 /// The size of a segment of the small pool.
 pub const SMALL_SEGMENT: u64 = 2 << 20;
-/// The smallest rounded request that gets a segment of its own; those between [`SMALL_SIZE`] and this share segments of
-/// [`Config::large_segment_size`].
+/// The smallest rounded request that gets a segment of its own; those between [`SMALL_SIZE`] and
+/// this share segments of [`Config::large_segment_size`].
 pub const MIN_LARGE_ALLOC: u64 = 10 << 20;
 /// The default of [`Config::large_segment_size`].
 pub const LARGE_SEGMENT: u64 = 20 << 20;
@@ -58,7 +60,8 @@ impl Default for SizeClasses {
 }
 
 impl SizeClasses {
-    /// The same for memory that can be moved: every block is split, however little is left, and none is oversize.
+    /// The same for memory that can be moved: every block is split, however little is left, and
+    /// none is oversize.
     #[must_use]
     pub fn paged(self) -> SizeClasses {
         SizeClasses { least_rest: [MIN_BLOCK; 2], no_split_from: [u64::MAX; 2], max_split_size: u64::MAX, ..self }
@@ -79,8 +82,8 @@ impl SizeClasses {
         }
     }
 
-    /// The size of the block that a request needs: a multiple of [`MIN_BLOCK`] that is at least the request and at
-    /// least [`MIN_BLOCK`].
+    /// The size of the block that a request needs: a multiple of [`MIN_BLOCK`] that is at least the
+    /// request and at least [`MIN_BLOCK`].
     ///
     /// The request must be smaller than [`REQUEST_LIMIT`]; see [`SizeClasses::round_checked`].
     #[inline]
@@ -103,8 +106,8 @@ impl SizeClasses {
         if shift == 0 || requested <= MIN_BLOCK << shift {
             return round_to_block(requested);
         }
-        // Steps between the powers of two around the request. As the request is larger than 512 << shift, a step is
-        // at least 512, so that the result is a whole number of blocks.
+        // Steps between the powers of two around the request. As the request is larger than 512 <<
+        // shift, a step is at least 512, so that the result is a whole number of blocks.
         let step = (1_u64 << log2) >> shift;
         (requested + (step - 1)) & !(step - 1)
     }
@@ -115,7 +118,8 @@ impl SizeClasses {
         if rounded <= SMALL_SIZE { PoolKind::Small } else { PoolKind::Large }
     }
 
-    /// The size of the segment that is taken from the device for a request that no cached block serves.
+    /// The size of the segment that is taken from the device for a request that no cached block
+    /// serves.
     #[inline]
     pub fn segment_bytes(&self, rounded: u64) -> u64 {
         if rounded <= SMALL_SIZE {
@@ -129,12 +133,13 @@ impl SizeClasses {
 
     /// Whether a block that serves a request is split, its rest staying free.
     ///
-    /// In the small pool a rest of one smallest block is enough. In the large pool the rest must be larger than
-    /// [`SMALL_SIZE`], and a request of at least `max_split_size` never splits.
+    /// In the small pool a rest of one smallest block is enough. In the large pool the rest must be
+    /// larger than [`SMALL_SIZE`], and a request of at least `max_split_size` never splits.
     #[inline]
     pub fn should_split(&self, kind: PoolKind, block_bytes: u64, rounded: u64) -> bool {
         let rest = block_bytes.saturating_sub(rounded);
-        // Looked up, because requests come from one pool and the other as they like: a branch would be a guess.
+        // Looked up, because requests come from one pool and the other as they like: a branch would
+        // be a guess.
         (rest >= self.least_rest[kind as usize]) & (rounded < self.no_split_from[kind as usize])
     }
 
@@ -149,11 +154,12 @@ impl SizeClasses {
         (self.max_split_size != u64::MAX).then_some(self.max_split_size)
     }
 
-    /// Whether a free block may serve a request. It must be large enough. An oversize block serves only oversize
-    /// requests, and an oversize request takes only a block that is less than `max_non_split_rounding` larger.
+    /// Whether a free block may serve a request. It must be large enough. An oversize block serves
+    /// only oversize requests, and an oversize request takes only a block that is less than
+    /// `max_non_split_rounding` larger.
     ///
-    /// Blocks of ascending size that are large enough may serve up to some size and none beyond it, so the smallest
-    /// one that is large enough decides for all.
+    /// Blocks of ascending size that are large enough may serve up to some size and none beyond it,
+    /// so the smallest one that is large enough decides for all.
     #[inline]
     pub fn fits(&self, block_bytes: u64, rounded: u64) -> bool {
         if block_bytes < rounded {
@@ -345,7 +351,8 @@ mod tests {
         assert!(!follows.fits(70 * MIB, 40 * MIB));
     }
 
-    /// Rounding by search, with divisions: the smallest multiple of the step that is not below the request.
+    /// Rounding by search, with divisions: the smallest multiple of the step that is not below the
+    /// request.
     fn slow_round(requested: u64, divisions: &[u64; 16]) -> u64 {
         let in_blocks = requested.div_ceil(512).max(1) * 512;
         let mut interval = 0;

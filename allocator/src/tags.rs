@@ -1,7 +1,8 @@
-//! Allocation tags: names that say what an allocation is for, in snapshots, history and OOM reports.
+//! Allocation tags: names that say what an allocation is for, in snapshots, history and OOM
+//! reports.
 //!
-//! Names are interned once, so a tag is a number. It costs an allocation one thread-local read, and nothing while no scope is
-//! open anywhere in the process.
+//! Names are interned once, so a tag is a number. It costs an allocation one thread-local read, and
+//! nothing while no scope is open anywhere in the process.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -76,10 +77,12 @@ impl Tag {
     }
 }
 
-/// Names the allocations that this thread makes while the scope is alive. Scopes nest; the innermost counts. They may end in any order.
+/// Names the allocations that this thread makes while the scope is alive. Scopes nest; the
+/// innermost counts. They may end in any order.
 ///
-/// Names are kept for the life of the process: the first 65,536 different ones, including those of [spans](crate::config::TagSource::Span).
-/// All later ones become `(too many different tags)`. So let a name say what memory is for, not for which request.
+/// Names are kept for the life of the process: the first 65,536 different ones, including those of
+/// [spans](crate::config::TagSource::Span). All later ones become `(too many different tags)`. So
+/// let a name say what memory is for, not for which request.
 ///
 /// ```
 /// use aquifer_allocator::TagScope;
@@ -102,7 +105,8 @@ impl TagScope {
     pub fn new(name: &str) -> TagScope {
         let tag = Tag::intern(name);
         OPEN_SCOPES.fetch_add(1, Ordering::Relaxed);
-        // A thread that ends may have lost its list before it drops what opens a scope: then only the last one counts.
+        // A thread that ends may have lost its list before it drops what opens a scope: then only
+        // the last one counts.
         let number = OPEN.try_with(|open| {
             let mut open = open.borrow_mut();
             open.opened += 1;

@@ -27,7 +27,8 @@ impl KernelParam {
         }
     }
 
-    /// The argument in `bytes`, little-endian; of 4-byte parameters the last four bytes do not count.
+    /// The argument in `bytes`, little-endian; of 4-byte parameters the last four bytes do not
+    /// count.
     pub fn decode(self, bytes: [u8; 8]) -> KernelArg {
         let [a, b, c, d, ..] = bytes;
         match self {
@@ -112,7 +113,8 @@ impl<'a> Ranges<'a> {
         Ranges { kernel, accesses: Vec::with_capacity(3) }
     }
 
-    /// `count` elements of `size` bytes from `ptr` on, none of which may lie beyond the last address.
+    /// `count` elements of `size` bytes from `ptr` on, none of which may lie beyond the last
+    /// address.
     pub(crate) fn add(mut self, kind: AccessKind, ptr: DevicePtr, count: u64, size: u64) -> Result<Self> {
         let bytes = count.checked_mul(size).filter(|&bytes| ptr.0.checked_add(bytes).is_some());
         let Some(bytes) = bytes else {

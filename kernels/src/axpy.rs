@@ -1,6 +1,7 @@
 //! `axpy`: `y = a · x + y`, element by element.
 //!
-//! Product and sum are fused: rounded once, together, as `f64` for `f64` and else as `f32`, and then, for `f16` and `bf16`, to those.
+//! Product and sum are fused: rounded once, together, as `f64` for `f64` and else as `f32`, and
+//! then, for `f16` and `bf16`, to those.
 
 use std::marker::PhantomData;
 
@@ -69,13 +70,15 @@ impl<T: Float> Work for Axpy<T> {
 }
 
 impl Kernels {
-    /// Enqueues `y = a · x + y`, element by element, on floats. `a` is rounded to `f32`, unless the elements are `f64`; product and
-    /// sum are fused: rounded once, together, in that type, and then to the elements'.
+    /// Enqueues `y = a · x + y`, element by element, on floats. `a` is rounded to `f32`, unless the
+    /// elements are `f64`; product and sum are fused: rounded once, together, in that type, and
+    /// then to the elements'.
     ///
     /// `x` and `y` may be the same memory, but not overlap otherwise.
     ///
     /// # Errors
-    /// Operands of different dtypes or lengths, or of integers; overlap, and what every operation checks ([`Kernels`]).
+    /// Operands of different dtypes or lengths, or of integers; overlap, and what every operation
+    /// checks ([`Kernels`]).
     #[track_caller]
     pub fn axpy<'a>(
         &'a self,

@@ -6,8 +6,9 @@
 //! | float | integer | the value towards zero, held within the integer's range; NaN becomes 0 |
 //! | integer | integer | the low bits |
 //!
-//! These are the rules of Rust's `as`, with the bits of NaN fixed. They are the same on every architecture: what older ones have no
-//! instructions for ([`DType::missing_on`]) is done with bits, at no cost that shows, as memory bounds it.
+//! These are the rules of Rust's `as`, with the bits of NaN fixed. They are the same on every
+//! architecture: what older ones have no instructions for ([`DType::missing_on`]) is done with
+//! bits, at no cost that shows, as memory bounds it.
 
 use std::marker::PhantomData;
 
@@ -83,12 +84,13 @@ impl<S: Element, D: Element> Work for Cast<S, D> {
 }
 
 impl Kernels {
-    /// Enqueues converting every element of `from` to the dtype of `to`, by the rules of Rust's `as`: to floats the nearest value,
-    /// from floats to integers towards zero and held within the range, integers to integers by their low bits.
+    /// Enqueues converting every element of `from` to the dtype of `to`, by the rules of Rust's
+    /// `as`: to floats the nearest value, from floats to integers towards zero and held within the
+    /// range, integers to integers by their low bits.
     ///
     /// # Errors
-    /// Operands of different lengths, or of the same dtype ([`Stream::copy`] is for that); overlap, and what every operation checks
-    /// ([`Kernels`]).
+    /// Operands of different lengths, or of the same dtype ([`Stream::copy`] is for that); overlap,
+    /// and what every operation checks ([`Kernels`]).
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};

@@ -1,14 +1,17 @@
-//! `checksum`: 64 bits that tell memory's contents, wherever it lies and in whatever order it is read.
+//! `checksum`: 64 bits that tell memory's contents, wherever it lies and in whatever order it is
+//! read.
 //!
-//! The memory's bytes are words of 8 bytes, counted from its first byte, little-endian, the last one filled up with zeros. With the
-//! output function `mix` and the constant `γ` of splitmix64 (see [`crate::pattern_word`]) the checksum is
+//! The memory's bytes are words of 8 bytes, counted from its first byte, little-endian, the last
+//! one filled up with zeros. With the output function `mix` and the constant `γ` of splitmix64 (see
+//! [`crate::pattern_word`]) the checksum is
 //!
 //! ```text
 //! mix(bytes) + Σ mix(word_i + (i + 1) · γ)      modulo 2^64
 //! ```
 //!
-//! Addition commutes, so it is exact however the work is divided. `mix` is a bijection, so that contents which differ in one word
-//! never have the same checksum; others have it once in 2^64 times, as far as `mix` is random. It is no protection against intent.
+//! Addition commutes, so it is exact however the work is divided. `mix` is a bijection, so that
+//! contents which differ in one word never have the same checksum; others have it once in 2^64
+//! times, as far as `mix` is random. It is no protection against intent.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
@@ -74,18 +77,22 @@ fn words(bytes: &[u8], first: u64) -> u64 {
     sum
 }
 
-/// The checksum of bytes on the host: what [`Kernels::checksum`] computes of the same bytes on a device.
+/// The checksum of bytes on the host: what [`Kernels::checksum`] computes of the same bytes on a
+/// device.
 pub fn checksum_of(bytes: &[u8]) -> u64 {
     mix(bytes.len() as u64).wrapping_add(words(bytes, 0))
 }
 
 impl Kernels {
-    /// Enqueues computing the checksum of all bytes of `from` ([`checksum_of`] is the same on the host) into `to`, one `u64`.
+    /// Enqueues computing the checksum of all bytes of `from` ([`checksum_of`] is the same on the
+    /// host) into `to`, one `u64`.
     ///
-    /// Memory may begin and end anywhere and be of any dtype; where it begins at a multiple of 16 this is fastest.
+    /// Memory may begin and end anywhere and be of any dtype; where it begins at a multiple of 16
+    /// this is fastest.
     ///
     /// # Errors
-    /// A `to` that is not one element, or lies in `from`, and what every operation checks ([`Kernels`]).
+    /// A `to` that is not one element, or lies in `from`, and what every operation checks
+    /// ([`Kernels`]).
     #[track_caller]
     pub fn checksum<'a>(
         &'a self,

@@ -1,7 +1,8 @@
 //! Conversion between numbers, exact up to one rounding at the end: what `cast` computes.
 //!
-//! Every finite value of every dtype is an integer of at most 64 bits times a power of two. Conversion goes through that form, so
-//! nothing is rounded on the way; devices get the same with instructions and bits (`kernels/cuda/cast.cu`).
+//! Every finite value of every dtype is an integer of at most 64 bits times a power of two.
+//! Conversion goes through that form, so nothing is rounded on the way; devices get the same with
+//! instructions and bits (`kernels/cuda/cast.cu`).
 
 use half::{bf16, f16};
 
@@ -26,7 +27,8 @@ pub(crate) trait Number: Copy {
 
     fn decode(self) -> Exact;
 
-    /// The nearest value for floats; for integers the value towards zero, held within the range, NaN being 0.
+    /// The nearest value for floats; for integers the value towards zero, held within the range,
+    /// NaN being 0.
     fn encode(value: Exact) -> Self;
 
     /// An integer's low bits.
@@ -199,7 +201,8 @@ mod tests {
 
     use super::*;
 
-    /// The nearest of all finite values of a 16-bit format and its infinities, ties to the even one; tried one after the other.
+    /// The nearest of all finite values of a 16-bit format and its infinities, ties to the even
+    /// one; tried one after the other.
     fn nearest(value: f64, of_bits: impl Fn(u16) -> f64, infinity: u16, limit: f64) -> u16 {
         let sign = u16::from(value.is_sign_negative()) << 15;
         let magnitude = value.abs();
@@ -235,7 +238,8 @@ mod tests {
 
         #[test]
         fn halves_are_the_nearest_there_are(value in interesting().prop_filter("finite or infinite", |v| !v.is_nan())) {
-            // The limits lie half-way between the largest value and the next one there would be; they round up, to even.
+            // The limits lie half-way between the largest value and the next one there would be;
+            // they round up, to even.
             let half: f16 = convert(value);
             prop_assert_eq!(half.to_bits(), nearest(value, |bits| f16::from_bits(bits).to_f64(), 0x7C00, 65520.0));
             let brain: bf16 = convert(value);

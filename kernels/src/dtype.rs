@@ -95,10 +95,12 @@ impl DType {
         DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
-    /// What devices of a compute capability (major, minor) have no instructions for; `None` where nothing is missing.
+    /// What devices of a compute capability (major, minor) have no instructions for; `None` where
+    /// nothing is missing.
     ///
-    /// Source: the instruction tables of the PTX ISA (`fma`, `cvt`). The kernels of this crate need none of what is missing: they
-    /// compute `f16` and `bf16` as `f32`, and convert `bf16` by its bits.
+    /// Source: the instruction tables of the PTX ISA (`fma`, `cvt`). The kernels of this crate need
+    /// none of what is missing: they compute `f16` and `bf16` as `f32`, and convert `bf16` by its
+    /// bits.
     ///
     /// ```
     /// use aquifer_kernels::DType;
@@ -119,8 +121,9 @@ impl DType {
         }
     }
 
-    /// Whether devices of a compute capability (major, minor) multiply, add and convert this dtype with instructions of their own,
-    /// as far as machine learning needs it: `f16` from 5.3, `bf16` from 8.0 on.
+    /// Whether devices of a compute capability (major, minor) multiply, add and convert this dtype
+    /// with instructions of their own, as far as machine learning needs it: `f16` from 5.3, `bf16`
+    /// from 8.0 on.
     pub const fn is_native_on(self, capability: (u32, u32)) -> bool {
         let number = 10 * capability.0 + capability.1;
         match self {
@@ -137,7 +140,8 @@ impl fmt::Display for DType {
     }
 }
 
-/// A Rust type that has a dtype: the integers and floats that [`DType`] lists, those of 16 bits being those of the crate `half`.
+/// A Rust type that has a dtype: the integers and floats that [`DType`] lists, those of 16 bits
+/// being those of the crate `half`.
 ///
 /// Sealed: the kernels know these and no others.
 #[allow(private_bounds, reason = "the bounds are what this crate needs and what seals the trait")]

@@ -1,4 +1,5 @@
-//! Why a kernel was not launched. Messages are complete: none leaves its cause to [`std::error::Error::source`].
+//! Why a kernel was not launched. Messages are complete: none leaves its cause to
+//! [`std::error::Error::source`].
 
 use std::fmt;
 
@@ -7,8 +8,9 @@ use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, DevicePtr, Reques
 
 use crate::dtype::DType;
 
-/// Why a kernel was not launched, or the kernels not loaded. Nothing was enqueued, except where a kernel is one of several steps and
-/// the driver refused a later one; nothing is undefined then but the contents of what was to be written.
+/// Why a kernel was not launched, or the kernels not loaded. Nothing was enqueued, except where a
+/// kernel is one of several steps and the driver refused a later one; nothing is undefined then but
+/// the contents of what was to be written.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {

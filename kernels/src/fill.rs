@@ -1,7 +1,8 @@
 //! `fill`: memory of one value.
 //!
-//! The kernel fills bytes: the byte at address `a` becomes byte `a mod 8` of a pattern of 8 bytes. A value whose size divides 8,
-//! repeated, is such a pattern wherever a multiple of its size begins; so one kernel serves all dtypes.
+//! The kernel fills bytes: the byte at address `a` becomes byte `a mod 8` of a pattern of 8 bytes.
+//! A value whose size divides 8, repeated, is such a pattern wherever a multiple of its size
+//! begins; so one kernel serves all dtypes.
 
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 

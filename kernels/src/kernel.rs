@@ -1,8 +1,9 @@
 //! A kernel's declaration, the single source of everything that is known about it.
 //!
-//! The name and the parameters are those of its device code. From arguments alone a declaration gives the ranges that are read and
-//! written, the launch shape, and the cost (invariant K1); and it computes the same as the device code, on
-//! [`KernelMemory`] (invariant K2). So a driver that is given a name and arguments knows as much as the program that launched.
+//! The name and the parameters are those of its device code. From arguments alone a declaration
+//! gives the ranges that are read and written, the launch shape, and the cost (invariant K1); and
+//! it computes the same as the device code, on [`KernelMemory`] (invariant K2). So a driver that is
+//! given a name and arguments knows as much as the program that launched.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +17,8 @@ use crate::module::Module;
 /// Threads of a block, unless a kernel says otherwise.
 pub(crate) const THREADS: u32 = 256;
 
-/// Blocks that a grid-stride kernel starts for each multiprocessor: what keeps 2048 threads of it busy.
+/// Blocks that a grid-stride kernel starts for each multiprocessor: what keeps 2048 threads of it
+/// busy.
 const BLOCKS_PER_PROCESSOR: u64 = 2048 / THREADS as u64;
 
 /// The grid and the blocks of a launch, in blocks and threads along x, y and z.
@@ -34,7 +36,8 @@ impl Shape {
         Shape { grid, block }
     }
 
-    /// Threads that take one of `pieces` each and go on by the size of the grid, which keeps `processors` busy.
+    /// Threads that take one of `pieces` each and go on by the size of the grid, which keeps
+    /// `processors` busy.
     pub(crate) fn strided(pieces: u64, processors: u32) -> Shape {
         let most = u64::from(processors.max(1)).saturating_mul(BLOCKS_PER_PROCESSOR);
         let blocks = pieces.div_ceil(u64::from(THREADS)).clamp(1, most);
@@ -127,18 +130,20 @@ impl Kernel {
         Ok((self.plan)(self.name, args, processors)?.shape)
     }
 
-    /// Arithmetic operations of a launch; 0 where memory bounds it, and for arguments that it does not take.
+    /// Arithmetic operations of a launch; 0 where memory bounds it, and for arguments that it does
+    /// not take.
     pub fn operations(&self, args: &[KernelArg]) -> u64 {
         (self.plan)(self.name, args, 1).map_or(0, |plan| plan.operations)
     }
 
-    /// Nanoseconds that a launch takes at least, whatever the device; 0 for arguments that it does not take.
+    /// Nanoseconds that a launch takes at least, whatever the device; 0 for arguments that it does
+    /// not take.
     pub fn busy_ns(&self, args: &[KernelArg]) -> u64 {
         (self.plan)(self.name, args, 1).map_or(0, |plan| plan.busy_ns)
     }
 
-    /// Computes on the host what the device code computes: the same bits, except that a NaN which arithmetic makes may be another
-    /// NaN.
+    /// Computes on the host what the device code computes: the same bits, except that a NaN which
+    /// arithmetic makes may be another NaN.
     ///
     /// # Errors
     /// As [`Kernel::accesses`], and those of the memory.
@@ -151,8 +156,9 @@ impl Kernel {
         Arc::new(|memory, args| self.run(memory, args))
     }
 
-    /// A launch with these arguments on a device with so many multiprocessors, with the host implementation. `module` is the
-    /// kernel's own, as the device's driver loaded it; only the simulated device does without.
+    /// A launch with these arguments on a device with so many multiprocessors, with the host
+    /// implementation. `module` is the kernel's own, as the device's driver loaded it; only the
+    /// simulated device does without.
     ///
     /// # Errors
     /// As [`Kernel::accesses`].

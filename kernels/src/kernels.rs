@@ -1,7 +1,8 @@
 //! The kernels, loaded on a device: checking operands, and launching.
 //!
-//! Every operation follows the same steps: operands are checked ([`Check`]), the stream takes its turn with their memory, and the
-//! declared kernels are launched. Operations are in files of their own, each with its declaration and its method.
+//! Every operation follows the same steps: operands are checked ([`Check`]), the stream takes its
+//! turn with their memory, and the declared kernels are launched. Operations are in files of their
+//! own, each with its declaration and its method.
 
 use std::any::Any;
 use std::fmt;
@@ -28,9 +29,10 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 
 /// The kernel set, loaded on one device. Cloning gives another handle of it.
 ///
-/// Methods enqueue on a stream and return. They check device, dtype, length, alignment and overlap first, and order the stream
-/// after what other streams did with the same buffers, by the ticks that these carry: so buffers may go from stream to stream
-/// without further ado. What is empty is checked and not launched.
+/// Methods enqueue on a stream and return. They check device, dtype, length, alignment and overlap
+/// first, and order the stream after what other streams did with the same buffers, by the ticks
+/// that these carry: so buffers may go from stream to stream without further ado. What is empty is
+/// checked and not launched.
 ///
 /// On the simulated device the host implementations run, on real data.
 ///
@@ -65,8 +67,8 @@ struct Inner {
 }
 
 impl Kernels {
-    /// Loads the modules. The driver compiles them for the device, which takes a while the first time on a machine. Not while a
-    /// stream captures.
+    /// Loads the modules. The driver compiles them for the device, which takes a while the first
+    /// time on a machine. Not while a stream captures.
     ///
     /// # Errors
     /// A device or a driver that is too old, and errors of the driver.
@@ -106,7 +108,8 @@ impl Kernels {
         Ok(Check { kernel, device })
     }
 
-    /// Takes a stream's turn with the memory of operands. A stream's work is noted when it is dropped.
+    /// Takes a stream's turn with the memory of operands. A stream's work is noted when it is
+    /// dropped.
     #[track_caller]
     pub(crate) fn turn<'a>(
         &'a self,
@@ -157,8 +160,9 @@ impl Enqueue<'_> {
             launch.host = None;
         }
         #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]
-        // SAFETY: the declaration was checked against the device code's parameters by the tests of this crate, and computes the
-        // ranges that the code touches from the arguments; the operands that those came from were checked to hold them.
+        // SAFETY: the declaration was checked against the device code's parameters by the tests of
+        // this crate, and computes the ranges that the code touches from the arguments; the
+        // operands that those came from were checked to hold them.
         unsafe { self.stream.launch(&launch) }?;
         Ok(())
     }

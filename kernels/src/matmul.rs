@@ -1,8 +1,9 @@
 //! `matmul`: products of matrices, tiled.
 //!
-//! Elements are multiplied and accumulated as `f32`, by fused multiply-add in the order of `k`, and rounded to the dtype of the operands
-//! at the end: `c[i][j] = fma(a[i][k], b[k][j], c[i][j])` from 0 on. It uses no tensor cores and is no match for a BLAS; it is here to
-//! be right, and to load a device with arithmetic.
+//! Elements are multiplied and accumulated as `f32`, by fused multiply-add in the order of `k`, and
+//! rounded to the dtype of the operands at the end: `c[i][j] = fma(a[i][k], b[k][j], c[i][j])` from
+//! 0 on. It uses no tensor cores and is no match for a BLAS; it is here to be right, and to load a
+//! device with arithmetic.
 
 use std::marker::PhantomData;
 
@@ -92,13 +93,13 @@ fn widened<T: Element>(memory: &dyn KernelMemory, from: DevicePtr, index: u64, l
 }
 
 impl Kernels {
-    /// Enqueues `c = a · b`. `a` has `m` rows of `k` elements, `b` has `k` rows of `n`, `c` has `m` rows of `n`, each dense and row by
-    /// row. Elements are `f32`, `f16` or `bf16`; they are multiplied and accumulated as `f32`, in the order of `k`, and rounded at
-    /// the end.
+    /// Enqueues `c = a · b`. `a` has `m` rows of `k` elements, `b` has `k` rows of `n`, `c` has `m`
+    /// rows of `n`, each dense and row by row. Elements are `f32`, `f16` or `bf16`; they are
+    /// multiplied and accumulated as `f32`, in the order of `k`, and rounded at the end.
     ///
     /// # Errors
-    /// Operands of different or other dtypes, other lengths than `m`, `k` and `n` say, overlap, and what every operation checks
-    /// ([`Kernels`]).
+    /// Operands of different or other dtypes, other lengths than `m`, `k` and `n` say, overlap, and
+    /// what every operation checks ([`Kernels`]).
     #[track_caller]
     pub fn matmul<'a>(
         &'a self,

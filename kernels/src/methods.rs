@@ -8,8 +8,8 @@ use crate::error::KernelError;
 use crate::kernels::Kernels;
 
 impl Kernels {
-    /// The kernels that the methods of the allocator's buffers use ([`BufferKernels`]), loaded at the first call. They live as
-    /// long as the allocator is open.
+    /// The kernels that the methods of the allocator's buffers use ([`BufferKernels`]), loaded at
+    /// the first call. They live as long as the allocator is open.
     ///
     /// # Errors
     /// As [`Kernels::load`].
@@ -19,10 +19,11 @@ impl Kernels {
     }
 }
 
-/// The kernels, as methods of [`Buffer`] and its views. Each enqueues on `stream` and returns; see [`Kernels`].
+/// The kernels, as methods of [`Buffer`] and its views. Each enqueues on `stream` and returns; see
+/// [`Kernels`].
 ///
-/// The first call on an allocator loads the kernels ([`Kernels::load`]), which fails while a stream captures. Results are
-/// new buffers of the same allocator.
+/// The first call on an allocator loads the kernels ([`Kernels::load`]), which fails while a stream
+/// captures. Results are new buffers of the same allocator.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -71,7 +72,8 @@ pub trait BufferKernels<T: Element> {
     /// As [`Kernels::cast`], and when memory runs out.
     fn cast<U: Element>(&self, stream: &Stream) -> Result<Buffer<U>, KernelError>;
 
-    /// The product of this matrix, of `m` rows of `k` elements, and `b`, of `k` rows of `n`; see [`Kernels::matmul`].
+    /// The product of this matrix, of `m` rows of `k` elements, and `b`, of `k` rows of `n`; see
+    /// [`Kernels::matmul`].
     ///
     /// # Errors
     /// As [`Kernels::matmul`], and when memory runs out.

@@ -1,4 +1,5 @@
-//! The modules of device code: PTX text, made from `kernels/cuda` by `ci/ptx` and part of the crate (invariant K3).
+//! The modules of device code: PTX text, made from `kernels/cuda` by `ci/ptx` and part of the crate
+//! (invariant K3).
 
 macro_rules! modules {
     ($($(#[$doc:meta])* $variant:ident = $name:literal,)*) => {

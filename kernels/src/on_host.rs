@@ -1,14 +1,16 @@
 //! Conversion between dtypes on the host: the same numbers as `cast` on a device, bit for bit.
 //!
-//! Pairs that programs convert often go by the processor's own instructions, where these give exactly what the rules ask for; the others
-//! go through the exact form of [`crate::convert`]. Which way a pair goes changes its speed alone.
+//! Pairs that programs convert often go by the processor's own instructions, where these give
+//! exactly what the rules ask for; the others go through the exact form of [`crate::convert`].
+//! Which way a pair goes changes its speed alone.
 
 use half::{bf16, f16};
 
 use crate::convert::{Number, convert};
 use crate::dtype::{Bytes, DType, Element};
 
-/// Why [`convert_host`] converted nothing: the caller passed slices that do not hold the same number of whole elements.
+/// Why [`convert_host`] converted nothing: the caller passed slices that do not hold the same
+/// number of whole elements.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{from_bytes} bytes of {from} cannot become {to_bytes} bytes of {to}: both must hold the same number of whole elements"
@@ -25,8 +27,9 @@ pub struct ConvertError {
     pub to_bytes: u64,
 }
 
-/// Converts elements in host memory from one dtype to another, by the rules of [`crate::Kernels::cast`] and with the same bits. Memory
-/// needs no alignment. Elements of the same dtype are copied, NaN with its bits.
+/// Converts elements in host memory from one dtype to another, by the rules of
+/// [`crate::Kernels::cast`] and with the same bits. Memory needs no alignment. Elements of the same
+/// dtype are copied, NaN with its bits.
 ///
 /// # Errors
 /// Slices that do not hold the same number of whole elements. Nothing is written then.
@@ -95,8 +98,8 @@ macro_rules! to_each {
     )*};
 }
 
-// An f32 holds every u8, f16 and bf16, so that a way through it rounds once; it does not hold every other integer nor f64, so that
-// those become halves by their exact form.
+// An f32 holds every u8, f16 and bf16, so that a way through it rounds once; it does not hold every
+// other integer nor f64, so that those become halves by their exact form.
 to_each! {
     u8 {
         F16 |x: u8| half_of(f32::from(x)), BF16 |x: u8| brain_of(f32::from(x)),

@@ -15,8 +15,8 @@ pub struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Bytes that hold elements of `dtype`, for programs that know their dtypes when they run. Length and alignment are checked when
-    /// a kernel is launched.
+    /// Bytes that hold elements of `dtype`, for programs that know their dtypes when they run.
+    /// Length and alignment are checked when a kernel is launched.
     pub fn of_bytes(bytes: &'a Buffer<u8>, dtype: DType) -> Operand<'a> {
         Operand { storage: bytes.storage(), ptr: bytes.ptr(), bytes: bytes.bytes(), dtype }
     }
@@ -83,8 +83,8 @@ impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
 
 /// Device memory that a kernel writes. Any typed buffer is one.
 ///
-/// Several handles may share one buffer, so a mutable borrow says that it is written, not that no other handle is used.
-/// The ticks that buffers carry see to that ([`aquifer_allocator::Turn`]).
+/// Several handles may share one buffer, so a mutable borrow says that it is written, not that no
+/// other handle is used. The ticks that buffers carry see to that ([`aquifer_allocator::Turn`]).
 #[derive(Debug)]
 pub struct Target<'a>(pub(crate) Operand<'a>);
 

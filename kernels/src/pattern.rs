@@ -1,7 +1,8 @@
-//! `pattern_write` and `pattern_verify`: memory whose every word depends on its address and on a seed.
+//! `pattern_write` and `pattern_verify`: memory whose every word depends on its address and on a
+//! seed.
 //!
-//! Memory is seen as words of 8 bytes at addresses that are multiples of 8, little-endian. The word at address `8 k` is output `k`
-//! of the generator splitmix64 with the seed as its first state:
+//! Memory is seen as words of 8 bytes at addresses that are multiples of 8, little-endian. The word
+//! at address `8 k` is output `k` of the generator splitmix64 with the seed as its first state:
 //!
 //! ```text
 //! z = seed + (k + 1) · 0x9E3779B97F4A7C15
@@ -10,10 +11,12 @@
 //! word = z ^ z >> 31
 //! ```
 //!
-//! (Source: Guy L. Steele, Doug Lea, Christine H. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.) Each step is
-//! a bijection. So with one seed no two words are equal, and at one address no two seeds give the same word: whole words that another
-//! owner wrote, that stayed from an earlier seed, or that were never written, are always found. Ranges may begin and end anywhere; of
-//! a word that lies in the range in part only those bytes count, so that a wrong byte alone goes unnoticed once in 256 times.
+//! (Source: Guy L. Steele, Doug Lea, Christine H. Flood, "Fast Splittable Pseudorandom Number
+//! Generators", OOPSLA 2014.) Each step is a bijection. So with one seed no two words are equal,
+//! and at one address no two seeds give the same word: whole words that another owner wrote, that
+//! stayed from an earlier seed, or that were never written, are always found. Ranges may begin and
+//! end anywhere; of a word that lies in the range in part only those bytes count, so that a wrong
+//! byte alone goes unnoticed once in 256 times.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
@@ -38,7 +41,8 @@ pub(crate) fn mix(state: u64) -> u64 {
     z ^ z >> 31
 }
 
-/// The word of the pattern at an address, which is rounded down to a multiple of 8. See [`Kernels::pattern_write`].
+/// The word of the pattern at an address, which is rounded down to a multiple of 8. See
+/// [`Kernels::pattern_write`].
 pub fn pattern_word(address: DevicePtr, seed: u64) -> u64 {
     mix(seed.wrapping_add((address.0 / 8).wrapping_add(1).wrapping_mul(GAMMA)))
 }
@@ -90,8 +94,9 @@ impl Work for Write {
     }
 }
 
-/// Arguments: first byte, length in bytes, seed, result. The result is two words: how many words differ is added to the first; the
-/// second becomes the largest of what it was and the complements of the addresses of bytes that differ.
+/// Arguments: first byte, length in bytes, seed, result. The result is two words: how many words
+/// differ is added to the first; the second becomes the largest of what it was and the complements
+/// of the addresses of bytes that differ.
 #[derive(Debug)]
 struct Verify {
     from: DevicePtr,
@@ -168,10 +173,12 @@ impl Kernels {
     /// Elements of the buffer that [`Kernels::pattern_verify`] counts in.
     pub const FINDINGS_LEN: usize = 2;
 
-    /// Enqueues writing the pattern of `seed` to all bytes of `to`: every word of 8 bytes becomes a function of its address and the
-    /// seed ([`pattern_word`]), different for every address and every seed.
+    /// Enqueues writing the pattern of `seed` to all bytes of `to`: every word of 8 bytes becomes a
+    /// function of its address and the seed ([`pattern_word`]), different for every address and
+    /// every seed.
     ///
-    /// Memory may begin and end anywhere and be of any dtype. Of words that it holds in part, that part is written.
+    /// Memory may begin and end anywhere and be of any dtype. Of words that it holds in part, that
+    /// part is written.
     ///
     /// # Errors
     /// What every operation checks ([`Kernels`]).
@@ -193,11 +200,13 @@ impl Kernels {
 
     /// Enqueues comparing all bytes of `from` with the pattern of `seed`.
     ///
-    /// Words that differ are counted in `findings`, two words that are to be filled with zeros before: so one buffer can collect
-    /// what several launches find. [`Kernels::mismatches`] reads it.
+    /// Words that differ are counted in `findings`, two words that are to be filled with zeros
+    /// before: so one buffer can collect what several launches find. [`Kernels::mismatches`] reads
+    /// it.
     ///
     /// # Errors
-    /// `findings` that are not two `u64`, or lie in what is compared, and what every operation checks ([`Kernels`]).
+    /// `findings` that are not two `u64`, or lie in what is compared, and what every operation
+    /// checks ([`Kernels`]).
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};

@@ -1,22 +1,26 @@
 //! `reduce_sum`: the sum of all elements, with the same bits on every device and in every run.
 //!
-//! Floats are accumulated as `f64` and rounded once at the end, to `f32` for `f16`, `bf16` and `f32`. Integers are accumulated as 64
-//! bits and wrap. The order is fixed by the number of elements `n` alone:
+//! Floats are accumulated as `f64` and rounded once at the end, to `f32` for `f16`, `bf16` and
+//! `f32`. Integers are accumulated as 64 bits and wrap. The order is fixed by the number of
+//! elements `n` alone:
 //!
-//! 1. `B = min(1024, ⌈n / 4096⌉)` blocks, at least one, of 256 threads. Elements are taken in vectors of 16 bytes; thread `t` of all
-//!    takes vectors `t`, `t + 256 B`, … and adds element `e` of each to its accumulator `e mod 4`. Elements after the last whole vector
-//!    are those of the next one. A thread's sum is `(a0 + a1) + (a2 + a3)`, a block's the tree `v[t] += v[t + s]` for
-//!    `s = 128, 64, …, 1`.
-//! 2. One block adds the blocks' sums: thread `t` those of blocks `t`, `t + 256`, …, then the same tree.
+//! 1. `B = min(1024, ⌈n / 4096⌉)` blocks, at least one, of 256 threads. Elements are taken in
+//!    vectors of 16 bytes; thread `t` of all takes vectors `t`, `t + 256 B`, … and adds element `e`
+//!    of each to its accumulator `e mod 4`. Elements after the last whole vector are those of the
+//!    next one. A thread's sum is `(a0 + a1) + (a2 + a3)`, a block's the tree `v[t] += v[t + s]`
+//!    for `s = 128, 64, …, 1`.
+//! 2. One block adds the blocks' sums: thread `t` those of blocks `t`, `t + 256`, …, then the same
+//!    tree.
 //!
-//! So at most `d = ⌈n / (512 B)⌉ + 22` additions (half the first term, unless elements are of 8 bytes) lie between an element and the result, and with `u = 2^-53`
+//! So at most `d = ⌈n / (512 B)⌉ + 22` additions (half the first term, unless elements are of 8
+//! bytes) lie between an element and the result, and with `u = 2^-53`
 //!
 //! ```text
 //! |sum - exact| ≤ d · u / (1 - d · u) · Σ |x|
 //! ```
 //!
-//! (Source: Nicholas J. Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2), before the sum is rounded to `f32`,
-//! which costs at most 2^-24 of it.
+//! (Source: Nicholas J. Higham, "Accuracy and Stability of Numerical Algorithms", section 4.2),
+//! before the sum is rounded to `f32`, which costs at most 2^-24 of it.
 
 use std::marker::PhantomData;
 
@@ -193,18 +197,20 @@ impl Kernels {
     /// Elements of the scratch memory that [`Kernels::reduce_sum`] needs.
     pub const SUM_SCRATCH_LEN: usize = 1024;
 
-    /// Enqueues summing all elements of `from` into `to`, one element: of `f32` for `f16`, `bf16` and `f32`, of `f64` for `f64`, of
-    /// `i64` for signed and of `u64` for unsigned integers.
+    /// Enqueues summing all elements of `from` into `to`, one element: of `f32` for `f16`, `bf16`
+    /// and `f32`, of `f64` for `f64`, of `i64` for signed and of `u64` for unsigned integers.
     ///
-    /// The result depends on the elements alone: not on the device, nor on the run. Floats are accumulated as `f64` and rounded
-    /// once at the end: the sum of `n` elements is within `d / (1 - d) · Σ|x|` of the exact one with `d = (n / 2^19 + 31) · 2^-53`, and
-    /// then within 2^-24 of itself where it is rounded to `f32`. Integers wrap. The sum of nothing is
-    /// 0.
+    /// The result depends on the elements alone: not on the device, nor on the run. Floats are
+    /// accumulated as `f64` and rounded once at the end: the sum of `n` elements is within `d / (1
+    /// - d) · Σ|x|` of the exact one with `d = (n / 2^19 + 31) · 2^-53`, and then within 2^-24 of
+    /// itself where it is rounded to `f32`. Integers wrap. The sum of nothing is 0.
     ///
-    /// `scratch` needs [`Kernels::SUM_SCRATCH_LEN`] elements. Sums that share it wait for each other.
+    /// `scratch` needs [`Kernels::SUM_SCRATCH_LEN`] elements. Sums that share it wait for each
+    /// other.
     ///
     /// # Errors
-    /// A wrong dtype or length of `to`, too little scratch memory, overlap, and what every operation checks ([`Kernels`]).
+    /// A wrong dtype or length of `to`, too little scratch memory, overlap, and what every
+    /// operation checks ([`Kernels`]).
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};

@@ -34,7 +34,8 @@ const fn scatter<T: Bytes>(name: &'static str) -> Kernel {
 /// Dimensions at most.
 const DIMENSIONS: usize = 4;
 
-/// Where elements lie: extents and strides of up to four dimensions, outermost first, strides in elements.
+/// Where elements lie: extents and strides of up to four dimensions, outermost first, strides in
+/// elements.
 ///
 /// ```
 /// use aquifer_kernels::Strided;
@@ -50,8 +51,8 @@ pub struct Strided {
 }
 
 impl Strided {
-    /// A layout of so many dimensions. `None` if there are more than four, a stride for each extent is missing, or numbers
-    /// overflow.
+    /// A layout of so many dimensions. `None` if there are more than four, a stride for each extent
+    /// is missing, or numbers overflow.
     pub fn new(extents: &[u64], strides: &[u64]) -> Option<Strided> {
         let missing = DIMENSIONS.checked_sub(extents.len())?;
         if extents.len() != strides.len() {
@@ -87,7 +88,8 @@ impl Strided {
         self.len() == 0
     }
 
-    /// How many elements lie from its first to its last one, gaps and both included; 0 if there are none.
+    /// How many elements lie from its first to its last one, gaps and both included; 0 if there are
+    /// none.
     pub fn reach(&self) -> u64 {
         if self.is_empty() {
             return 0;
@@ -102,8 +104,9 @@ impl Strided {
         self.is_empty() || Strided::are_distinct(dimensions)
     }
 
-    /// Whether no two elements of any dimensions, extents and strides by rising stride, lie at one place, told without going through them: each
-    /// stride must pass over all that smaller ones reach. Only interleaved layouts that nobody uses fail this wrongly; in another order more
+    /// Whether no two elements of any dimensions, extents and strides by rising stride, lie at one
+    /// place, told without going through them: each stride must pass over all that smaller ones
+    /// reach. Only interleaved layouts that nobody uses fail this wrongly; in another order more
     /// may fail, but none that has a place twice passes.
     ///
     /// ```
@@ -138,7 +141,8 @@ impl Strided {
     }
 }
 
-/// Arguments: output, input, extents, strides. The strided side is the input of a gather and the output of a scatter.
+/// Arguments: output, input, extents, strides. The strided side is the input of a gather and the
+/// output of a scatter.
 #[derive(Debug)]
 struct Move<T, const GATHER: bool> {
     to: DevicePtr,
@@ -209,7 +213,8 @@ impl<T: Bytes, const GATHER: bool> Work for Move<T, GATHER> {
     }
 }
 
-/// Copies a run between the dense side and the strided one, each given by its memory and an index there.
+/// Copies a run between the dense side and the strided one, each given by its memory and an index
+/// there.
 fn copy<T: Bytes>(
     memory: &mut dyn KernelMemory,
     dense: (DevicePtr, u64),
@@ -225,12 +230,12 @@ fn copy<T: Bytes>(
 }
 
 impl Kernels {
-    /// Enqueues collecting elements: `to`, which is dense, becomes the elements of `from` where `layout` says, in order. A stride of
-    /// 0 repeats elements.
+    /// Enqueues collecting elements: `to`, which is dense, becomes the elements of `from` where
+    /// `layout` says, in order. A stride of 0 repeats elements.
     ///
     /// # Errors
-    /// Operands of different dtypes, a `to` of another length than the layout, a `from` that it reaches beyond, overlap, and what
-    /// every operation checks ([`Kernels`]).
+    /// Operands of different dtypes, a `to` of another length than the layout, a `from` that it
+    /// reaches beyond, overlap, and what every operation checks ([`Kernels`]).
     #[track_caller]
     pub fn gather<'a>(
         &'a self,
@@ -253,12 +258,13 @@ impl Kernels {
         self.turn(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
     }
 
-    /// Enqueues spreading elements: those of `from`, which is dense, go in order where `layout` says in `to`. What lies between
-    /// stays.
+    /// Enqueues spreading elements: those of `from`, which is dense, go in order where `layout`
+    /// says in `to`. What lies between stays.
     ///
     /// # Errors
-    /// Operands of different dtypes, a `from` of another length than the layout, a `to` that it reaches beyond, a layout of which
-    /// two elements lie at one place, overlap, and what every operation checks ([`Kernels`]).
+    /// Operands of different dtypes, a `from` of another length than the layout, a `to` that it
+    /// reaches beyond, a layout of which two elements lie at one place, overlap, and what every
+    /// operation checks ([`Kernels`]).
     #[track_caller]
     pub fn scatter<'a>(
         &'a self,

@@ -77,12 +77,12 @@ impl<T: Bytes> Work for Transpose<T> {
 }
 
 impl Kernels {
-    /// Enqueues exchanging rows and columns: `to[c][r] = from[r][c]`. `from` has `rows` rows of `columns` elements, one after the
-    /// other; `to` the other way round.
+    /// Enqueues exchanging rows and columns: `to[c][r] = from[r][c]`. `from` has `rows` rows of
+    /// `columns` elements, one after the other; `to` the other way round.
     ///
     /// # Errors
-    /// Operands of different dtypes or of other lengths than `rows · columns`, overlap, and what every operation checks
-    /// ([`Kernels`]).
+    /// Operands of different dtypes or of other lengths than `rows · columns`, overlap, and what
+    /// every operation checks ([`Kernels`]).
     #[track_caller]
     pub fn transpose<'a>(
         &'a self,

@@ -1,7 +1,8 @@
 //! A counter for one quantity: its value, its peak, and the sums of its increases and decreases.
 //!
-//! A counter is a few plain words. Values that can be derived are not counted. It has one writer at a time (see `counters.rs`), so an
-//! update is always a load and a store, never an atomic read-modify-write.
+//! A counter is a few plain words. Values that can be derived are not counted. It has one writer at
+//! a time (see `counters.rs`), so an update is always a load and a store, never an atomic
+//! read-modify-write.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -13,7 +14,8 @@ pub(super) fn get(cell: &AtomicU64) -> u64 {
     cell.load(Relaxed)
 }
 
-/// Changes a value under the heap's lock: there is no other writer, so this need not be a read-modify-write.
+/// Changes a value under the heap's lock: there is no other writer, so this need not be a
+/// read-modify-write.
 #[inline]
 pub(super) fn set(cell: &AtomicU64, value: u64) {
     cell.store(value, Relaxed);
@@ -34,13 +36,14 @@ fn raise_signed(cell: &AtomicU64, value: u64) {
     }
 }
 
-/// One quantity. The sum of decreases is derived: it is the sum of increases less the current value.
+/// One quantity. The sum of decreases is derived: it is the sum of increases less the current
+/// value.
 #[derive(Debug, Default)]
 pub(crate) struct Counter {
     current: AtomicU64,
     increases: AtomicU64,
-    /// The greatest sum of `current` and the published values of arenas, less the values published now. So an addition has to look only at
-    /// this and `current`.
+    /// The greatest sum of `current` and the published values of arenas, less the values published
+    /// now. So an addition has to look only at this and `current`.
     peak: AtomicU64,
     increases_base: AtomicU64,
     decreases_base: AtomicU64,
@@ -107,9 +110,11 @@ pub(crate) struct Sum {
 #[derive(Debug, Default)]
 pub(crate) struct PooledCounter {
     pools: [Counter; 2],
-    /// The values that arenas published, by pool: an upper bound of their own sums, and exact while one thread does all the work.
+    /// The values that arenas published, by pool: an upper bound of their own sums, and exact while
+    /// one thread does all the work.
     published: [AtomicU64; 2],
-    /// The peak of both pools together, stored as that of a pool: less the published values of both.
+    /// The peak of both pools together, stored as that of a pool: less the published values of
+    /// both.
     peak_of_all: AtomicU64,
 }
 
@@ -126,8 +131,8 @@ impl PooledCounter {
         self.pools[kind as usize].sub(n);
     }
 
-    /// Adds `n`, which may be negative. Without a branch on its sign, which follows no pattern: raising a peak after a subtraction changes
-    /// nothing.
+    /// Adds `n`, which may be negative. Without a branch on its sign, which follows no pattern:
+    /// raising a peak after a subtraction changes nothing.
     #[inline]
     pub(crate) fn change(&self, kind: PoolKind, n: i64) {
         let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
@@ -159,7 +164,8 @@ impl PooledCounter {
         let pool = &self.pools[kind as usize];
         let published = &self.published[kind as usize];
         let publish = || set(published, get(published).wrapping_add(change));
-        // Peaks are stored less the published values. A thread that reads meanwhile finds them too high rather than too low.
+        // Peaks are stored less the published values. A thread that reads meanwhile finds them too
+        // high rather than too low.
         if change.cast_signed() > 0 {
             publish();
         }

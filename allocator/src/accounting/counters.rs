@@ -1,16 +1,19 @@
-//! Accounting: the counters behind every statistic, written under the heap's lock and read without it.
+//! Accounting: the counters behind every statistic, written under the heap's lock and read without
+//! it.
 //!
-//! Identities: for each counter `current = allocated − freed` and `peak ≥ current`; `all` is the sum of the two pools, its
-//! peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees each value exactly as of some moment, and all of
-//! them as of the same moment when no call is in flight.
+//! Identities: for each counter `current = allocated − freed` and `peak ≥ current`; `all` is the
+//! sum of the two pools, its peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees
+//! each value exactly as of some moment, and all of them as of the same moment when no call is in
+//! flight.
 //!
-//! Writers: counters of slow paths are written by the holder of the shared state's lock. Those of every operation ([`Hot`]) are in two places:
-//! here, while one thread does all the work, and in each arena (`writer.rs`) once several threads do. A value is the sum of all places. So
-//! threads on different streams write to different cache lines.
+//! Writers: counters of slow paths are written by the holder of the shared state's lock. Those of
+//! every operation ([`Hot`]) are in two places: here, while one thread does all the work, and in
+//! each arena (`writer.rs`) once several threads do. A value is the sum of all places. So threads
+//! on different streams write to different cache lines.
 //!
-//! Peaks of sums are exact in the first case. In the second case an arena *publishes* here how far its values may rise before
-//! it has to publish again. So the peak of the published values is at least the true one, and exceeds it by at most
-//! 2 × [`Hot::credit`] for each arena and pool.
+//! Peaks of sums are exact in the first case. In the second case an arena *publishes* here how far
+//! its values may rise before it has to publish again. So the peak of the published values is at
+//! least the true one, and exceeds it by at most 2 × [`Hot::credit`] for each arena and pool.
 
 use std::sync::atomic::AtomicU64;
 
@@ -49,8 +52,9 @@ impl Hot {
 
 /// Every counter of an allocator.
 ///
-/// `active` is not counted but derived: it is the sum of the allocated and the *waiting* blocks, of which the latter change only on slow
-/// paths. Its peak is that of the allocated ones, unless blocks were waiting at the time; only that case is noted.
+/// `active` is not counted but derived: it is the sum of the allocated and the *waiting* blocks, of
+/// which the latter change only on slow paths. Its peak is that of the allocated ones, unless
+/// blocks were waiting at the time; only that case is noted.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     /// The counters of [`Hot`] quantities, in its order.
@@ -78,7 +82,8 @@ pub(crate) struct Counters {
     pub(crate) cross_stream_waits: Counter,
 }
 
-/// Peaks of active blocks and bytes while any block was waiting: for the small pool, the large pool, and both.
+/// Peaks of active blocks and bytes while any block was waiting: for the small pool, the large
+/// pool, and both.
 #[derive(Debug, Default)]
 struct ActivePeaks {
     blocks: [AtomicU64; 3],
@@ -110,7 +115,8 @@ impl Counters {
         self.hot(Hot::Requested).sub(kind, requested);
     }
 
-    /// Counts that a block, not live any more, waits for other streams. Needs the lock for publishing.
+    /// Counts that a block, not live any more, waits for other streams. Needs the lock for
+    /// publishing.
     pub(crate) fn waits(&self, kind: PoolKind, size: u64) {
         self.waiting.add(kind, 1);
         self.waiting_bytes.add(kind, size);
@@ -197,7 +203,8 @@ impl Counters {
         self.note_active_peaks();
     }
 
-    /// Starts every accumulated value from zero. Needs every lock. `others` gives the arenas' own sums.
+    /// Starts every accumulated value from zero. Needs every lock. `others` gives the arenas' own
+    /// sums.
     pub(crate) fn reset_accumulated(&self, others: impl Fn(Hot) -> [Sum; 2]) {
         self.pooled().for_each(|counter| counter.reset_accumulated([Sum::default(); 2]));
         self.reserved_bytes.reset_accumulated();
@@ -206,8 +213,8 @@ impl Counters {
     }
 }
 
-/// Sums the statistics of live and waiting blocks. A block that starts to wait is freed in the first and allocated in the second; in the
-/// sum it is neither.
+/// Sums the statistics of live and waiting blocks. A block that starts to wait is freed in the
+/// first and allocated in the second; in the sum it is neither.
 fn active(live: PoolStats, waiting: PoolStats, peaks: &[AtomicU64; 3]) -> PoolStats {
     let sum = |live: Stat, waiting: Stat, peak: &AtomicU64| Stat {
         current: live.current + waiting.current,

@@ -9,11 +9,12 @@ use crate::heap::{Block, BlockId, Heap, Passed, Region, State, kind_of};
 use crate::size_class::PoolKind;
 use crate::state::shared::SharedState;
 
-/// The share of free memory that a request of `size` bytes cannot use: 0 when every free block would serve it, 1 when none
-/// would or nothing is free.
+/// The share of free memory that a request of `size` bytes cannot use: 0 when every free block
+/// would serve it, 1 when none would or nothing is free.
 ///
-/// Source: the *unusable free space index*, M. Gorman and A. Whitcroft, "The What, The Why and the Where To of
-/// Anti-Fragmentation", Ottawa Linux Symposium 2006; here for any size instead of powers of two.
+/// Source: the *unusable free space index*, M. Gorman and A. Whitcroft, "The What, The Why and the
+/// Where To of Anti-Fragmentation", Ottawa Linux Symposium 2006; here for any size instead of
+/// powers of two.
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
 pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 {
     // Wider than the sizes, which a caller may choose freely.
@@ -25,10 +26,11 @@ pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 
 
 /// How fragmented an allocator's memory is. Sizes are bytes.
 ///
-/// Free blocks count regardless of the stream that owns them, and memory of private pools counts with the pool of its kind. So a request
-/// may fail although there is room. Growable and exportable memory counts as segments of the large pool; memory that it gave up and that
-/// was not recycled yet counts as free. While the allocator sleeps, blocks and segments are those that will be there after waking up, and
-/// less memory is held.
+/// Free blocks count regardless of the stream that owns them, and memory of private pools counts
+/// with the pool of its kind. So a request may fail although there is room. Growable and exportable
+/// memory counts as segments of the large pool; memory that it gave up and that was not recycled
+/// yet counts as free. While the allocator sleeps, blocks and segments are those that will be there
+/// after waking up, and less memory is held.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Fragmentation {
@@ -42,13 +44,15 @@ pub struct Fragmentation {
     pub spare_bytes: u64,
     /// Bytes of addresses reserved for mapping memory, whether memory is mapped there or not.
     pub address_bytes: u64,
-    /// Number of contiguous ranges of such addresses without memory where memory may be mapped for blocks.
+    /// Number of contiguous ranges of such addresses without memory where memory may be mapped for
+    /// blocks.
     pub address_holes: u64,
     /// Bytes of the longest of these ranges. A longer request needs addresses elsewhere.
     pub largest_address_hole: u64,
     /// Segments, or mapped ranges, that are wholly free and not pinned.
     pub releasable_segments: u64,
-    /// Bytes that can go back to the device: wholly free segments, and granules in free blocks, except pinned ones.
+    /// Bytes that can go back to the device: wholly free segments, and granules in free blocks,
+    /// except pinned ones.
     pub releasable_bytes: u64,
     /// Bytes in live blocks.
     pub allocated_bytes: u64,
@@ -62,7 +66,8 @@ pub struct Fragmentation {
     pub free_bytes: u64,
     /// Bytes of the largest free block.
     pub largest_free_block: u64,
-    /// External fragmentation: the share of free bytes outside the largest free block, 0 to 1; 0 when nothing is free.
+    /// External fragmentation: the share of free bytes outside the largest free block, 0 to 1; 0
+    /// when nothing is free.
     pub external: f64,
     /// The share of free bytes that the request cannot use, 0 to 1: [`unusable_index`].
     pub unusable: f64,
@@ -280,15 +285,16 @@ mod tests {
         }
     }
 
-    /// What is read while other threads allocate and free adds up, although no two blocks need be as of the same
-    /// moment.
+    /// What is read while other threads allocate and free adds up, although no two blocks need be
+    /// as of the same moment.
     #[test]
     fn reports_add_up_while_other_threads_work() {
         for options in ["", "backing:segments"] {
             let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
             let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
             let streams = [(); 5].map(|()| device.stream().unwrap());
-            // Enough memory of their own for all streams at once, so that none grows later or takes another's.
+            // Enough memory of their own for all streams at once, so that none grows later or takes
+            // another's.
             let own = |n: u64| move |i: u64| 512 * (1 + (i * 7919 + n) % 60);
             let warm = streams.iter().map(|stream| {
                 let small: Vec<_> = (0..200).map(|i| allocator.alloc_bytes(own(0)(i), stream).unwrap()).collect();

@@ -9,22 +9,27 @@ use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 use crate::state::AllocatorState;
 
-/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`. Fields that PyTorch lacks say so.
+/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
+/// Fields that PyTorch lacks say so.
 ///
-/// Current values are exact whenever no call is in flight. While other threads make calls, each stream's share of a value is exact as of
-/// some moment, but not all shares are as of the same moment.
+/// Current values are exact whenever no call is in flight. While other threads make calls, each
+/// stream's share of a value is exact as of some moment, but not all shares are as of the same
+/// moment.
 ///
-/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one thread does all the work, on however many
-/// streams, and passes it on to another one at most 8 times between resets of peaks. With several threads at the same time they are never
-/// less than the true peak, and exceed it by at most 32 MiB (128 blocks) for each stream and pool; peaks in bytes never exceed that of
-/// `reserved_bytes`, unless they were reset while the allocator slept. Peaks of `inactive_split` and its bytes are exact while the work is
-/// on one stream: a freed block counts as a piece once its stream's memory is used next, or the statistics are read.
+/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one
+/// thread does all the work, on however many streams, and passes it on to another one at most 8
+/// times between resets of peaks. With several threads at the same time they are never less than
+/// the true peak, and exceed it by at most 32 MiB (128 blocks) for each stream and pool; peaks in
+/// bytes never exceed that of `reserved_bytes`, unless they were reset while the allocator slept.
+/// Peaks of `inactive_split` and its bytes are exact while the work is on one stream: a freed block
+/// counts as a piece once its stream's memory is used next, or the statistics are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
     /// Number of live blocks.
     pub allocation: PoolStats,
-    /// Number of segments held from the device. Mapped memory has none, as PyTorch's expandable segments.
+    /// Number of segments held from the device. Mapped memory has none, as PyTorch's expandable
+    /// segments.
     pub segment: PoolStats,
     /// Number of live blocks and of freed ones that other streams still use.
     pub active: PoolStats,
@@ -72,7 +77,8 @@ impl MemoryStats {
     fn read(state: &AllocatorState, max_split_size: Option<u64>) -> MemoryStats {
         let counters = &state.counters;
         let (allocation, reserved_bytes) = (state.read(Hot::Blocks), counters.reserved_bytes.read());
-        // Bounds of peaks, which arise with several threads, are cut off at the peak of reserved memory.
+        // Bounds of peaks, which arise with several threads, are cut off at the peak of reserved
+        // memory.
         let bytes = |stats: PoolStats| stats.with_peaks_within(reserved_bytes);
         let allocated_bytes = state.read(Hot::Bytes);
         let events = |counter: &Counter| counter.read().allocated;
@@ -102,8 +108,8 @@ impl MemoryStats {
         }
     }
 
-    /// The 123 entries of PyTorch's `memory_stats()`, by its keys, such as `allocated_bytes.all.peak`. `max_split_size` is
-    /// -1 when unlimited.
+    /// The 123 entries of PyTorch's `memory_stats()`, by its keys, such as
+    /// `allocated_bytes.all.peak`. `max_split_size` is -1 when unlimited.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

@@ -1,7 +1,8 @@
 //! Accounting: an allocator's counters, and the statistics made of them.
 //!
-//! `counter.rs` counts one quantity, `reserved.rs` the bytes held from the device, and `counters.rs` has all of an allocator's counters.
-//! `writer.rs` decides which thread writes to which. The other files present them: PyTorch's statistics, the summary table, and measures of
+//! `counter.rs` counts one quantity, `reserved.rs` the bytes held from the device, and
+//! `counters.rs` has all of an allocator's counters. `writer.rs` decides which thread writes to
+//! which. The other files present them: PyTorch's statistics, the summary table, and measures of
 //! fragmentation.
 
 pub(crate) mod counter;

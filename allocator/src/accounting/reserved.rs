@@ -1,8 +1,9 @@
-//! Bytes held from the device, by pool. Memory moves between the pools, and whoever reads meanwhile finds it in one of them, never in both
-//! or in none.
+//! Bytes held from the device, by pool. Memory moves between the pools, and whoever reads meanwhile
+//! finds it in one of them, never in both or in none.
 //!
-//! Writers hold the shared state's lock, so there is one at a time. It makes the version odd, changes the counters, and makes the version even. A
-//! reader who met an odd version, or two different ones, reads again. It takes no lock.
+//! Writers hold the shared state's lock, so there is one at a time. It makes the version odd,
+//! changes the counters, and makes the version even. A reader who met an odd version, or two
+//! different ones, reads again. It takes no lock.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
@@ -11,7 +12,8 @@ use super::counter::{PooledCounter, Sum};
 use super::stat::PoolStats;
 use crate::size_class::PoolKind;
 
-/// A reader who met a change under way so often lets other threads run: the writer may need this one's processor.
+/// A reader who met a change under way so often lets other threads run: the writer may need this
+/// one's processor.
 const PATIENCE: u32 = 64;
 
 /// The counter of these bytes.
@@ -33,7 +35,8 @@ impl Reserved {
         self.change(|counter| counter.sub(kind, bytes));
     }
 
-    /// Replaces a share of the memory, given by pool. Losses are counted before gains, so that what moved between pools raises no peak.
+    /// Replaces a share of the memory, given by pool. Losses are counted before gains, so that what
+    /// moved between pools raises no peak.
     pub(crate) fn replace(&self, before: [u64; 2], now: [u64; 2]) {
         self.change(|counter| {
             for kind in [PoolKind::Small, PoolKind::Large] {

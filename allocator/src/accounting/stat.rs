@@ -27,8 +27,9 @@ pub struct PoolStats {
 }
 
 impl PoolStats {
-    /// The same statistic with peaks cut off: at those of `most`, and that of both pools also at the sum of the two pools' peaks. None is
-    /// cut off below its current value, which is above `most` where peaks began while memory was away.
+    /// The same statistic with peaks cut off: at those of `most`, and that of both pools also at
+    /// the sum of the two pools' peaks. None is cut off below its current value, which is above
+    /// `most` where peaks began while memory was away.
     pub(crate) fn with_peaks_within(self, most: PoolStats) -> PoolStats {
         let within = |stat: Stat, most: u64| Stat { peak: stat.peak.min(most.max(stat.current)), ..stat };
         let large_pool = within(self.large_pool, most.large_pool.peak);

@@ -20,7 +20,8 @@ enum Unit {
 }
 
 impl Unit {
-    /// Formats `value` in ten characters, in the unit that suits `guide`, so that rows that belong together share one unit.
+    /// Formats `value` in ten characters, in the unit that suits `guide`, so that rows that belong
+    /// together share one unit.
     fn format(self, value: u64, guide: u64) -> String {
         match self {
             Unit::Bytes => {

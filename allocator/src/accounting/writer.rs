@@ -1,11 +1,13 @@
-//! The choice of the counters that an operation writes to: the shared counters while one thread is at work, and the arenas' own counters
-//! once several are.
+//! The choice of the counters that an operation writes to: the shared counters while one thread is
+//! at work, and the arenas' own counters once several are.
 //!
-//! While one thread does all the work of an allocator, it writes to the shared counters (`counters.rs`), whatever arena it works
-//! in, and every peak is exact. Once several threads do, each arena counts on its own cache lines, under its own lock, and
-//! *publishes* a bound of each value, which is at least the value and at most 2 × [`Hot::credit`] more.
+//! While one thread does all the work of an allocator, it writes to the shared counters
+//! (`counters.rs`), whatever arena it works in, and every peak is exact. Once several threads do,
+//! each arena counts on its own cache lines, under its own lock, and *publishes* a bound of each
+//! value, which is at least the value and at most 2 × [`Hot::credit`] more.
 //!
-//! Which of the two holds is noted in every arena ([`Writer`]) and changes under all locks together.
+//! Which of the two holds is noted in every arena ([`Writer`]) and changes under all locks
+//! together.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -23,7 +25,8 @@ impl CounterWriter {
     pub(crate) const NOBODY: CounterWriter = CounterWriter(0);
     /// Several threads are at work: each arena counts for itself.
     pub(crate) const SEVERAL: CounterWriter = CounterWriter(1);
-    /// The writer of an arena in which no thread has worked since a slow path last looked (`state/settled.rs`).
+    /// The writer of an arena in which no thread has worked since a slow path last looked
+    /// (`state/settled.rs`).
     pub(crate) const SETTLED: CounterWriter = CounterWriter(2);
 
     /// A number that no two running threads share.
@@ -31,14 +34,16 @@ impl CounterWriter {
         self.0
     }
 
-    /// The calling thread. It may be mistaken for a thread that has ended, which does no harm, because that one is not at work any more.
+    /// The calling thread. It may be mistaken for a thread that has ended, which does no harm,
+    /// because that one is not at work any more.
     #[cfg(not(aquifer_shuttle))]
     #[inline]
     pub(crate) fn this_thread() -> CounterWriter {
         thread_local! {
             static HERE: u64 = const { 0 };
         }
-        // Addresses of thread-local values differ from each other and, being aligned, from the numbers above.
+        // Addresses of thread-local values differ from each other and, being aligned, from the
+        // numbers above.
         HERE.with(|here| CounterWriter(std::ptr::from_ref(here).addr()))
     }
 
@@ -51,8 +56,8 @@ impl CounterWriter {
 /// The counters that an operation writes to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CounterTarget {
-    /// The allocator state's shared counters: the caller is the only thread at work, holds every lock, or holds those of the shared state
-    /// and for publishing.
+    /// The allocator state's shared counters: the caller is the only thread at work, holds every
+    /// lock, or holds those of the shared state and for publishing.
     Shared(&'static AllocatorState),
     /// The arena's own counters.
     Own(&'static AllocatorState, &'static ArenaCounters),
@@ -72,7 +77,8 @@ impl CounterTarget {
         }
     }
 
-    /// Counts that a block is not live any more. `requested` is 0 if other streams still use the block.
+    /// Counts that a block is not live any more. `requested` is 0 if other streams still use the
+    /// block.
     #[inline(always)]
     pub(crate) fn freed(self, kind: PoolKind, size: u64, requested: u64) {
         match self {
@@ -93,7 +99,8 @@ impl CounterTarget {
         }
     }
 
-    /// Changes the count and bytes of free pieces. Not inlined, because it is only for segments, and long.
+    /// Changes the count and bytes of free pieces. Not inlined, because it is only for segments,
+    /// and long.
     #[inline(never)]
     pub(crate) fn pieces(self, kind: PoolKind, count: i64, bytes: i64) {
         match self {
@@ -123,7 +130,8 @@ impl CounterTarget {
         }
     }
 
-    /// Counts that an oversize block became live, or is not live any more. Such blocks are rare, so they are counted in one place.
+    /// Counts that an oversize block became live, or is not live any more. Such blocks are rare, so
+    /// they are counted in one place.
     #[cold]
     pub(crate) fn oversize(self, live: bool) {
         let (CounterTarget::Shared(state) | CounterTarget::Own(state, _)) = self;
@@ -137,7 +145,8 @@ impl CounterTarget {
     }
 }
 
-/// One quantity in one arena and pool. It is negative if blocks are freed here whose allocation was counted elsewhere.
+/// One quantity in one arena and pool. It is negative if blocks are freed here whose allocation was
+/// counted elsewhere.
 #[derive(Debug, Default)]
 struct ArenaCounter {
     current: AtomicU64,
@@ -192,8 +201,9 @@ impl ArenaCounters {
 }
 
 impl ArenaCounter {
-    /// Publishes a bound of `current`: on its way up one that is a sixteenth more, so that peaks are that exact, and on its way
-    /// down one credit more, so that what goes up and down is published once.
+    /// Publishes a bound of `current`: on its way up one that is a sixteenth more, so that peaks
+    /// are that exact, and on its way down one credit more, so that what goes up and down is
+    /// published once.
     #[cold]
     fn publish_bound(&self, state: &AllocatorState, quantity: Hot, kind: PoolKind, current: u64) {
         let rises = self.published.load(Relaxed).wrapping_sub(current).cast_signed() < 0;

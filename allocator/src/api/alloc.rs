@@ -1,4 +1,5 @@
-//! Allocation: handles, typed buffers, raw pointers, memory that grows or is shared with other processes.
+//! Allocation: handles, typed buffers, raw pointers, memory that grows or is shared with other
+//! processes.
 
 use aquifer_device::{DevicePtr, HandleKind, Stream, Tick};
 
@@ -12,20 +13,22 @@ use crate::error::AllocError;
 use crate::raw::{self, ready};
 
 impl Allocator {
-    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. The memory is uninitialised. A request of zero bytes gives a handle
-    /// with a null pointer and no memory.
+    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. The memory is
+    /// uninitialised. A request of zero bytes gives a handle with a null pointer and no memory.
     ///
     /// # Errors
-    /// [`AllocError::OutOfMemory`], with a report, after everything was tried; [`AllocError::TooLarge`] from 2^60 bytes on;
-    /// a stream of another device, or one that captures while the thread is not routed to a private pool
-    /// ([`Allocator::capture`]); a failing driver.
+    /// [`AllocError::OutOfMemory`], with a report, after everything was tried;
+    /// [`AllocError::TooLarge`] from 2^60 bytes on; a stream of another device, or one that
+    /// captures while the thread is not routed to a private pool ([`Allocator::capture`]); a
+    /// failing driver.
     #[track_caller]
     #[inline]
     pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         alloc::alloc_bytes(self, bytes, stream)
     }
 
-    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the request by the alignment less 512 bytes.
+    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the
+    /// request by the alignment less 512 bytes.
     ///
     /// # Errors
     /// As [`Allocator::alloc_bytes`], and an invalid alignment.
@@ -44,8 +47,8 @@ impl Allocator {
         alloc::alloc_bytes_zeroed(self, bytes, stream)
     }
 
-    /// Allocates memory for `len` values of `T`, for work of `stream` and of others. The content is undefined until it is
-    /// written.
+    /// Allocates memory for `len` values of `T`, for work of `stream` and of others. The content is
+    /// undefined until it is written.
     ///
     /// # Errors
     /// As [`Allocator::alloc_bytes`], and a length whose bytes overflow.
@@ -63,8 +66,9 @@ impl Allocator {
         buffer::alloc_zeros(self, len, stream)
     }
 
-    /// Makes a buffer of an allocation of this allocator: as many whole values as it holds. The memory counts as written
-    /// by the work enqueued on `stream` until now, so earlier work of other streams with it must be ordered before that.
+    /// Makes a buffer of an allocation of this allocator: as many whole values as it holds. The
+    /// memory counts as written by the work enqueued on `stream` until now, so earlier work of
+    /// other streams with it must be ordered before that.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -79,18 +83,20 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// When the stream belongs to another device, or the allocation to another allocator. The allocation is then dropped.
+    /// When the stream belongs to another device, or the allocation to another allocator. The
+    /// allocation is then dropped.
     pub fn buffer_of<T: Copy>(&self, allocation: Allocation, stream: &Stream) -> Result<Buffer<T>, AllocError> {
         buffer::buffer_of(self, allocation, stream)
     }
 
     /// Makes a buffer of memory that another library owns, so that verbs, kernels and
-    /// [`StreamAccess::with`](crate::StreamAccess::with) work on it. The allocator is the one that [`Buffer::like`]
-    /// uses; it does not count the memory.
+    /// [`StreamAccess::with`](crate::StreamAccess::with) work on it. The allocator is the one that
+    /// [`Buffer::like`] uses; it does not count the memory.
     ///
-    /// When the last handle is dropped, `release` gets the ticks of work that may still use the memory. It must see to
-    /// it that the memory is not reused before: by making the owner's stream wait for them ([`Stream::wait_for`]), or
-    /// by waiting on the host ([`Tick::synchronize`]). It must not panic.
+    /// When the last handle is dropped, `release` gets the ticks of work that may still use the
+    /// memory. It must see to it that the memory is not reused before: by making the owner's stream
+    /// wait for them ([`Stream::wait_for`]), or by waiting on the host ([`Tick::synchronize`]). It
+    /// must not panic.
     ///
     /// ```
     /// # use aquifer_allocator::{Allocator, Config};
@@ -107,12 +113,14 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
-    /// It is up to the caller that there are `len` values of `T` at `ptr`, aligned, in memory of this allocator's
-    /// device that lives until `release` is called; that earlier work on it comes before what is enqueued on `stream`
-    /// from now on; and that only the buffer uses it until then.
+    /// It is up to the caller that there are `len` values of `T` at `ptr`, aligned, in memory of
+    /// this allocator's device that lives until `release` is called; that earlier work on it comes
+    /// before what is enqueued on `stream` from now on; and that only the buffer uses it until
+    /// then.
     ///
     /// # Errors
-    /// A stream of another device, and a length whose bytes overflow. `release` is called with no ticks then.
+    /// A stream of another device, and a length whose bytes overflow. `release` is called with no
+    /// ticks then.
     pub fn import<T: Copy>(
         &self,
         ptr: DevicePtr,
@@ -123,11 +131,11 @@ impl Allocator {
         foreign::import(self, ptr, len, stream, release)
     }
 
-    /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes give a null
-    /// pointer.
+    /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes
+    /// give a null pointer.
     ///
-    /// Free the pointer before the last handle of the allocator is dropped. Afterwards it can no longer be freed, and
-    /// its memory and device stay in use until the process ends.
+    /// Free the pointer before the last handle of the allocator is dropped. Afterwards it can no
+    /// longer be freed, and its memory and device stay in use until the process ends.
     ///
     /// # Errors
     /// As [`Allocator::alloc_bytes`].
@@ -140,20 +148,22 @@ impl Allocator {
     /// Frees a pointer from [`Allocator::alloc_raw`]. A null pointer is ignored.
     ///
     /// # Errors
-    /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block, or freed before.
+    /// [`AllocError::InvalidPointer`] for a pointer that is not live here: foreign, inside a block,
+    /// or freed before.
     #[track_caller]
     #[inline]
     pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
         raw::free_raw(self, ptr)
     }
 
-    /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work enqueued on `stream`
-    /// until now may still use the memory. Nothing waits.
+    /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work
+    /// enqueued on `stream` until now may still use the memory. Nothing waits.
     ///
-    /// The memory is reused once that work is done, or by streams that are ordered after it; also once the work is done
-    /// that the streams noted by [`Allocator::record_stream_raw`] have until now. The stream of the allocation itself
-    /// always counts, as of now. So `stream` need not be ordered after any other one. On the stream of the allocation,
-    /// this is [`Allocator::free_raw`].
+    /// The memory is reused once that work is done, or by streams that are ordered after it; also
+    /// once the work is done that the streams noted by [`Allocator::record_stream_raw`] have until
+    /// now. The stream of the allocation itself always counts, as of now. So `stream` need not be
+    /// ordered after any other one. On the stream of the allocation, this is
+    /// [`Allocator::free_raw`].
     ///
     /// # Errors
     /// As [`Allocator::free_raw`]; a stream of another device. The pointer is live afterwards.
@@ -165,7 +175,8 @@ impl Allocator {
     /// Notes that `stream` uses a raw allocation too, as [`crate::Allocation::record_stream`].
     ///
     /// # Errors
-    /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another device.
+    /// [`AllocError::InvalidPointer`] for a pointer that is not live here; a stream of another
+    /// device.
     pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
         raw::record_stream_raw(self, ptr, stream)
     }
@@ -178,14 +189,16 @@ impl Allocator {
         raw::size_of_raw(self, ptr)
     }
 
-    /// Allocates raw memory that may be used at once on every stream, and by the host's blocking copies, as that of the
-    /// synchronous `cuMemAlloc`: whatever used the memory before is done. Memory of which that is known is taken first,
-    /// then memory of the device; the host waits only before it would run out. (With `cross_stream:wait` memory of
-    /// other streams comes before that of the device, and is waited for.)
+    /// Allocates raw memory that may be used at once on every stream, and by the host's blocking
+    /// copies, as that of the synchronous `cuMemAlloc`: whatever used the memory before is done.
+    /// Memory of which that is known is taken first, then memory of the device; the host waits only
+    /// before it would run out. (With `cross_stream:wait` memory of other streams comes before that
+    /// of the device, and is waited for.)
     ///
-    /// [`Allocator::free_raw`] gives it back for use at once, so before that **the caller must wait for all work that
-    /// uses it**, as `cuMemFree` does, such as with [`aquifer_device::Device::synchronize`]. [`Allocator::free_raw_on`]
-    /// gives it back in the order of a stream, without waiting, if no other stream uses it or those that do are
+    /// [`Allocator::free_raw`] gives it back for use at once, so before that **the caller must wait
+    /// for all work that uses it**, as `cuMemFree` does, such as with
+    /// [`aquifer_device::Device::synchronize`]. [`Allocator::free_raw_on`] gives it back in the
+    /// order of a stream, without waiting, if no other stream uses it or those that do are
     /// recorded.
     ///
     /// # Errors
@@ -198,18 +211,21 @@ impl Allocator {
     /// Reserves addresses for `capacity` bytes, without memory yet, for work on `stream`.
     ///
     /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60 bytes on; when the stream belongs to
-    /// another device; errors of the driver, among them [`aquifer_device::ErrorKind::OutOfAddresses`].
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60
+    /// bytes on; when the stream belongs to another device; errors of the driver, among them
+    /// [`aquifer_device::ErrorKind::OutOfAddresses`].
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         growable::growable(self, capacity, stream)
     }
 
-    /// Allocates memory that can be exported as a handle of the given kind; see [`Exportable::handle`]. Its size is rounded up to the
-    /// device's granularity (2 MiB), it counts towards the limit, and it always comes from the device, never from cached memory. It is
-    /// meant for few and large buffers.
+    /// Allocates memory that can be exported as a handle of the given kind; see
+    /// [`Exportable::handle`]. Its size is rounded up to the device's granularity (2 MiB), it
+    /// counts towards the limit, and it always comes from the device, never from cached memory. It
+    /// is meant for few and large buffers.
     ///
-    /// Where memory comes in segments, it is a segment of its own, of the same size, which other processes can open by its pointer.
-    /// Statistics by pool, and snapshots, show it in a private pool of its own.
+    /// Where memory comes in segments, it is a segment of its own, of the same size, which other
+    /// processes can open by its pointer. Statistics by pool, and snapshots, show it in a private
+    /// pool of its own.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -224,8 +240,8 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream captures; otherwise as
-    /// [`Allocator::alloc_bytes`].
+    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream
+    /// captures; otherwise as [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         exportable::alloc_exportable(self, bytes, kind, stream)

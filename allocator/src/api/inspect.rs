@@ -11,21 +11,21 @@ use crate::size_class::PoolKind;
 use crate::snapshot::{Snapshot, take};
 
 impl Allocator {
-    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads' frees are queued and
-    /// must be applied first. With segments it looks into every arena in which anything happened, because pieces of
-    /// segments are counted when blocks are merged.
+    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads'
+    /// frees are queued and must be applied first. With segments it looks into every arena in which
+    /// anything happened, because pieces of segments are counted when blocks are merged.
     pub fn stats(&self) -> MemoryStats {
         memory_stats::stats(self)
     }
 
-    /// The most bytes that were allocated at once since the last [`Allocator::reset_peak_stats`], as PyTorch's
-    /// `max_memory_allocated()`.
+    /// The most bytes that were allocated at once since the last [`Allocator::reset_peak_stats`],
+    /// as PyTorch's `max_memory_allocated()`.
     pub fn max_memory_allocated(&self) -> u64 {
         self.stats().allocated_bytes.all.peak
     }
 
-    /// The most bytes that were reserved from the device at once since the last [`Allocator::reset_peak_stats`], as
-    /// PyTorch's `max_memory_reserved()`.
+    /// The most bytes that were reserved from the device at once since the last
+    /// [`Allocator::reset_peak_stats`], as PyTorch's `max_memory_reserved()`.
     pub fn max_memory_reserved(&self) -> u64 {
         self.stats().reserved_bytes.all.peak
     }
@@ -35,18 +35,21 @@ impl Allocator {
         self.state().lock_all().reset_peaks();
     }
 
-    /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`) from zero.
+    /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`)
+    /// from zero.
     pub fn reset_accumulated_stats(&self) {
         self.state().lock_all().reset_accumulated();
     }
 
-    /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing the history's entries from the last to
-    /// the first, starting from the segments, meets no contradiction.
+    /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing
+    /// the history's entries from the last to the first, starting from the segments, meets no
+    /// contradiction.
     ///
-    /// While the history is recorded, all locks are held as blocks and entries are copied. Otherwise they are held for
-    /// some blocks at a time: while other threads allocate, each block is as it was at some moment of the call, or a
-    /// part of it if it grew meanwhile, and the blocks of a segment lie side by side without gaps. As in PyTorch, an
-    /// [`Action::Snapshot`] is recorded, which later snapshots show.
+    /// While the history is recorded, all locks are held as blocks and entries are copied.
+    /// Otherwise they are held for some blocks at a time: while other threads allocate, each block
+    /// is as it was at some moment of the call, or a part of it if it grew meanwhile, and the
+    /// blocks of a segment lie side by side without gaps. As in PyTorch, an [`Action::Snapshot`] is
+    /// recorded, which later snapshots show.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -82,10 +85,12 @@ impl Allocator {
         self.record_history(HistoryOptions::default());
     }
 
-    /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes` cannot use.
+    /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes`
+    /// cannot use.
     ///
-    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads allocate, each
-    /// block counts as it was at some moment of the call, and no byte of memory in blocks counts twice.
+    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads
+    /// allocate, each block counts as it was at some moment of the call, and no byte of memory in
+    /// blocks counts twice.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -110,8 +115,8 @@ impl Allocator {
         measure(self, request_bytes, |other| other == kind)
     }
 
-    /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so on, each with the
-    /// current value, the peak, and the sums of increases and decreases.
+    /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so
+    /// on, each with the current value, the peak, and the sums of increases and decreases.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -125,8 +130,9 @@ impl Allocator {
         summary::summary(self)
     }
 
-    /// The backing in use: [`Config::backing`] where the device can map memory, else [`Backing::Segments`]. In the latter case a warning was
-    /// logged, and [`Allocator::why_segments`] says why.
+    /// The backing in use: [`Config::backing`] where the device can map memory, else
+    /// [`Backing::Segments`]. In the latter case a warning was logged, and
+    /// [`Allocator::why_segments`] says why.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, WhySegments, config::Backing};
@@ -142,13 +148,14 @@ impl Allocator {
         if self.why_segments().is_some() { Backing::Segments } else { Backing::Paged }
     }
 
-    /// The size in bytes of a granule, the unit in which physical memory is counted and mapped; `None` if memory comes in segments.
+    /// The size in bytes of a granule, the unit in which physical memory is counted and mapped;
+    /// `None` if memory comes in segments.
     pub fn granule_bytes(&self) -> Option<u64> {
         self.state().shared().paged.as_ref().map(|paged| paged.granule)
     }
 
-    /// Bytes that each private pool holds from the device, by its id, for open pools and for closed ones that still hold memory. They are
-    /// part of `reserved_bytes`.
+    /// Bytes that each private pool holds from the device, by its id, for open pools and for closed
+    /// ones that still hold memory. They are part of `reserved_bytes`.
     pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
         memory_stats::reserved_by_private_pools(self)
     }

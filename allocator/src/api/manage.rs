@@ -1,4 +1,5 @@
-//! What else a program asks of an allocator: giving memory back, sleep, private pools, callbacks, mappings.
+//! What else a program asks of an allocator: giving memory back, sleep, private pools, callbacks,
+//! mappings.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,8 +18,9 @@ use crate::recovery::hooks::ReclaimRequest;
 use crate::recovery::{MappingChange, OomReport, Registration};
 
 impl Allocator {
-    /// Gives unused memory back to the device and returns how many bytes that was: whole unused segments, or where memory is mapped the
-    /// granules that lie in free blocks. Memory of open private pools stays. Waits for blocks that other streams still use.
+    /// Gives unused memory back to the device and returns how many bytes that was: whole unused
+    /// segments, or where memory is mapped the granules that lie in free blocks. Memory of open
+    /// private pools stays. Waits for blocks that other streams still use.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -26,8 +28,9 @@ impl Allocator {
         self.trim_to(0)
     }
 
-    /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the largest segments first. Returns
-    /// how many bytes went back. Waits for blocks that other streams still use only if unused memory does not suffice.
+    /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the
+    /// largest segments first. Returns how many bytes went back. Waits for blocks that other
+    /// streams still use only if unused memory does not suffice.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -35,21 +38,24 @@ impl Allocator {
         trim::trim_to(self, bytes)
     }
 
-    /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes went back, cached memory
-    /// included, which does not come back. Addresses stay reserved: after
-    /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped. Segments,
-    /// exportable memory and pinned granules stay.
+    /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes
+    /// went back, cached memory included, which does not come back. Addresses stay reserved: after
+    /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped.
+    /// Segments, exportable memory and pinned granules stay.
     ///
-    /// This first waits for the end of all that keeps the allocator awake: turns ([`crate::Turn`]) and claims ([`crate::Claim`]) with its
-    /// memory, and [`Allocator::keep_awake`]. Then it waits for the device. So kernels that other threads launch come before the sleep or
-    /// are refused, and transfers that were begun are enqueued first (those that convert on the device after arrival do so when they are
-    /// waited for). The call never returns if it waits for a claim that only this thread would drop, or for a thread that itself waits for
-    /// this one, for example because that thread puts another allocator to sleep, which this thread keeps awake.
+    /// This first waits for the end of all that keeps the allocator awake: turns ([`crate::Turn`])
+    /// and claims ([`crate::Claim`]) with its memory, and [`Allocator::keep_awake`]. Then it waits
+    /// for the device. So kernels that other threads launch come before the sleep or are refused,
+    /// and transfers that were begun are enqueued first (those that convert on the device after
+    /// arrival do so when they are waited for). The call never returns if it waits for a claim that
+    /// only this thread would drop, or for a thread that itself waits for this one, for example
+    /// because that thread puts another allocator to sleep, which this thread keeps awake.
     ///
-    /// Until the allocator wakes up, turns and claims with its memory, and allocations, fail with [`AllocError::Asleep`]; work that
-    /// bypasses turns must not touch its memory. Threads that allocate while it falls asleep may still be served, with memory that is there
-    /// after waking up. Statistics count the memory held now; snapshots show the memory that will be there after waking up. If the
-    /// allocator sleeps already, this does nothing.
+    /// Until the allocator wakes up, turns and claims with its memory, and allocations, fail with
+    /// [`AllocError::Asleep`]; work that bypasses turns must not touch its memory. Threads that
+    /// allocate while it falls asleep may still be served, with memory that is there after waking
+    /// up. Statistics count the memory held now; snapshots show the memory that will be there after
+    /// waking up. If the allocator sleeps already, this does nothing.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
@@ -69,34 +75,38 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while this very thread keeps the allocator
-    /// awake; [`AllocError::OutOfHostMemory`]; errors of the driver. The allocator is then awake as before, with its contents unless they
-    /// were to be discarded. If the driver fails at waking it up, too, [`Allocator::is_asleep`] is true, and [`Allocator::wake`] can be
-    /// tried.
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while
+    /// this very thread keeps the allocator awake; [`AllocError::OutOfHostMemory`]; errors of the
+    /// driver. The allocator is then awake as before, with its contents unless they were to be
+    /// discarded. If the driver fails at waking it up, too, [`Allocator::is_asleep`] is true, and
+    /// [`Allocator::wake`] can be tried.
     pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
         sleep::sleep(self, contents)
     }
 
-    /// Ends [`Allocator::sleep`]: takes as much memory from the device as was given back, even for allocations dropped meanwhile, maps it
-    /// where it was, and restores saved contents. The limit is not checked, because this memory was held before. If the allocator is awake
-    /// already, this does nothing. While another thread puts it to sleep, this waits for that first, unless this thread keeps the allocator
-    /// awake.
+    /// Ends [`Allocator::sleep`]: takes as much memory from the device as was given back, even for
+    /// allocations dropped meanwhile, maps it where it was, and restores saved contents. The limit
+    /// is not checked, because this memory was held before. If the allocator is awake already, this
+    /// does nothing. While another thread puts it to sleep, this waits for that first, unless this
+    /// thread keeps the allocator awake.
     ///
     /// # Errors
-    /// Errors of the driver. If the device lacks memory, everything taken so far goes back to it. The allocator is still asleep then,
-    /// nothing is lost, and this can be tried again.
+    /// Errors of the driver. If the device lacks memory, everything taken so far goes back to it.
+    /// The allocator is still asleep then, nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
         sleep::wake(self)
     }
 
-    /// True if the allocator sleeps, or is about to and refuses turns already. To wait for the end of that, see [`Allocator::wait_awake`].
+    /// True if the allocator sleeps, or is about to and refuses turns already. To wait for the end
+    /// of that, see [`Allocator::wait_awake`].
     pub fn is_asleep(&self) -> bool {
         self.state().is_quiescing()
     }
 
-    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that. It is for work in several steps that
-    /// would be in vain if the allocator slept in between, such as allocating memory and then using it. Work that bypasses turns may use
-    /// the memory meanwhile, too.
+    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that.
+    /// It is for work in several steps that would be in vain if the allocator slept in between,
+    /// such as allocating memory and then using it. Work that bypasses turns may use the memory
+    /// meanwhile, too.
     ///
     /// ```
     /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
@@ -118,14 +128,16 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::Asleep`] when the allocator sleeps, or is about to and this thread does not keep it awake already.
+    /// [`AllocError::Asleep`] when the allocator sleeps, or is about to and this thread does not
+    /// keep it awake already.
     pub fn keep_awake(&self) -> Result<Awake, AllocError> {
         keep_awake::keep_awake(self)
     }
 
-    /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and false if it sleeps still, or is about to
-    /// sleep. A thread that keeps it awake itself does not wait. It may fall asleep again before this returns, so requests after it are
-    /// still to be tried again, unless [`Allocator::keep_awake`] succeeds first.
+    /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and
+    /// false if it sleeps still, or is about to sleep. A thread that keeps it awake itself does not
+    /// wait. It may fall asleep again before this returns, so requests after it are still to be
+    /// tried again, unless [`Allocator::keep_awake`] succeeds first.
     ///
     /// ```
     /// use std::time::Duration;
@@ -163,18 +175,21 @@ impl Allocator {
         private_pool::create_pool(self, options)
     }
 
-    /// Announces that `stream` captures, and that allocations of the calling thread until the result is dropped are for the graph: they
-    /// come from `pool`. Call it when the capture has begun, whether by [`Stream::begin_capture`], by cudarc, or by another library. Drop
-    /// the result when the capture has ended.
+    /// Announces that `stream` captures, and that allocations of the calling thread until the
+    /// result is dropped are for the graph: they come from `pool`. Call it when the capture has
+    /// begun, whether by [`Stream::begin_capture`], by cudarc, or by another library. Drop the
+    /// result when the capture has ended.
     ///
-    /// Where a library tells in two steps, as PyTorch does, there is a call for each. PyTorch calls an allocator's `beginAllocateToPool`
-    /// before the capture begins, and `endAllocateToPool` after it has ended: between them hold [`PrivatePool::route_thread`]. Hold
-    /// [`Stream::announce_capture`] from `markCaptureBegin` to `markCaptureEnd`, or, in versions without these, from the first request of the
-    /// stream on.
+    /// Where a library tells in two steps, as PyTorch does, there is a call for each. PyTorch calls
+    /// an allocator's `beginAllocateToPool` before the capture begins, and `endAllocateToPool`
+    /// after it has ended: between them hold [`PrivatePool::route_thread`]. Hold
+    /// [`Stream::announce_capture`] from `markCaptureBegin` to `markCaptureEnd`, or, in versions
+    /// without these, from the first request of the stream on.
     ///
-    /// Memory of the graph may have been used before the capture by work that is not done yet. [`aquifer_device::Graph::launch`] orders the
-    /// graph after that work. A graph that another library launches is ordered only by the stream that it is launched on. If that is not
-    /// the stream that it was captured on, launch it after that stream's earlier work.
+    /// Memory of the graph may have been used before the capture by work that is not done yet.
+    /// [`aquifer_device::Graph::launch`] orders the graph after that work. A graph that another
+    /// library launches is ordered only by the stream that it is launched on. If that is not the
+    /// stream that it was captured on, launch it after that stream's earlier work.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -194,31 +209,37 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// When the stream is of another device, the pool is of another allocator, or the stream does not capture; errors of the driver.
+    /// When the stream is of another device, the pool is of another allocator, or the stream does
+    /// not capture; errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         private_pool::capture(self, stream, pool)
     }
 
-    /// Registers the callback `reclaim`, which is called when a request would fail otherwise: unused memory has gone back to the device,
-    /// streams were waited for, and neither helped. It is to free [`ReclaimRequest::bytes`] or more by dropping handles, or as much as it
-    /// can, and to return how many bytes it freed. 0 means that it has nothing to free.
+    /// Registers the callback `reclaim`, which is called when a request would fail otherwise:
+    /// unused memory has gone back to the device, streams were waited for, and neither helped. It
+    /// is to free [`ReclaimRequest::bytes`] or more by dropping handles, or as much as it can, and
+    /// to return how many bytes it freed. 0 means that it has nothing to free.
     ///
-    /// *How often.* Reclaimers of higher `priority` are called first, those of equal priority in the order of registration. After each one
-    /// that freed something the request is tried again, once streams that still use the memory are done with it. If the request still does
-    /// not fit when all were called, because the freed memory is in pieces, they are called again for twice as much, and so on up to
-    /// all that the device has; those that returned 0 or panicked are left out. So a request fails only when reclaimers have
-    /// nothing more, and one that only claims to free memory is called a bounded number of times.
+    /// *How often.* Reclaimers of higher `priority` are called first, those of equal priority in
+    /// the order of registration. After each one that freed something the request is tried again,
+    /// once streams that still use the memory are done with it. If the request still does not fit
+    /// when all were called, because the freed memory is in pieces, they are called again for twice
+    /// as much, and so on up to all that the device has; those that returned 0 or panicked are left
+    /// out. So a request fails only when reclaimers have nothing more, and one that only claims to
+    /// free memory is called a bounded number of times.
     ///
-    /// *Where.* It runs on the thread that made the request, and on several threads at once if several run out of memory. The allocator
-    /// holds no lock, but the caller may. So a reclaimer that shares a lock with code that allocates must only try to take it, and return 0
-    /// if it is taken.
+    /// *Where.* It runs on the thread that made the request, and on several threads at once if
+    /// several run out of memory. The allocator holds no lock, but the caller may. So a reclaimer
+    /// that shares a lock with code that allocates must only try to take it, and return 0 if it is
+    /// taken.
     ///
-    /// *What is told of it.* The report of a request that fails lists the reclaimers, what they freed, and why they freed no more, if they
-    /// say so ([`ReclaimRequest::explain`]).
+    /// *What is told of it.* The report of a request that fails lists the reclaimers, what they
+    /// freed, and why they freed no more, if they say so ([`ReclaimRequest::explain`]).
     ///
-    /// *What it may do.* It may free and allocate, also from this allocator. An allocation that fails inside it returns an error there and
-    /// calls no reclaimers. It may end registrations, including its own. A panic in it is logged and goes no further; it counts as having
-    /// freed nothing, but any memory that it freed serves the request all the same.
+    /// *What it may do.* It may free and allocate, also from this allocator. An allocation that
+    /// fails inside it returns an error there and calls no reclaimers. It may end registrations,
+    /// including its own. A panic in it is logged and goes no further; it counts as having freed
+    /// nothing, but any memory that it freed serves the request all the same.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -256,25 +277,30 @@ impl Allocator {
         self.hooks().add_reclaimer(priority, name, Arc::new(reclaim))
     }
 
-    /// Registers the callback `observe`, which is called with the report before an out-of-memory error is returned. It runs with no lock of
-    /// the allocator held, on the thread that made the request, so it may free and allocate. An allocation that fails inside it returns an
-    /// error there and calls no observer. A panic in it is logged and goes no further: the caller gets the error all the same.
+    /// Registers the callback `observe`, which is called with the report before an out-of-memory
+    /// error is returned. It runs with no lock of the allocator held, on the thread that made the
+    /// request, so it may free and allocate. An allocation that fails inside it returns an error
+    /// there and calls no observer. A panic in it is logged and goes no further: the caller gets
+    /// the error all the same.
     pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
         self.hooks().add_observer(Arc::new(observe))
     }
 
-    /// Registers the callback `observe`, which is called before memory is unmapped and after memory was mapped: by growth, by moving
-    /// memory, by giving it back, by [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that
-    /// keep tables of mapped memory, such as network libraries that register it. It is called neither for segments nor for memory that goes
-    /// when the allocator itself ends.
+    /// Registers the callback `observe`, which is called before memory is unmapped and after memory
+    /// was mapped: by growth, by moving memory, by giving it back, by [`crate::Growable`], and by
+    /// [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that keep tables of mapped
+    /// memory, such as network libraries that register it. It is called neither for segments nor
+    /// for memory that goes when the allocator itself ends.
     ///
-    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays that thread. It may free, and allocate what
-    /// free memory serves. What would change mappings, or wait for such a change to end, returns [`AllocError::Observing`] there, because
-    /// it would wait for itself: a request that no free memory serves, [`Allocator::empty_cache`], [`Allocator::trim_to`],
-    /// [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`], [`Allocator::pin_mapping`], [`Allocator::sleep`],
-    /// [`Allocator::wake`], [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory back later. It must
-    /// not wait for another thread that does one of these. A panic in it is logged and goes no further: the change takes place all the
-    /// same.
+    /// It runs with no lock of the heap held, on the thread that needs the change, so it delays
+    /// that thread. It may free, and allocate what free memory serves. What would change mappings,
+    /// or wait for such a change to end, returns [`AllocError::Observing`] there, because it would
+    /// wait for itself: a request that no free memory serves, [`Allocator::empty_cache`],
+    /// [`Allocator::trim_to`], [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`],
+    /// [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
+    /// [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory
+    /// back later. It must not wait for another thread that does one of these. A panic in it is
+    /// logged and goes no further: the change takes place all the same.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -300,7 +326,8 @@ impl Allocator {
         self.hooks().add_mapping_observer(Arc::new(observe))
     }
 
-    /// Pins the memory behind an allocation, for parties that take note of it: see [`PinnedMapping`].
+    /// Pins the memory behind an allocation, for parties that take note of it: see
+    /// [`PinnedMapping`].
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -320,14 +347,15 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for
-    /// an allocation of another allocator; [`AllocError::Asleep`] while there is no memory.
+    /// [`AllocError::WrongAllocator`] or
+    /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for an allocation
+    /// of another allocator; [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
         pin::pin_mapping(self, allocation)
     }
 
-    /// Lets the device with this ordinal read and write all memory of the allocator that is mapped, now and later. Once is
-    /// enough; again is nothing.
+    /// Lets the device with this ordinal read and write all memory of the allocator that is mapped,
+    /// now and later. Once is enough; again is nothing.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -347,8 +375,9 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// Errors of the driver, such as a device that does not exist, or devices that cannot reach each other: the peer is then not let into
-    /// later mappings, though it may have access to some of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
+    /// Errors of the driver, such as a device that does not exist, or devices that cannot reach
+    /// each other: the peer is then not let into later mappings, though it may have access to some
+    /// of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
     pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
         peers::enable_peer_access(self, ordinal)
     }

@@ -27,8 +27,8 @@ pub(crate) fn choose(device: &Device, config: &Config) -> Result<Result<Paged, W
     }
 }
 
-/// Most granules that the memory of a device is divided into, unless the configuration says how large they are. Each takes some hundred
-/// bytes of host memory.
+/// Most granules that the memory of a device is divided into, unless the configuration says how
+/// large they are. Each takes some hundred bytes of host memory.
 const GRANULES_MAX: u64 = 1 << 18;
 
 fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {

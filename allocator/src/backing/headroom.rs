@@ -1,9 +1,11 @@
-//! How much may be taken from the device: what the limit allows, and what must stay free there for libraries (`headroom_mb`).
+//! How much may be taken from the device: what the limit allows, and what must stay free there for
+//! libraries (`headroom_mb`).
 //!
-//! The driver says how much is free, but must not be asked under a lock, and meanwhile other threads take memory, too. So before asking, a
-//! thread notes how much is about to be taken by whom. Afterwards, under the lock, it counts all of that, and what others began to take
-//! since, as if the driver's answer did not include it. This may count too much, never too little; a thread that is refused because of it
-//! asks again.
+//! The driver says how much is free, but must not be asked under a lock, and meanwhile other
+//! threads take memory, too. So before asking, a thread notes how much is about to be taken by
+//! whom. Afterwards, under the lock, it counts all of that, and what others began to take since, as
+//! if the driver's answer did not include it. This may count too much, never too little; a thread
+//! that is refused because of it asks again.
 
 use std::time::Duration;
 
@@ -12,11 +14,13 @@ use crate::backing::growing::{Growing, Refusal};
 use crate::error::AllocError;
 use crate::state::shared::SharedState;
 
-/// How often it is asked again while others take memory, and how long after each time: about as long as a driver call takes.
+/// How often it is asked again while others take memory, and how long after each time: about as
+/// long as a driver call takes.
 pub(crate) const ASKS: u32 = 64;
 const BETWEEN_ASKS: Duration = Duration::from_micros(50);
 
-/// What was free on the device beyond the headroom, and who was about to take how much before that was asked.
+/// What was free on the device beyond the headroom, and who was about to take how much before that
+/// was asked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     /// `None` where nothing must stay free.
@@ -59,8 +63,9 @@ pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
     Ok(Room { free, growing })
 }
 
-/// Bytes that may still be taken from the device, and what would refuse more. To be asked under the lock under which `growing` is
-/// raised, so that threads that grow together keep the limit and the headroom.
+/// Bytes that may still be taken from the device, and what would refuse more. To be asked under the
+/// lock under which `growing` is raised, so that threads that grow together keep the limit and the
+/// headroom.
 pub(crate) fn buyable(allocator: &Allocator, shared: &SharedState, room: &Room) -> (u64, Refusal) {
     let held = shared.reserved.saturating_add(shared.leaving).saturating_add(shared.growing.now());
     let by_limit = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));

@@ -1,4 +1,5 @@
-//! Backings: where an allocator's memory comes from, and why it comes in segments where it could be mapped.
+//! Backings: where an allocator's memory comes from, and why it comes in segments where it could be
+//! mapped.
 
 pub(crate) mod choose;
 pub(crate) mod growing;

@@ -1,11 +1,13 @@
 //! The backing `Segments`: regions that are plain driver allocations.
 //!
-//! Growth accounts for its bytes under the lock, calls the driver without it, and then adds the region.
+//! Growth accounts for its bytes under the lock, calls the driver without it, and then adds the
+//! region.
 //!
-//! Release takes whole free regions out of the heap under the lock, so that nobody allocates from them, and calls the driver without it. It
-//! puts back what could not be freed, as available to each stream as it was. From when it is taken out, a segment is not counted as
-//! reserved (invariant A2), because another thread may get its memory, and count it, before this one has the lock again. The limit counts
-//! it until the driver has taken it back (`leaving`).
+//! Release takes whole free regions out of the heap under the lock, so that nobody allocates from
+//! them, and calls the driver without it. It puts back what could not be freed, as available to
+//! each stream as it was. From when it is taken out, a segment is not counted as reserved
+//! (invariant A2), because another thread may get its memory, and count it, before this one has the
+//! lock again. The limit counts it until the driver has taken it back (`leaving`).
 
 use aquifer_device::{DevicePtr, ErrorKind};
 
@@ -46,7 +48,8 @@ pub(crate) fn grow_segment(allocator: &Allocator, request: &Request) -> Result<G
 
 /// The same, with a segment of so many bytes.
 pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
-    // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before this, and refuses it, or after it.
+    // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before
+    // this, and refuses it, or after it.
     let is_paged = allocator.state().shared().paged.is_some();
     let _awake = if is_paged { Some(allocator.gate()?.shared()) } else { None };
     if allocator.state().shared().is_asleep() {
@@ -60,7 +63,7 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
     guard.growing.end(bytes);
     match allocated {
         Ok(ptr) => {
-            allocator.state().tell_checks(|checks| checks.manage(ptr.range(bytes)));
+            allocator.state().report_to_checks(|checks| checks.manage(ptr.range(bytes)));
             let first = add_segment(&mut guard, request, ptr.0, bytes);
             Ok(Growth::Grown(guard.arena(request.slot).take(request, first)))
         }
@@ -88,10 +91,11 @@ fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, A
     Ok(Some(Refusal::Headroom))
 }
 
-/// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how many bytes.
+/// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how
+/// many bytes.
 ///
-/// The driver waits for the device before it frees a segment, so blocks that are not done may be among them. While a stream
-/// captures, waiting would break that: none goes then.
+/// The driver waits for the device before it frees a segment, so blocks that are not done may be
+/// among them. While a stream captures, waiting would break that: none goes then.
 pub(crate) fn release_where(
     allocator: &Allocator,
     choose: impl FnOnce(&mut StateGuard) -> Vec<Place>,
@@ -156,7 +160,8 @@ fn count_segment(guard: &mut StateGuard, pool: u16, slot: u32, tag: Tag, addr: u
     guard.state.history.lock().note(Action::SegmentAlloc, subject);
 }
 
-/// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use it by now.
+/// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use
+/// it by now.
 fn begin_release(guard: &mut StateGuard, place: Place, addr: u64) -> Option<Releasing> {
     guard.try_arena(place.arena)?;
     let (block, heap) = (guard.block(place), guard.heap_of(place.arena));
@@ -204,13 +209,15 @@ fn is_whole_segment(guard: &StateGuard, heap: &Heap, block: &Block) -> bool {
     !block.is_split() && !heap.region(block.region).is_paged() && !guard.pins.contains(block.addr)
 }
 
-/// Wholly free segments that nobody is promised: those of the default pools and of closed private pools.
+/// Wholly free segments that nobody is promised: those of the default pools and of closed private
+/// pools.
 pub(crate) fn releasable(guard: &mut StateGuard) -> Vec<Place> {
     whole_segments(guard, Which::Unpromised)
 }
 
-/// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is just large enough,
-/// else the largest ones until their sum is; `None` if there is not that much, or a graph may use it.
+/// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is
+/// just large enough, else the largest ones until their sum is; `None` if there is not that much,
+/// or a graph may use it.
 pub(crate) fn oversize_to_release(guard: &mut StateGuard, request: &Request) -> Option<Vec<Place>> {
     guard.try_arena(request.slot)?;
     let least = guard.classes.max_split_size()?;

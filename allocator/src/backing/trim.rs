@@ -1,5 +1,6 @@
-//! Giving unused memory back to the device, of either backing: whole segments (`segments.rs`), then granules (`paged/trim.rs`). If that
-//! does not suffice, the host waits for the streams that still use memory which was given back here, after which more may go.
+//! Giving unused memory back to the device, of either backing: whole segments (`segments.rs`), then
+//! granules (`paged/trim.rs`). If that does not suffice, the host waits for the streams that still
+//! use memory which was given back here, after which more may go.
 
 use std::cmp::Reverse;
 

@@ -23,7 +23,8 @@ pub enum WhySegments {
         /// The device's memory in bytes.
         total: u64,
     },
-    /// A driver call failed when the allocator was made and tried to map memory. It does not try again; another allocator does.
+    /// A driver call failed when the allocator was made and tried to map memory. It does not try
+    /// again; another allocator does.
     Failed(DeviceError),
 }
 

@@ -54,12 +54,13 @@ fn access<T>(buffer: &Buffer<T>, kind: AccessKind) -> Access<'_> {
 
 /// Work of the caller's own on buffers.
 pub trait StreamAccess {
-    /// Calls `work` to enqueue work on the stream. It comes after everything that was enqueued on these buffers before,
-    /// on any stream, and whatever uses them next comes after it. They can be dropped when this returns.
+    /// Calls `work` to enqueue work on the stream. It comes after everything that was enqueued on
+    /// these buffers before, on any stream, and whatever uses them next comes after it. They can be
+    /// dropped when this returns.
     ///
-    /// `work` gets the stream, to be given to anything that enqueues on it, and the addresses of the buffers in the order
-    /// of `accesses`. It should only enqueue: other threads wait for it when they use the same buffers. All that it
-    /// enqueues is noted, also when it fails or panics.
+    /// `work` gets the stream, to be given to anything that enqueues on it, and the addresses of
+    /// the buffers in the order of `accesses`. It should only enqueue: other threads wait for it
+    /// when they use the same buffers. All that it enqueues is noted, also when it fails or panics.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, StreamAccess, read, write};
@@ -82,9 +83,10 @@ pub trait StreamAccess {
     /// ```
     ///
     /// # Errors
-    /// [`WithError::Work`] with what `work` returns. [`WithError::Order`] if `work` was not called: a buffer of another
-    /// device than the stream's, a thread that is within [`StreamAccess::with`] or a [`Turn`] with one of them, an
-    /// allocator that sleeps, a stream that captures and is not ordered after the buffers' last work, or a failing driver.
+    /// [`WithError::Work`] with what `work` returns. [`WithError::Order`] if `work` was not called:
+    /// a buffer of another device than the stream's, a thread that is within [`StreamAccess::with`]
+    /// or a [`Turn`] with one of them, an allocator that sleeps, a stream that captures and is not
+    /// ordered after the buffers' last work, or a failing driver.
     fn with<const N: usize, R, E>(
         &self,
         accesses: [Access<'_>; N],
@@ -108,7 +110,8 @@ impl StreamAccess for Stream {
 /// Why [`StreamAccess::with`] failed.
 #[derive(Clone, Debug)]
 pub enum WithError<E> {
-    /// The stream could not be ordered after the buffers' earlier work. The caller's work was not called.
+    /// The stream could not be ordered after the buffers' earlier work. The caller's work was not
+    /// called.
     Order(AllocError),
     /// The error of the caller's work.
     Work(E),

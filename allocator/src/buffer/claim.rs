@@ -1,10 +1,11 @@
 //! Claims: reservations of memory for work that is still to be enqueued.
 //!
-//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their caller goes on, has no tick yet. Until
-//! it has one, its memory is claimed, and a thread that takes a conflicting turn with it waits on the host.
+//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their
+//! caller goes on, has no tick yet. Until it has one, its memory is claimed, and a thread that
+//! takes a conflicting turn with it waits on the host.
 //!
-//! Invariants: claims that conflict never hold at the same time; a thread that waits for a claim holds no lock, so that it does not keep
-//! another thread from ending the claim.
+//! Invariants: claims that conflict never hold at the same time; a thread that waits for a claim
+//! holds no lock, so that it does not keep another thread from ending the claim.
 
 use std::sync::Arc;
 
@@ -17,13 +18,15 @@ use crate::state::awake::WakeLock;
 
 /// Memory claimed for work that is still to be enqueued, perhaps by other threads.
 ///
-/// While a claim exists, conflicting turns and claims of others wait on the host until it is dropped: all of them if the claim is for
-/// writing, and those that write if it is for reading. So they come after all the work that was enqueued in the claim's turns
-/// ([`Claim::turn`]). A claim keeps the memory alive.
+/// While a claim exists, conflicting turns and claims of others wait on the host until it is
+/// dropped: all of them if the claim is for writing, and those that write if it is for reading. So
+/// they come after all the work that was enqueued in the claim's turns ([`Claim::turn`]). A claim
+/// keeps the memory alive.
 ///
-/// The holder must enqueue the work, or give it up, and then drop the claim. A thread that is to drop a claim must not take a conflicting
-/// turn or claim before that. A claim belongs to no thread, so this cannot be detected, and a thread that waits for a claim which is never
-/// dropped waits for ever.
+/// The holder must enqueue the work, or give it up, and then drop the claim. A thread that is to
+/// drop a claim must not take a conflicting turn or claim before that. A claim belongs to no
+/// thread, so this cannot be detected, and a thread that waits for a claim which is never dropped
+/// waits for ever.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Claim, Config, Buffer, Turn};
@@ -60,12 +63,12 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Waits until nobody has a turn with the memory or a conflicting claim, and claims it. The memory's allocator does not go to sleep
-    /// before the claim is dropped.
+    /// Waits until nobody has a turn with the memory or a conflicting claim, and claims it. The
+    /// memory's allocator does not go to sleep before the claim is dropped.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory; [`AllocError::Asleep`] while its allocator sleeps or
-    /// is about to.
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory;
+    /// [`AllocError::Asleep`] while its allocator sleeps or is about to.
     pub fn take(storage: &Arc<Storage>, kind: AccessKind) -> Result<Claim, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let wake_lock = WakeLock::new(storage.memory().state())?;
@@ -81,18 +84,21 @@ impl Claim {
         &self.storage
     }
 
-    /// Records the events that turns of `stream` with the memory will wait for. Without this they are recorded when the first turn is taken,
-    /// which fails if a stream that used the memory before has begun a capture by then.
+    /// Records the events that turns of `stream` with the memory will wait for. Without this they
+    /// are recorded when the first turn is taken, which fails if a stream that used the memory
+    /// before has begun a capture by then.
     ///
     /// # Errors
-    /// When such a stream captures already; errors of the driver; [`AllocError::TurnHeld`] while this thread has a turn with the memory.
+    /// When such a stream captures already; errors of the driver; [`AllocError::TurnHeld`] while
+    /// this thread has a turn with the memory.
     pub fn prepare(&self, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let held = self.storage.hold()?;
         held.before(self.kind).filter(|tick| !stream.is_ordered_after(tick)).try_for_each(|tick| Ok(tick.cover()?))
     }
 
-    /// Takes a turn of a stream with the memory, for the work that the claim was made for. See [`Turn`].
+    /// Takes a turn of a stream with the memory, for the work that the claim was made for. See
+    /// [`Turn`].
     ///
     /// # Errors
     /// As [`Turn::take`].

@@ -1,7 +1,8 @@
 //! The lock on the uses of a storage ([`Uses`]), and the record of the thread that holds it.
 //!
-//! A thread that holds the lock and takes it again would wait for itself. So a thread that takes the lock leaves its mark. The mark is read
-//! only if the lock is not free, and a thread that finds its own mark gets an error instead of waiting.
+//! A thread that holds the lock and takes it again would wait for itself. So a thread that takes
+//! the lock leaves its mark. The mark is read only if the lock is not free, and a thread that finds
+//! its own mark gets an error instead of waiting.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -15,8 +16,9 @@ use crate::error::AllocError;
 
 /// The thread that holds the lock, and the claims to be ended when it releases the lock.
 ///
-/// Only the thread that holds the lock writes these values, and it removes its mark before it releases the lock. So a thread that finds its
-/// own mark holds the lock, and the accesses need no order among threads.
+/// Only the thread that holds the lock writes these values, and it removes its mark before it
+/// releases the lock. So a thread that finds its own mark holds the lock, and the accesses need no
+/// order among threads.
 #[derive(Debug, Default)]
 pub(crate) struct Holder {
     /// The mark of the thread that holds the lock, or 0.
@@ -61,7 +63,8 @@ impl Storage {
         Ok(LockedUses { storage: self, uses })
     }
 
-    /// Waits until no claim conflicts with an access of this kind, and locks the uses of the memory.
+    /// Waits until no claim conflicts with an access of this kind, and locks the uses of the
+    /// memory.
     ///
     /// # Errors
     /// As [`Storage::hold`].
@@ -71,7 +74,8 @@ impl Storage {
         Ok(held)
     }
 
-    /// Ends a claim: now or, if this very thread has a turn with the memory, at the end of that turn.
+    /// Ends a claim: now or, if this very thread has a turn with the memory, at the end of that
+    /// turn.
     pub(crate) fn unclaim(&self, kind: AccessKind) {
         match self.hold() {
             Ok(mut held) => held.unclaim(kind),
@@ -99,7 +103,8 @@ impl LockedUses<'_> {
         }
     }
 
-    /// Ends the claims that were dropped during the turn. Claims that hold at the same time are all of one kind.
+    /// Ends the claims that were dropped during the turn. Claims that hold at the same time are all
+    /// of one kind.
     #[cold]
     fn end_claims(&mut self) {
         for _ in 0..self.storage.holder.ended.swap(0, Ordering::Relaxed) {

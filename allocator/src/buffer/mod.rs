@@ -31,13 +31,15 @@ pub use view::{View, ViewMut};
 
 /// A typed buffer of device memory: `len` values of `T`.
 ///
-/// Calls that use a buffer take the stream on which they run, and order themselves after the work that used the buffer
-/// before, on any stream. Work of another kind is ordered by [`StreamAccess::with`]. The buffer can be dropped at any
-/// time: its memory is not reused before the device is done with it.
+/// Calls that use a buffer take the stream on which they run, and order themselves after the work
+/// that used the buffer before, on any stream. Work of another kind is ordered by
+/// [`StreamAccess::with`]. The buffer can be dropped at any time: its memory is not reused before
+/// the device is done with it.
 ///
-/// [`Buffer::slice`] and [`Buffer::slice_mut`] borrow a part. [`Buffer::share`] gives another handle of the same memory,
-/// which is given back when the last handle is dropped. Work through different handles is ordered like that through
-/// one; but which of two threads enqueues first is up to them.
+/// [`Buffer::slice`] and [`Buffer::slice_mut`] borrow a part. [`Buffer::share`] gives another
+/// handle of the same memory, which is given back when the last handle is dropped. Work through
+/// different handles is ordered like that through one; but which of two threads enqueues first is
+/// up to them.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -115,8 +117,8 @@ impl<T: Copy> Buffer<T> {
         Buffer { storage: storage.clone(), start: 0, len, element: PhantomData }
     }
 
-    /// A buffer of as many values, from the same allocator, for work of `stream` and of others. The content is undefined
-    /// until it is written.
+    /// A buffer of as many values, from the same allocator, for work of `stream` and of others. The
+    /// content is undefined until it is written.
     ///
     /// # Errors
     /// As [`Allocator::alloc`].
@@ -180,8 +182,9 @@ impl<T: Copy> Buffer<T> {
         Ok(ViewMut::new(Buffer { start: self.start + range.start as u64, len: range.len(), ..self.share() }))
     }
 
-    /// The same bytes as elements of another type; `None` where they are not a whole number of them, or do not begin at a
-    /// multiple of their size and alignment. To convert values, see `cast` of `aquifer-kernels`.
+    /// The same bytes as elements of another type; `None` where they are not a whole number of
+    /// them, or do not begin at a multiple of their size and alignment. To convert values, see
+    /// `cast` of `aquifer-kernels`.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -257,9 +260,10 @@ impl<T> Buffer<T> {
         &self.storage
     }
 
-    /// Makes the memory ready for work of `stream` with the bare address; see [`Storage::ready_on`]. This holds for the
-    /// whole allocation. A new buffer is ready on the stream that it was allocated for, except that turns do not see work
-    /// with the bare address there.
+    /// Makes the memory ready for work of `stream` with the bare address; see
+    /// [`Storage::ready_on`]. This holds for the whole allocation. A new buffer is ready on the
+    /// stream that it was allocated for, except that turns do not see work with the bare address
+    /// there.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -281,8 +285,8 @@ impl<T> Buffer<T> {
         self.storage.ready_on(stream)
     }
 
-    /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This holds for the whole
-    /// allocation, and is not needed for streams that take their turns.
+    /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This
+    /// holds for the whole allocation, and is not needed for streams that take their turns.
     ///
     /// # Errors
     /// When the stream belongs to another device.

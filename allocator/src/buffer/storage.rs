@@ -1,14 +1,17 @@
-//! Storage: the part of a buffer that its handles share, which is device memory and the ticks of the work that uses it.
+//! Storage: the part of a buffer that its handles share, which is device memory and the ticks of
+//! the work that uses it.
 //!
 //! Invariants:
-//! * work that writes comes after all work noted before it; work that reads comes after the last work that writes (A8);
-//! * the first tick of the memory is that of its stream when the memory was handed out, so earlier uses of the memory come before it. If
-//!   the memory grows, the same holds for each part that it gains;
-//! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without turns: turns and claims that others take come
-//!   after all that is enqueued there by then;
+//! * work that writes comes after all work noted before it; work that reads comes after the last
+//!   work that writes (A8);
+//! * the first tick of the memory is that of its stream when the memory was handed out, so earlier
+//!   uses of the memory come before it. If the memory grows, the same holds for each part that it
+//!   gains;
+//! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without turns:
+//!   turns and claims that others take come after all that is enqueued there by then;
 //! * while memory is claimed ([`crate::Claim`]), nobody else uses it in a way that conflicts;
-//! * a stream that uses the memory, other than the memory's own, is recorded with it before the stream's first use, so that the freed
-//!   memory waits for that stream.
+//! * a stream that uses the memory, other than the memory's own, is recorded with it before the
+//!   stream's first use, so that the freed memory waits for that stream.
 //!
 //! Lock order: storages by address, then the locks of the allocator and of timelines.
 
@@ -29,7 +32,8 @@ use crate::error::AllocError;
 use crate::state::AllocatorState;
 use crate::state::awake::KeptAwake;
 
-/// Device memory that several handles share. It knows the ticks of the work that uses it, by which a [`crate::Turn`] orders later work.
+/// Device memory that several handles share. It knows the ticks of the work that uses it, by which
+/// a [`crate::Turn`] orders later work.
 pub struct Storage {
     memory: Memory,
     device_id: u32,
@@ -56,14 +60,16 @@ pub(crate) enum Memory {
 pub(crate) struct Uses {
     /// The last work that writes. All earlier work comes before it.
     written: Tick,
-    /// For each of some streams, a tick that all later work comes after, too: for memory that has grown, after all earlier uses of the new
-    /// part; for memory that a stream uses without turns, after that use.
+    /// For each of some streams, a tick that all later work comes after, too: for memory that has
+    /// grown, after all earlier uses of the new part; for memory that a stream uses without turns,
+    /// after that use.
     also: Vec<Tick>,
     /// Streams that may use the memory without turns.
     free: Vec<Arc<Timeline>>,
     /// For each stream, the last work that reads what was written.
     read: Vec<Tick>,
-    /// The stream that the memory was handed out for, and others that are recorded with the allocation.
+    /// The stream that the memory was handed out for, and others that are recorded with the
+    /// allocation.
     first: u32,
     recorded: Vec<u32>,
     /// Number of claims for reading.
@@ -73,7 +79,8 @@ pub(crate) struct Uses {
 }
 
 impl Storage {
-    /// A storage of memory that work of `stream` may use from now on. The stream must be known to the memory as a user.
+    /// A storage of memory that work of `stream` may use from now on. The stream must be known to
+    /// the memory as a user.
     #[inline]
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
         let uses = Uses {
@@ -129,8 +136,9 @@ impl Storage {
     /// Checks that the memory is this allocator's. `what` names it in the error.
     ///
     /// # Errors
-    /// [`AllocError::WrongAllocator`] or [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it
-    /// is another one's.
+    /// [`AllocError::WrongAllocator`] or
+    /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it is another
+    /// one's.
     pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
         if std::ptr::eq(self.memory.state(), allocator.state()) {
             return Ok(());
@@ -138,11 +146,13 @@ impl Storage {
         Err(AllocError::wrong_allocator(what, self.device_id, allocator.device().id()))
     }
 
-    /// The ticks that must come before work with this kind of access: for reading, those of the last work that writes; for writing, also
-    /// those of the work that reads. Waits for conflicting claims to end.
+    /// The ticks that must come before work with this kind of access: for reading, those of the
+    /// last work that writes; for writing, also those of the work that reads. Waits for conflicting
+    /// claims to end.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory: its work is not noted yet.
+    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory: its work is not noted
+    /// yet.
     pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let mut uses = self.hold_unclaimed(kind)?;
@@ -159,12 +169,14 @@ impl Storage {
         Ok(())
     }
 
-    /// Makes the memory ready for work of `stream` that takes no turns, such as copies and launches with the bare address: orders later
-    /// work of `stream` after all work noted with the memory. From then on the memory can be dropped at any time, and turns of other streams
-    /// come after all work that is enqueued on `stream` until they are taken.
+    /// Makes the memory ready for work of `stream` that takes no turns, such as copies and launches
+    /// with the bare address: orders later work of `stream` after all work noted with the memory.
+    /// From then on the memory can be dropped at any time, and turns of other streams come after
+    /// all work that is enqueued on `stream` until they are taken.
     ///
-    /// Waits on the host only for conflicting claims to end. Costs at most one event and one wait for each stream that must be waited for.
-    /// `stream` itself is not ordered after turns that others take later: take a turn, or make the memory ready again.
+    /// Waits on the host only for conflicting claims to end. Costs at most one event and one wait
+    /// for each stream that must be waited for. `stream` itself is not ordered after turns that
+    /// others take later: take a turn, or make the memory ready again.
     ///
     /// # Errors
     /// As [`crate::Turn::take`].
@@ -185,8 +197,8 @@ impl Storage {
         Ok(())
     }
 
-    /// Ends the use without turns on all streams that the memory was made ready for: turns come after the work enqueued there by now, and
-    /// not after later work.
+    /// Ends the use without turns on all streams that the memory was made ready for: turns come
+    /// after the work enqueued there by now, and not after later work.
     ///
     /// # Errors
     /// [`AllocError::TurnHeld`] while this thread has a turn with the memory. Nothing changes then.
@@ -197,8 +209,8 @@ impl Storage {
         Ok(())
     }
 
-    /// As [`Storage::end_ready`], and also for the stream that the memory was allocated for: for code that takes the memory over, and cannot
-    /// know how it was used.
+    /// As [`Storage::end_ready`], and also for the stream that the memory was allocated for: for
+    /// code that takes the memory over, and cannot know how it was used.
     ///
     /// # Errors
     /// As [`Storage::end_ready`].
@@ -281,7 +293,8 @@ impl Uses {
         Ok(())
     }
 
-    /// Notes what the streams that need no turns have enqueued by now, except `but`, which is about to use the memory itself.
+    /// Notes what the streams that need no turns have enqueued by now, except `but`, which is about
+    /// to use the memory itself.
     pub(crate) fn note_free(&mut self, but: Option<&Stream>) {
         let but = but.map(Stream::id);
         let ticks: Vec<Tick> = self.free.iter().filter(|free| Some(free.id()) != but).map(Timeline::tick).collect();

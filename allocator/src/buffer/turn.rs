@@ -7,23 +7,27 @@ use crate::buffer::storage::Storage;
 use crate::error::AllocError;
 use crate::state::awake::KeptAwake;
 
-/// A stream's turn with some memory: the scope in which the stream enqueues work that uses the memory.
+/// A stream's turn with some memory: the scope in which the stream enqueues work that uses the
+/// memory.
 ///
-/// Taking a turn orders the stream's later work after all work that must come before it: work that reads comes after the last work
-/// that wrote; work that writes comes after all work. While a turn is held, nobody else gets a turn with the same memory. When it is
-/// dropped, the work enqueued on the stream until then is noted, so that later turns come after it and the memory is not reused before it
-/// is done.
+/// Taking a turn orders the stream's later work after all work that must come before it: work that
+/// reads comes after the last work that wrote; work that writes comes after all work. While a turn
+/// is held, nobody else gets a turn with the same memory. When it is dropped, the work enqueued on
+/// the stream until then is noted, so that later turns come after it and the memory is not reused
+/// before it is done.
 ///
-/// This order costs at most one event and one wait for each stream that must be waited for, and nothing where the streams are ordered
-/// already. Parts of one buffer count as the whole buffer.
+/// This order costs at most one event and one wait for each stream that must be waited for, and
+/// nothing where the streams are ordered already. Parts of one buffer count as the whole buffer.
 ///
-/// Hold a turn only while enqueuing, and only one at a time on a thread. A second turn with the same memory is refused
-/// ([`AllocError::TurnHeld`]), and two threads that each take several turns, one after the other, can deadlock. One turn with all the
-/// memory cannot; where several streams work together, also of several devices, [`Turn::of_streams`] takes it for all of them.
+/// Hold a turn only while enqueuing, and only one at a time on a thread. A second turn with the
+/// same memory is refused ([`AllocError::TurnHeld`]), and two threads that each take several turns,
+/// one after the other, can deadlock. One turn with all the memory cannot; where several streams
+/// work together, also of several devices, [`Turn::of_streams`] takes it for all of them.
 ///
-/// Turns do not see work that bypasses them, such as [`Stream::fill`] with a bare address, except on streams that the memory was made
-/// ready for ([`Storage::ready_on`]). Inside a capture, a stream can take turns with memory that it is ordered after already; note what a
-/// launched graph does by a turn around the launch.
+/// Turns do not see work that bypasses them, such as [`Stream::fill`] with a bare address, except
+/// on streams that the memory was made ready for ([`Storage::ready_on`]). Inside a capture, a
+/// stream can take turns with memory that it is ordered after already; note what a launched graph
+/// does by a turn around the launch.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer, Turn};
@@ -54,22 +58,25 @@ pub struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts. Then orders the stream's later work.
-    /// The same memory may be listed several times.
+    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts.
+    /// Then orders the stream's later work. The same memory may be listed several times.
     ///
     /// # Errors
-    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this thread has a turn with some of the
-    /// memory; [`AllocError::Asleep`] while its allocator sleeps or is about to; errors of the driver; when the stream captures and is not
-    /// ordered already. No work is noted then.
+    /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this
+    /// thread has a turn with some of the memory; [`AllocError::Asleep`] while its allocator sleeps
+    /// or is about to; errors of the driver; when the stream captures and is not ordered already.
+    /// No work is noted then.
     pub fn take(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<Turn<'a>, AllocError> {
         Turn::take_all(memory.iter().map(|&(storage, kind)| (stream, storage, kind)).collect())
     }
 
-    /// As [`Turn::take`], for several streams, each with the memory that it uses: the streams of a copy between two devices, say. Streams
-    /// that use the same memory need turns of their own, one after the other.
+    /// As [`Turn::take`], for several streams, each with the memory that it uses: the streams of a
+    /// copy between two devices, say. Streams that use the same memory need turns of their own, one
+    /// after the other.
     ///
     /// # Errors
-    /// As [`Turn::take`]; [`AllocError::TurnHeld`] also if the same memory is listed for different streams.
+    /// As [`Turn::take`]; [`AllocError::TurnHeld`] also if the same memory is listed for different
+    /// streams.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer, Turn};
@@ -97,8 +104,8 @@ impl<'a> Turn<'a> {
     fn take_all(mut wanted: Vec<(&'a Stream, &'a Storage, AccessKind)>) -> Result<Turn<'a>, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         wanted.retain(|(_, storage, _)| storage.bytes() > 0);
-        // By address, the same order for all turns, so that they do not wait for each other in a circle; and writing before reading, so
-        // that removing duplicates keeps it.
+        // By address, the same order for all turns, so that they do not wait for each other in a
+        // circle; and writing before reading, so that removing duplicates keeps it.
         let place =
             |stream: &Stream, storage| (std::ptr::from_ref::<Storage>(storage), stream.device_id(), stream.id());
         wanted.sort_unstable_by_key(|&(stream, storage, kind)| (place(stream, storage), std::cmp::Reverse(kind)));
@@ -130,9 +137,10 @@ impl<'a> Turn<'a> {
         Ok(Turn { held: vec![(held, kind, stream)], _awake: vec![awake] })
     }
 
-    /// Notes that work of another device's stream reads `storage`, which the turn must be with, until `tick`: later turns that write come
-    /// after it. This is for work that the turn's own stream could not be ordered after. The memory is not kept for it: the caller must
-    /// hold a handle until the tick is done.
+    /// Notes that work of another device's stream reads `storage`, which the turn must be with,
+    /// until `tick`: later turns that write come after it. This is for work that the turn's own
+    /// stream could not be ordered after. The memory is not kept for it: the caller must hold a
+    /// handle until the tick is done.
     #[doc(hidden)]
     pub fn note_reader(&mut self, storage: &Storage, tick: &Tick) {
         let held = self.held.iter_mut().filter(|(held, ..)| held.is_of(storage));
@@ -140,8 +148,8 @@ impl<'a> Turn<'a> {
     }
 }
 
-/// Locks all storages, in the given order, once no claim conflicts. While it waits for the end of a claim it holds no lock, because the
-/// threads that end claims may need any of them.
+/// Locks all storages, in the given order, once no claim conflicts. While it waits for the end of a
+/// claim it holds no lock, because the threads that end claims may need any of them.
 fn hold_unclaimed<'a>(wanted: &[(&Stream, &'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
     let mut held = Vec::with_capacity(wanted.len());
     while let Some((_, storage, kind)) = wanted.get(held.len()) {

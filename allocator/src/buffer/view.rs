@@ -1,7 +1,7 @@
 //! Views: borrowed parts of buffers.
 //!
-//! A view holds a handle of the memory, so that whatever takes a buffer takes a view. Its lifetime is the borrow's: while
-//! a view for writing lives, its buffer cannot be named.
+//! A view holds a handle of the memory, so that whatever takes a buffer takes a view. Its lifetime
+//! is the borrow's: while a view for writing lives, its buffer cannot be named.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -15,7 +15,8 @@ pub struct View<'a, T> {
     borrow: PhantomData<&'a Buffer<T>>,
 }
 
-/// A part of a [`Buffer`], borrowed for writing by [`Buffer::slice_mut`]. It has the methods of a buffer.
+/// A part of a [`Buffer`], borrowed for writing by [`Buffer::slice_mut`]. It has the methods of a
+/// buffer.
 ///
 /// ```compile_fail,E0502
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -32,8 +32,9 @@ macro_rules! choice {
 choice! {
     /// Where an allocator's memory comes from: option `backing`.
     Backing {
-        /// Physical granules, which are mapped wherever contiguous memory is needed. Where the device cannot map memory, this falls back to
-        /// [`Backing::Segments`]; [`crate::Allocator::backing`] tells which is in use.
+        /// Physical granules, which are mapped wherever contiguous memory is needed. Where the
+        /// device cannot map memory, this falls back to [`Backing::Segments`];
+        /// [`crate::Allocator::backing`] tells which is in use.
         #[default]
         Paged = "paged",
         /// Large plain driver allocations, cached and split into blocks.
@@ -42,14 +43,17 @@ choice! {
 }
 
 choice! {
-    /// Whether a stream may take blocks that were last freed on another stream: option `cross_stream`.
+    /// Whether a stream may take blocks that were last freed on another stream: option
+    /// `cross_stream`.
     CrossStream {
         /// Never, as in PyTorch: each stream reuses only its own blocks.
         Off = "off",
-        /// A stream may take blocks whose last use is known to be done, or is already ordered before the stream; no wait is inserted.
+        /// A stream may take blocks whose last use is known to be done, or is already ordered
+        /// before the stream; no wait is inserted.
         #[default]
         Ready = "ready",
-        /// A stream may also take blocks for which it has to wait for the other stream; such waits are inserted and counted.
+        /// A stream may also take blocks for which it has to wait for the other stream; such waits
+        /// are inserted and counted.
         Wait = "wait",
     }
 }

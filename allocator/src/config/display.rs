@@ -6,8 +6,9 @@ use super::Config;
 use super::keys::Key;
 use super::values::{INTERVALS, MIB};
 
-/// The options that differ from the default, in the order of the documentation: an option string that gives this
-/// configuration again. Limit and headroom may be no whole MiB; they are then printed with a fraction.
+/// The options that differ from the default, in the order of the documentation: an option string
+/// that gives this configuration again. Limit and headroom may be no whole MiB; they are then
+/// printed with a fraction.
 impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut separator = "";
@@ -91,8 +92,8 @@ pub(super) fn mib(bytes: u64) -> String {
     text
 }
 
-/// One number if all intervals agree; else a list that starts at the last interval of the first run and puts `>` for
-/// the last run.
+/// One number if all intervals agree; else a list that starts at the last interval of the first run
+/// and puts `>` for the last run.
 fn divisions(all: &[u64; INTERVALS]) -> String {
     let first_run = all.iter().take_while(|value| **value == all[0]).count();
     if first_run == INTERVALS {

@@ -7,8 +7,8 @@ use super::tokens::Span;
 
 /// Why options were refused, and the spot in the option string that is to blame.
 ///
-/// Displayed, it names the environment variable (if one was read) and the fault, then shows the string with a caret
-/// under the spot:
+/// Displayed, it names the environment variable (if one was read) and the fault, then shows the
+/// string with a caret under the spot:
 ///
 /// ```text
 /// AQUIFER_ALLOC_CONF: unknown option `max_split_mb` (at byte 0); did you mean `max_split_size_mb`?
@@ -28,7 +28,8 @@ struct Details {
 
 /// What is wrong with an option string or a [`Config`](super::Config).
 ///
-/// Keys and values found in the text are given without control characters and cut to at most 60 characters.
+/// Keys and values found in the text are given without control characters and cut to at most 60
+/// characters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigErrorKind {
@@ -40,7 +41,8 @@ pub enum ConfigErrorKind {
         /// The known option that is spelled almost like it, if there is one.
         nearest: Option<&'static str>,
     },
-    /// Nothing stands where an option was expected: at the start, between two commas, or before a colon.
+    /// Nothing stands where an option was expected: at the start, between two commas, or before a
+    /// colon.
     #[error("an option is missing here; expected `name:value`")]
     EmptyPair,
     /// The string ends with a comma.
@@ -179,11 +181,13 @@ impl ConfigError {
     }
 }
 
-/// The most characters of the option string that are shown, and how many of them stand before the spot.
+/// The most characters of the option string that are shown, and how many of them stand before the
+/// spot.
 const SHOWN: usize = 100;
 const SHOWN_BEFORE: usize = 40;
 
-/// Two lines: the text, cut to what surrounds the spot, and carets below the spot. Both begin with a line break.
+/// Two lines: the text, cut to what surrounds the spot, and carets below the spot. Both begin with
+/// a line break.
 fn point_at(text: &str, span: Span) -> String {
     let column = Span::new(0, span.start).of(text).chars().count();
     let width = span.of(text).chars().count();

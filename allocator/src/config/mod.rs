@@ -1,9 +1,10 @@
 //! The allocator's options: a [`Config`] in code, or an option string as PyTorch takes it.
 //!
 //! An option string is a list of `name:value` pairs with commas between them, such as
-//! `max_split_size_mb:128,cross_stream:off`. Whitespace around names, values and punctuation is ignored; everything
-//! else is taken literally, and what is not understood is an error that points at it. If an option is given twice, the
-//! later one counts. The option strings of PyTorch work unchanged, with the ranges that PyTorch checks.
+//! `max_split_size_mb:128,cross_stream:off`. Whitespace around names, values and punctuation is
+//! ignored; everything else is taken literally, and what is not understood is an error that points
+//! at it. If an option is given twice, the later one counts. The option strings of PyTorch work
+//! unchanged, with the ranges that PyTorch checks.
 //!
 //! [`Config`] lists the options and their ranges.
 
@@ -37,8 +38,8 @@ pub const OPTIONS: &str = include_str!("options.md");
 
 /// The configuration of an [`Allocator`](crate::Allocator).
 ///
-/// It is parsed from an option string, taken from the environment ([`Config::from_env`]), or set field by field in code. The allocator
-/// checks it with [`Config::validate`].
+/// It is parsed from an option string, taken from the environment ([`Config::from_env`]), or set
+/// field by field in code. The allocator checks it with [`Config::validate`].
 ///
 /// ```
 /// use aquifer_allocator::config::{Config, CrossStream};
@@ -69,67 +70,78 @@ pub const OPTIONS: &str = include_str!("options.md");
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
-    /// Size in bytes of the segments that serve requests above 1 MiB and below 10 MiB: whole MiB, more than 10 and at most
-    /// 1048576 (1 TiB). Default 20 MiB. Option `large_segment_size_mb`.
+    /// Size in bytes of the segments that serve requests above 1 MiB and below 10 MiB: whole MiB,
+    /// more than 10 and at most 1048576 (1 TiB). Default 20 MiB. Option `large_segment_size_mb`.
     pub large_segment_size: u64,
-    /// Size in bytes from which on a block is *oversize*: never split, and given only to requests that are oversize
-    /// themselves. Whole MiB, at least `large_segment_size`; `None`, the default, means that no block is oversize. Option
-    /// `max_split_size_mb`.
+    /// Size in bytes from which on a block is *oversize*: never split, and given only to requests
+    /// that are oversize themselves. Whole MiB, at least `large_segment_size`; `None`, the default,
+    /// means that no block is oversize. Option `max_split_size_mb`.
     pub max_split_size: Option<u64>,
-    /// A block serves an oversize request only if it is larger by less than this many bytes. Whole MiB, at least
-    /// `large_segment_size`, which is also what `None`, the default, stands for. Option `max_non_split_rounding_mb`.
+    /// A block serves an oversize request only if it is larger by less than this many bytes. Whole
+    /// MiB, at least `large_segment_size`, which is also what `None`, the default, stands for.
+    /// Option `max_non_split_rounding_mb`.
     pub max_non_split_rounding: Option<u64>,
-    /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the default, is off.
-    /// Without a limit, unlike in PyTorch, it is a share of the device's memory. Option `garbage_collection_threshold`.
+    /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the
+    /// default, is off. Without a limit, unlike in PyTorch, it is a share of the device's memory.
+    /// Option `garbage_collection_threshold`.
     pub garbage_collection_threshold: f64,
-    /// How many steps there are between a power of two and the next, to which requests are rounded up. Entry `i` holds
-    /// for requests of 2^i to 2^(i+1) MiB, entry 0 also for smaller and entry 15 for larger ones. Each is a power of
-    /// two, or 0 for off, the default. Requests up to 512 bytes times the entry are rounded to 512 bytes as without it.
+    /// How many steps there are between a power of two and the next, to which requests are rounded
+    /// up. Entry `i` holds for requests of 2^i to 2^(i+1) MiB, entry 0 also for smaller and entry
+    /// 15 for larger ones. Each is a power of two, or 0 for off, the default. Requests up to 512
+    /// bytes times the entry are rounded to 512 bytes as without it.
     ///
-    /// As in PyTorch, 1 has the same effect as 0: such requests are *not* rounded up to the power of two.
+    /// As in PyTorch, 1 has the same effect as 0: such requests are *not* rounded up to the power
+    /// of two.
     ///
-    /// Option `roundup_power2_divisions`: one number for all entries, or a list such as `[64:8,128:4,>:1]` with sizes
-    /// in MiB. The first entry of a list holds for smaller sizes too, `>` for all sizes above the entry before it;
-    /// entries that are passed over are 0.
+    /// Option `roundup_power2_divisions`: one number for all entries, or a list such as
+    /// `[64:8,128:4,>:1]` with sizes in MiB. The first entry of a list holds for smaller sizes too,
+    /// `>` for all sizes above the entry before it; entries that are passed over are 0.
     pub roundup_power2_divisions: [u64; 16],
-    /// Limit on the bytes held from the device, as a share of all its memory, in [0, 1]; 1, the default, is no limit.
-    /// Option `per_process_memory_fraction`.
+    /// Limit on the bytes held from the device, as a share of all its memory, in [0, 1]; 1, the
+    /// default, is no limit. Option `per_process_memory_fraction`.
     pub per_process_memory_fraction: f64,
-    /// Whether a request that the limit does not allow is refused at once, without releasing cached memory and trying
-    /// again. Default `false`. Option `throw_on_cudamalloc_oom`.
+    /// Whether a request that the limit does not allow is refused at once, without releasing cached
+    /// memory and trying again. Default `false`. Option `throw_on_cudamalloc_oom`.
     pub fail_fast: bool,
-    /// Whether expandable segments were asked for. This has no effect in this version, and is listed by [`Config::ignored`]
-    /// when set. Default `false`. Option `expandable_segments`.
+    /// Whether expandable segments were asked for. This has no effect in this version, and is
+    /// listed by [`Config::ignored`] when set. Default `false`. Option `expandable_segments`.
     pub expandable_segments: bool,
     /// Where memory comes from. Option `backing`.
     pub backing: Backing,
-    /// Size in bytes of a granule, the unit in which physical memory is mapped with [`Backing::Paged`]: a power of two, at least 2 MiB.
-    /// `None`, the default, is 2 MiB on devices of up to 512 GiB, and more on larger ones, so that the memory of a device is at most 2^18
-    /// granules. Larger granules take fewer driver calls and waste more memory. Option `granule_mb`.
+    /// Size in bytes of a granule, the unit in which physical memory is mapped with
+    /// [`Backing::Paged`]: a power of two, at least 2 MiB. `None`, the default, is 2 MiB on devices
+    /// of up to 512 GiB, and more on larger ones, so that the memory of a device is at most 2^18
+    /// granules. Larger granules take fewer driver calls and waste more memory. Option
+    /// `granule_mb`.
     pub granule: Option<u64>,
-    /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the device and mapped with
-    /// [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one granule or several. `None`, the default, is up to
-    /// 8 granules, but less for small blocks and for pools that hold little memory. Either way frames are smaller while large ones waste
+    /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the
+    /// device and mapped with [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one
+    /// granule or several. `None`, the default, is up to 8 granules, but less for small blocks and
+    /// for pools that hold little memory. Either way frames are smaller while large ones waste
     /// much. As large as a granule, every frame is one. Option `frame_mb`.
     pub frame: Option<u64>,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
-    /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit. Option `limit_mb`.
+    /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit.
+    /// Option `limit_mb`.
     pub limit: Option<u64>,
-    /// Limit on the bytes held from the device, as a share of what is free there when the allocator starts, in (0, 1];
-    /// `None`, the default, is no limit. Option `limit_free_fraction`.
+    /// Limit on the bytes held from the device, as a share of what is free there when the allocator
+    /// starts, in (0, 1]; `None`, the default, is no limit. Option `limit_free_fraction`.
     pub limit_free_fraction: Option<f64>,
-    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0. Option
-    /// `headroom_mb`.
+    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0.
+    /// Option `headroom_mb`.
     pub headroom: u64,
-    /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option `history`.
+    /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
+    /// `history`.
     pub history: u32,
     /// Where names of allocations come from. Option `tags`.
     pub tags: TagSource,
-    /// Whether every allocation goes straight to the driver. Dropping one makes no driver call: its memory goes back when the allocator next
-    /// allocates, or with `empty_cache`. Private pools keep their memory. Default `false`. Option `no_cache`.
+    /// Whether every allocation goes straight to the driver. Dropping one makes no driver call: its
+    /// memory goes back when the allocator next allocates, or with `empty_cache`. Private pools
+    /// keep their memory. Default `false`. Option `no_cache`.
     pub no_cache: bool,
-    /// The inert options that were given and would change something if they were not inert, with their values.
+    /// The inert options that were given and would change something if they were not inert, with
+    /// their values.
     pub(crate) inert: options::Inert,
 }
 
@@ -164,22 +176,23 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// If the string is not of the form in the [module's documentation](self), names an unknown option, or gives a
-    /// value that is out of range, alone or together with the other options. The error points at the spot.
+    /// If the string is not of the form in the [module's documentation](self), names an unknown
+    /// option, or gives a value that is out of range, alone or together with the other options. The
+    /// error points at the spot.
     pub fn parse(text: &str) -> Result<Config, ConfigError> {
         let mut config = Config::default();
         config.apply(text)?;
         Ok(config)
     }
 
-    /// Sets the options that an option string names and leaves the others as they are. PyTorch, when its settings change
-    /// at run time, first takes back `max_split_size_mb`, `roundup_power2_divisions` and
-    /// `garbage_collection_threshold`; this does not.
+    /// Sets the options that an option string names and leaves the others as they are. PyTorch,
+    /// when its settings change at run time, first takes back `max_split_size_mb`,
+    /// `roundup_power2_divisions` and `garbage_collection_threshold`; this does not.
     ///
     /// # Errors
     ///
-    /// As [`Config::parse`]; the options are checked together with those that were set before. After an error `self`
-    /// is unchanged.
+    /// As [`Config::parse`]; the options are checked together with those that were set before.
+    /// After an error `self` is unchanged.
     pub fn apply(&mut self, text: &str) -> Result<(), ConfigError> {
         let pairs = parse::parse(text)?;
         let mut config = self.clone();
@@ -191,16 +204,17 @@ impl Config {
         Ok(())
     }
 
-    /// The configuration from the environment: the option string in `AQUIFER_ALLOC_CONF`, else that in
-    /// `PYTORCH_ALLOC_CONF`, else that in `PYTORCH_CUDA_ALLOC_CONF`. The first that is set, even if empty, is the only
-    /// one read. If none is set, this is the default.
+    /// The configuration from the environment: the option string in `AQUIFER_ALLOC_CONF`, else that
+    /// in `PYTORCH_ALLOC_CONF`, else that in `PYTORCH_CUDA_ALLOC_CONF`. The first that is set, even
+    /// if empty, is the only one read. If none is set, this is the default.
     ///
-    /// `PYTORCH_NO_CUDA_MEMORY_CACHING`, set to anything but nothing or `0`, turns [`Config::no_cache`] on, unless the
-    /// option string says otherwise.
+    /// `PYTORCH_NO_CUDA_MEMORY_CACHING`, set to anything but nothing or `0`, turns
+    /// [`Config::no_cache`] on, unless the option string says otherwise.
     ///
     /// # Errors
     ///
-    /// As [`Config::parse`], or if the variable does not hold Unicode text. The error names the variable.
+    /// As [`Config::parse`], or if the variable does not hold Unicode text. The error names the
+    /// variable.
     pub fn from_env() -> Result<Config, ConfigError> {
         env::read(|name| std::env::var_os(name))
     }
@@ -214,8 +228,9 @@ impl Config {
         self.check().map_err(|violation| ConfigError::new(violation.kind))
     }
 
-    /// The options that were given, ask for something other than the default, and have no effect where memory comes as `backing` says;
-    /// in the order of the documentation. See [`Allocator::backing`](crate::Allocator::backing) for what it comes as.
+    /// The options that were given, ask for something other than the default, and have no effect
+    /// where memory comes as `backing` says; in the order of the documentation. See
+    /// [`Allocator::backing`](crate::Allocator::backing) for what it comes as.
     ///
     /// ```
     /// use aquifer_allocator::config::{Backing, Config};
@@ -233,8 +248,9 @@ impl Config {
         ignored.collect()
     }
 
-    /// The most bytes that may be held from a device with `total` bytes of memory, of which `free` are free when the
-    /// allocator starts: the smallest of the limits that are set, or `None` if none is. Shares of a byte are cut off.
+    /// The most bytes that may be held from a device with `total` bytes of memory, of which `free`
+    /// are free when the allocator starts: the smallest of the limits that are set, or `None` if
+    /// none is. Shares of a byte are cut off.
     pub fn limit_bytes(&self, total: u64, free: u64) -> Option<u64> {
         let of_total = (self.per_process_memory_fraction < 1.0).then(|| share(total, self.per_process_memory_fraction));
         let of_free = self.limit_free_fraction.map(|fraction| share(free, fraction));

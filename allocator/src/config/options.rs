@@ -43,8 +43,9 @@ pub(crate) fn listed(ignored: &[IgnoredOption]) -> String {
 
 /// Why an option has no effect on memory that comes as `backing` says; `None` if it has one.
 ///
-/// Mapped memory splits every block, so none is oversize, and has no segments to collect. Private pools that hand out whole blocks have
-/// segments on either backing, but nobody sets these options for them alone.
+/// Mapped memory splits every block, so none is oversize, and has no segments to collect. Private
+/// pools that hand out whole blocks have segments on either backing, but nobody sets these options
+/// for them alone.
 pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'static str> {
     Some(match (key, backing) {
         (
@@ -102,7 +103,8 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         }
         Key::ThrowOnOom => config.fail_fast = word()?.flag()?,
         Key::Backend => backend(word()?)?,
-        // The heap's lock is never held across a driver call, so `True` describes what is always so.
+        // The heap's lock is never held across a driver call, so `True` describes what is always
+        // so.
         Key::ReleaseLock => {
             word()?.flag()?;
         }

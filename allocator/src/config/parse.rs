@@ -7,8 +7,8 @@
 //! entry := word ':' word
 //! ```
 //!
-//! Nothing is skipped and nothing is guessed: text that is not of this form is an error at the spot where it stops
-//! being so.
+//! Nothing is skipped and nothing is guessed: text that is not of this form is an error at the spot
+//! where it stops being so.
 
 use super::error::{ConfigError, ConfigErrorKind, quoted};
 use super::keys::{Key, nearest};

@@ -34,7 +34,8 @@ pub(super) struct Token {
     pub(super) span: Span,
 }
 
-/// The tokens of `text` in order. Every text has tokens: what is wrong with them is for the parser to say.
+/// The tokens of `text` in order. Every text has tokens: what is wrong with them is for the parser
+/// to say.
 pub(super) fn tokenize(text: &str) -> Vec<Token> {
     let mut tokens = Vec::new();
     let mut word_start = 0;

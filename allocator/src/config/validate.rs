@@ -10,10 +10,12 @@ use crate::size_class::MIN_LARGE_ALLOC;
 
 /// The smallest granule: no device maps less.
 pub(crate) const GRANULE_MIN: u64 = 2 << 20;
-/// The largest segment that may be asked for, 1 TiB: no device has more, so that no request would be served.
+/// The largest segment that may be asked for, 1 TiB: no device has more, so that no request would
+/// be served.
 const LARGE_SEGMENT_MAX: u64 = 1 << 40;
 
-/// A rule that does not hold: which option is at fault, which other one the rule compares it with, and what to say.
+/// A rule that does not hold: which option is at fault, which other one the rule compares it with,
+/// and what to say.
 #[derive(Debug)]
 pub(super) struct Violation {
     key: Key,
@@ -47,7 +49,8 @@ impl Violation {
         Violation { key, other: Some(other), kind }
     }
 
-    /// The error, pointing at the last place in the option string that set the option at fault, or else the other one.
+    /// The error, pointing at the last place in the option string that set the option at fault, or
+    /// else the other one.
     pub(super) fn locate(self, text: &str, pairs: &[Pair<'_>]) -> ConfigError {
         let place = |key: Key| pairs.iter().rev().find(|pair| pair.key == key);
         match place(self.key).or_else(|| place(self.other?)) {
@@ -80,7 +83,8 @@ impl Config {
         Ok(())
     }
 
-    /// Sizes of what is taken from the device are whole MiB in code, too: addresses and sizes of blocks follow from them.
+    /// Sizes of what is taken from the device are whole MiB in code, too: addresses and sizes of
+    /// blocks follow from them.
     fn check_sizes(&self) -> Result<(), Violation> {
         let large_segment = self.large_segment_size;
         if large_segment <= MIN_LARGE_ALLOC || large_segment > LARGE_SEGMENT_MAX || !large_segment.is_multiple_of(MIB) {

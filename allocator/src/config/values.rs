@@ -1,6 +1,7 @@
 //! Reading one value: numbers, sizes, fractions, choices and the two kinds of list.
 //!
-//! A value is taken as a whole or refused. Numbers are digits only: no sign, no hexadecimal, nothing after them.
+//! A value is taken as a whole or refused. Numbers are digits only: no sign, no hexadecimal,
+//! nothing after them.
 
 use std::ops::Bound;
 
@@ -157,8 +158,8 @@ pub(super) const INTERVALS: usize = 16;
 
 /// `roundup_power2_divisions`: one number for every interval, or a list of intervals.
 ///
-/// In a list, the first entry also holds for every smaller interval, `>` for every interval above that of the entry
-/// before it, and intervals that nothing covers are off.
+/// In a list, the first entry also holds for every smaller interval, `>` for every interval above
+/// that of the entry before it, and intervals that nothing covers are off.
 pub(super) fn divisions(pair: &Pair<'_>) -> Result<[u64; INTERVALS], ConfigError> {
     let entries = match &pair.value {
         Value::Word(word) => return Ok([power_of_two_or_zero(Reader::part(pair.key, *word))?; INTERVALS]),
@@ -194,7 +195,8 @@ fn power_of_two_or_zero(reader: Reader<'_>) -> Result<u64, ConfigError> {
     if value == 0 || value.is_power_of_two() { Ok(value) } else { Err(reader.out_of_range()) }
 }
 
-/// Checks how much address space to reserve: a positive fraction, or a size in GiB with `G` after it.
+/// Checks how much address space to reserve: a positive fraction, or a size in GiB with `G` after
+/// it.
 pub(super) fn reserve(reader: Reader<'_>) -> Result<(), ConfigError> {
     let number = reader.text().strip_suffix('G').unwrap_or(reader.text());
     match decimal(number) {

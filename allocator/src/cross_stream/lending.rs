@@ -1,15 +1,18 @@
 //! Lending: reuse of a free block by another stream than the one that owns it.
 //!
-//! Stream S may use a block once the block's tick is known done on the host, or once S's later work is ordered after that tick. Both can be
-//! learned without waiting. Making S wait would couple the streams, so it is done only where the policy says so, or as a rung of the ladder
-//! before memory runs out. It is counted and traced.
+//! Stream S may use a block once the block's tick is known done on the host, or once S's later work
+//! is ordered after that tick. Both can be learned without waiting. Making S wait would couple the
+//! streams, so it is done only where the policy says so, or as a rung of the ladder before memory
+//! runs out. It is counted and traced.
 //!
-//! A borrowed block stays in the arena of its region's home stream, and its handle refers to that arena. Only a whole segment
-//! that is done for every stream moves to the borrower's arena.
+//! A borrowed block stays in the arena of its region's home stream, and its handle refers to that
+//! arena. Only a whole segment that is done for every stream moves to the borrower's arena.
 //!
-//! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just before memory would be taken from the
-//! device. Blocks that the stream owns away from home (*foreign free blocks*) are tried first. A stream that borrows all the time gets memory of its own
-//! instead, as long as that costs little. Asking whether ticks are done may record an event on a stream, at most one each time.
+//! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just
+//! before memory would be taken from the device. Blocks that the stream owns away from home
+//! (*foreign free blocks*) are tried first. A stream that borrows all the time gets memory of its
+//! own instead, as long as that costs little. Asking whether ticks are done may record an event on
+//! a stream, at most one each time.
 
 use std::sync::Arc;
 
@@ -32,12 +35,14 @@ use crate::sync::atomic::Ordering;
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
 
-/// A stream that borrows often gets memory of its own instead, as long as all such memory together is little. *Often* means for more than
-/// one allocation in this many, plus [`BORROW_ADVANCE`] at the start.
+/// A stream that borrows often gets memory of its own instead, as long as all such memory together
+/// is little. *Often* means for more than one allocation in this many, plus [`BORROW_ADVANCE`] at
+/// the start.
 const BORROW_SPACING: u64 = 16;
 /// See [`BORROW_SPACING`].
 const BORROW_ADVANCE: u64 = 8;
-/// *Little* means at most reserved memory divided by this, or [`OWN_LEAST`], or [`OWN_GRANULES`], whichever is most.
+/// *Little* means at most reserved memory divided by this, or [`OWN_LEAST`], or [`OWN_GRANULES`],
+/// whichever is most.
 const OWN_SHARE: u64 = 128;
 /// In bytes: see [`OWN_SHARE`].
 const OWN_LEAST: u64 = 32 << 20;
@@ -54,12 +59,14 @@ struct Lender {
 struct Lendable {
     /// True if another stream has a block that is large enough, done or not.
     fits: bool,
-    /// Ticks, not known to be done, that would let such blocks be used, or foreign free blocks of any stream merge.
+    /// Ticks, not known to be done, that would let such blocks be used, or foreign free blocks of
+    /// any stream merge.
     ticks: Pending,
 }
 
-/// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows. Borrowing takes
-/// several locks each time, so a stream that borrows often gets more memory of its own.
+/// How many bytes a request gets of its own although its stream might borrow; 0 if it borrows.
+/// Borrowing takes several locks each time, so a stream that borrows often gets more memory of its
+/// own.
 pub(crate) fn growth_instead_of_borrowing(allocator: &Allocator, guard: &mut StateGuard, request: &Request) -> u64 {
     let often = guard
         .try_arena(request.slot)
@@ -73,7 +80,8 @@ pub(crate) fn growth_instead_of_borrowing(allocator: &Allocator, guard: &mut Sta
     if sum <= (guard.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
 }
 
-/// Serves the request from foreign free blocks of its own stream or from blocks of other streams, without waiting. Releases the locks.
+/// Serves the request from foreign free blocks of its own stream or from blocks of other streams,
+/// without waiting. Releases the locks.
 pub(crate) fn borrow(
     allocator: &Allocator,
     request: &Request,
@@ -132,8 +140,8 @@ pub(crate) fn borrow_waiting(allocator: &Allocator, request: &Request) -> Result
     Ok(Some(granted))
 }
 
-/// Reserved memory is about to become `reserved` bytes. Of what goes back to the device, memory that streams got instead of borrowing is
-/// taken to be as large a share as of all.
+/// Reserved memory is about to become `reserved` bytes. Of what goes back to the device, memory
+/// that streams got instead of borrowing is taken to be as large a share as of all.
 pub(crate) fn forget_unborrowed(shared: &mut SharedState, reserved: u64) {
     if reserved < shared.reserved {
         let left = u128::from(shared.unborrowed) * u128::from(reserved) / u128::from(shared.reserved);
@@ -176,8 +184,8 @@ fn look_for_lenders(guard: &mut StateGuard, request: &Request) {
     guard.look_for(Sought::Lent { pool: request.pool, size: request.size });
 }
 
-/// The best block by size among those that other streams own or that are away from home. `until` gives for an owner the latest tick
-/// that its block may have.
+/// The best block by size among those that other streams own or that are away from home. `until`
+/// gives for an owner the latest tick that its block may have.
 fn best_lent(guard: &mut StateGuard, request: &Request, until: impl Fn(&SharedState, u32) -> u64) -> Option<Place> {
     look_for_lenders(guard, request);
     let mut best = None;
@@ -203,7 +211,8 @@ fn best_foreign(guard: &mut StateGuard, request: &Request) -> Option<Place> {
     best.map(|(_, place)| place)
 }
 
-/// The best of the blocks that are done, or after whose uses the later work of a stream with this clock is ordered.
+/// The best of the blocks that are done, or after whose uses the later work of a stream with this
+/// clock is ordered.
 fn best_ordered(guard: &mut StateGuard, request: &Request, clock: &Clock) -> Option<Place> {
     best_lent(guard, request, |shared, owner| shared.done_until(owner).max(clock.of(owner)))
 }
@@ -213,8 +222,8 @@ fn best_of_any(guard: &mut StateGuard, request: &Request) -> Option<Place> {
     best_lent(guard, request, |_, _| u64::MAX)
 }
 
-/// The first block of an owner that fits the request and whose tick is at most the result of `until`, which is called only if some
-/// block is large enough.
+/// The first block of an owner that fits the request and whose tick is at most the result of
+/// `until`, which is called only if some block is large enough.
 fn best_in(
     guard: &StateGuard,
     heap: &Heap,
@@ -229,7 +238,8 @@ fn best_in(
     Some((key, Place { arena: heap.home, block: key.block() }))
 }
 
-/// The owner of the block that would serve the request best, and the tick that the request's stream would have to wait for.
+/// The owner of the block that would serve the request best, and the tick that the request's stream
+/// would have to wait for.
 pub(crate) fn tick_of_lender(guard: &mut StateGuard, request: &Request) -> Option<(u32, u64)> {
     let place = best_of_any(guard, request)?;
     let block = guard.block(place);
@@ -260,12 +270,14 @@ fn take_lent(guard: &mut StateGuard, request: &Request, place: Place) -> Granted
     lender.take(request, place.block)
 }
 
-/// The blocks of an index that are considered for a request: the first one that is large enough, and the next ones by size.
+/// The blocks of an index that are considered for a request: the first one that is large enough,
+/// and the next ones by size.
 fn candidates<'a>(index: IndexView<'a>, request: &Request) -> impl Iterator<Item = Key> + 'a {
     index.iter_from_best_fit(request.size).take(CANDIDATES)
 }
 
-/// The better of two blocks, if there is any: the smaller one, and of equally large ones that at the lower address.
+/// The better of two blocks, if there is any: the smaller one, and of equally large ones that at
+/// the lower address.
 fn better(one: Option<(Key, Place)>, other: Option<(Key, Place)>) -> Option<(Key, Place)> {
     match (one, other) {
         (Some(one), Some(other)) => Some(if one.0 < other.0 { one } else { other }),
@@ -317,7 +329,8 @@ mod tests {
         }
     }
 
-    /// How often streams borrow from each other if two of them take turns, after one of them allocated so often by itself.
+    /// How often streams borrow from each other if two of them take turns, after one of them
+    /// allocated so often by itself.
     fn loans(allocator: &Allocator, before: u32) -> u64 {
         let loans = allocator.stats().cross_stream_reuses;
         let streams = [(); 2].map(|()| allocator.device().stream().unwrap());

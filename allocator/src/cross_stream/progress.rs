@@ -1,7 +1,7 @@
 //! How far streams got: what is asked of the driver, or waited for, so that memory becomes free.
 //!
-//! Asking may record an event, and both call the driver, so neither happens under a lock of the allocator. A stream that cannot be asked now is
-//! skipped: its memory becomes free later.
+//! Asking may record an event, and both call the driver, so neither happens under a lock of the
+//! allocator. A stream that cannot be asked now is skipped: its memory becomes free later.
 
 use std::sync::Arc;
 
@@ -39,7 +39,8 @@ pub(crate) fn synchronize_all(ticks: &[(Arc<Timeline>, u64)]) -> Result<(), Allo
     Ok(())
 }
 
-/// True if the error only means that a stream cannot be asked or waited for now: it captures, or it is gone without a last event.
+/// True if the error only means that a stream cannot be asked or waited for now: it captures, or it
+/// is gone without a last event.
 pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
     matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
 }

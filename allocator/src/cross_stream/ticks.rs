@@ -1,7 +1,8 @@
 //! Memory that waits for ticks: which of it need not wait any more once streams got further.
 //!
-//! A pure data structure. Each entry is listed under every tick that it waits for. So learning how far the streams got costs by the number
-//! of streams and by what becomes done, whatever else waits.
+//! A pure data structure. Each entry is listed under every tick that it waits for. So learning how
+//! far the streams got costs by the number of streams and by what becomes done, whatever else
+//! waits.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -66,7 +67,8 @@ impl<K: Copy + Ord> TickIndex<K> {
         }
     }
 
-    /// Notes how far streams got: `reached` gives for a stream the tick that its timeline has reached.
+    /// Notes how far streams got: `reached` gives for a stream the tick that its timeline has
+    /// reached.
     pub(crate) fn advance(&mut self, reached: impl Fn(u32) -> u64) {
         let mut from = 0;
         while let Some((&(slot, _), _)) = self.ticks.range((from, 0)..).next() {

@@ -1,12 +1,15 @@
-//! Blocks that were given back while other streams may still use them (`record_stream`): PyTorch's `active_pending_free`.
+//! Blocks that were given back while other streams may still use them (`record_stream`): PyTorch's
+//! `active_pending_free`.
 //!
-//! A waiting block carries one tick for each stream that used it, taken when the block was freed. The block becomes free once all these
-//! ticks are done or, where blocks may cross streams at all, once its owner's later work is ordered after them (invariant A1).
+//! A waiting block carries one tick for each stream that used it, taken when the block was freed.
+//! The block becomes free once all these ticks are done or, where blocks may cross streams at all,
+//! once its owner's later work is ordered after them (invariant A1).
 //!
-//! While blocks wait, allocations ask how far the streams got, with at most one driver query for each stream. As long
-//! as no stream gets further, fewer allocations ask: down to one in four, besides those that find no memory otherwise.
-//! Blocks are listed by the ticks that they wait for (`ticks.rs`), so those that need not wait any more are found
-//! without a look at the others. If a request would fail otherwise, the host waits for the streams instead.
+//! While blocks wait, allocations ask how far the streams got, with at most one driver query for
+//! each stream. As long as no stream gets further, fewer allocations ask: down to one in four,
+//! besides those that find no memory otherwise. Blocks are listed by the ticks that they wait for
+//! (`ticks.rs`), so those that need not wait any more are found without a look at the others. If a
+//! request would fail otherwise, the host waits for the streams instead.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +31,8 @@ use crate::state::shared::SharedState;
 use crate::state::special;
 use crate::sync::atomic::Ordering;
 
-/// Asks how far the streams got that waiting blocks depend on, and frees the blocks that need not wait any more.
+/// Asks how far the streams got that waiting blocks depend on, and frees the blocks that need not
+/// wait any more.
 pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
     let pending = pending_of_all(&allocator.state().shared());
     poll(&pending)?;
@@ -39,11 +43,13 @@ pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
     Ok(())
 }
 
-/// Waits on the host for the streams that freed memory still depends on, in some pools, so that it becomes free and
-/// merges. Returns true if there was anything to wait for. Skips streams that cannot be waited for now.
+/// Waits on the host for the streams that freed memory still depends on, in some pools, so that it
+/// becomes free and merges. Returns true if there was anything to wait for. Skips streams that
+/// cannot be waited for now.
 pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let mut waited = false;
-    // Twice, because a block that waited may become a foreign free block (a free block away from home), with a tick of its own stream.
+    // Twice, because a block that waited may become a foreign free block (a free block away from
+    // home), with a tick of its own stream.
     for _ in 0..2 {
         let mut guard = allocator.state().lock(None);
         let waits = !guard.waiting.is_empty() || guard.has_foreign();
@@ -65,7 +71,8 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
     Ok(waited)
 }
 
-/// The latest tick of each stream that waiting blocks depend on, in some pools. Ticks known to be done are left out.
+/// The latest tick of each stream that waiting blocks depend on, in some pools. Ticks known to be
+/// done are left out.
 fn pending(guard: &StateGuard, which: Which) -> Pending {
     if let Which::All = which {
         return pending_of_all(guard);
@@ -86,15 +93,16 @@ fn pending_foreign(guard: &mut StateGuard, which: Which) -> Pending {
     unknown(guard, foreign.map(|block| (block.owner, block.after)))
 }
 
-/// Frees the waiting blocks that need not wait any more, if a stream got further since the last time.
+/// Frees the waiting blocks that need not wait any more, if a stream got further since the last
+/// time.
 fn sweep_done(guard: &mut StateGuard) {
     if can_sweep(guard) {
         sweep(guard, None);
     }
 }
 
-/// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream `owner` if its later work is ordered after
-/// all their uses, according to its clock.
+/// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream
+/// `owner` if its later work is ordered after all their uses, according to its clock.
 pub(crate) fn sweep_ordered(guard: &mut StateGuard, owner: u32, clock: &Clock) {
     if !guard.waiting.is_empty() {
         sweep(guard, Some((owner, clock)));
@@ -103,7 +111,8 @@ pub(crate) fn sweep_ordered(guard: &mut StateGuard, owner: u32, clock: &Clock) {
 
 fn sweep(guard: &mut StateGuard, ordered: Option<(u32, &Clock)>) {
     let mut list = std::mem::take(&mut guard.waiting);
-    // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another sweep.
+    // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another
+    // sweep.
     list.streams.iter_mut().for_each(|(&slot, stream)| stream.seen = frontier(guard, slot));
     list.uses.advance(|slot| guard.done_until(slot));
     let mut free = list.uses.done().clone();
@@ -125,7 +134,8 @@ fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     let &Waiting { place: Place { arena, block: id }, block: Block { owner, pool, size, requested, .. }, .. } = waiting;
     let kind = kind_of(pool);
     guard.counters().waited(kind, size);
-    // The tick is taken now, because the owner's later events also cover the work that it is ordered after.
+    // The tick is taken now, because the owner's later events also cover the work that it is
+    // ordered after.
     let tick = guard.tick_of(owner);
     let done = waiting.uses.iter().all(|&(slot, after)| guard.is_known_done(slot, after));
     let last_use = if done { waiting.own_use } else { tick };
@@ -135,8 +145,8 @@ fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     arena.complete(id, owner, tick, last_use);
 }
 
-/// The uses by other streams that keep a waiting block of the request's own stream from serving it. Of several such blocks, the
-/// smallest counts.
+/// The uses by other streams that keep a waiting block of the request's own stream from serving it.
+/// Of several such blocks, the smallest counts.
 pub(crate) fn uses_of_own(guard: &StateGuard, request: &Request) -> Option<Vec<Use>> {
     let own = &guard.waiting.owners.get(&request.slot)?.at_home;
     let &(_, _, best) = own.range((request.pool, request.size, 0)..=(request.pool, u64::MAX, u64::MAX)).next()?;

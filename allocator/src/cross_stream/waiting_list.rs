@@ -6,8 +6,8 @@ use crate::cross_stream::ticks::{TickIndex, Use};
 use crate::heap::Block;
 use crate::request::Place;
 
-/// The most allocations in a row that do not ask, after one that asked in vain. A larger number saves few queries, and memory comes back
-/// later.
+/// The most allocations in a row that do not ask, after one that asked in vain. A larger number
+/// saves few queries, and memory comes back later.
 const PAUSE_MAX: u32 = 3;
 
 /// The blocks that wait, and the streams they wait for.
@@ -29,7 +29,8 @@ pub(crate) struct WaitingList {
 /// The blocks of one owner.
 #[derive(Debug, Default)]
 pub(crate) struct OfOwner {
-    /// The blocks by the ticks of their uses: a block is free to its owner once the owner's later work is ordered after these.
+    /// The blocks by the ticks of their uses: a block is free to its owner once the owner's later
+    /// work is ordered after these.
     pub(crate) uses: TickIndex<u64>,
     /// Pool, size and number of each block at home.
     pub(crate) at_home: BTreeSet<(u16, u64, u64)>,

@@ -7,8 +7,9 @@ use std::ops::{Index, IndexMut};
 pub(crate) struct BlockId(pub(crate) u32);
 
 impl BlockId {
-    /// No block. A record with this number exists, but no block ever uses it: it is vacant and of size 0. Its links may be written, so that
-    /// an operation which changes a neighbour needs no branch on whether there is one.
+    /// No block. A record with this number exists, but no block ever uses it: it is vacant and of
+    /// size 0. Its links may be written, so that an operation which changes a neighbour needs no
+    /// branch on whether there is one.
     pub(crate) const NONE: BlockId = BlockId(0);
 
     #[inline]
@@ -42,9 +43,11 @@ pub(crate) enum State {
     Free,
     /// Addresses without memory behind them.
     Hole,
-    /// Free memory that nobody may take, because the driver is about to move it or to map more memory beside it.
+    /// Free memory that nobody may take, because the driver is about to move it or to map more
+    /// memory beside it.
     Held,
-    /// A hole at which the driver is about to map memory, or from which it is about to take memory back.
+    /// A hole at which the driver is about to map memory, or from which it is about to take memory
+    /// back.
     Filling,
 }
 
@@ -55,9 +58,10 @@ impl State {
     }
 }
 
-/// A piece of a region. A record is one cache line: an operation touches a block and its two neighbours, and the machine waits for each
-/// line. (Tried: splitting off the rarely read fields. That makes neighbours denser but costs one line more for the block itself: no gain
-/// up to 100 000 live blocks, and a loss at a million.)
+/// A piece of a region. A record is one cache line: an operation touches a block and its two
+/// neighbours, and the machine waits for each line. (Tried: splitting off the rarely read fields.
+/// That makes neighbours denser but costs one line more for the block itself: no gain up to 100 000
+/// live blocks, and a loss at a million.)
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
@@ -67,7 +71,8 @@ pub(crate) struct Block {
     pub(crate) size: u64,
     /// Bytes that the caller requested; meaningful while live or waiting.
     pub(crate) requested: u64,
-    /// While free: the tick that the owner's timeline must reach before other streams may use the block; 0 if they may use it now.
+    /// While free: the tick that the owner's timeline must reach before other streams may use the
+    /// block; 0 if they may use it now.
     pub(crate) after: u64,
     /// Neighbours in the region, by address.
     pub(crate) prev: BlockId,
@@ -76,7 +81,8 @@ pub(crate) struct Block {
     pub(crate) bin_prev: BlockId,
     pub(crate) bin_next: BlockId,
     pub(crate) region: u32,
-    /// While live, the stream it was allocated for; while free, the stream that may reuse it without waiting.
+    /// While live, the stream it was allocated for; while free, the stream that may reuse it
+    /// without waiting.
     pub(crate) owner: u32,
     /// Tag of the allocation.
     pub(crate) tag: u32,
@@ -89,7 +95,8 @@ pub(crate) struct Block {
 const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
 
 impl Block {
-    /// While free, in an index that gives out slots: the block's slot. It is where lists have their links.
+    /// While free, in an index that gives out slots: the block's slot. It is where lists have their
+    /// links.
     #[inline]
     pub(super) fn slot(&self) -> u32 {
         self.bin_prev.0
@@ -137,8 +144,9 @@ impl Default for Block {
 
 /// With this many records (256 KiB), a slab reserves addresses for [`RESERVED`].
 const FEW: usize = 1 << 12;
-/// Records up to this number never move again: their addresses (256 MiB) are reserved at once, and the operating system
-/// finds memory for a page when it is first written. Copying a million records instead stalls an allocation for 28 ms.
+/// Records up to this number never move again: their addresses (256 MiB) are reserved at once, and
+/// the operating system finds memory for a page when it is first written. Copying a million records
+/// instead stalls an allocation for 28 ms.
 const RESERVED: usize = 1 << 22;
 
 /// All blocks of a heap.
@@ -184,7 +192,8 @@ impl Slab {
     #[cold]
     fn grow(&mut self) {
         let id = BlockId(u32::try_from(self.blocks.len()).unwrap_or(u32::MAX));
-        // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory before that.
+        // 2^32 - 1 records of 64 bytes are 256 GiB of host memory: the process is out of memory
+        // before that.
         assert!(id.0 != u32::MAX, "more than 2^32 blocks");
         if self.blocks.len() == FEW {
             // Where addresses are scarce, the records move as they double.
@@ -194,7 +203,8 @@ impl Slab {
         self.vacant = id;
     }
 
-    /// Has the processor fetch the record of a block, which will be read soon, and goes on meanwhile.
+    /// Has the processor fetch the record of a block, which will be read soon, and goes on
+    /// meanwhile.
     #[inline(always)]
     pub(crate) fn prefetch(&self, id: BlockId) {
         prefetch(&self[id]);
@@ -240,8 +250,8 @@ impl IndexMut<BlockId> for Slab {
     }
 }
 
-/// The records of a slab while one operation works on them. No record is added meanwhile, so their address and number stay in registers
-/// instead of being read again after each store.
+/// The records of a slab while one operation works on them. No record is added meanwhile, so their
+/// address and number stay in registers instead of being read again after each store.
 #[derive(Debug)]
 pub(super) struct Records<'a> {
     blocks: &'a mut [Block],
@@ -256,7 +266,8 @@ impl Records<'_> {
         debug_assert_ne!(id, BlockId::NONE, "there is a vacant record");
         let record = &mut self.blocks[id.index()];
         let next = record.next;
-        // Written straight into its place: building a record elsewhere and moving it in wide words would stall the machine.
+        // Written straight into its place: building a record elsewhere and moving it in wide words
+        // would stall the machine.
         *record = block;
         *self.vacant = next;
         id
@@ -287,7 +298,8 @@ impl IndexMut<BlockId> for Records<'_> {
     }
 }
 
-/// Has the processor fetch what is behind a reference. Does nothing on processors for which the language has no stable way to ask.
+/// Has the processor fetch what is behind a reference. Does nothing on processors for which the
+/// language has no stable way to ask.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing is done"))]
 fn prefetch(block: &Block) {
@@ -295,7 +307,8 @@ fn prefetch(block: &Block) {
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         #[allow(unsafe_code, reason = "the hint takes a pointer")]
-        // SAFETY: the pointer comes from a reference; and a prefetch neither reads nor writes as far as the program can tell.
+        // SAFETY: the pointer comes from a reference; and a prefetch neither reads nor writes as
+        // far as the program can tell.
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(block).cast());
         }

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use super::{Block, BlockId, Heap, State};
 
 impl Heap {
-    /// Recomputes every identity of the module documentation. The error describes the first one that does not hold.
+    /// Recomputes every identity of the module documentation. The error describes the first one
+    /// that does not hold.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.check_nobody()?;
         let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
@@ -72,7 +73,8 @@ impl Heap {
         if indexed != free_count { Err(format!("H4: {indexed} blocks indexed, {free_count} free")) } else { Ok(()) }
     }
 
-    /// Checks the record of [`BlockId::NONE`]: only its links are ever written, and no block uses it.
+    /// Checks the record of [`BlockId::NONE`]: only its links are ever written, and no block uses
+    /// it.
     fn check_nobody(&self) -> Result<(), String> {
         let nobody = &self.blocks[BlockId::NONE];
         let untouched = nobody.state == State::Vacant && nobody.size == 0 && nobody.owner == 0;

@@ -1,22 +1,28 @@
 //! Resting blocks: freed, but not yet merged with their neighbours.
 //!
-//! Programs mostly ask for the size that they have just given back. So a block that is given back *rests*: the next request, if it is
-//! for exactly this size and from the same pool, gets it as it is, and nothing is cut, joined or indexed. Any other operation
-//! merges it first, so at most one block rests, and all other decisions of the heap are made as if none did.
+//! Programs mostly ask for the size that they have just given back. So a block that is given back
+//! *rests*: the next request, if it is for exactly this size and from the same pool, gets it as it
+//! is, and nothing is cut, joined or indexed. Any other operation merges it first, so at most one
+//! block rests, and all other decisions of the heap are made as if none did.
 //!
-//! With [`IndexKind::Exact`] this decision, too, agrees with best fit. The request gets the block only if, merged with its
-//! free neighbours, it would be the smallest that is large enough, at the lowest address, and if cutting it would leave these
-//! neighbours as they are. Finding out costs a search, and saves putting the block into the index and taking it out again.
+//! With [`IndexKind::Exact`] this decision, too, agrees with best fit. The request gets the block
+//! only if, merged with its free neighbours, it would be the smallest that is large enough, at the
+//! lowest address, and if cutting it would leave these neighbours as they are. Finding out costs a
+//! search, and saves putting the block into the index and taking it out again.
 //!
-//! **In a heap of many small blocks several small ones rest**, because its records are not in the processor's caches: the processor is asked
-//! for a block's record when the block comes to rest, and for those of its neighbours one pair of operations before the block is merged. It
-//! works on the three pairs between meanwhile, instead of waiting. A search that fails merges them all and starts again, so nothing is
-//! refused and nothing grows for their sake. Large blocks, and requests for them, find what they would find if none rested: small blocks
-//! never serve these, and where large ones are taken decides how much memory a program needs.
+//! **In a heap of many small blocks several small ones rest**, because its records are not in the
+//! processor's caches: the processor is asked for a block's record when the block comes to rest,
+//! and for those of its neighbours one pair of operations before the block is merged. It works on
+//! the three pairs between meanwhile, instead of waiting. A search that fails merges them all and
+//! starts again, so nothing is refused and nothing grows for their sake. Large blocks, and requests
+//! for them, find what they would find if none rested: small blocks never serve these, and where
+//! large ones are taken decides how much memory a program needs.
 //!
 //! Invariants:
-//! * the record of a resting block is that of a live one. Others never see that, because a thread that holds every lock merges first;
-//! * blocks are merged in the order in which they were given back, which is the order of their ticks;
+//! * the record of a resting block is that of a live one. Others never see that, because a thread
+//!   that holds every lock merges first;
+//! * blocks are merged in the order in which they were given back, which is the order of their
+//!   ticks;
 //! * pieces of regions are counted when a block is merged; reading that count takes every lock.
 
 use super::index::{Bins, Exact, FreeIndex};
@@ -26,11 +32,12 @@ use crate::size_class::{MIN_BLOCK, SMALL_SIZE, SizeClasses};
 
 /// Blocks that may rest beside the newest in a heap of many small ones.
 const OLDER: usize = 3;
-/// From this many records on, a heap has many blocks: they take 256 KiB. Few in tests, so that these get there.
+/// From this many records on, a heap has many blocks: they take 256 KiB. Few in tests, so that
+/// these get there.
 const MANY: usize = if cfg!(test) { 64 } else { 4096 };
 
-/// A block that rests, or none. Its words are read one by one: read together, as wider words than were written, they would have the
-/// processor wait for the stores.
+/// A block that rests, or none. Its words are read one by one: read together, as wider words than
+/// were written, they would have the processor wait for the stores.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rested {
     /// 0 if there is none.
@@ -61,8 +68,8 @@ pub(super) struct Deferred {
 }
 
 impl Heap {
-    /// Frees a live block of `size` bytes of the home stream and lets it rest; it is given back as by [`Heap::give`] before anything depends on
-    /// that. The place of the newest must be vacant.
+    /// Frees a live block of `size` bytes of the home stream and lets it rest; it is given back as
+    /// by [`Heap::give`] before anything depends on that. The place of the newest must be vacant.
     #[inline]
     pub(crate) fn give_to_rest(&mut self, block: BlockId, size: u64, after: u64) {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == self.home);
@@ -97,7 +104,8 @@ impl Heap {
         self.deferred.newest.size > SMALL_SIZE
     }
 
-    /// Has the newest block rest among the older ones. Takes out the one in whose place it is, if there is one.
+    /// Has the newest block rest among the older ones. Takes out the one in whose place it is, if
+    /// there is one.
     pub(crate) fn exchange_oldest(&mut self) -> Option<Rested> {
         let newest = self.take_newest();
         let Deferred { older, oldest, .. } = &mut self.deferred;
@@ -108,7 +116,8 @@ impl Heap {
         (before.size != 0).then_some(before)
     }
 
-    /// Asks for the records of the neighbours of the older block that will be merged next. Its own record is in the cache by now.
+    /// Asks for the records of the neighbours of the older block that will be merged next. Its own
+    /// record is in the cache by now.
     #[inline(always)]
     pub(crate) fn prefetch_around_oldest(&self) {
         let rested = &self.deferred.older[self.deferred.oldest];
@@ -141,8 +150,9 @@ impl Heap {
         self.deferred.several = self.index_kind == IndexKind::Bins && records >= MANY && are_small;
     }
 
-    /// Takes the block that came to rest last, if that is the block that the request gets. Also returns by how much merging it would have
-    /// changed the count of pieces; taking it again would have undone that.
+    /// Takes the block that came to rest last, if that is the block that the request gets. Also
+    /// returns by how much merging it would have changed the count of pieces; taking it again would
+    /// have undone that.
     #[inline(always)]
     pub(crate) fn retake(
         &mut self,
@@ -166,8 +176,8 @@ impl Heap {
         Some((id, change))
     }
 
-    /// If best fit for the resting block's size would choose this very block, returns by how much merging it would change the count of
-    /// pieces.
+    /// If best fit for the resting block's size would choose this very block, returns by how much
+    /// merging it would change the count of pieces.
     #[inline(never)]
     fn best_is(&self, classes: &SizeClasses, id: BlockId) -> Option<SplitChange> {
         let Block { addr, size, prev, next, pool, .. } = self.blocks[id];
@@ -198,7 +208,8 @@ impl Heap {
         Some(SplitChange { count, bytes: signed(size) - (signed(guard) & -i64::from(whole_region)) })
     }
 
-    /// Merges a block that rested with its neighbours. Returns by how much that changed the count of pieces.
+    /// Merges a block that rested with its neighbours. Returns by how much that changed the count
+    /// of pieces.
     #[inline(always)]
     pub(crate) fn merge(&mut self, Rested { size, block, after }: Rested) -> SplitChange {
         // In registers.
@@ -267,7 +278,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A heap of three segments in each pool, and the pieces that were counted: value, peak, and sum of increases.
+    /// A heap of three segments in each pool, and the pieces that were counted: value, peak, and
+    /// sum of increases.
     struct Counted {
         heap: Heap,
         count: [i64; 3],

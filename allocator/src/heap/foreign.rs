@@ -1,15 +1,15 @@
 //! Strays: free blocks away from home, that is, whose owner is not the stream of their heap.
 //!
-//! They come from memory that one stream borrowed from another. Once a foreign free block is done for everybody it goes home and merges with
-//! its neighbours there.
+//! They come from memory that one stream borrowed from another. Once a foreign free block is done
+//! for everybody it goes home and merges with its neighbours there.
 
 use std::collections::BTreeMap;
 
 use super::index::{FreeIndex, IndexKind};
 use super::{BlockId, Heap, SplitChange, State, signed};
 
-/// The indexes of a pool's foreign free blocks, one for each owner that has any there. Whoever looks for memory of other streams looks at all of these in
-/// all heaps, so none is empty.
+/// The indexes of a pool's foreign free blocks, one for each owner that has any there. Whoever
+/// looks for memory of other streams looks at all of these in all heaps, so none is empty.
 #[derive(Debug, Default)]
 pub(super) struct Away {
     indexes: BTreeMap<u32, FreeIndex>,
@@ -26,7 +26,8 @@ impl Away {
         self.indexes.iter().map(|(&owner, index)| (owner, index))
     }
 
-    /// The index of an owner, for a foreign free block to be put in, or to be taken out and [`Away::left`].
+    /// The index of an owner, for a foreign free block to be put in, or to be taken out and
+    /// [`Away::left`].
     #[cold]
     pub(super) fn index_mut(&mut self, owner: u32, kind: IndexKind) -> &mut FreeIndex {
         let spare = &mut self.spare;
@@ -43,8 +44,8 @@ impl Away {
 }
 
 impl Heap {
-    /// Returns foreign free blocks that are done for every stream to the home stream, and merges them. Returns by how much `inactive_split` of each pool
-    /// changed.
+    /// Returns foreign free blocks that are done for every stream to the home stream, and merges
+    /// them. Returns by how much `inactive_split` of each pool changed.
     pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
         let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
         let candidates: Vec<BlockId> = self.foreign.iter().copied().filter(done).collect();
@@ -78,7 +79,8 @@ impl Heap {
         }
     }
 
-    /// Notes that a foreign free block was taken. Its rest, if there is one, is a foreign free block.
+    /// Notes that a foreign free block was taken. Its rest, if there is one, is a foreign free
+    /// block.
     pub(super) fn strays_took(&mut self, id: BlockId, pool: u16, owner: u32, rest: Option<BlockId>) {
         match rest {
             Some(rest) if rest == id => {}
@@ -90,7 +92,8 @@ impl Heap {
         }
     }
 
-    /// Notes that a block became a foreign free block, joined with its neighbours, of which `above` may be gone.
+    /// Notes that a block became a foreign free block, joined with its neighbours, of which `above`
+    /// may be gone.
     #[cold]
     pub(super) fn strays_joined(&mut self, id: BlockId, above: Option<BlockId>) {
         if let Some(above) = above {

@@ -1,11 +1,13 @@
 //! Holes: address space without memory behind it, in regions whose memory comes in granules.
 //!
-//! A hole is a block like any other, so that a region is tiled without gaps, but it is in no index. While the driver changes the mapping of
-//! some addresses, they are *held*: they are blocks of their own that nothing else takes or merges with, in [`State::Held`] if they are
-//! free memory, and in [`State::Filling`] if they are holes. Every hole starts and ends at a border between granules.
+//! A hole is a block like any other, so that a region is tiled without gaps, but it is in no index.
+//! While the driver changes the mapping of some addresses, they are *held*: they are blocks of
+//! their own that nothing else takes or merges with, in [`State::Held`] if they are free memory,
+//! and in [`State::Filling`] if they are holes. Every hole starts and ends at a border between
+//! granules.
 //!
-//! The last use of each granule is noted ([`super::last_use`]) when a block of the home stream is given back. Blocks of other owners need
-//! no note, because they come home only once they are done.
+//! The last use of each granule is noted ([`super::last_use`]) when a block of the home stream is
+//! given back. Blocks of other owners need no note, because they come home only once they are done.
 
 use super::last_use::{Granules, LastUses};
 use super::recent::Use;
@@ -30,7 +32,8 @@ impl Region {
 }
 
 impl Heap {
-    /// Adds a region of addresses without memory, which is one hole. `granule` is a power of two that divides address and length.
+    /// Adds a region of addresses without memory, which is one hole. `granule` is a power of two
+    /// that divides address and length.
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, pool: u16, granule: u64) {
         let number = self.add_region_record(addr, bytes, pool);
         let hole =
@@ -53,7 +56,8 @@ impl Heap {
         self.remove_region_record(hole)
     }
 
-    /// Notes that the memory of a block, which the home stream gives back now, is used until the tick `after`.
+    /// Notes that the memory of a block, which the home stream gives back now, is used until the
+    /// tick `after`.
     #[inline]
     pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
         let Block { addr, size, region, .. } = self.blocks[id];
@@ -64,8 +68,8 @@ impl Heap {
         }
     }
 
-    /// Empties the log of last uses into the granules' ticks. Uses that are done are dropped: the home stream's timeline has reached
-    /// `done`.
+    /// Empties the log of last uses into the granules' ticks. Uses that are done are dropped: the
+    /// home stream's timeline has reached `done`.
     pub(crate) fn note_recent_uses(&mut self, done: u64) {
         let mut recent = std::mem::take(&mut self.recent);
         recent.drop_done(done);
@@ -78,7 +82,8 @@ impl Heap {
         self.recent = recent;
     }
 
-    /// Makes room in the log of last uses: drops the uses that are done, and notes the others in the granules' ticks if that is not enough.
+    /// Makes room in the log of last uses: drops the uses that are done, and notes the others in
+    /// the granules' ticks if that is not enough.
     pub(crate) fn thin_recent_uses(&mut self, done: u64) {
         if !self.recent.drop_done(done) {
             self.note_recent_uses(done);
@@ -91,8 +96,8 @@ impl Heap {
         self.recent.are_many()
     }
 
-    /// For each granule of a free block, the tick that the owner's timeline must reach for the granule to be done. The log of last uses
-    /// must be empty.
+    /// For each granule of a free block, the tick that the owner's timeline must reach for the
+    /// granule to be done. The log of last uses must be empty.
     pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
         debug_assert!(self.recent.is_empty());
         let region = self.region(block.region);
@@ -126,7 +131,8 @@ impl Heap {
         self.holes.iter().map(|id| (id, &self.blocks[id]))
     }
 
-    /// Holds `from..to`, which lies in one free block or one hole. The remainders on either side stay what they are.
+    /// Holds `from..to`, which lies in one free block or one hole. The remainders on either side
+    /// stay what they are.
     pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> Holding {
         self.note_recent_uses(0);
         let block = self.blocks[id];
@@ -154,7 +160,8 @@ impl Heap {
         holding
     }
 
-    /// Returns a piece beside the held part to its earlier state. Its other neighbours are unchanged, so nothing merges.
+    /// Returns a piece beside the held part to its earlier state. Its other neighbours are
+    /// unchanged, so nothing merges.
     fn back(&mut self, id: BlockId, state: State) {
         let Block { addr, size, pool, .. } = self.blocks[id];
         self.blocks[id].state = state;
@@ -166,7 +173,8 @@ impl Heap {
         }
     }
 
-    /// Cuts `size` bytes off the low end of a block that is in no index, and returns the new block that they form.
+    /// Cuts `size` bytes off the low end of a block that is in no index, and returns the new block
+    /// that they form.
     fn cut(&mut self, id: BlockId, size: u64) -> BlockId {
         let block = self.blocks[id];
         let low = self.blocks.insert(Block { size, next: id, ..block });
@@ -179,8 +187,8 @@ impl Heap {
         low
     }
 
-    /// Ends the holding of a block that has memory now, or still: it becomes free and merges. Memory that was a hole is done for every
-    /// stream.
+    /// Ends the holding of a block that has memory now, or still: it becomes free and merges.
+    /// Memory that was a hole is done for every stream.
     pub(crate) fn unhold_as_free(&mut self, id: BlockId) -> BlockId {
         let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
         let (owner, after) = if state == State::Filling {
@@ -197,7 +205,8 @@ impl Heap {
         self.give(id, owner, after).0
     }
 
-    /// Has a held block count as one without memory: the driver is about to take it away. All uses of it are done.
+    /// Has a held block count as one without memory: the driver is about to take it away. All uses
+    /// of it are done.
     pub(crate) fn empty_held(&mut self, id: BlockId) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, State::Held);
@@ -206,7 +215,8 @@ impl Heap {
         self.hole_bytes += block.size;
     }
 
-    /// Ends the holding of a block that has no memory any more, or still none: it becomes a hole and merges with holes beside it.
+    /// Ends the holding of a block that has no memory any more, or still none: it becomes a hole
+    /// and merges with holes beside it.
     pub(crate) fn unhold_as_hole(&mut self, id: BlockId) -> BlockId {
         let Block { state, size, addr, pool, .. } = self.blocks[id];
         if state == State::Held {

@@ -1,10 +1,11 @@
 //! When each granule of a region was last used.
 //!
-//! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may be unmapped depends on the memory's own
-//! last use, so the last use of each granule is noted after a block in it was given back ([`super::recent`]), as a tick of the home stream.
-//! A block may cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1, 16 and 256 granules. A note
-//! raises the fewest nodes that make up its range, about 90 for 16 GiB in granules of 2 MiB. A granule's last use is the latest of the
-//! three nodes that cover it.
+//! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may
+//! be unmapped depends on the memory's own last use, so the last use of each granule is noted after
+//! a block in it was given back ([`super::recent`]), as a tick of the home stream. A block may
+//! cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1,
+//! 16 and 256 granules. A note raises the fewest nodes that make up its range, about 90 for 16 GiB
+//! in granules of 2 MiB. A granule's last use is the latest of the three nodes that cover it.
 
 use std::ops::Range;
 
@@ -17,10 +18,10 @@ const LEVELS: usize = 3;
 pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
-    /// For each node, the tick that the home stream's timeline must reach before other streams may use all that the
-    /// node covers, as far as this node says; 0 if they may now. The level of single granules comes first. A level ends
-    /// with the last node that was ever raised: a region has room for all memory of the device, and most of it is never
-    /// used.
+    /// For each node, the tick that the home stream's timeline must reach before other streams may
+    /// use all that the node covers, as far as this node says; 0 if they may now. The level of
+    /// single granules comes first. A level ends with the last node that was ever raised: a region
+    /// has room for all memory of the device, and most of it is never used.
     levels: [Vec<u64>; LEVELS],
     /// The latest tick ever noted.
     latest: u64,
@@ -116,8 +117,8 @@ fn whole_parents(range: &Range<usize>) -> Range<usize> {
     range.start.div_ceil(FANOUT)..range.end / FANOUT
 }
 
-/// Raises the ticks of a range of nodes to `after`. If `is_latest`, none of them is later. It is false for blocks that had to wait, which
-/// are noted after blocks that were used for longer.
+/// Raises the ticks of a range of nodes to `after`. If `is_latest`, none of them is later. It is
+/// false for blocks that had to wait, which are noted after blocks that were used for longer.
 #[inline]
 fn raise(level: &mut Vec<u64>, range: Range<usize>, after: u64, is_latest: bool) {
     if level.len() < range.end {
@@ -143,8 +144,9 @@ pub(crate) struct LastUses<'a> {
 }
 
 impl LastUses<'_> {
-    /// The longest run of granules at the high end of the range that share one last use. Returns the tick that the owner's timeline must
-    /// reach for them to be done, and the first address of the lowest of them.
+    /// The longest run of granules at the high end of the range that share one last use. Returns
+    /// the tick that the owner's timeline must reach for them to be done, and the first address of
+    /// the lowest of them.
     pub(crate) fn highest_run(&self, range: &Range<u64>) -> (u64, u64) {
         let Some(granules) = self.granules else { return (self.latest, range.start) };
         let number = |at: u64| usize::try_from((at - self.start) >> granules.shift).unwrap_or(usize::MAX);

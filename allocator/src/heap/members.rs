@@ -1,7 +1,8 @@
 //! Sets of blocks: one bit for each number of a block.
 //!
-//! A block that is given back is joined with those neighbours that are in the index. Most are not, and their bits are close together in the
-//! cache, where their records are not. So it is with the search for holes beside free blocks.
+//! A block that is given back is joined with those neighbours that are in the index. Most are not,
+//! and their bits are close together in the cache, where their records are not. So it is with the
+//! search for holes beside free blocks.
 
 use super::block::BlockId;
 

@@ -1,15 +1,22 @@
-//! The heap: regions tiled by blocks, and the free blocks' indexes. A pure data structure: no driver, no locks, no unsafe.
+//! The heap: regions tiled by blocks, and the free blocks' indexes. A pure data structure: no
+//! driver, no locks, no unsafe.
 //!
 //! Accounting identities, asserted by [`Heap::check`] in debug builds and property tests:
-//! * **H1** the blocks of a region are linked in order of address, and Σ their sizes = the region's length;
-//! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running total;
-//! * **H3** no two neighbours are mergeable, that is, both free and either of the same owner or both done for every stream;
-//! * **H4** a block is in an index if and only if it is free, and then in the index of its pool and owner;
-//! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever order.
+//! * **H1** the blocks of a region are linked in order of address, and Σ their sizes = the region's
+//!   length;
+//! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running
+//!   total;
+//! * **H3** no two neighbours are mergeable, that is, both free and either of the same owner or
+//!   both done for every stream;
+//! * **H4** a block is in an index if and only if it is free, and then in the index of its pool and
+//!   owner;
+//! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever
+//!   order.
 //!
-//! Ownership: a heap belongs to one stream, its *home*. A free block belongs to the stream of its last use, its *owner*, which may
-//! reuse it at once. A block whose owner is not the home stream is a *foreign free block*. Once a foreign free block is done it goes home, so that
-//! borrowing memory across streams leaves no lasting borders between free blocks.
+//! Ownership: a heap belongs to one stream, its *home*. A free block belongs to the stream of its
+//! last use, its *owner*, which may reuse it at once. A block whose owner is not the home stream is
+//! a *foreign free block*. Once a foreign free block is done it goes home, so that borrowing memory
+//! across streams leaves no lasting borders between free blocks.
 
 mod block;
 #[cfg(any(test, debug_assertions))]
@@ -61,8 +68,8 @@ pub(crate) struct Region {
     pub(crate) age_base: u64,
 }
 
-/// By how much an operation changed the count and the bytes of free pieces of regions (`inactive_split`). They are counted only with
-/// [`IndexKind::Exact`], which is for segments.
+/// By how much an operation changed the count and the bytes of free pieces of regions
+/// (`inactive_split`). They are counted only with [`IndexKind::Exact`], which is for segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SplitChange {
     pub(crate) count: i64,
@@ -102,7 +109,8 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// The heap of a stream, without pools and regions yet, whose free blocks are indexed in the given way.
+    /// The heap of a stream, without pools and regions yet, whose free blocks are indexed in the
+    /// given way.
     pub(crate) fn new(home: u32, index_kind: IndexKind) -> Heap {
         Heap { home, index_kind, ..Heap::default() }
     }
@@ -112,14 +120,14 @@ impl Heap {
         self.pools.add_default(self.index_kind);
     }
 
-    /// Adds a private pool, which is about to get a region here, unless the heap has it. Small pools have even numbers, large ones odd
-    /// numbers. The pool goes with its last region.
+    /// Adds a private pool, which is about to get a region here, unless the heap has it. Small
+    /// pools have even numbers, large ones odd numbers. The pool goes with its last region.
     pub(crate) fn add_private_pool(&mut self, number: u16, options: HeapPoolOptions) {
         self.pools.add_private(number, self.index_kind, options);
     }
 
-    /// Takes `size` bytes for the home stream from the block that the index chooses among the stream's own free ones, if the size rules
-    /// allow.
+    /// Takes `size` bytes for the home stream from the block that the index chooses among the
+    /// stream's own free ones, if the size rules allow.
     #[inline(always)]
     pub(crate) fn take_best(
         &mut self,
@@ -187,7 +195,8 @@ impl Heap {
         if !I::SEGMENTS {
             return SplitChange::default();
         }
-        // Whole regions do not count as split. Computed without branches, because the case follows no pattern.
+        // Whole regions do not count as split. Computed without branches, because the case follows
+        // no pattern.
         let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         SplitChange {
             count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
@@ -195,8 +204,9 @@ impl Heap {
         }
     }
 
-    /// Frees a live or waiting block: `owner` may reuse it at once, and other streams once the owner's timeline has reached `after` (0:
-    /// now). Merges it with its neighbours; the merged block is done when the last of its parts is.
+    /// Frees a live or waiting block: `owner` may reuse it at once, and other streams once the
+    /// owner's timeline has reached `after` (0: now). Merges it with its neighbours; the merged
+    /// block is done when the last of its parts is.
     #[inline(never)]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
         if after == 0 { self.give_done(id, owner) } else { self.give_used(id, owner, after) }
@@ -246,7 +256,8 @@ impl Heap {
         if !I::SEGMENTS {
             return SplitChange::default();
         }
-        // Whole regions do not count as split, so what the parts counted before is taken back, including this block's own share.
+        // Whole regions do not count as split, so what the parts counted before is taken back,
+        // including this block's own share.
         SplitChange {
             count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
             bytes: signed(given) - (signed(guard) & -i64::from(is_whole_region)),
@@ -258,7 +269,8 @@ impl Heap {
         self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
     }
 
-    /// True if a block of a pool is free and the home stream's. With [`IndexKind::Bins`] its record is not read.
+    /// True if a block of a pool is free and the home stream's. With [`IndexKind::Bins`] its record
+    /// is not read.
     #[inline]
     pub(crate) fn is_own(&self, pool: u16, id: BlockId) -> bool {
         match &self.pools[pool].own {
@@ -267,8 +279,9 @@ impl Heap {
         }
     }
 
-    /// Prepares giving a block that is done for every stream to `owner`: neighbours that are done become the owner's, too, so that they
-    /// merge, unless the merged block would not be done. Returns the change of free pieces.
+    /// Prepares giving a block that is done for every stream to `owner`: neighbours that are done
+    /// become the owner's, too, so that they merge, unless the merged block would not be done.
+    /// Returns the change of free pieces.
     #[cold]
     fn adopt_done(&mut self, id: BlockId, owner: u32) -> SplitChange {
         let mut change = SplitChange::default();
@@ -372,7 +385,8 @@ impl Heap {
         region
     }
 
-    /// Puts a removed region back, as one free block of `owner`, which other streams may use after the tick `after`.
+    /// Puts a removed region back, as one free block of `owner`, which other streams may use after
+    /// the tick `after`.
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
         let id = self.add_region(region.addr, region.bytes, region.pool);
         self.unindex(id);
@@ -395,7 +409,8 @@ impl Heap {
         all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 
-    /// Every free block of a pool, those of the home stream first, and for each owner in the index's order.
+    /// Every free block of a pool, those of the home stream first, and for each owner in the
+    /// index's order.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
         self.free_blocks_from(pool, 1)
     }

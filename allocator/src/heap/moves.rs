@@ -1,8 +1,9 @@
 //! The two moves of a heap: an allocation cuts a block, and a free joins neighbours.
 //!
-//! They change the records of blocks and one index. They are written once for both kinds of index and compiled for each, so that the kind
-//! is looked up once per operation. Running totals and facts about regions are kept by [`super::Heap`]; what it needs for them is
-//! returned rather than read again.
+//! They change the records of blocks and one index. They are written once for both kinds of index
+//! and compiled for each, so that the kind is looked up once per operation. Running totals and
+//! facts about regions are kept by [`super::Heap`]; what it needs for them is returned rather than
+//! read again.
 
 use super::block::{Block, BlockId, Records, State};
 use super::index::Index;
@@ -56,8 +57,9 @@ pub(super) struct Joined {
     /// Bytes of the freed block, and of the free block now.
     pub(super) given: u64,
     pub(super) guard: u64,
-    /// True if it was joined with the neighbour below; and the neighbour above, if it was joined with that. The upper one's record is gone
-    /// if it was joined with both, and with [`Index::FIRST_STAYS`] in any case.
+    /// True if it was joined with the neighbour below; and the neighbour above, if it was joined
+    /// with that. The upper one's record is gone if it was joined with both, and with
+    /// [`Index::FIRST_STAYS`] in any case.
     pub(super) with_prev: bool,
     pub(super) with_next: Option<BlockId>,
     pub(super) prev: BlockId,
@@ -159,9 +161,10 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
     Taken { id: taken, size, guard, prev, next, rest: Some(rest), region }
 }
 
-/// Makes a block free that is in no index, joins it with those neighbours that are free and have the same owner, and puts the result into
-/// `index`. The latest tick of its parts counts for all of it, because blocks are not freed in the order of their ticks: some were held or
-/// rested meanwhile.
+/// Makes a block free that is in no index, joins it with those neighbours that are free and have
+/// the same owner, and puts the result into `index`. The latest tick of its parts counts for all of
+/// it, because blocks are not freed in the order of their ticks: some were held or rested
+/// meanwhile.
 #[inline(always)]
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];

@@ -1,7 +1,7 @@
 //! The pools of a heap, by number.
 //!
-//! Every heap has the default pools. A private pool is here only while it has regions in this heap, so a heap costs nothing for pools that
-//! other streams use.
+//! Every heap has the default pools. A private pool is here only while it has regions in this heap,
+//! so a heap costs nothing for pools that other streams use.
 
 use std::ops::{Index, IndexMut};
 
@@ -9,8 +9,8 @@ use super::foreign::Away;
 use super::index::{FreeIndex, IndexKind};
 use crate::size_class::PoolKind;
 
-/// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a large default pool, and those of private
-/// pools.
+/// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a
+/// large default pool, and those of private pools.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(crate) kind: PoolKind,
@@ -19,7 +19,8 @@ pub(crate) struct Pool {
     /// Free blocks of the heap's home stream.
     pub(super) own: FreeIndex,
     pub(super) away: Away,
-    /// The clock of garbage collection: the number of searches here, or that of a busier arena, if that is later.
+    /// The clock of garbage collection: the number of searches here, or that of a busier arena, if
+    /// that is later.
     pub(crate) searches: u64,
     /// Number of regions.
     pub(super) regions: usize,

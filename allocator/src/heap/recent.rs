@@ -1,16 +1,18 @@
 //! Last uses that are yet to be noted: a log in front of the granules' ticks ([`super::last_use`]).
 //!
-//! A freed block was used until some tick, which must be noted for its granules. Noting it writes all over a region's tree, which took a
-//! tenth of the time of the traces; and mostly the device is done with the block before anybody needs to know. So uses are appended to a
-//! log. They are noted when a thread that holds every lock needs them, or when there are many, and only those that are not known done by
-//! then.
+//! A freed block was used until some tick, which must be noted for its granules. Noting it writes
+//! all over a region's tree, which took a tenth of the time of the traces; and mostly the device is
+//! done with the block before anybody needs to know. So uses are appended to a log. They are noted
+//! when a thread that holds every lock needs them, or when there are many, and only those that are
+//! not known done by then.
 //!
 //! Invariants:
 //! * uses are in the order of their ticks, because a stream's ticks ascend;
 //! * when granules are looked at, moved or forgotten, the log is empty;
 //! * the regions of uses in the log exist.
 
-/// From this many uses on, they should be noted. They take 32 KiB, and there are some hundred between two milestones.
+/// From this many uses on, they should be noted. They take 32 KiB, and there are some hundred
+/// between two milestones.
 const MANY: usize = 1024;
 
 /// The last use of memory that was freed.
@@ -43,7 +45,8 @@ impl RecentUses {
         self.0.len() >= MANY
     }
 
-    /// Drops the uses that are done, as the home stream's timeline has reached `done`. Returns true if the log has room for many more now.
+    /// Drops the uses that are done, as the home stream's timeline has reached `done`. Returns true
+    /// if the log has room for many more now.
     pub(super) fn drop_done(&mut self, done: u64) -> bool {
         let not_done = self.0.partition_point(|one| one.after <= done);
         self.0.drain(..not_done);
@@ -115,7 +118,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
-        /// Whoever asks learns of each granule whether it is done, and if not, when: as if every use had been noted at once.
+        /// Whoever asks learns of each granule whether it is done, and if not, when: as if every
+        /// use had been noted at once.
         #[test]
         fn uses_that_are_not_done_are_noted_in_time(
             steps in prop::collection::vec((0..7u8, 1..40u64, 0..64usize), 1..200),

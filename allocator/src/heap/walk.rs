@@ -1,13 +1,13 @@
 //! A walk over all blocks of a heap in steps, between which other threads may work with the heap.
 //!
-//! A walk goes region by region, in order of address. What it passes on tiles every region: a block that begins below
-//! the address where the walk goes on counts with its part above that address. So no byte counts twice and none is
-//! missed, each as it was at some moment during the walk; and where nothing changes meanwhile, every block is passed on
-//! whole.
+//! A walk goes region by region, in order of address. What it passes on tiles every region: a block
+//! that begins below the address where the walk goes on counts with its part above that address. So
+//! no byte counts twice and none is missed, each as it was at some moment during the walk; and
+//! where nothing changes meanwhile, every block is passed on whole.
 //!
-//! To go on, a walk needs a block at or below its address. It remembers the last block of each step. Of these, some may
-//! be gone when the walk goes on, and it takes the latest that is not. A step takes a bounded time even if that block
-//! is far below.
+//! To go on, a walk needs a block at or below its address. It remembers the last block of each
+//! step. Of these, some may be gone when the walk goes on, and it takes the latest that is not. A
+//! step takes a bounded time even if that block is far below.
 
 use super::{Block, BlockId, Heap, State};
 
@@ -123,8 +123,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
-        /// Between steps, blocks are taken and freed; in the end, after as many steps as it takes, every byte was
-        /// passed once.
+        /// Between steps, blocks are taken and freed; in the end, after as many steps as it takes,
+        /// every byte was passed once.
         #[test]
         fn every_byte_is_passed_once_whatever_happens_between_steps(
             kind in prop_oneof![Just(IndexKind::Bins), Just(IndexKind::Exact)],

@@ -1,8 +1,10 @@
-//! Time stamps for history: taken in a few nanoseconds, and converted to microseconds since 1970 when they are read.
+//! Time stamps for history: taken in a few nanoseconds, and converted to microseconds since 1970
+//! when they are read.
 //!
-//! They are read from the processor's time stamp counter where it runs at a constant rate, else from the operating system's
-//! monotonic clock. Times never go back, and those of one process are as far apart as the events were. They differ from the wall clock by
-//! how far that was adjusted since the first stamp, and by the error with which the counter's rate was measured then.
+//! They are read from the processor's time stamp counter where it runs at a constant rate, else
+//! from the operating system's monotonic clock. Times never go back, and those of one process are
+//! as far apart as the events were. They differ from the wall clock by how far that was adjusted
+//! since the first stamp, and by the error with which the counter's rate was measured then.
 
 use std::sync::LazyLock;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -38,7 +40,8 @@ impl Stamp {
     }
 }
 
-/// Measures the counter's rate, if that was not done yet: it takes a millisecond or so, which no allocation should wait for.
+/// Measures the counter's rate, if that was not done yet: it takes a millisecond or so, which no
+/// allocation should wait for.
 pub(crate) fn prepare() {
     LazyLock::force(&ANCHOR);
 }

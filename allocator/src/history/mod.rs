@@ -1,11 +1,14 @@
-//! History: a ring buffer of trace entries, with PyTorch's actions. It is off by default, and then costs one branch per operation.
+//! History: a ring buffer of trace entries, with PyTorch's actions. It is off by default, and then
+//! costs one branch per operation.
 //!
-//! It has a lock of its own, a leaf. Entries of an arena are made while the arena's lock is also held, and snapshots are taken under all
-//! locks, so that a snapshot's history and segments agree. Nothing is formatted until somebody takes a snapshot.
+//! It has a lock of its own, a leaf. Entries of an arena are made while the arena's lock is also
+//! held, and snapshots are taken under all locks, so that a snapshot's history and segments agree.
+//! Nothing is formatted until somebody takes a snapshot.
 //!
-//! Everything that happens to a block at one moment is one record, so that an operation takes the lock once, reads the clock once, and
-//! writes 40 bytes in place. A free that completes at once is two actions; when a record is read, it becomes one entry for each of its
-//! actions. The ring has a place for each entry that is to be kept, so the latest entries are always there.
+//! Everything that happens to a block at one moment is one record, so that an operation takes the
+//! lock once, reads the clock once, and writes 40 bytes in place. A free that completes at once is
+//! two actions; when a record is read, it becomes one entry for each of its actions. The ring has a
+//! place for each entry that is to be kept, so the latest entries are always there.
 
 use clock::Stamp;
 use serde::Serialize;
@@ -90,7 +93,8 @@ pub(crate) struct Subject {
     pub(crate) size: u64,
     pub(crate) slot: u32,
     pub(crate) tag: Tag,
-    /// The private pool, numbered as by [`crate::pools::table::PoolTable::history_id`]; 0 is the default pools.
+    /// The private pool, numbered as by [`crate::pools::table::PoolTable::history_id`]; 0 is the
+    /// default pools.
     pub(crate) pool: u32,
 }
 
@@ -131,8 +135,8 @@ const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare"
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HistoryOptions {
-    /// Number of entries that are kept, at up to 40 bytes of host memory each; newer entries replace the oldest ones. 0 stops recording and
-    /// forgets everything.
+    /// Number of entries that are kept, at up to 40 bytes of host memory each; newer entries
+    /// replace the oldest ones. 0 stops recording and forgets everything.
     pub entries: usize,
     /// Actions that are not recorded.
     pub skip: Vec<Action>,
@@ -142,8 +146,8 @@ pub struct HistoryOptions {
 
 /// The ring. Empty and off by default.
 ///
-/// Invariants: it holds the latest records, at most `capacity` of them; they are in order from `next` on and then from the start, and
-/// `next` is their number while there are fewer.
+/// Invariants: it holds the latest records, at most `capacity` of them; they are in order from
+/// `next` on and then from the start, and `next` is their number while there are fewer.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     /// Number of entries that are kept.
@@ -158,7 +162,8 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets all entries.
+    /// Starts recording into a ring of `capacity` entries, or stops (0). Stopping forgets all
+    /// entries.
     pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
         if capacity > 0 {
             clock::prepare();
@@ -190,8 +195,8 @@ impl History {
         if self.capacity == 0 || actions.0 == 0 {
             return;
         }
-        // Stamps that two processors took at nearly the same moment may be the wrong way round; then the later record has the
-        // time of the earlier one.
+        // Stamps that two processors took at nearly the same moment may be the wrong way round;
+        // then the later record has the time of the earlier one.
         self.latest = self.latest.max(Stamp::now());
         let Subject { addr, size, slot, tag, pool } = subject;
         let record = Record { addr, size, stamp: self.latest, slot, tag, pool, actions };

@@ -1,7 +1,8 @@
 //! Memory for captured graphs.
 //!
-//! A graph uses the addresses that it was captured with whenever it is launched. So memory that is allocated while a stream captures comes
-//! from a private pool, which keeps its free memory for its graphs (`pools/graphs.rs`) and gives it to nobody else.
+//! A graph uses the addresses that it was captured with whenever it is launched. So memory that is
+//! allocated while a stream captures comes from a private pool, which keeps its free memory for its
+//! graphs (`pools/graphs.rs`) and gives it to nobody else.
 
 use aquifer_device::{Code, DeviceError, DriverKind, Operation, Stream};
 
@@ -10,8 +11,8 @@ use crate::cross_stream::progress::poll;
 use crate::error::AllocError;
 use crate::pools::lookup::awaited_launches;
 
-/// Refuses to serve a capturing stream from the default pools: memory freed there goes to others, but the graph would use it whenever it is
-/// launched.
+/// Refuses to serve a capturing stream from the default pools: memory freed there goes to others,
+/// but the graph would use it whenever it is launched.
 pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), AllocError> {
     refuse_capturing(
         stream,

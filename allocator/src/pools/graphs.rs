@@ -1,8 +1,9 @@
-//! The graphs whose captures allocated from a private pool: they use its memory whenever they are launched.
+//! The graphs whose captures allocated from a private pool: they use its memory whenever they are
+//! launched.
 //!
-//! Every launch of a graph that is captured through this library is known, and so is when the graph is dropped. Of other graphs nothing
-//! is known: they are assumed to be launched as long as the pool is open, on any stream, so only waiting for the device tells that they
-//! are done.
+//! Every launch of a graph that is captured through this library is known, and so is when the graph
+//! is dropped. Of other graphs nothing is known: they are assumed to be launched as long as the
+//! pool is open, on any stream, so only waiting for the device tells that they are done.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,7 +30,8 @@ impl Launched {
         self.device.as_ref().is_some_and(|mark| !mark.is_passed())
     }
 
-    /// Combines both. One wait for the device passes either mark, so one that is not passed yet is enough.
+    /// Combines both. One wait for the device passes either mark, so one that is not passed yet is
+    /// enough.
     pub(crate) fn and(mut self, other: Launched) -> Launched {
         self.ticks.extend(other.ticks);
         self.device = other.device.or(self.device);
@@ -39,7 +41,8 @@ impl Launched {
 
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
-    /// Memory that one graph's capture freed may be used by the next graph. So the graphs are launched one after the other.
+    /// Memory that one graph's capture freed may be used by the next graph. So the graphs are
+    /// launched one after the other.
     order: Arc<LaunchOrder>,
     /// Graphs captured through this library, by address, except some that are over and done.
     ours: BTreeMap<usize, Arc<Launches>>,
@@ -70,7 +73,8 @@ impl Graphs {
         is_new
     }
 
-    /// Forgets graphs that are over and done, until one is not. So [`Graphs::any`] finds that one first.
+    /// Forgets graphs that are over and done, until one is not. So [`Graphs::any`] finds that one
+    /// first.
     pub(crate) fn forget_those_over(&mut self) {
         while let Some(graph) = self.ours.first_entry()
             && !is_alive(graph.get())
@@ -106,8 +110,9 @@ impl Graphs {
         self.closed = Some(now);
     }
 
-    /// The work that must be done before memory may go that was used by graphs which are not launched after `now`. Memory of graphs that
-    /// may still be launched stays, however long one waits.
+    /// The work that must be done before memory may go that was used by graphs which are not
+    /// launched after `now`. Memory of graphs that may still be launched stays, however long one
+    /// waits.
     pub(crate) fn launched(&self, now: WaitMark) -> Launched {
         let others = self.any_foreign().then(|| self.closed.clone().unwrap_or(now));
         let pending = self.ours.values().flat_map(|graph| graph.pending_here());

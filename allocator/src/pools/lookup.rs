@@ -1,4 +1,5 @@
-//! Pools in the shared state: the pool that a thread is routed to, launches that pools wait for, and heaps in which they have regions.
+//! Pools in the shared state: the pool that a thread is routed to, launches that pools wait for,
+//! and heaps in which they have regions.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -16,7 +17,8 @@ use crate::state::guard::StateGuard;
 use crate::state::settled::Sought;
 use crate::state::shared::SharedState;
 
-/// The work that must be done before memory of a pool may go that was used by graphs which are not launched any more.
+/// The work that must be done before memory of a pool may go that was used by graphs which are not
+/// launched any more.
 pub(super) fn launches_of(shared: &SharedState, private: &Private) -> Launched {
     shared.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
 }
@@ -43,7 +45,8 @@ pub(crate) fn awaited_launches(shared: &SharedState, of: Option<PoolKey>) -> Lau
     closed.map(|private| launches_of(shared, private)).fold(Launched::default(), Launched::and)
 }
 
-/// The heap of a stream that has allocated, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
+/// The heap of a stream that has allocated, for a region to be added to a pool.
+/// [`PoolTable::note_region`] counts the region.
 pub(crate) fn heap_with_pool(guard: &mut StateGuard, slot: u32, pool: u16) -> &mut Heap {
     let options = guard.pools.owner_of(pool).map(Private::heap_options);
     let heap = &mut guard.arena(slot).heap;
@@ -64,8 +67,8 @@ pub(crate) fn look_for_in(guard: &mut StateGuard, which: Which, sought: Sought) 
     }
 }
 
-/// The heaps that have regions in some pools, of those whose locks are held, each with the number of such a pool:
-/// the default pools first, then by pool.
+/// The heaps that have regions in some pools, of those whose locks are held, each with the number
+/// of such a pool: the default pools first, then by pool.
 pub(crate) fn heaps_with(guard: &StateGuard, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
     let default = [0, 1].into_iter().filter(move |_| which.has_default());
     let default = default.flat_map(|pool| guard.heaps().map(move |heap| (heap, pool)));
@@ -73,9 +76,10 @@ pub(crate) fn heaps_with(guard: &StateGuard, which: Which) -> impl Iterator<Item
     default.chain(private.filter_map(|(pool, slot)| Some((guard.held_heap(slot)?, pool))))
 }
 
-/// The numbers of the pool that the thread's innermost scope routes to, for a request for the stream; `None` if there is none. If the
-/// stream captures, this notes that the graph uses the pool, and that its launches come after earlier work of the stream, because the
-/// graph may get memory that this work used.
+/// The numbers of the pool that the thread's innermost scope routes to, for a request for the
+/// stream; `None` if there is none. If the stream captures, this notes that the graph uses the
+/// pool, and that its launches come after earlier work of the stream, because the graph may get
+/// memory that this work used.
 pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[u16; 2]> {
     allocator.state().shared().pools.routed()?;
     // Before the shared state's lock is taken, because no timeline is locked under it.
@@ -92,13 +96,15 @@ pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[
     Some(numbers)
 }
 
-/// True if a block granted outside of captures may belong to a graph, because one was captured since the request was routed.
+/// True if a block granted outside of captures may belong to a graph, because one was captured
+/// since the request was routed.
 pub(crate) fn came_from_a_graph(allocator: &Allocator, pool: u16, stream: &Stream) -> bool {
     let keeps = allocator.state().shared().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
     keeps && !stream.is_capturing()
 }
 
-/// Waits until launches are done. Skips a stream, or the device, that cannot be waited for now because a stream captures.
+/// Waits until launches are done. Skips a stream, or the device, that cannot be waited for now
+/// because a stream captures.
 pub(crate) fn wait_for_launched(allocator: &Allocator, launched: &Launched) -> Result<(), AllocError> {
     synchronize_all(&launched.ticks)?;
     if launched.is_device_pending() {

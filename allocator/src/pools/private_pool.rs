@@ -1,4 +1,5 @@
-//! The handles of a private pool: the pool, the routes that send a thread to it, and captures that it serves.
+//! The handles of a private pool: the pool, the routes that send a thread to it, and captures that
+//! it serves.
 
 use std::marker::PhantomData;
 use std::panic::Location;
@@ -19,16 +20,19 @@ use crate::pools::table::{PoolKey, PoolOptions, Private, Which};
 use crate::raw::alloc_raw;
 use crate::state::special;
 
-/// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures ([`Allocator::capture`]). Dropping it
-/// releases its unused memory; live allocations stay valid, and their memory is released later.
+/// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures
+/// ([`Allocator::capture`]). Dropping it releases its unused memory; live allocations stay valid,
+/// and their memory is released later.
 ///
-/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the pool is dropped. Memory of a graph whose
-/// capture allocated from the pool stays, in addition, until the graph is dropped and its launches are done. For a graph that another
-/// library captured, this is not known here: keep the pool as long as the graph is launched.
+/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the
+/// pool is dropped. Memory of a graph whose capture allocated from the pool stays, in addition,
+/// until the graph is dropped and its launches are done. For a graph that another library captured,
+/// this is not known here: keep the pool as long as the graph is launched.
 ///
-/// Requests outside of captures never get memory that a graph of the pool uses. Other captures do, so graphs that share a pool run one
-/// after the other, whatever streams they are launched on. The order of launches of graphs that another library captured is up to that
-/// library. Do not expect a graph to find data that an earlier launch left in memory which its capture freed.
+/// Requests outside of captures never get memory that a graph of the pool uses. Other captures do,
+/// so graphs that share a pool run one after the other, whatever streams they are launched on. The
+/// order of launches of graphs that another library captured is up to that library. Do not expect a
+/// graph to find data that an earlier launch left in memory which its capture freed.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -57,7 +61,8 @@ pub(crate) fn create_pool(allocator: &Allocator, options: PoolOptions) -> Result
 }
 
 impl PrivatePool {
-    /// The pool's id, which is `segment_pool_id` in snapshots: `(0, n)`, where n is never reused in this process.
+    /// The pool's id, which is `segment_pool_id` in snapshots: `(0, n)`, where n is never reused in
+    /// this process.
     pub fn id(&self) -> (u64, u64) {
         self.key.id
     }
@@ -94,7 +99,8 @@ impl PrivatePool {
         alloc_aligned(&self.allocator, bytes, alignment, stream)
     }
 
-    /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream captures, the fill is a part of the graph.
+    /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream
+    /// captures, the fill is a part of the graph.
     ///
     /// # Errors
     /// As [`Allocator::alloc_bytes_zeroed`].
@@ -104,7 +110,8 @@ impl PrivatePool {
         alloc_bytes_zeroed(&self.allocator, bytes, stream)
     }
 
-    /// Allocates from this pool and returns the bare pointer, to be freed with [`Allocator::free_raw`].
+    /// Allocates from this pool and returns the bare pointer, to be freed with
+    /// [`Allocator::free_raw`].
     ///
     /// # Errors
     /// As [`Allocator::alloc_raw`].
@@ -121,8 +128,8 @@ impl PrivatePool {
         request(&self.allocator)
     }
 
-    /// Makes all allocations of the calling thread from the allocator come from this pool, until the result is dropped. Scopes nest; the
-    /// innermost counts.
+    /// Makes all allocations of the calling thread from the allocator come from this pool, until
+    /// the result is dropped. Scopes nest; the innermost counts.
     pub fn route_thread(&self) -> PoolRoute {
         let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
         let state = self.allocator.state();
@@ -132,9 +139,11 @@ impl PrivatePool {
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
-    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits for its blocks that other streams still
-    /// use, and for launches of graphs whose captures allocated from the pool. Memory that a graph uses stays until the graph is dropped.
-    /// Graphs that other libraries captured must not be launched again. While a stream captures, nothing is given back that needs waiting.
+    /// Gives the pool's unused memory back to the device and returns how many bytes that was. Waits
+    /// for its blocks that other streams still use, and for launches of graphs whose captures
+    /// allocated from the pool. Memory that a graph uses stays until the graph is dropped. Graphs
+    /// that other libraries captured must not be launched again. While a stream captures, nothing
+    /// is given back that needs waiting.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -158,8 +167,9 @@ impl PrivatePool {
         Ok(segments + trim_pools(&self.allocator, Which::UnusedOf(self.key))?)
     }
 
-    /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses of the rest, so that later calls can
-    /// find out whether it is done, even while the streams capture.
+    /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses
+    /// of the rest, so that later calls can find out whether it is done, even while the streams
+    /// capture.
     fn close(&self) -> Result<(), AllocError> {
         let state = self.allocator.state();
         let launched = close_pool(&mut state.shared(), self.key);
@@ -208,7 +218,8 @@ impl Drop for PoolRoute {
     }
 }
 
-/// While it lives, a stream is known to capture, and the thread that made it allocates from a private pool. Made by [`Allocator::capture`].
+/// While it lives, a stream is known to capture, and the thread that made it allocates from a
+/// private pool. Made by [`Allocator::capture`].
 #[derive(Debug)]
 #[must_use = "the thread goes back to the pools it used before when this is dropped"]
 pub struct CaptureRoute {

@@ -1,5 +1,5 @@
-//! Models of a private pool while a graph is captured from it on one thread and another uses or empties the pool, under a scheduler that
-//! explores interleavings. Run by `ci/schedules`.
+//! Models of a private pool while a graph is captured from it on one thread and another uses or
+//! empties the pool, under a scheduler that explores interleavings. Run by `ci/schedules`.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 

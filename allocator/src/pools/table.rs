@@ -1,8 +1,9 @@
-//! The table of private pools in the shared state: their numbers in the heap, the threads that are routed to them, and the graphs that use them.
-//! The shared state's lock protects it.
+//! The table of private pools in the shared state: their numbers in the heap, the threads that are
+//! routed to them, and the graphs that use them. The shared state's lock protects it.
 //!
-//! Invariants: a pool's record says in which arenas it has regions; a closed pool's record goes, and its place serves another pool, once it
-//! has none, no graph that it served may be launched or runs, and no thread is routed to it, as a request with its numbers may be under way.
+//! Invariants: a pool's record says in which arenas it has regions; a closed pool's record goes,
+//! and its place serves another pool, once it has none, no graph that it served may be launched or
+//! runs, and no thread is routed to it, as a request with its numbers may be under way.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -29,14 +30,15 @@ pub(crate) struct Private {
     pub(crate) id: (u64, u64),
     /// Numbers in the heap of the small and the large pool that captures are served from.
     numbers: [u16; 2],
-    /// Numbers of the pools that requests outside of captures are served from while the pool has graphs.
+    /// Numbers of the pools that requests outside of captures are served from while the pool has
+    /// graphs.
     beside_graphs: [u16; 2],
     pub(crate) options: PoolOptions,
     pub(crate) open: bool,
     /// The graphs whose captures allocated from it.
     pub(crate) graphs: Graphs,
-    /// How many regions it has by number in the heap and stream, those on their way back to the driver included: if that refuses one, it
-    /// returns.
+    /// How many regions it has by number in the heap and stream, those on their way back to the
+    /// driver included: if that refuses one, it returns.
     regions: BTreeMap<(u16, u32), usize>,
     /// Number of scopes that route threads to it.
     routes: usize,
@@ -53,7 +55,8 @@ pub(crate) struct PoolTable {
     pub(crate) closed: BTreeSet<u16>,
     /// Places of open pools that lend.
     pub(crate) lenders: BTreeSet<u16>,
-    /// The pools that each thread is routed to, innermost scope last, each with a number by which its scope is ended.
+    /// The pools that each thread is routed to, innermost scope last, each with a number by which
+    /// its scope is ended.
     routes: HashMap<ThreadId, Vec<(u64, PoolKey)>>,
 }
 
@@ -61,9 +64,10 @@ pub(crate) struct PoolTable {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Which {
     All,
-    /// Those whose free memory is promised to nobody: the default ones, and those of private pools that are closed and no graph uses.
-    /// Their memory may move to others or go back to the device. To be asked about under the same locks as choosing that memory, because a
-    /// graph may be captured while a thread waits.
+    /// Those whose free memory is promised to nobody: the default ones, and those of private pools
+    /// that are closed and no graph uses. Their memory may move to others or go back to the device.
+    /// To be asked about under the same locks as choosing that memory, because a graph may be
+    /// captured while a thread waits.
     Unpromised,
     /// Those of a private pool.
     Of(PoolKey),
@@ -118,15 +122,17 @@ impl PoolTable {
         self.at(self.lenders.iter().copied())
     }
 
-    /// The pool that the calling thread's innermost scope routes to. Scopes of closed pools are skipped.
+    /// The pool that the calling thread's innermost scope routes to. Scopes of closed pools are
+    /// skipped.
     pub(crate) fn routed(&self) -> Option<PoolKey> {
         let own = self.routes.get(&thread::current().id())?.iter().rev();
         own.map(|&(_, key)| key).find(|&key| self.find(key).is_some_and(|private| private.open))
     }
 
-    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request outside of captures or, with `captured`,
-    /// for the graph with these launches. Notes in the latter case that the graph uses the pool, and returns true with the numbers if that
-    /// was not known.
+    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request
+    /// outside of captures or, with `captured`, for the graph with these launches. Notes in the
+    /// latter case that the graph uses the pool, and returns true with the numbers if that was not
+    /// known.
     pub(super) fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([u16; 2], bool)> {
         let key = self.routed()?;
         let private = self.find_mut(key)?;
@@ -173,8 +179,9 @@ impl PoolTable {
         self.private.get_mut(usize::from(place_of(number)?))?.as_mut()
     }
 
-    /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the default pools. Heap
-    /// pools are reused by later private pools, so entries cannot keep their numbers.
+    /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the
+    /// default pools. Heap pools are reused by later private pools, so entries cannot keep their
+    /// numbers.
     pub(crate) fn history_id(&self, number: u16) -> u32 {
         self.owner_of(number).map_or(0, Private::history_id)
     }
@@ -192,7 +199,8 @@ impl PoolTable {
         }
     }
 
-    /// The numbers of private pools among some pools, each with a stream that has regions there, in order.
+    /// The numbers of private pools among some pools, each with a stream that has regions there, in
+    /// order.
     pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = (u16, u32)> + '_ {
         let (closed, one) = match which {
             Which::All => (None, None),
@@ -321,7 +329,8 @@ impl Private {
         self.numbers().filter(move |&number| lends && kind_of(number) == kind && !self.keeps_for_graphs(number))
     }
 
-    /// True if its free memory is promised to nobody: it is closed, and no graph that it served may be launched, or runs.
+    /// True if its free memory is promised to nobody: it is closed, and no graph that it served may
+    /// be launched, or runs.
     pub(crate) fn is_released(&self) -> bool {
         !self.open && !self.graphs.any()
     }
@@ -362,8 +371,8 @@ impl Private {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {
-    /// Other requests may take free blocks of this pool rather than fail, unless a graph may use them. A request gets blocks that its own
-    /// stream freed last, whatever `cross_stream` says.
+    /// Other requests may take free blocks of this pool rather than fail, unless a graph may use
+    /// them. A request gets blocks that its own stream freed last, whatever `cross_stream` says.
     pub use_on_oom: bool,
     /// Blocks are handed out whole: each allocation has a segment of its own.
     pub no_split: bool,

@@ -22,8 +22,8 @@ fn setup(config: &str) -> (Allocator, [Stream; 3]) {
     (Allocator::new(&device, Config::parse(config).unwrap()).unwrap(), streams)
 }
 
-/// Checks the table against the heaps: regions are counted, heaps have just the pools that have regions there, and closed pools without any
-/// are gone, unless `graphs` may keep them.
+/// Checks the table against the heaps: regions are counted, heaps have just the pools that have
+/// regions there, and closed pools without any are gone, unless `graphs` may keep them.
 fn check(guard: &StateGuard, graphs: bool) -> Result<(), TestCaseError> {
     let mut regions = std::collections::BTreeMap::new();
     for heap in guard.heaps() {

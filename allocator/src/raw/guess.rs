@@ -1,7 +1,7 @@
 //! Guesses which arena an address belongs to, by the last raw pointer that was given out near it.
 //!
-//! Neighbouring addresses mostly belong to one region, and so to one arena. Where they do not, or where memory far
-//! apart shares a guess, the tables of the other arenas are searched.
+//! Neighbouring addresses mostly belong to one region, and so to one arena. Where they do not, or
+//! where memory far apart shares a guess, the tables of the other arenas are searched.
 
 use std::sync::OnceLock;
 
@@ -22,8 +22,8 @@ impl Guesses {
         self.0.get().map_or(0, |guesses| guesses[index(addr)].load(Ordering::Relaxed))
     }
 
-    /// Notes the arena of an address. Writes only what changes, so that threads which agree do not share a line that is
-    /// written.
+    /// Notes the arena of an address. Writes only what changes, so that threads which agree do not
+    /// share a line that is written.
     #[inline]
     pub(crate) fn note(&self, addr: u64, slot: u32) {
         let guesses = self.0.get_or_init(|| (0..GUESSES).map(|_| AtomicU32::default()).collect());

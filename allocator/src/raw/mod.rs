@@ -1,7 +1,8 @@
-//! The raw interface: pointers instead of handles, for bindings to code that can only hold pointers.
+//! The raw interface: pointers instead of handles, for bindings to code that can only hold
+//! pointers.
 //!
-//! Each arena has a table from pointer to block (`table.rs`), for this interface alone; handles need no look-up. Which
-//! arena a pointer belongs to is guessed by its address (`guess.rs`).
+//! Each arena has a table from pointer to block (`table.rs`), for this interface alone; handles
+//! need no look-up. Which arena a pointer belongs to is guessed by its address (`guess.rs`).
 
 mod guess;
 mod owner;
@@ -84,7 +85,7 @@ pub(crate) fn free_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<(), Allo
         return Err(AllocError::InvalidPointer { ptr: ptr.0 });
     };
     if allocator.is_checked() {
-        arena.tell_of_end(ptr, Some(Location::caller()));
+        arena.report_end(ptr, Some(Location::caller()));
     }
     arena.free(block, None, UNKNOWN);
     Ok(())
@@ -105,7 +106,7 @@ pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream
         note_use(allocator, arena, block, stream);
     }
     if allocator.is_checked() {
-        arena.tell_of_end(ptr, Some(Location::caller()));
+        arena.report_end(ptr, Some(Location::caller()));
     }
     arena.free(block, None, UNKNOWN);
     Ok(())

@@ -17,11 +17,13 @@ pub struct RawOwner {
     pub bytes: u64,
 }
 
-/// Finds the live raw allocation that contains an address, among those of all allocators of the process: for
-/// `free(ptr)` without a device, `cuMemGetAddressRange` and the like. `None` for other memory, and in a forked child.
+/// Finds the live raw allocation that contains an address, among those of all allocators of the
+/// process: for `free(ptr)` without a device, `cuMemGetAddressRange` and the like. `None` for other
+/// memory, and in a forked child.
 ///
-/// The first address of an allocation is found at once. For another one, all raw pointers of the process are looked at,
-/// without a lock. Simulated devices may use the same addresses; the allocator that was made first is found.
+/// The first address of an allocation is found at once. For another one, all raw pointers of the
+/// process are looked at, without a lock. Simulated devices may use the same addresses; the
+/// allocator that was made first is found.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, owner_of};
@@ -45,7 +47,8 @@ pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
     })
 }
 
-/// The raw allocation of an allocator state that contains an address: its pointer, and its requested bytes.
+/// The raw allocation of an allocator state that contains an address: its pointer, and its
+/// requested bytes.
 fn find(state: &'static AllocatorState, addr: DevicePtr) -> Option<(DevicePtr, u64)> {
     let bytes_of = |ptr: u64| {
         let requested =

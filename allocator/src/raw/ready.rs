@@ -7,8 +7,8 @@ use crate::cross_stream::waiting::unknown;
 use crate::error::AllocError;
 use crate::raw::{alloc_raw, free_raw};
 
-/// The stream that such memory is allocated for. Nothing is enqueued on it but waits, so memory that it owns is unused
-/// as soon as what it waits for is done.
+/// The stream that such memory is allocated for. Nothing is enqueued on it but waits, so memory
+/// that it owns is unused as soon as what it waits for is done.
 struct Ready(Stream);
 
 /// See [`Allocator::alloc_raw_ready`].
@@ -24,7 +24,8 @@ pub(crate) fn alloc_raw_ready(allocator: &Allocator, bytes: u64) -> Result<Devic
     Ok(ptr)
 }
 
-/// Waits on the host until all is done that the later work of a stream is ordered after. Mostly all is known done.
+/// Waits on the host until all is done that the later work of a stream is ordered after. Mostly all
+/// is known done.
 fn wait_for_all_before(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
     let clock = stream.timeline().clock();
     let shared = allocator.state().shared();

@@ -19,7 +19,8 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
     shuttle::check_pct(move || again(), 1000, 3);
 }
 
-/// The first levels have two and four buckets, so levels are added while other threads remove and read.
+/// The first levels have two and four buckets, so levels are added while other threads remove and
+/// read.
 #[test]
 fn pointers_are_removed_while_levels_are_added() {
     explore(|| {

@@ -1,20 +1,22 @@
-//! Which block of an arena a raw pointer is: a hash table to which one thread adds at a time, and from which all
-//! remove, without a lock.
+//! Which block of an arena a raw pointer is: a hash table to which one thread adds at a time, and
+//! from which all remove, without a lock.
 //!
-//! A pointer has four buckets in each *level*, a table twice as long as the one before. Pointers enter the newest
-//! level; if all of their buckets there are full, a level is added. Entries never move. A look-up mostly reads one
-//! bucket.
+//! A pointer has four buckets in each *level*, a table twice as long as the one before. Pointers
+//! enter the newest level; if all of their buckets there are full, a level is added. Entries never
+//! move. A look-up mostly reads one bucket.
 //!
-//! Adding needs no atomic read-modify-write, as the caller holds the arena's lock: of the two that a pair of calls
-//! would make otherwise, one is 7 to 10 ns.
+//! Adding needs no atomic read-modify-write, as the caller holds the arena's lock: of the two that
+//! a pair of calls would make otherwise, one is 7 to 10 ns.
 //!
-//! Memory: levels are kept, with their arena. One is added when half of the newest one is in use, so the table takes at
-//! most some 128 bytes for each pointer of the largest number that were live at one time.
+//! Memory: levels are kept, with their arena. One is added when half of the newest one is in use,
+//! so the table takes at most some 128 bytes for each pointer of the largest number that were live
+//! at one time.
 //!
 //! Invariants, which `schedules.rs` explores:
-//! * the key of an entry is 0 (vacant), a pointer, or a pointer with [`BUSY`]; a vacant entry is changed under the arena's lock alone, and a
-//!   busy one by the thread alone that made it busy;
-//! * a pointer has one entry at most, because its block is live while it has one, and only the block's allocation adds one.
+//! * the key of an entry is 0 (vacant), a pointer, or a pointer with [`BUSY`]; a vacant entry is
+//!   changed under the arena's lock alone, and a busy one by the thread alone that made it busy;
+//! * a pointer has one entry at most, because its block is live while it has one, and only the
+//!   block's allocation adds one.
 
 use std::sync::OnceLock;
 
@@ -76,7 +78,8 @@ impl Busy<'_> {
 }
 
 impl Bucket {
-    /// The first entry with this key. Looks at all of them, because a branch on where it is would be mispredicted.
+    /// The first entry with this key. Looks at all of them, because a branch on where it is would
+    /// be mispredicted.
     #[inline]
     fn position(&self, key: u64) -> Option<usize> {
         let are_equal = |at: usize| u32::from(self.keys[at].load(Ordering::Acquire) == key) << at;
@@ -93,7 +96,8 @@ impl Bucket {
         claimed.is_ok().then_some(Busy { bucket: self, at })
     }
 
-    /// Adds an entry, if there is room. What was read of the vacant one comes before what is written to it now.
+    /// Adds an entry, if there is room. What was read of the vacant one comes before what is
+    /// written to it now.
     #[inline]
     fn add(&self, ptr: u64, block: BlockId) -> bool {
         let Some(at) = self.position(0).filter(|&at| at < ENTRIES) else { return false };
@@ -128,7 +132,8 @@ impl Level {
     }
 }
 
-/// Mixed twice: with one multiplication, pointers at regular distances fill some buckets and leave others empty.
+/// Mixed twice: with one multiplication, pointers at regular distances fill some buckets and leave
+/// others empty.
 #[inline]
 fn hash(ptr: u64) -> u64 {
     let mixed = (ptr >> LOW_BITS).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -214,8 +219,8 @@ impl RawTable {
         }
     }
 
-    /// The last pointer up to an address. Reads the whole table, without making another thread wait; a pointer that is
-    /// added or removed meanwhile may be missed.
+    /// The last pointer up to an address. Reads the whole table, without making another thread
+    /// wait; a pointer that is added or removed meanwhile may be missed.
     pub(crate) fn last_until(&self, addr: u64) -> Option<u64> {
         let buckets = self.levels.iter().filter_map(OnceLock::get).flat_map(|level| level.buckets.iter());
         let keys = buckets.flat_map(|bucket| &bucket.keys).map(|key| key.load(Ordering::Acquire) & !BUSY);

@@ -131,7 +131,8 @@ fn a_free_that_is_refused_leaves_the_pointer_live() {
     assert!(matches!(again, Err(AllocError::InvalidPointer { .. })), "{again:?}");
 }
 
-/// Under each policy: memory that is in use is not given out, and is waited for rather than refused.
+/// Under each policy: memory that is in use is not given out, and is waited for rather than
+/// refused.
 #[test]
 fn ready_memory_is_unused_and_is_waited_for_only_if_it_must() {
     for config in ["", "cross_stream:wait", "cross_stream:off", "backing:segments"] {

@@ -9,9 +9,10 @@ use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
 use crate::request::Request;
 
-/// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts it makes room as the ladder does: it
-/// gives unused memory back to the device, waiting for streams where needed, and runs reclaimers. The `own` bytes that the owner has
-/// already cannot be given up for the request.
+/// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts
+/// it makes room as the ladder does: it gives unused memory back to the device, waiting for streams
+/// where needed, and runs reclaimers. The `own` bytes that the owner has already cannot be given up
+/// for the request.
 pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
@@ -52,8 +53,8 @@ pub(crate) fn climb_dedicated<T>(
     }
 }
 
-/// How many bytes may stay reserved if the device is to give so many more, within the limit and beside the headroom. As many go at least:
-/// the device may refuse memory that it says is free.
+/// How many bytes may stay reserved if the device is to give so many more, within the limit and
+/// beside the headroom. As many go at least: the device may refuse memory that it says is free.
 fn may_stay_beside(allocator: &Allocator, bytes: u64) -> u64 {
     let reserved = allocator.memory_reserved();
     let free = allocator.device().memory_info().map_or(u64::MAX, |memory| memory.free);

@@ -1,8 +1,10 @@
-//! Garbage collection by age: once much of the limit is in use, segments that have not been used for long are released.
+//! Garbage collection by age: once much of the limit is in use, segments that have not been used
+//! for long are released.
 //!
-//! As in PyTorch, `garbage_collection_threshold` is a share of the limit. Without a limit it is a share of the device's memory, unlike in
-//! PyTorch. Only whole, free segments of the large pool are collected. A round releases every segment that is at
-//! least as old as the average, rather than stopping at the target, so that rounds are rare.
+//! As in PyTorch, `garbage_collection_threshold` is a share of the limit. Without a limit it is a
+//! share of the device's memory, unlike in PyTorch. Only whole, free segments of the large pool are
+//! collected. A round releases every segment that is at least as old as the average, rather than
+//! stopping at the target, so that rounds are rare.
 
 use crate::allocator::Allocator;
 use crate::backing::segments::release_where;
@@ -34,8 +36,8 @@ pub(crate) fn collect_garbage(allocator: &Allocator) -> Result<(), AllocError> {
 
 /// Whole free segments of the large pool that are at least as old as their average.
 ///
-/// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates, all arenas catch up with the busiest
-/// one, so that segments of idle streams grow old, too.
+/// Age is counted in searches, by each arena for itself. Here, and when a stream first allocates,
+/// all arenas catch up with the busiest one, so that segments of idle streams grow old, too.
 fn aged(guard: &mut StateGuard) -> Vec<Place> {
     guard.lock_all();
     guard.synchronize_searches();

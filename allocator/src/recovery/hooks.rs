@@ -1,8 +1,9 @@
-//! Callbacks that others register with an allocator: reclaimers, which free memory under pressure (`reclaim.rs`), and observers of
-//! out-of-memory errors and of mappings.
+//! Callbacks that others register with an allocator: reclaimers, which free memory under pressure
+//! (`reclaim.rs`), and observers of out-of-memory errors and of mappings.
 //!
-//! They run while no lock of the heap is held, so they may allocate and free from the same allocator. Observers of mappings run in the
-//! middle of a change of mappings, so they get an error where they would need another one. A panic in a callback goes no further.
+//! They run while no lock of the heap is held, so they may allocate and free from the same
+//! allocator. Observers of mappings run in the middle of a change of mappings, so they get an error
+//! where they would need another one. A panic in a callback goes no further.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -21,8 +22,8 @@ use crate::recovery::oom::report::OomReport;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MappingChange {
-    /// Memory is about to be unmapped from these addresses, which nobody uses. If the driver then refuses, [`MappingChange::Mapped`]
-    /// follows, because they still have their memory.
+    /// Memory is about to be unmapped from these addresses, which nobody uses. If the driver then
+    /// refuses, [`MappingChange::Mapped`] follows, because they still have their memory.
     BeforeUnmap {
         /// First address.
         addr: u64,
@@ -133,7 +134,8 @@ impl State {
 
 thread_local! {
     static NOTIFYING: Cell<bool> = const { Cell::new(false) };
-    /// The hooks whose observers of mappings this thread is within, by address: such an observer may use other allocators.
+    /// The hooks whose observers of mappings this thread is within, by address: such an observer
+    /// may use other allocators.
     static OBSERVING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -153,8 +155,9 @@ impl Drop for Within {
     }
 }
 
-/// Runs a registered callback. A panic in it is logged, with the description `what`, and goes no further, because the thread may be in the
-/// middle of work that must be finished. Returns `None` after a panic.
+/// Runs a registered callback. A panic in it is logged, with the description `what`, and goes no
+/// further, because the thread may be in the middle of work that must be finished. Returns `None`
+/// after a panic.
 pub(crate) fn contained<T>(what: &dyn fmt::Display, run: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(run))
         .inspect_err(|panic| tracing::error!("{what} panicked, and is passed over: {}", message(panic.as_ref())))
@@ -182,7 +185,8 @@ impl Drop for Registration {
             return;
         }
         let mut state = self.hooks.state.lock();
-        // Taken out first and dropped after the lock, because values captured by a callback may call the allocator when dropped.
+        // Taken out first and dropped after the lock, because values captured by a callback may
+        // call the allocator when dropped.
         let reclaimer = state.reclaimers.remove(&(Reverse(self.priority), self.number));
         let observer = state.observers.remove(&self.number);
         let mapping_observer = state.mapping_observers.remove(&self.number);
@@ -209,7 +213,8 @@ impl fmt::Debug for Hooks {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ReclaimRequest {
-    /// Bytes to free, as far as possible. At first, these are the bytes that the failing request needs; in later rounds, more each time.
+    /// Bytes to free, as far as possible. At first, these are the bytes that the failing request
+    /// needs; in later rounds, more each time.
     pub bytes: u64,
     /// The stream that the memory is for, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream_id: u32,
@@ -217,7 +222,8 @@ pub struct ReclaimRequest {
 }
 
 impl ReclaimRequest {
-    /// Says why no more was freed. If memory runs out all the same, the report has it ([`Reclaimed::why`]). The last call counts.
+    /// Says why no more was freed. If memory runs out all the same, the report has it
+    /// ([`Reclaimed::why`]). The last call counts.
     pub fn explain(&self, why: impl Into<String>) {
         *self.why.lock() = Some(why.into());
     }

@@ -1,25 +1,28 @@
-//! The out-of-memory ladder: the sequence of attempts to serve a request that no cached block serves.
+//! The out-of-memory ladder: the sequence of attempts to serve a request that no cached block
+//! serves.
 //!
-//! Each attempt, a *rung*, is a function that serves the request or does not. A rung that frees something is followed by another search,
-//! of the pools that lend, too, because the freed memory may fit although the device has no more to give. The order is PyTorch's, with
-//! rungs added:
+//! Each attempt, a *rung*, is a function that serves the request or does not. A rung that frees
+//! something is followed by another search, of the pools that lend, too, because the freed memory
+//! may fit although the device has no more to give. The order is PyTorch's, with rungs added:
 //!
-//! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the policy says so;
+//! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the
+//!    policy says so;
 //! 2. collect garbage by age;
 //! 3. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
-//! 4. take a block of a private pool that lends on OOM;
+//! 4. take a block of a private pool that lends on OOM; with `throw_on_cudamalloc_oom`, a request
+//!    that the limit refused fails here;
 //! 5. release oversize segments, and grow;
 //! 6. wait on the host for blocks that other streams still use;
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 8. release everything unused, mapped memory where it stands in the way, and grow;
 //! 9. where the device refused, have the driver give back what its own pools keep unused, and grow;
-//! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all of them again as long as they free
-//!     something (`reclaim.rs`);
+//! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all
+//!     of them again as long as they free something (`reclaim.rs`);
 //! 11. wait until other threads have finished moving memory, search, and grow;
 //! 12. report that memory has run out.
 //!
-//! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between rungs, and none across a driver
-//! call, a wait, a reclaimer or an observer.
+//! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
+//! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
@@ -48,7 +51,8 @@ const DRIVER_POOLS: &str = "the driver's memory pools";
 /// The result of a rung: the memory granted, or `None` if the rung did not serve the request.
 type Rung = Result<Option<Granted>, AllocError>;
 
-/// Serves a request that no cached block of its own stream serves, by the rungs of the ladder in turn.
+/// Serves a request that no cached block of its own stream serves, by the rungs of the ladder in
+/// turn.
 #[cold]
 #[inline(never)]
 pub(crate) fn climb(allocator: &Allocator, request: &Request) -> Result<Granted, AllocError> {
@@ -123,8 +127,8 @@ fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung
     }
 }
 
-/// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a private pool itself is not served from
-/// other pools.
+/// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a
+/// private pool itself is not served from other pools.
 fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Granted> {
     if request.pool >= 2 {
         return None;
@@ -172,9 +176,10 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     try_grow(allocator, request, tried)
 }
 
-/// Gives free granules back to the device where the request needs that. A request for mapped memory does not, because granules move to
-/// it anyway, but for stuck ones, which are taken back here. Only a request that lacks addresses, or one for a segment, into which
-/// granules cannot move, makes granules go.
+/// Gives free granules back to the device where the request needs that. A request for mapped memory
+/// does not, because granules move to it anyway, but for stuck ones, which are taken back here.
+/// Only a request that lacks addresses, or one for a segment, into which granules cannot move,
+/// makes granules go.
 fn release_granules_for(allocator: &Allocator, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
     if allocator.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
         if let Err(error) = take_stuck_back(allocator) {
@@ -185,9 +190,9 @@ fn release_granules_for(allocator: &Allocator, request: &Request, tried: &Tried)
     trim_paged(allocator, 0)
 }
 
-/// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which other parts of
-/// the process used. Does not help where our own limit refused. An error is no reason to fail: the request is
-/// refused for lack of memory.
+/// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which
+/// other parts of the process used. Does not help where our own limit refused. An error is no
+/// reason to fail: the request is refused for lack of memory.
 fn trim_driver_pools(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
     if !matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
         return Ok(None);
@@ -223,8 +228,9 @@ fn reclaim(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung 
     Ok(None)
 }
 
-/// Waits until other threads have finished moving memory or giving it back, and tries again. Meanwhile such memory is neither in a heap
-/// nor on the device, so the earlier searches may have missed it.
+/// Waits until other threads have finished moving memory or giving it back, and tries again.
+/// Meanwhile such memory is neither in a heap nor on the device, so the earlier searches may have
+/// missed it.
 fn wait_for_others(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
     if allocator.paged_granule_for(request).is_none() {
         return Ok(None);

@@ -1,8 +1,11 @@
-//! Reclaimers: callbacks that free memory when a request would fail otherwise, and how they are called.
+//! Reclaimers: callbacks that free memory when a request would fail otherwise, and how they are
+//! called.
 //!
-//! The memory that a reclaimer frees may be in pieces that do not serve the request. So all reclaimers are called again, in rounds, as long
-//! as some of them free something. Each round asks for twice as much as the round before, up to all that the device has, so there are few
-//! rounds; the second asks for at least a granule or a segment. A reclaimer that freed nothing is not called again for that request.
+//! The memory that a reclaimer frees may be in pieces that do not serve the request. So all
+//! reclaimers are called again, in rounds, as long as some of them free something. Each round asks
+//! for twice as much as the round before, up to all that the device has, so there are few rounds;
+//! the second asks for at least a granule or a segment. A reclaimer that freed nothing is not
+//! called again for that request.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -55,8 +58,9 @@ pub(crate) struct Asking<'a> {
 }
 
 impl Asking<'_> {
-    /// Calls reclaimers until one may have freed something, so that the request is worth another try. Returns false once all have nothing to
-    /// free, or were asked for all memory of the device.
+    /// Calls reclaimers until one may have freed something, so that the request is worth another
+    /// try. Returns false once all have nothing to free, or were asked for all memory of the
+    /// device.
     pub(crate) fn ask(&mut self) -> bool {
         loop {
             while let Some(reclaimer) = self.round.next() {
@@ -98,7 +102,8 @@ impl Asking<'_> {
         self.answers
     }
 
-    /// Begins a round that asks for more. Returns false if no reclaimer has more, or if all memory was asked for.
+    /// Begins a round that asks for more. Returns false if no reclaimer has more, or if all memory
+    /// was asked for.
     fn begin_round(&mut self) -> bool {
         let all = self.allocator.device().info().total_bytes;
         if !std::mem::take(&mut self.fruitful) || self.request.bytes >= all {
@@ -114,7 +119,8 @@ thread_local! {
     static RECLAIMING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a reclaimer, during which this thread calls no others. Returns the number of bytes that it reported, or `None` if it panicked.
+/// Runs a reclaimer, during which this thread calls no others. Returns the number of bytes that it
+/// reported, or `None` if it panicked.
 fn run(reclaimer: &Reclaimer, request: &ReclaimRequest) -> Option<u64> {
     let _within = Within::enter(&RECLAIMING);
     let freed = contained(&format_args!("the reclaimer {:?}", reclaimer.name), || (reclaimer.reclaim)(request));

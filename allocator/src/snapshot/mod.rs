@@ -1,16 +1,20 @@
-//! Snapshots: every segment, every block and the history, consistent with each other, in PyTorch's format.
+//! Snapshots: every segment, every block and the history, consistent with each other, in PyTorch's
+//! format.
 //!
-//! [`Snapshot`] serializes to the keys and strings of `torch.cuda.memory._snapshot()`. [`Snapshot::save`] writes it as a
-//! pickle or as JSON. PyTorch's memory viewer opens both; PyTorch's Python tools, which read pickles, show it, too.
+//! [`Snapshot`] serializes to the keys and strings of `torch.cuda.memory._snapshot()`.
+//! [`Snapshot::save`] writes it as a pickle or as JSON. PyTorch's memory viewer opens both;
+//! PyTorch's Python tools, which read pickles, show it, too.
 //!
-//! * Streams are identified by [`Stream::id`](aquifer_device::Stream::id); 0 is the legacy default stream, as in PyTorch.
-//! * Call stacks are not recorded. As in PyTorch when it records none, `frames` of segments and blocks are empty, and those of trace
-//!   entries absent.
-//! * Names given with [`TagScope`](crate::TagScope) become the `user_metadata` of trace entries. Segments and blocks with a name have that
-//!   key, too, which they do not have in PyTorch.
+//! * Streams are identified by [`Stream::id`](aquifer_device::Stream::id); 0 is the legacy default
+//!   stream, as in PyTorch.
+//! * Call stacks are not recorded. As in PyTorch when it records none, `frames` of segments and
+//!   blocks are empty, and those of trace entries absent.
+//! * Names given with [`TagScope`](crate::TagScope) become the `user_metadata` of trace entries.
+//!   Segments and blocks with a name have that key, too, which they do not have in PyTorch.
 //! * `requested_size` of an inactive block is 0. In PyTorch it is the size of an earlier request.
-//! * `external_annotations`, which PyTorch's profiler makes, are empty. So are `host_segments` and `host_traces`, as in PyTorch
-//!   unless it records the history of page-locked memory: a snapshot is of an allocator, which has none.
+//! * `external_annotations`, which PyTorch's profiler makes, are empty. So are `host_segments` and
+//!   `host_traces`, as in PyTorch unless it records the history of page-locked memory: a snapshot
+//!   is of an allocator, which has none.
 //! * `entries_overwritten` is no key of PyTorch.
 
 use std::sync::Arc;
@@ -36,7 +40,8 @@ pub use totals::{PoolTotals, Totals};
 pub struct Snapshot {
     /// Segments by address.
     pub segments: Vec<Segment>,
-    /// History, oldest entry first, in the list of the device's ordinal; lists of other devices are empty.
+    /// History, oldest entry first, in the list of the device's ordinal; lists of other devices are
+    /// empty.
     pub device_traces: Vec<Vec<TraceEntry>>,
     /// The configuration.
     pub allocator_settings: Settings,

@@ -1,12 +1,13 @@
 //! A serializer that writes pickles of protocol 2, the one that PyTorch's own snapshots have.
 //!
-//! It streams: its memory is the table of strings that were written before, which grows with the number of different
-//! strings, up to [`MEMO_MAX`]. Strings that occur again are references to the first one, so that they are one object
-//! for the reader.
+//! It streams: its memory is the table of strings that were written before, which grows with the
+//! number of different strings, up to [`MEMO_MAX`]. Strings that occur again are references to the
+//! first one, so that they are one object for the reader.
 //!
-//! The crate `serde-pickle` 1.2 writes neither such references nor integers of fewer than nine bytes above 2^31. A file
-//! with a million trace entries would have 178 MB rather than 56 MB, and PyTorch's memory viewer, which reads integers of more than
-//! eight bytes as `BigInt`, could not calculate with the addresses in it. Tests use that crate to read.
+//! The crate `serde-pickle` 1.2 writes neither such references nor integers of fewer than nine
+//! bytes above 2^31. A file with a million trace entries would have 178 MB rather than 56 MB, and
+//! PyTorch's memory viewer, which reads integers of more than eight bytes as `BigInt`, could not
+//! calculate with the addresses in it. Tests use that crate to read.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -39,10 +40,12 @@ mod op {
     pub(super) const LONG_BINGET: u8 = b'j';
 }
 
-/// Number of strings that can be referred to. A snapshot has some 60, and one for each name that the program gave.
+/// Number of strings that can be referred to. A snapshot has some 60, and one for each name that
+/// the program gave.
 const MEMO_MAX: u32 = 1 << 16;
 
-/// Most items of a list that a reader takes at once, as in Python. PyTorch's memory viewer fails at some 100,000.
+/// Most items of a list that a reader takes at once, as in Python. PyTorch's memory viewer fails at
+/// some 100,000.
 const BATCH: usize = 1000;
 
 /// Writes `value` as one pickle.

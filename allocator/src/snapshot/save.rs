@@ -8,17 +8,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Snapshot, pickle};
 
-/// Formats of snapshot files. Both have the same keys and values; JSON has arrays in place of tuples.
+/// Formats of snapshot files. Both have the same keys and values; JSON has arrays in place of
+/// tuples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FileFormat {
-    /// A pickle of protocol 2: for `torch.cuda._memory_viz`, PyTorch's memory viewer, and Python's `pickle.load`.
+    /// A pickle of protocol 2: for `torch.cuda._memory_viz`, PyTorch's memory viewer, and Python's
+    /// `pickle.load`.
     Pickle,
     /// JSON: for PyTorch's memory viewer, and any other program. Three times as long as a pickle.
     Json,
 }
 
-/// Why a snapshot was not saved. A file that was at the path before is unchanged, and no new file remains.
+/// Why a snapshot was not saved. A file that was at the path before is unchanged, and no new file
+/// remains.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
@@ -28,8 +31,8 @@ pub enum SaveError {
         /// The path.
         path: PathBuf,
     },
-    /// The system did not create a file in the path's directory: mostly because the directory is missing, or the
-    /// program may not write to it.
+    /// The system did not create a file in the path's directory: mostly because the directory is
+    /// missing, or the program may not write to it.
     #[error("cannot save a snapshot as {}: no file can be created in its directory: {cause}", path.display())]
     Create {
         /// The path.
@@ -45,7 +48,8 @@ pub enum SaveError {
         /// The system's error.
         cause: Arc<io::Error>,
     },
-    /// The system did not give the complete file its name: mostly because a directory has that name.
+    /// The system did not give the complete file its name: mostly because a directory has that
+    /// name.
     #[error("cannot save a snapshot as {}: the file cannot get this name: {cause}", path.display())]
     Rename {
         /// The path.
@@ -56,7 +60,8 @@ pub enum SaveError {
 }
 
 impl FileFormat {
-    /// The format that the ending of a path names: `.pickle` or `.pkl`, or `.json`, in upper or lower case.
+    /// The format that the ending of a path names: `.pickle` or `.pkl`, or `.json`, in upper or
+    /// lower case.
     ///
     /// # Errors
     /// [`SaveError::UnknownEnding`].
@@ -73,12 +78,12 @@ impl FileFormat {
 }
 
 impl Snapshot {
-    /// Saves the snapshot as a file, in the format that the path's ending names: `.pickle` or `.pkl`, or `.json`. A file
-    /// of that name is replaced.
+    /// Saves the snapshot as a file, in the format that the path's ending names: `.pickle` or
+    /// `.pkl`, or `.json`. A file of that name is replaced.
     ///
-    /// The data goes to a temporary file in the same directory, which is renamed when it is complete. So the file at
-    /// the path is complete at any time, even if the disk is full or the program ends early. Saving takes a fixed
-    /// amount of memory, however long the history is.
+    /// The data goes to a temporary file in the same directory, which is renamed when it is
+    /// complete. So the file at the path is complete at any time, even if the disk is full or the
+    /// program ends early. Saving takes a fixed amount of memory, however long the history is.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -103,7 +108,8 @@ impl Snapshot {
         replace(path, |file| self.write(format, file))
     }
 
-    /// Writes the snapshot to anything that takes bytes. Writes are large, so `out` needs no buffer.
+    /// Writes the snapshot to anything that takes bytes. Writes are large, so `out` needs no
+    /// buffer.
     ///
     /// # Errors
     /// Those of `out`.

@@ -4,7 +4,8 @@ use serde::ser::{SerializeMap, Serializer};
 
 use crate::config::Config;
 
-/// The configuration under the keys of PyTorch's `allocator_settings`. Sizes are bytes; -1 is unlimited.
+/// The configuration under the keys of PyTorch's `allocator_settings`. Sizes are bytes; -1 is
+/// unlimited.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Settings {
@@ -27,7 +28,8 @@ pub struct Settings {
     /// [`Config::roundup_power2_divisions`], by the size in MiB that an interval starts at.
     #[serde(serialize_with = "serialize_divisions")]
     pub roundup_power2_divisions: [u64; 16],
-    /// True if entries of the history were overwritten by later ones: [`Snapshot::entries_overwritten`](super::Snapshot::entries_overwritten).
+    /// True if entries of the history were overwritten by later ones:
+    /// [`Snapshot::entries_overwritten`](super::Snapshot::entries_overwritten).
     pub trace_alloc_overflowed: bool,
     /// Number of history entries that are kept; 0 if none is recorded.
     pub trace_alloc_max_entries: i64,

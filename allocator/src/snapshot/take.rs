@@ -26,7 +26,8 @@ pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
         history.note(Action::Snapshot, Subject { size: in_use(&guard), ..Subject::default() });
     } else {
         state.walk(|shared, heap, passed| copied.add(shared, heap, passed));
-        // No cached hit waits for the shared state's lock, nor for that of a history which is not recorded.
+        // No cached hit waits for the shared state's lock, nor for that of a history which is not
+        // recorded.
         copied.add_shared(&state.shared());
         copied.add_history(&state.history.lock());
     }
@@ -46,7 +47,8 @@ pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
     }
 }
 
-/// Contiguous memory from the device: a segment, or a mapped range of a region whose memory comes in granules.
+/// Contiguous memory from the device: a segment, or a mapped range of a region whose memory comes
+/// in granules.
 struct Range {
     addr: u64,
     bytes: u64,

@@ -1,15 +1,18 @@
-//! Keeping an allocator awake: turns with its memory and claims do so, and callers of [`Allocator::keep_awake`].
+//! Keeping an allocator awake: turns with its memory and claims do so, and callers of
+//! [`Allocator::keep_awake`].
 //!
-//! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for it. So an allocator that is to
-//! sleep first becomes *quiescing*: nothing new may keep it awake, and it waits for what already does. Threads that keep it awake may go on
-//! meanwhile, also with further turns, because they could not come to an end otherwise; and so may work for which memory was claimed
-//! (invariant A9).
+//! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for
+//! it. So an allocator that is to sleep first becomes *quiescing*: nothing new may keep it awake,
+//! and it waits for what already does. Threads that keep it awake may go on meanwhile, also with
+//! further turns, because they could not come to an end otherwise; and so may work for which memory
+//! was claimed (invariant A9).
 //!
-//! A newcomer counts itself before it checks whether the allocator is quiescing; a thread that puts the allocator to sleep makes it quiescing
-//! before it reads the count. Both accesses are sequentially consistent, so at least one of the two sees the other.
+//! A newcomer counts itself before it checks whether the allocator is quiescing; a thread that puts
+//! the allocator to sleep makes it quiescing before it reads the count. Both accesses are
+//! sequentially consistent, so at least one of the two sees the other.
 //!
-//! Who waits for the allocator to wake up checks that under a lock, which is taken after quiescing has ended and before that is told. So it
-//! is not missed.
+//! Who waits for the allocator to wake up checks that under a lock, which is taken after quiescing
+//! has ended and before that is told. So it is not missed.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -27,7 +30,8 @@ use crate::sync::pause;
 use shuttle::thread_local;
 
 thread_local! {
-    /// The allocator states that this thread keeps awake, each listed as often as the thread does so.
+    /// The allocator states that this thread keeps awake, each listed as often as the thread does
+    /// so.
     static KEPT: RefCell<Vec<&'static AllocatorState>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -41,14 +45,16 @@ pub(crate) struct Wakefulness {
     pub(crate) woken: Condvar,
 }
 
-/// A count of one in what keeps an allocator awake. While there is a wake lock, on any thread, the allocator does not give its memory back.
+/// A count of one in what keeps an allocator awake. While there is a wake lock, on any thread, the
+/// allocator does not give its memory back.
 pub(crate) struct WakeLock(&'static AllocatorState);
 
 impl WakeLock {
     /// # Errors
     /// When the allocator sleeps, or is about to, and this thread does not keep it awake already.
     pub(crate) fn new(state: &'static AllocatorState) -> Result<WakeLock, AllocError> {
-        // Checked before counting, too, so that a thread that is refused and tries again and again does not keep the allocator awake.
+        // Checked before counting, too, so that a thread that is refused and tries again and again
+        // does not keep the allocator awake.
         if state.refuses_wake_locks() {
             return Err(AllocError::Asleep);
         }
@@ -70,8 +76,8 @@ impl Drop for WakeLock {
     }
 }
 
-/// A thread's hold on an allocator that keeps it awake; each of the thread's turns has one. The allocator state has live memory, or a handle, so it
-/// is not recycled.
+/// A thread's hold on an allocator that keeps it awake; each of the thread's turns has one. The
+/// allocator state has live memory, or a handle, so it is not recycled.
 pub(crate) struct KeptAwake {
     state: &'static AllocatorState,
     /// `None` for a turn of a claim, where the claim keeps the allocator awake.
@@ -141,8 +147,8 @@ impl AllocatorState {
         KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)
     }
 
-    /// Makes the allocator quiescing, so that nobody begins to keep it awake, and waits until nobody does. The calling thread must not keep it
-    /// awake.
+    /// Makes the allocator quiescing, so that nobody begins to keep it awake, and waits until
+    /// nobody does. The calling thread must not keep it awake.
     pub(crate) fn quiesce(&self) {
         self.wakefulness.quiescing.store(true, Ordering::SeqCst);
         while self.wakefulness.wake_locks.load(Ordering::SeqCst) > 0 {

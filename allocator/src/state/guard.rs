@@ -1,5 +1,5 @@
-//! The shared state's lock and those of arenas, for slow paths: of all arenas where a consistent view of everything is needed,
-//! otherwise of those that a slow path works with.
+//! The shared state's lock and those of arenas, for slow paths: of all arenas where a consistent
+//! view of everything is needed, otherwise of those that a slow path works with.
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 
@@ -22,14 +22,16 @@ use crate::state::shared::SharedState;
 use crate::state::{AllocatorState, DeferredFree, special};
 use crate::sync::MutexGuard;
 
-/// How often the work may pass from one thread to another, between two resets of peaks, before each arena counts for itself.
+/// How often the work may pass from one thread to another, between two resets of peaks, before each
+/// arena counts for itself.
 const HANDOVERS: u32 = 8;
 
 /// The shared state's lock and those of arenas, held, and access to everything that they protect.
 ///
-/// Made by [`AllocatorState::lock_all`], it has the locks of all open arenas. Made by [`AllocatorState::lock`], it takes those of settled
-/// arenas (`settled.rs`) when they are asked for: by [`StateGuard::look_for`], before all arenas are looked through for
-/// something, or by number.
+/// Made by [`AllocatorState::lock_all`], it has the locks of all open arenas. Made by
+/// [`AllocatorState::lock`], it takes those of settled arenas (`settled.rs`) when they are asked
+/// for: by [`StateGuard::look_for`], before all arenas are looked through for something, or by
+/// number.
 #[derive(Debug)]
 pub(crate) struct StateGuard {
     pub(crate) state: &'static AllocatorState,
@@ -53,8 +55,8 @@ impl DerefMut for StateGuard {
 }
 
 impl AllocatorState {
-    /// Passes the blocks of all arenas on, a few at a time, under the locks of the shared state and of their arena. Frees that
-    /// were queued before are applied.
+    /// Passes the blocks of all arenas on, a few at a time, under the locks of the shared state and
+    /// of their arena. Frees that were queued before are applied.
     pub(crate) fn walk(&'static self, mut pass: impl FnMut(&SharedState, &Heap, &Passed)) {
         drop(self.lock(None));
         let (mut slot, mut walk) = (0, Walk::default());
@@ -78,8 +80,8 @@ impl AllocatorState {
         }
     }
 
-    /// Looks into the first open arena from a number on, in which no block rests meanwhile, and returns its number;
-    /// `None` if there is none.
+    /// Looks into the first open arena from a number on, in which no block rests meanwhile, and
+    /// returns its number; `None` if there is none.
     fn look_into<R>(&'static self, from: u32, look: impl FnOnce(&SharedState, &ArenaGuard) -> R) -> Option<(u32, R)> {
         let shared = self.shared();
         let at = shared.arenas.partition_point(|arena| arena.slot < from);
@@ -117,8 +119,9 @@ impl StateGuard {
         guard
     }
 
-    /// Takes the locks of the shared state and of the arena `own`, if it is open, visits every arena in which anything happened
-    /// since it was last visited, and applies all frees queued so far.
+    /// Takes the locks of the shared state and of the arena `own`, if it is open, visits every
+    /// arena in which anything happened since it was last visited, and applies all frees queued so
+    /// far.
     pub(crate) fn lock_part(
         state: &'static AllocatorState,
         shared: MutexGuard<'static, SharedState>,
@@ -176,9 +179,9 @@ impl StateGuard {
         self.arenas.iter_mut().for_each(ArenaGuard::unsettle_held);
     }
 
-    /// Applies the queued frees of every arena that is not settled, merges what rests there, and settles it. Keeps the
-    /// locks of the arena `own` and of those in which frees were queued meanwhile, which are not settled. Returns false
-    /// if `lock` fails.
+    /// Applies the queued frees of every arena that is not settled, merges what rests there, and
+    /// settles it. Keeps the locks of the arena `own` and of those in which frees were queued
+    /// meanwhile, which are not settled. Returns false if `lock` fails.
     fn visit(&mut self, lock: impl Fn(&'static Arena) -> Option<ArenaGuard>, own: Option<u32>) -> bool {
         let state = self.state;
         let settled = &mut self.shared.settled;
@@ -213,8 +216,8 @@ impl StateGuard {
         done
     }
 
-    /// Takes the locks of settled arenas that may have what is sought. Called before all arenas are looked through for
-    /// it.
+    /// Takes the locks of settled arenas that may have what is sought. Called before all arenas are
+    /// looked through for it.
     pub(crate) fn look_for(&mut self, sought: Sought) {
         if !self.shared.settled.is_empty() {
             for slot in self.shared.settled.find(sought) {
@@ -223,7 +226,8 @@ impl StateGuard {
         }
     }
 
-    /// The place of an arena in the list of those whose locks are held. Takes its lock if it is open.
+    /// The place of an arena in the list of those whose locks are held. Takes its lock if it is
+    /// open.
     fn hold(&mut self, slot: u32) -> Option<usize> {
         let at = match self.arenas.binary_search_by_key(&slot, |locked| locked.arena.slot) {
             Ok(at) => return Some(at),
@@ -249,7 +253,7 @@ impl StateGuard {
 
     fn drain_deferred(&mut self) {
         for DeferredFree { arena, block, on } in self.state.take_deferred() {
-            free_deferred(self, Place { arena: arena.slot, block }, on);
+            apply_deferred_free(self, Place { arena: arena.slot, block }, on);
         }
     }
 
@@ -322,7 +326,8 @@ impl StateGuard {
         &self.arenas[at].heap
     }
 
-    /// Serves a request from the free blocks of its stream's arena that the stream may reuse at once.
+    /// Serves a request from the free blocks of its stream's arena that the stream may reuse at
+    /// once.
     pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
         self.try_arena(request.slot)?.take_own(request)
     }
@@ -333,7 +338,8 @@ impl StateGuard {
         let Err(at) = self.shared.arenas.binary_search_by_key(&slot, |arena| arena.slot) else { return };
         let state = self.state;
         let arena = state.arenas.get_or_insert(slot, || Box::leak(Box::new(Arena::new(state, slot))));
-        // No thread waits for another lock while it holds this one, because nobody works in an arena before it is open.
+        // No thread waits for another lock while it holds this one, because nobody works in an
+        // arena before it is open.
         let mut locked = arena.lock_with_all();
         let inner: &mut ArenaInner = &mut locked;
         inner.open(stream.timeline(), self.shared.paged.is_some());
@@ -352,8 +358,8 @@ impl StateGuard {
         }
     }
 
-    /// Raises every arena's number of searches in the default pools, which is its clock for garbage collection, to the
-    /// greatest of all. All locks are held.
+    /// Raises every arena's number of searches in the default pools, which is its clock for garbage
+    /// collection, to the greatest of all. All locks are held.
     pub(crate) fn synchronize_searches(&mut self) {
         for pool in [PoolKind::Small as u16, PoolKind::Large as u16] {
             let latest = self.heaps().map(|heap| heap.pools[pool].searches).max().unwrap_or(0);
@@ -384,7 +390,8 @@ impl StateGuard {
         self.arenas.iter_mut().for_each(|arena| arena.records_history = records);
     }
 
-    /// Sets every peak to the current value. From here on they are exact again while one thread does all the work.
+    /// Sets every peak to the current value. From here on they are exact again while one thread
+    /// does all the work.
     pub(crate) fn reset_peaks(&mut self) {
         self.arenas.iter().for_each(|arena| arena.arena.own.publish_exactly(self.state));
         self.state.counters.reset_peaks();
@@ -401,7 +408,8 @@ impl StateGuard {
         &self.state.counters
     }
 
-    /// Takes everything out and leaves an idle allocator state. Returns the shared state and the contents of the arenas.
+    /// Takes everything out and leaves an idle allocator state. Returns the shared state and the
+    /// contents of the arenas.
     pub(crate) fn empty(&mut self) -> (SharedState, Vec<ArenaInner>) {
         let inners = self.arenas.iter_mut().map(|arena| {
             arena.arena.own.clear();
@@ -414,7 +422,7 @@ impl StateGuard {
 
 /// Enters a block in the list of waiting blocks, when it is freed and other streams used it, too.
 #[cold]
-pub(crate) fn free_deferred(guard: &mut StateGuard, place: Place, on: Option<u32>) {
+pub(crate) fn apply_deferred_free(guard: &mut StateGuard, place: Place, on: Option<u32>) {
     let Place { arena, block: id } = place;
     let arena = guard.arena(arena);
     let block = &arena.heap.blocks[id];

@@ -1,19 +1,24 @@
-//! An allocator's state: the shared state's lock, the arenas, the queue of frees that need both, and the counters
-//! read without a lock.
+//! An allocator's state: the shared state's lock, the arenas, the queue of frees that need both,
+//! and the counters read without a lock.
 //!
-//! Allocator states are never deallocated: they are recycled through a process-wide list, and their arenas with them. So an
-//! [`crate::Allocation`] refers to its arena by a plain `&'static Arena`. This needs no reference count per allocation and no unsafe
-//! code, and nothing can dangle.
+//! Allocator states are never deallocated: they are recycled through a process-wide list, and their
+//! arenas with them. So an [`crate::Allocation`] refers to its arena by a plain `&'static Arena`.
+//! This needs no reference count per allocation and no unsafe code, and nothing can dangle.
 //!
 //! Invariants (A4 is made of them):
-//! * an allocator state is recycled only when it is *closed* (no handle of the allocator is left) and no allocation is live, and only once
-//!   in each life: if several threads find it so, the first one empties it, and an empty shared state is not recycled;
-//! * a thread that takes the shared state's lock with arenas first applies the frees queued before, in arenas and here;
-//! * once an allocator state is closed, a thread that queued a free waits for all locks, so that the last free cannot be left behind.
+//! * an allocator state is recycled only when it is *closed* (no handle of the allocator is left)
+//!   and no allocation is live, and only once in each life: if several threads find it so, the
+//!   first one empties it, and an empty shared state is not recycled;
+//! * a thread that takes the shared state's lock with arenas first applies the frees queued before,
+//!   in arenas and here;
+//! * once an allocator state is closed, a thread that queued a free waits for all locks, so that
+//!   the last free cannot be left behind.
 //!
-//! Lock order: the shared state's lock, arenas, and then leaf locks: history, publishing, the list of idle allocator states.
-//! No timeline is locked under them; only atomic values of timelines are read there. While one of these locks is held there is no driver
-//! call, no wait and no foreign code. The lock of the list of devices of closed allocators is a leaf, too, and devices are dropped outside of it.
+//! Lock order: the shared state's lock, arenas, and then leaf locks: history, publishing, the list
+//! of idle allocator states. No timeline is locked under them; only atomic values of timelines are
+//! read there. While one of these locks is held there is no driver call, no wait and no foreign
+//! code. The lock of the list of devices of closed allocators is a leaf, too, and devices are
+//! dropped outside of it.
 
 pub(crate) mod arena;
 pub(crate) mod awake;
@@ -63,7 +68,7 @@ pub(crate) mod special {
     /// The allocator sleeps: mapped memory was given back, and nothing is allocated.
     pub(crate) const ASLEEP: u32 = 16;
     /// Frees of blocks that other streams use were left to the next slow path.
-    pub(crate) const LEFT: u32 = 32;
+    pub(crate) const DEFERRED_FREES: u32 = 32;
     /// The process is a forked child, in which no device can be used.
     #[cfg(not(aquifer_shuttle))]
     pub(crate) const FORKED: u32 = 64;
@@ -95,7 +100,8 @@ pub(crate) struct AllocatorState {
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
     pub(crate) wakefulness: CachePadded<Wakefulness>,
-    /// The checks of a simulated device, which are told of blocks. A leaf: under it only the checks' own lock is taken.
+    /// The checks of a simulated device, which are told of blocks. A leaf: under it only the
+    /// checks' own lock is taken.
     checks: parking_lot::RwLock<Option<Arc<Checks>>>,
 }
 
@@ -117,15 +123,16 @@ mod lists {
     /// Allocator states without an allocator, to be recycled.
     pub(super) static IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
 
-    /// Devices whose memory was given up where no driver call may be made. They are closed when the last handle of any allocator is
-    /// dropped, or when the next allocator is made.
+    /// Devices whose memory was given up where no driver call may be made. They are closed when the
+    /// last handle of any allocator is dropped, or when the next allocator is made.
     pub(super) static CLOSED_DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
     /// What was kept for allocators that closed where no driver call may be made.
     pub(super) static SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
 }
 
-/// The same lists, empty at the start of each modelled execution, because a scheduler's locks are bound to one execution.
+/// The same lists, empty at the start of each modelled execution, because a scheduler's locks are
+/// bound to one execution.
 #[cfg(aquifer_shuttle)]
 mod lists {
     use aquifer_device::Device;
@@ -153,7 +160,8 @@ impl AllocatorState {
         state.end_quiescing();
         *state.history.lock() = history;
         *state.checks.write() = shared.device.as_ref().and_then(Device::checks).cloned();
-        // Before the shared state is placed, so that a thread that comes late from the allocator state's last life finds the allocator state either empty or open.
+        // Before the shared state is placed, so that a thread that comes late from the allocator
+        // state's last life finds the allocator state either empty or open.
         state.read.closed.store(false, Ordering::SeqCst);
         *state.shared.lock() = shared;
         state
@@ -178,9 +186,9 @@ impl AllocatorState {
         !fork::is_child() && self.checks.read().is_some()
     }
 
-    /// Tells the checks of a simulated device something, where there are any. A forked child tells nothing: another
-    /// thread may have held their locks.
-    pub(crate) fn tell_checks(&self, tell: impl FnOnce(&Checks)) {
+    /// Tells the checks of a simulated device something, where there are any. A forked child tells
+    /// nothing: another thread may have held their locks.
+    pub(crate) fn report_to_checks(&self, tell: impl FnOnce(&Checks)) {
         if fork::is_child() {
             return;
         }
@@ -197,18 +205,19 @@ impl AllocatorState {
         StateGuard::lock(self, self.shared.lock())
     }
 
-    /// Takes the shared state's lock, and that of the arena `own`; applies all frees queued so far. Other arenas are locked as
-    /// they are asked for.
+    /// Takes the shared state's lock, and that of the arena `own`; applies all frees queued so far.
+    /// Other arenas are locked as they are asked for.
     pub(crate) fn lock(&'static self, own: Option<u32>) -> StateGuard {
         StateGuard::lock_part(self, self.shared.lock(), own)
     }
 
     /// As [`AllocatorState::lock`]; `None` if another thread holds a lock.
-    fn try_part(&'static self) -> Option<StateGuard> {
+    fn try_lock(&'static self) -> Option<StateGuard> {
         StateGuard::try_lock_part(self, self.shared.try_lock()?)
     }
 
-    /// Takes the lock of a stream's arena, which is opened if this is the stream's first allocation.
+    /// Takes the lock of a stream's arena, which is opened if this is the stream's first
+    /// allocation.
     #[inline]
     pub(crate) fn enter(&'static self, stream: &Stream) -> ArenaGuard {
         match self.arenas.get(stream.id()).and_then(Arena::enter) {
@@ -224,16 +233,18 @@ impl AllocatorState {
             guard.open_arena(stream);
             guard.admit_thread();
             drop(guard);
-            // Another thread may be admitted here, but only a few times before there are several for good.
+            // Another thread may be admitted here, but only a few times before there are several
+            // for good.
             if let Some(locked) = self.arenas.get(stream.id()).and_then(Arena::enter) {
                 return locked;
             }
         }
     }
 
-    /// Makes the calling thread known as being at work here. Returns false if that would have to wait for a lock.
+    /// Makes the calling thread known as being at work here. Returns false if that would have to
+    /// wait for a lock.
     pub(crate) fn try_admit_thread(&'static self) -> bool {
-        let guard = self.try_part();
+        let guard = self.try_lock();
         guard.map(|mut guard| guard.admit_thread()).is_some()
     }
 
@@ -263,13 +274,14 @@ impl AllocatorState {
 
     /// Adds one to a counter, on a slow path.
     pub(crate) fn count(&'static self, counter: impl FnOnce(&Counters) -> &Counter) {
-        let _core = self.shared();
+        let _shared = self.shared();
         counter(&self.counters).add(1);
     }
 
-    /// Frees a block that other streams use, too: at once if no other thread holds a lock, otherwise through the queue.
+    /// Frees a block that other streams use, too: at once if no other thread holds a lock,
+    /// otherwise through the queue.
     #[cold]
-    pub(crate) fn free_deferred(&'static self, free: DeferredFree) {
+    pub(crate) fn free_used_elsewhere(&'static self, free: DeferredFree) {
         if fork::is_child() {
             return;
         }
@@ -279,26 +291,27 @@ impl AllocatorState {
             self.recycle_if_unused();
         } else {
             // Taking the locks applies it.
-            drop(self.try_part());
+            drop(self.try_lock());
         }
     }
 
     /// Leaves such a free to the next slow path, which the next allocation takes.
     pub(crate) fn defer_free(&self, free: DeferredFree) {
         self.deferred_frees.push(free);
-        // Not `Relaxed`, here and in `take_shared`: a thread that clears the bit sees every entry whose push had set it.
-        self.read.special.fetch_or(special::LEFT, Ordering::SeqCst);
+        // Not `Relaxed`, here and in `take_deferred`: a thread that clears the bit sees every entry
+        // whose push had set it.
+        self.read.special.fetch_or(special::DEFERRED_FREES, Ordering::SeqCst);
     }
 
     /// True if there are such frees.
-    pub(crate) fn has_left(&self) -> bool {
-        self.special().load(Ordering::Relaxed) & special::LEFT != 0
+    pub(crate) fn has_deferred_frees(&self) -> bool {
+        self.special().load(Ordering::Relaxed) & special::DEFERRED_FREES != 0
     }
 
     /// Takes those frees, one by one.
     pub(crate) fn take_deferred(&self) -> impl Iterator<Item = DeferredFree> + '_ {
-        if self.read.special.load(Ordering::SeqCst) & special::LEFT != 0 {
-            self.read.special.fetch_and(!special::LEFT, Ordering::SeqCst);
+        if self.read.special.load(Ordering::SeqCst) & special::DEFERRED_FREES != 0 {
+            self.read.special.fetch_and(!special::DEFERRED_FREES, Ordering::SeqCst);
         }
         std::iter::from_fn(|| self.deferred_frees.pop())
     }
@@ -317,9 +330,10 @@ impl AllocatorState {
         self.recycle_whole_if_unused(self.lock_all());
     }
 
-    /// Recycles the allocator state if it is closed and unused, after applying the frees queued so far. A thread that closed it, or freed its last
-    /// block, may come here after another thread recycled it, and even in the allocator state's next life. Then it finds an empty shared state, or an
-    /// allocator that is open, or one that is closed and unused as well.
+    /// Recycles the allocator state if it is closed and unused, after applying the frees queued so
+    /// far. A thread that closed it, or freed its last block, may come here after another thread
+    /// recycled it, and even in the allocator state's next life. Then it finds an empty shared
+    /// state, or an allocator that is open, or one that is closed and unused as well.
     #[cold]
     pub(crate) fn recycle_if_unused(&'static self) {
         self.recycle_whole_if_unused(self.lock_all());
@@ -331,13 +345,14 @@ impl AllocatorState {
         }
     }
 
-    /// Empties the allocator state and makes it available to the next allocator. Makes no driver call: the segments are freed when driver calls are
-    /// next made for the device.
+    /// Empties the allocator state and makes it available to the next allocator. Makes no driver
+    /// call: the segments are freed when driver calls are next made for the device.
     #[cold]
     fn recycle(&'static self, mut guard: StateGuard) {
         let (shared, inners) = guard.empty();
         let history = std::mem::take(&mut *self.history.lock());
-        // Pushed under the lock: a thread that saw this allocator state closed and comes late finds an empty shared state and does nothing.
+        // Pushed under the lock: a thread that saw this allocator state closed and comes late finds
+        // an empty shared state and does nothing.
         IDLE.lock().push(self);
         drop(guard);
         drop(history);
@@ -345,9 +360,10 @@ impl AllocatorState {
     }
 }
 
-/// Gives memory back that outlived its allocator, on devices of which nobody has a handle any more. Dropping the last buffer of such an
-/// allocator makes no driver call, so its memory stays until this is called. Making or dropping any allocator calls it, too. Call it on a
-/// thread that drops others' last buffers and may make driver calls.
+/// Gives memory back that outlived its allocator, on devices of which nobody has a handle any more.
+/// Dropping the last buffer of such an allocator makes no driver call, so its memory stays until
+/// this is called. Making or dropping any allocator calls it, too. Call it on a thread that drops
+/// others' last buffers and may make driver calls.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -366,9 +382,9 @@ pub fn close_abandoned() {
     if fork::is_child() {
         return;
     }
-    // Devices in use stay as they are: their users give abandoned memory back when they next need memory, and would miss memory that
-    // another thread is just giving back. The devices are taken out first, because closing them calls drivers, which must not happen under
-    // a lock.
+    // Devices in use stay as they are: their users give abandoned memory back when they next need
+    // memory, and would miss memory that another thread is just giving back. The devices are taken
+    // out first, because closing them calls drivers, which must not happen under a lock.
     let services = std::mem::take(&mut *SERVICES.lock());
     drop(services);
     let devices = std::mem::take(&mut *CLOSED_DEVICES.lock());
@@ -382,8 +398,8 @@ pub(crate) fn leave_services(services: Vec<Service>) {
     }
 }
 
-/// Hands every segment to the device object, to be freed at its next driver calls, and drops the handle of the device. The device stays
-/// open until driver calls are allowed again.
+/// Hands every segment to the device object, to be freed at its next driver calls, and drops the
+/// handle of the device. The device stays open until driver calls are allowed again.
 fn close_later(mut shared: SharedState, inners: Vec<ArenaInner>) {
     let Some(device) = shared.device.take() else { return };
     for region in inners.iter().flat_map(|inner| inner.heap.regions()).filter(|region| !region.is_paged()) {

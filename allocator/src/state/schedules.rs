@@ -1,5 +1,6 @@
-//! Models of the allocator state and its arenas under a scheduler that explores interleavings; every access to their locks and flags, and every
-//! driver call, is a point where another thread may run. Run by `ci/schedules`.
+//! Models of the allocator state and its arenas under a scheduler that explores interleavings;
+//! every access to their locks and flags, and every driver call, is a point where another thread
+//! may run. Run by `ci/schedules`.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -200,7 +201,8 @@ fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
         let [one, two] = [0; 2].map(|_| device.stream().unwrap());
         let block = allocator.alloc_bytes(SIZE, &one).unwrap();
         block.record_stream(&two).unwrap();
-        // The stream gets on in two steps, and the block waits for the second: a sweep between them frees nothing.
+        // The stream gets on in two steps, and the block waits for the second: a sweep between them
+        // frees nothing.
         two.tick().cover().unwrap();
         sim.advance(LONG);
         sim.stall(two.raw(), LONG).unwrap();
@@ -302,7 +304,8 @@ fn streams_that_allocate_for_the_first_time_at_once_get_an_arena_each() {
         let stats = allocator.stats();
         let count = stats.allocation.all;
         assert_eq!((count.current, count.allocated, count.freed), (0, 6, 6));
-        // A stream that borrowed from the other leaves foreign free blocks: they count as pieces, until they go home.
+        // A stream that borrowed from the other leaves foreign free blocks: they count as pieces,
+        // until they go home.
         let snapshot = allocator.snapshot();
         let pieces = snapshot.segments.iter().filter(|segment| segment.blocks.len() > 1);
         let pieces: u64 = pieces.map(|segment| segment.blocks.len() as u64).sum();

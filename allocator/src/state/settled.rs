@@ -1,13 +1,15 @@
-//! Arenas in which nothing happened since a thread with the shared state's lock last looked at them. Slow paths visit the
-//! others, and of these only arenas that have what they look for.
+//! Arenas in which nothing happened since a thread with the shared state's lock last looked at
+//! them. Slow paths visit the others, and of these only arenas that have what they look for.
 //!
-//! A thread that settles an arena notes facts about it here, and leaves [`Writer::SETTLED`] in place of the thread that
-//! works there. So the next thread that takes a block from the arena, or frees one there, leaves the fast path once: it
-//! makes the arena an unsettled one (`Arena::unsettle`) and enters it in the queue of the allocator state. A block that comes by
-//! the queue of remote frees does so, too. The fast path itself is the same for settled arenas and others.
+//! A thread that settles an arena notes facts about it here, and leaves [`Writer::SETTLED`] in
+//! place of the thread that works there. So the next thread that takes a block from the arena, or
+//! frees one there, leaves the fast path once: it makes the arena an unsettled one
+//! (`Arena::unsettle`) and enters it in the queue of the allocator state. A block that comes by the
+//! queue of remote frees does so, too. The fast path itself is the same for settled arenas and
+//! others.
 //!
-//! Invariant: every open arena is either settled, with facts that were true when a thread last had its lock, or in the
-//! list of those that are not, or in the allocator state's queue.
+//! Invariant: every open arena is either settled, with facts that were true when a thread last had
+//! its lock, or in the list of those that are not, or in the allocator state's queue.
 //!
 //! [`Writer::SETTLED`]: crate::accounting::tally::Writer::SETTLED
 
@@ -16,8 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::heap::Heap;
 use crate::state::arena::{Arena, ArenaInner};
 
-/// Up to so many open arenas, none is settled: looking at all of them costs less than finding out which to look at. Few
-/// in tests and debug builds, so that these settle arenas, too.
+/// Up to so many open arenas, none is settled: looking at all of them costs less than finding out
+/// which to look at. Few in tests and debug builds, so that these settle arenas, too.
 pub(super) const FEW: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
 /// What slow paths need to know of an arena.
@@ -26,7 +28,8 @@ struct Facts {
     sums: Sums,
     /// Free bytes. No free block is larger.
     free: u64,
-    /// The only free block, if there is only one, it is the home stream's in a default pool, and it is known done.
+    /// The only free block, if there is only one, it is the home stream's in a default pool, and it
+    /// is known done.
     single: Option<Single>,
     /// The streams that own foreign free blocks there.
     stray_owners: Vec<u32>,
@@ -83,7 +86,8 @@ impl Sums {
 pub(crate) enum Sought {
     /// Free blocks of at least this many bytes.
     Free(u64),
-    /// The best free block of at least this many bytes of a pool, and blocks that are not known done.
+    /// The best free block of at least this many bytes of a pool, and blocks that are not known
+    /// done.
     Lent {
         /// The pool.
         pool: u16,
@@ -117,7 +121,8 @@ pub(crate) struct Settled {
 }
 
 impl Settled {
-    /// Notes what there is in an arena. `is_done` tells of a tick of its stream whether it is known done.
+    /// Notes what there is in an arena. `is_done` tells of a tick of its stream whether it is known
+    /// done.
     pub(super) fn insert(&mut self, inner: &ArenaInner, is_done: impl Fn(u64) -> bool) {
         let heap: &Heap = &inner.heap;
         let slot = heap.home;

@@ -1,4 +1,5 @@
-//! The shared state: the state that the arenas of an allocator share, under a lock of its own, for slow paths alone.
+//! The shared state: the state that the arenas of an allocator share, under a lock of its own, for
+//! slow paths alone.
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 
@@ -26,7 +27,8 @@ pub(crate) struct SharedState {
     /// `None` while the allocator state is idle.
     pub(crate) device: Option<Device>,
     pub(crate) classes: SizeClasses,
-    /// True if free blocks may be lent between streams. Otherwise blocks never leave the stream of their segment.
+    /// True if free blocks may be lent between streams. Otherwise blocks never leave the stream of
+    /// their segment.
     pub(crate) crosses_streams: bool,
     /// The open arenas, by ascending stream.
     pub(crate) arenas: Vec<&'static Arena>,
@@ -37,7 +39,8 @@ pub(crate) struct SharedState {
     pub(crate) never_settles: bool,
     /// True if segments are released by age.
     pub(crate) collects_garbage: bool,
-    /// The thread that writes to the shared counters, and how often the work has passed from one thread to another.
+    /// The thread that writes to the shared counters, and how often the work has passed from one
+    /// thread to another.
     pub(crate) writer: CounterWriter,
     pub(crate) handovers: u32,
     pub(crate) pools: PoolTable,
@@ -46,14 +49,15 @@ pub(crate) struct SharedState {
     pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own, in order.
     pub(crate) other_users: BTreeMap<Place, Vec<u32>>,
-    /// Bytes held from the device; bytes that threads are about to take; and bytes on their way back to the device, which do not count
-    /// as held any more.
+    /// Bytes held from the device; bytes that threads are about to take; and bytes on their way
+    /// back to the device, which do not count as held any more.
     pub(crate) reserved: u64,
     pub(crate) growing: Growing,
     pub(crate) leaving: u64,
     /// Bytes that streams took from the device although they could have borrowed.
     pub(crate) unborrowed: u64,
-    /// Segments that back each region: address and, for the snapshot, tag of the allocation that made them.
+    /// Segments that back each region: address and, for the snapshot, tag of the allocation that
+    /// made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
     /// Pinned memory, which stays where it is.
     pub(crate) pins: Pins,
@@ -86,8 +90,8 @@ impl SharedState {
         self.timelines.get(slot as usize)?.as_ref()
     }
 
-    /// True if the calling thread may change counters without holding all locks: it is the only one at work, or each
-    /// arena counts for itself.
+    /// True if the calling thread may change counters without holding all locks: it is the only one
+    /// at work, or each arena counts for itself.
     pub(crate) fn may_count_here(&self) -> bool {
         [CounterWriter::NOBODY, CounterWriter::SEVERAL, CounterWriter::this_thread()].contains(&self.writer)
     }
@@ -130,13 +134,14 @@ impl SharedState {
         after <= self.done_until(slot)
     }
 
-    /// The tick that the stream's timeline is known to have reached. A stream that was never registered has no work to be waited for.
+    /// The tick that the stream's timeline is known to have reached. A stream that was never
+    /// registered has no work to be waited for.
     pub(crate) fn done_until(&self, slot: u32) -> u64 {
         self.timeline(slot).map_or(u64::MAX, |timeline| timeline.frontier())
     }
 
-    /// The size of the granules that the request's memory comes in; `None` if it comes in segments. Blocks that are handed out
-    /// whole have segments of their own.
+    /// The size of the granules that the request's memory comes in; `None` if it comes in segments.
+    /// Blocks that are handed out whole have segments of their own.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         let granule = self.paged.as_ref()?.granule;
         let handed_out_whole = self.pools.owner_of(request.pool).is_some_and(|private| private.options.no_split);

@@ -7,12 +7,14 @@ use crate::state::arena::Arena;
 /// The binary logarithm of the first chunk's length.
 const FIRST_BITS: u32 = 6;
 const FIRST: usize = 1 << FIRST_BITS;
-/// Number of further chunks, each as long as all before it together: enough for all numbers of 32 bits.
+/// Number of further chunks, each as long as all before it together: enough for all numbers of 32
+/// bits.
 const CHUNKS: usize = 26;
 
 type Entry = OnceLock<&'static Arena>;
 
-/// Entries never move and are never removed. Most programs need no more than the first chunk, which stands in the table itself.
+/// Entries never move and are never removed. Most programs need no more than the first chunk, which
+/// stands in the table itself.
 #[derive(Debug)]
 pub(crate) struct Table {
     first: [Entry; FIRST],
@@ -45,7 +47,8 @@ impl Table {
         self.more.get(chunk)?.get()?.get(at)?.get().copied()
     }
 
-    /// The entry, which is made if there is none. The caller must ensure that no other thread makes it at the same time.
+    /// The entry, which is made if there is none. The caller must ensure that no other thread makes
+    /// it at the same time.
     pub(crate) fn get_or_insert(&self, slot: u32, make: impl FnOnce() -> &'static Arena) -> &'static Arena {
         if let Some(entry) = self.first.get(slot as usize) {
             return entry.get_or_init(make);

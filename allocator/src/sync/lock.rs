@@ -1,19 +1,22 @@
-//! The lock of a stream's heap, and of the state that is locked together with it. It is held for tens of nanoseconds, and taken twice per
-//! pair of an allocation and a free.
+//! The lock of a stream's heap, and of the state that is locked together with it. It is held for
+//! tens of nanoseconds, and taken twice per pair of an allocation and a free.
 //!
-//! Unlocking is a plain store. An ordinary mutex has to find out at that point whether a thread sleeps, with a second
-//! atomic read-modify-write, and each of those waits until earlier stores are done: together a third of the time of an
-//! allocation. So no thread sleeps here. A thread that finds the lock taken retries for some ten microseconds, then
-//! yields to other threads again and again. This suits only locks under which no call can wait: those of arenas, of the
-//! shared state, of history and of publishing.
+//! Unlocking is a plain store. An ordinary mutex has to find out at that point whether a thread
+//! sleeps, with a second atomic read-modify-write, and each of those waits until earlier stores are
+//! done: together a third of the time of an allocation. So no thread sleeps here. A thread that
+//! finds the lock taken retries for some ten microseconds, then yields to other threads again and
+//! again. This suits only locks under which no call can wait: those of arenas, of the shared state,
+//! of history and of publishing.
 //!
-//! **The lock is fair** to a thread that retried in vain for a microsecond or so: it draws a ticket. As long as a
-//! ticket is not served, no thread takes the lock except by its ticket, in order. So a thread that takes the lock again
-//! and again, as slow paths do, does not pass one that waits. A thread that does not wait for the lock (`try_lock`)
-//! does not get it while others wait. Threads that take the lock for tens of nanoseconds get it within the first
-//! retries, without tickets: in order, each would have to wait until the system runs the one before it.
+//! **The lock is fair** to a thread that retried in vain for a microsecond or so: it draws a
+//! ticket. As long as a ticket is not served, no thread takes the lock except by its ticket, in
+//! order. So a thread that takes the lock again and again, as slow paths do, does not pass one that
+//! waits. A thread that does not wait for the lock (`try_lock`) does not get it while others wait.
+//! Threads that take the lock for tens of nanoseconds get it within the first retries, without
+//! tickets: in order, each would have to wait until the system runs the one before it.
 //!
-//! The swap of `held` alone decides which thread has the lock; tickets only decide which threads try (schedules below).
+//! The swap of `held` alone decides which thread has the lock; tickets only decide which threads
+//! try (schedules below).
 
 #[cfg(aquifer_shuttle)]
 use shuttle::thread::yield_now;
@@ -27,8 +30,9 @@ use std::ops::{Deref, DerefMut};
 
 use crate::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
-/// How often a thread looks again before it draws a ticket, and how often with a ticket before it yields: for about as
-/// long as slow paths hold the lock, because on a busy machine a thread that yields gets its turn milliseconds later.
+/// How often a thread looks again before it draws a ticket, and how often with a ticket before it
+/// yields: for about as long as slow paths hold the lock, because on a busy machine a thread that
+/// yields gets its turn milliseconds later.
 const SPINS: u32 = if cfg!(aquifer_shuttle) { 1 } else { 64 };
 const TICKET_SPINS: u32 = if cfg!(aquifer_shuttle) { 0 } else { 1000 };
 
@@ -40,8 +44,8 @@ pub(crate) struct Mutex<T> {
 }
 
 #[allow(unsafe_code, reason = "a promise that the compiler cannot check")]
-// SAFETY: the value is reached only through a guard, and there is one guard at a time: a shared mutex passes the value
-// from thread to thread, which `T: Send` allows.
+// SAFETY: the value is reached only through a guard, and there is one guard at a time: a shared
+// mutex passes the value from thread to thread, which `T: Send` allows.
 unsafe impl<T: Send> Sync for Mutex<T> {}
 
 impl<T> Mutex<T> {
@@ -117,8 +121,9 @@ pub(crate) struct ShortLock {
     serving: AtomicU16,
 }
 
-/// `lock` and `try_lock` succeed only when their swap turned `held` from false to true, and only `unlock`, called by the
-/// holder, turns it back. So there is one holder at a time. The acquiring swap sees everything before the releasing store.
+/// `lock` and `try_lock` succeed only when their swap turned `held` from false to true, and only
+/// `unlock`, called by the holder, turns it back. So there is one holder at a time. The acquiring
+/// swap sees everything before the releasing store.
 impl ShortLock {
     #[inline]
     fn lock(&self) {
@@ -208,7 +213,8 @@ mod schedules {
 
     use super::*;
 
-    /// Holds the lock several times in a row. Tickets drawn until the end of one hold are served before the next.
+    /// Holds the lock several times in a row. Tickets drawn until the end of one hold are served
+    /// before the next.
     fn hold_again_and_again(lock: &ShortLock, inside: &AtomicBool) {
         let mut drawn = None;
         for _ in 0..3 {

@@ -1,7 +1,9 @@
-//! The locks and atomics whose interleavings matter: the heap's lock and those of `std`. With `--cfg aquifer_shuttle`, which is
-//! for the crate's own tests alone, they are replaced by counterparts that hand every interleaving to a scheduler (`ci/schedules`).
+//! The locks and atomics whose interleavings matter: the heap's lock and those of `std`. With
+//! `--cfg aquifer_shuttle`, which is for the crate's own tests alone, they are replaced by
+//! counterparts that hand every interleaving to a scheduler (`ci/schedules`).
 //!
-//! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are parking_lot's.
+//! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are
+//! parking_lot's.
 
 #[cfg(any(not(aquifer_shuttle), test))]
 #[cfg_attr(aquifer_shuttle, allow(dead_code, reason = "modelled by itself, and replaced elsewhere"))]

@@ -1,5 +1,5 @@
-//! How much memory the device can give this allocator in all, as far as that is known. Others may take memory at any time, so what the device
-//! answers is good for a number of questions only.
+//! How much memory the device can give this allocator in all, as far as that is known. Others may
+//! take memory at any time, so what the device answers is good for a number of questions only.
 
 /// For so many plans one answer of the device is good.
 const GOOD_FOR: u32 = 16;

@@ -1,9 +1,11 @@
-//! Makes the driver calls of a remap, without a lock. The work was planned under locks (`plan.rs`), and is accounted
-//! for under locks afterwards.
+//! Makes the driver calls of a remap, without a lock. The work was planned under locks (`plan.rs`),
+//! and is accounted for under locks afterwards.
 //!
-//! Frames are created first, because that is the step which fails for lack of memory, and then nothing has to be undone. If a later call
-//! fails, frames that are unmapped already become spare, and frames that are mapped but cannot be accessed are unmapped again. Only where a
-//! frame is broken (`layout.rs`) is memory released and taken again; another program may be faster, and the work then fails.
+//! Frames are created first, because that is the step which fails for lack of memory, and then
+//! nothing has to be undone. If a later call fails, frames that are unmapped already become spare,
+//! and frames that are mapped but cannot be accessed are unmapped again. Only where a frame is
+//! broken (`layout.rs`) is memory released and taken again; another program may be faster, and the
+//! work then fails.
 
 use std::ops::Range;
 
@@ -13,7 +15,8 @@ use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::backing::paged::layout::{Largest, Layout};
 use crate::recovery::hooks::Hooks;
 
-/// Up to this many granules are created without checking first that the device has that much memory.
+/// Up to this many granules are created without checking first that the device has that much
+/// memory.
 const CREATED_UNASKED: u64 = 32;
 
 /// The driver's work.
@@ -35,7 +38,8 @@ pub(crate) struct Work {
     pub(crate) fill: Vec<Range<u64>>,
 }
 
-/// The result of the work. Every frame of the work that was not broken, and every one created, is in exactly one of the lists.
+/// The result of the work. Every frame of the work that was not broken, and every one created, is
+/// in exactly one of the lists.
 #[derive(Debug, Default)]
 pub(crate) struct Done {
     /// The error that stopped the work, if any.
@@ -86,7 +90,8 @@ fn layout(work: &Work) -> Layout {
     Layout::new(&there, &lengths, work.create, work.largest)
 }
 
-/// Creates frames of these sizes, of memory that the device has left. If it has not, nothing is created.
+/// Creates frames of these sizes, of memory that the device has left. If it has not, nothing is
+/// created.
 fn create(device: &Device, work: &Work, sizes: &[u32], done: &mut Done) -> Result<(), DeviceError> {
     if work.create > 0 {
         device.settle_unused();
@@ -98,7 +103,8 @@ fn create(device: &Device, work: &Work, sizes: &[u32], done: &mut Done) -> Resul
             Ok(frame) => created.push(frame),
             Err(error) => {
                 done.at_creation = true;
-                // The frames created so far do not help: they go back, so that others may have the memory.
+                // The frames created so far do not help: they go back, so that others may have the
+                // memory.
                 created.retain(|frame| device.driver().release_physical(frame.physical).is_err());
                 done.created = !created.is_empty();
                 done.spares.extend(created);
@@ -137,10 +143,11 @@ fn break_frames(device: &Device, work: &Work, layout: &Layout, done: &mut Done) 
     Ok(())
 }
 
-/// Fails if many granules are to be created and the device has not that much memory. Otherwise granules created one by one would take all
-/// its memory from everybody else for a while, only to give it back. Where the device reports too little free memory, that is not decisive,
-/// because the driver's own pool gives up memory that it holds in reserve. So this then creates one piece of the whole size, which succeeds
-/// as a whole or not at all, and releases it.
+/// Fails if many granules are to be created and the device has not that much memory. Otherwise
+/// granules created one by one would take all its memory from everybody else for a while, only to
+/// give it back. Where the device reports too little free memory, that is not decisive, because the
+/// driver's own pool gives up memory that it holds in reserve. So this then creates one piece of
+/// the whole size, which succeeds as a whole or not at all, and releases it.
 fn refuse_in_vain(device: &Device, work: &Work) -> Result<(), DeviceError> {
     let bytes = work.create.saturating_mul(work.granule);
     let seems_lacking = || device.driver().memory_info().is_ok_and(|memory| memory.free < bytes);
@@ -169,7 +176,8 @@ fn unmap(
     Ok(())
 }
 
-/// Unmaps a range. Observers are told before it, and told again that memory is mapped there if the call fails.
+/// Unmaps a range. Observers are told before it, and told again that memory is mapped there if the
+/// call fails.
 pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) -> Result<(), DeviceError> {
     let bytes = range.end - range.start;
     hooks.about_to_unmap(range.start, bytes);
@@ -189,7 +197,8 @@ fn map(device: &Device, hooks: &Hooks, work: &Work, layout: &Layout, done: &mut 
     Ok(())
 }
 
-/// Maps frames of these sizes at a range, and gives access to all of it with one call. Mapped frames move from one list to the other.
+/// Maps frames of these sizes at a range, and gives access to all of it with one call. Mapped
+/// frames move from one list to the other.
 fn map_range(
     device: &Device,
     work: &Work,
@@ -230,7 +239,8 @@ fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<Frame>, do
     }
 }
 
-/// The outcome of unmapping memory that may as well stay mapped for now: it stays while a stream captures.
+/// The outcome of unmapping memory that may as well stay mapped for now: it stays while a stream
+/// captures.
 pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
     unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
 }

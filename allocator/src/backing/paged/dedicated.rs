@@ -1,9 +1,11 @@
-//! Dedicated memory: memory mapped for one owner at addresses of its own, outside of every heap ([`crate::Growable`], [`crate::Exportable`]).
+//! Dedicated memory: memory mapped for one owner at addresses of its own, outside of every heap
+//! ([`crate::Growable`], [`crate::Exportable`]).
 //!
-//! It counts in `reserved` and `allocated` as a block of the large pool. Memory that its owner gives up is *retired*: it is listed with a
-//! tick of each stream that used it, which makes no driver call. Later operations on mappings unmap retired memory whose ticks are done,
-//! and recycle or release it. Ticks that are not known done are asked about and waited for together with those of free blocks
-//! (`donors.rs`).
+//! It counts in `reserved` and `allocated` as a block of the large pool. Memory that its owner
+//! gives up is *retired*: it is listed with a tick of each stream that used it, which makes no
+//! driver call. Later operations on mappings unmap retired memory whose ticks are done, and recycle
+//! or release it. Ticks that are not known done are asked about and waited for together with those
+//! of free blocks (`donors.rs`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -26,8 +28,8 @@ use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
 use crate::state::shared::SharedState;
 
-/// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go back to the device. Returns how
-/// many bytes went back.
+/// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go
+/// back to the device. Returns how many bytes went back.
 pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, AllocError> {
     if allocator.device().is_capturing() || !is_recyclable(&mut allocator.state().shared()) {
         return Ok(0);
@@ -62,7 +64,8 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
     }
 }
 
-/// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays retired.
+/// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays
+/// retired.
 fn unmap_leaving(allocator: &Allocator, leaving: &Leaving) -> Option<DeviceError> {
     let DeferredRelease { range, was_told, .. } = &leaving.deferred_release;
     if *was_told {
@@ -72,7 +75,8 @@ fn unmap_leaving(allocator: &Allocator, leaving: &Leaving) -> Option<DeviceError
     }
 }
 
-/// Releases frames that are of no use to others. What the driver keeps is left to the device, which warns if it fails once more.
+/// Releases frames that are of no use to others. What the driver keeps is left to the device, which
+/// warns if it fails once more.
 fn release_freed(allocator: &Allocator, freed: Vec<(RawPhysical, u64)>) {
     for (physical, _) in freed {
         if let Err(error) = allocator.device().driver().release_physical(physical) {
@@ -100,8 +104,8 @@ fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
     Some(Leaving { deferred_release, purpose, frames })
 }
 
-/// Accounts for retired memory after the driver unmapped it, or failed to. Returns the frames that are of no use to others, with their
-/// bytes.
+/// Accounts for retired memory after the driver unmapped it, or failed to. Returns the frames that
+/// are of no use to others, with their bytes.
 fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) -> Vec<(RawPhysical, u64)> {
     let Leaving { deferred_release, purpose, frames } = leaving;
     let Some(paged) = &mut guard.paged else { return Vec::new() };
@@ -175,14 +179,16 @@ fn count_owned(guard: &StateGuard, before: Owned, size: u64, requested: u64) {
     }
 }
 
-/// True if retired memory is known done, or addresses may go back. Not while the allocator sleeps: nothing is behind the addresses then.
+/// True if retired memory is known done, or addresses may go back. Not while the allocator sleeps:
+/// nothing is behind the addresses then.
 fn is_recyclable(shared: &mut SharedState) -> bool {
     let SharedState { paged, timelines, .. } = shared;
     let paged = paged.as_mut().filter(|paged| paged.absent.is_none());
     paged.is_some_and(|paged| paged.deferred_release.any_done(|slot| done_until(timelines, slot)))
 }
 
-/// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its addresses and length.
+/// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its
+/// addresses and length.
 fn take_vacant_reservation(shared: &mut SharedState) -> Option<(DevicePtr, u64)> {
     let paged = shared.paged.as_mut().filter(|paged| paged.absent.is_none())?;
     let base = paged.deferred_release.take_vacant()?;
@@ -198,7 +204,8 @@ pub(crate) fn retire(shared: &mut SharedState, base: u64, range: Range<u64>, use
     }
 }
 
-/// The tick that the stream's timeline is known to have reached. A stream that was never registered has no work to be waited for.
+/// The tick that the stream's timeline is known to have reached. A stream that was never registered
+/// has no work to be waited for.
 fn done_until(timelines: &[Option<Arc<Timeline>>], slot: u32) -> u64 {
     timelines.get(slot as usize).and_then(Option::as_ref).map_or(u64::MAX, |timeline| timeline.frontier())
 }

@@ -1,7 +1,7 @@
 //! The owner's hold on dedicated memory, which the handle and the buffers made of it share.
 //!
-//! Invariant: the owner's record in the table of mapped memory lives until this is dropped. Dropping it retires all memory that the owner
-//! has.
+//! Invariant: the owner's record in the table of mapped memory lives until this is dropped.
+//! Dropping it retires all memory that the owner has.
 
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,8 @@ use crate::error::AllocError;
 use crate::state::AllocatorState;
 use crate::tags::Tag;
 
-/// Dedicated memory, from the first address on. It keeps the allocator open. Dropping it makes no driver call and does not wait.
+/// Dedicated memory, from the first address on. It keeps the allocator open. Dropping it makes no
+/// driver call and does not wait.
 #[derive(Debug)]
 pub(crate) struct DedicatedMemory {
     allocator: Allocator,
@@ -53,14 +54,14 @@ impl DedicatedMemory {
     /// Sets the requested bytes, and tells a simulated device.
     pub(crate) fn resize(&self, bytes: u64, at: &'static Location<'static>) {
         let before = self.bytes.swap(bytes, Ordering::AcqRel);
-        self.state().tell_checks(|checks| match before {
-            0 => self.tell_of_block(checks, bytes, at),
+        self.state().report_to_checks(|checks| match before {
+            0 => self.report_block(checks, bytes, at),
             _ => checks.resized(self.ptr, bytes, Some(at)),
         });
     }
 
     /// Tells a simulated device of memory that is handed out.
-    pub(crate) fn tell_of_block(&self, checks: &Checks, bytes: u64, at: &'static Location<'static>) {
+    pub(crate) fn report_block(&self, checks: &Checks, bytes: u64, at: &'static Location<'static>) {
         let tag = Tag::current().name();
         checks.allocated(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
     }
@@ -94,7 +95,7 @@ impl Drop for DedicatedMemory {
         if fork::is_child() {
             return;
         }
-        self.state().tell_checks(|checks| checks.dropped(self.ptr, None));
+        self.state().report_to_checks(|checks| checks.dropped(self.ptr, None));
         let mut guard = self.allocator.state().lock(None);
         let size = owned_size(&guard, self.ptr.0);
         set_owned(&mut guard, self.ptr.0, 0, 0);

@@ -1,7 +1,8 @@
-//! Dedicated memory that its owners gave up: which of it is done, and which reservations are of no use any more.
+//! Dedicated memory that its owners gave up: which of it is done, and which reservations are of no
+//! use any more.
 //!
-//! Invariants: pieces of one reservation do not overlap; a reservation whose owner is gone is in `gone` while it has pieces, and in `vacant`
-//! afterwards, until its addresses are taken.
+//! Invariants: pieces of one reservation do not overlap; a reservation whose owner is gone is in
+//! `gone` while it has pieces, and in `vacant` afterwards, until its addresses are taken.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -78,7 +79,8 @@ impl RetiredMemory {
         Some(deferred_release)
     }
 
-    /// Takes a piece that is known done; `reached` gives for a stream the tick that its timeline is known to have reached.
+    /// Takes a piece that is known done; `reached` gives for a stream the tick that its timeline is
+    /// known to have reached.
     pub(crate) fn take_done(&mut self, reached: impl Fn(u32) -> u64) -> Option<DeferredRelease> {
         self.uses.advance(reached);
         let key = *self.uses.done().first()?;
@@ -126,7 +128,8 @@ impl RetiredMemory {
     /// Takes what of a reservation's pieces lies below `end` and has been in use.
     pub(crate) fn take_below(&mut self, base: u64, end: u64) -> Vec<DeferredRelease> {
         let below = self.pieces.range((base, 0)..(base, end));
-        // Memory without uses was left by a growth that failed. It may lack access, so it is recycled first.
+        // Memory without uses was left by a growth that failed. It may lack access, so it is
+        // recycled first.
         let keys: Vec<Key> =
             below.filter(|(_, deferred_release)| !deferred_release.uses.is_empty()).map(|(&key, _)| key).collect();
         let mut taken: Vec<DeferredRelease> = keys.into_iter().filter_map(|key| self.take(key)).collect();
@@ -224,7 +227,8 @@ mod tests {
     }
 
     proptest! {
-        /// Owners give up and take back granules of their reservations; streams get further; what is done is recycled.
+        /// Owners give up and take back granules of their reservations; streams get further; what
+        /// is done is recycled.
         #[test]
         fn behaves_like_a_list_of_granules(
             steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80),

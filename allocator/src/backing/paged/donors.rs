@@ -1,8 +1,10 @@
 //! Donors: frames that may move, because they lie wholly in free blocks and their last use is done.
 //!
-//! Frames at the highest addresses are chosen first, so that memory in use gathers at low addresses, and steady programs find their
-//! memory where they left it; those larger than what is still wanted are passed over, unless nothing else helps. Granules whose last use is
-//! not known done are counted by the tick that would let them move. While a stream captures, nothing moves: unmapping might break the capture.
+//! Frames at the highest addresses are chosen first, so that memory in use gathers at low
+//! addresses, and steady programs find their memory where they left it; those larger than what is
+//! still wanted are passed over, unless nothing else helps. Granules whose last use is not known
+//! done are counted by the tick that would let them move. While a stream captures, nothing moves:
+//! unmapping might break the capture.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,7 +22,8 @@ use crate::state::arena::ArenaGuard;
 use crate::state::guard::StateGuard;
 use crate::state::settled::Sought;
 
-/// The most blocks that donors are taken from while locks are held without a break, where many donors are wanted.
+/// The most blocks that donors are taken from while locks are held without a break, where many
+/// donors are wanted.
 pub(crate) const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
 /// Contiguous frames of one free block.
@@ -40,7 +43,8 @@ pub(crate) struct Donors {
     pub(crate) chosen: Vec<Donor>,
     /// Number of chosen granules.
     pub(crate) granules: u64,
-    /// Number of granules that are not known done, by stream and by the tick that its timeline must have reached.
+    /// Number of granules that are not known done, by stream and by the tick that its timeline must
+    /// have reached.
     pub(crate) not_done: BTreeMap<(u32, u64), u64>,
 }
 
@@ -50,7 +54,8 @@ impl Donors {
         !self.chosen.is_empty() || !self.not_done.is_empty()
     }
 
-    /// Keeps as many of the chosen frames as it takes for `granules` granules, which have `granule` bytes each.
+    /// Keeps as many of the chosen frames as it takes for `granules` granules, which have `granule`
+    /// bytes each.
     pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
         while let Some(last) = self.chosen.last()
             && self.granules - last.bytes / granule >= granules
@@ -87,8 +92,9 @@ struct Candidate {
     block: BlockId,
 }
 
-/// Chooses frames of `wanted` granules that may move, if there are as many, from some pools, outside the window.
-/// Each donor is one frame. They have more granules than wanted only if no frames have exactly as many.
+/// Chooses frames of `wanted` granules that may move, if there are as many, from some pools,
+/// outside the window. Each donor is one frame. They have more granules than wanted only if no
+/// frames have exactly as many.
 pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window>, from: Which) -> Donors {
     let mut donors = Donors::default();
     if wanted == 0 || is_capturing(guard) {
@@ -123,9 +129,9 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
     donors
 }
 
-/// As [`StateGuard::donors`], from at most [`BATCH`] blocks that begin below an address, and without frames of more
-/// granules than are wanted. Frames side by side may be one donor. Returns the address below which to go on; `None`
-/// if there are no more such blocks.
+/// As [`StateGuard::donors`], from at most [`BATCH`] blocks that begin below an address, and
+/// without frames of more granules than are wanted. Frames side by side may be one donor. Returns
+/// the address below which to go on; `None` if there are no more such blocks.
 pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
     let granule = guard.paged.as_ref().map(|paged| paged.granule).filter(|_| !is_capturing(guard));
     let Some(granule) = granule else { return (Vec::new(), None) };
@@ -172,7 +178,8 @@ fn choose_all_of(
     true
 }
 
-/// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold none.
+/// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold
+/// none.
 fn candidates(guard: &StateGuard, paged: &Paged, from: Which) -> Vec<Candidate> {
     let mut found = Vec::new();
     for_each_block_with_granules(guard, paged.granule, from, |heap, id, block| {
@@ -196,7 +203,8 @@ pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> Str
     internal_fragmentation
 }
 
-/// Calls a function for each free block of some pools that is as large as a granule or larger and whose memory comes in granules.
+/// Calls a function for each free block of some pools that is as large as a granule or larger and
+/// whose memory comes in granules.
 fn for_each_block_with_granules(
     guard: &StateGuard,
     granule: u64,
@@ -213,8 +221,8 @@ fn for_each_block_with_granules(
     }
 }
 
-/// Chooses frames from one block, from its high end on. Returns the smallest of those that may move and are larger than what was still
-/// wanted.
+/// Chooses frames from one block, from its high end on. Returns the smallest of those that may move
+/// and are larger than what was still wanted.
 fn choose_in(
     guard: &StateGuard,
     heap: &Heap,

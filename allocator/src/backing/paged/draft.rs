@@ -1,4 +1,5 @@
-//! The draft of a remap: which frames would move, and how many granules would be bought from the device. Nothing is changed or held yet.
+//! The draft of a remap: which frames would move, and how many granules would be bought from the
+//! device. Nothing is changed or held yet.
 
 use crate::backing::paged::dedicated::in_use;
 use crate::backing::paged::donors::{Donors, donors};
@@ -11,25 +12,31 @@ use crate::request::Request;
 use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
 
-/// How much memory is taken ahead of need, where there is room behind the window: reserved memory divided by this, and at most
-/// [`AHEAD_MAX`] bytes, whether bought from the device or moved. Taking less costs more driver calls; taking more costs memory where it is
-/// bought. Figures in docs/notes/2026-11-26-mapped-memory.md.
+/// How much memory is taken ahead of need, where there is room behind the window: reserved memory
+/// divided by this, and at most [`AHEAD_MAX`] bytes, whether bought from the device or moved.
+/// Taking less costs more driver calls; taking more costs memory where it is bought. Figures in
+/// docs/notes/2026-11-26-mapped-memory.md.
 const AHEAD_SHARE: u64 = 64;
 const AHEAD_MAX: u64 = 128 << 20;
 
-/// Memory is bought from the device instead of moved in two cases: if a move would undo an earlier one, to addresses that granules were
-/// moved away from; and always once the peak of memory in use has not risen for half as long as it took to reach it. Reserved memory may
-/// then exceed that peak by the peak divided by this. So programs that repeat themselves stop moving memory to and fro.
+/// Memory is bought from the device instead of moved in two cases: if a move would undo an earlier
+/// one, to addresses that granules were moved away from; and always once the peak of memory in use
+/// has not risen for half as long as it took to reach it. Reserved memory may then exceed that peak
+/// by the peak divided by this. So programs that repeat themselves stop moving memory to and fro.
 const UNDO_SHARE: u64 = 128;
-/// As [`UNDO_SHARE`], if the program recurs and memory would move at a point where it moved before (`recurrence.rs`).
+/// As [`UNDO_SHARE`], if the program recurs and memory would move at a point where it moved before
+/// (`recurrence.rs`).
 const RECUR_SHARE: u64 = 64;
-/// As [`RECUR_SHARE`], if the program has done nothing new for long. It would move memory in each repetition for ever.
+/// As [`RECUR_SHARE`], if the program has done nothing new for long. It would move memory in each
+/// repetition for ever.
 const REPEAT_SHARE: u64 = 32;
 
-/// A program is *unsettled* if it makes memory move for more than one allocation in [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at
-/// the start. It would move memory for ever, so what is bought instead may be a share of what had to be bought: one [`UNSETTLED_SHARE`]th; if
-/// memory moves twice as often as that, two, and so on up to [`UNSETTLED_MOST`]. The peak in use is no measure here: where a device lags
-/// behind, much more has to be bought than is in use, as memory that it is not done with cannot move.
+/// A program is *unsettled* if it makes memory move for more than one allocation in
+/// [`UNSETTLED_SPACING`], plus [`UNSETTLED_ADVANCE`] at the start. It would move memory for ever,
+/// so what is bought instead may be a share of what had to be bought: one [`UNSETTLED_SHARE`]th; if
+/// memory moves twice as often as that, two, and so on up to [`UNSETTLED_MOST`]. The peak in use is
+/// no measure here: where a device lags behind, much more has to be bought than is in use, as
+/// memory that it is not done with cannot move.
 const UNSETTLED_SPACING: u64 = 1024;
 const UNSETTLED_ADVANCE: u64 = 512;
 const UNSETTLED_SHARE: u64 = 16;
@@ -50,9 +57,10 @@ pub(crate) struct Draft {
     pub(super) ahead: u64,
 }
 
-/// Drafts a remap for a request: finds the cheapest window, and takes the granules that it lacks from the spare ones, from donors, and
-/// the rest from the device. Up to `instead_of_moving` bytes may be bought from the device where granules might move. `None` if the
-/// request's heap has no window.
+/// Drafts a remap for a request: finds the cheapest window, and takes the granules that it lacks
+/// from the spare ones, from donors, and the rest from the device. Up to `instead_of_moving` bytes
+/// may be bought from the device where granules might move. `None` if the request's heap has no
+/// window.
 pub(crate) fn draft(guard: &mut StateGuard, request: &Request, instead_of_moving: u64) -> Option<Draft> {
     // Waiting blocks do not count as in use: they could be had by waiting.
     let in_use = (in_use(guard) + request.size).saturating_sub(waiting_held(guard));
@@ -70,7 +78,8 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, instead_of_moving
         return Some(Draft { window, point, donors, spares, buy: need, bought_though_movable: true, ahead: 0 });
     }
     let reach = reach(guard, &window, request.pool);
-    // Granules moved ahead of need serve the next requests of the same kind. At most half of those that could move beyond the need do.
+    // Granules moved ahead of need serve the next requests of the same kind. At most half of those
+    // that could move beyond the need do.
     let wanted = if need > 0 { need + 2 * reach } else { 0 };
     let mut donors = donors(guard, wanted, Some(&window), Which::Unpromised);
     let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
@@ -81,16 +90,18 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, instead_of_moving
     Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead })
 }
 
-/// Bytes that the device must give for a request beyond the free memory here that may move. `None` if the request is not served from
-/// mapped memory, if no addresses are free for it, or if nothing is lacking.
+/// Bytes that the device must give for a request beyond the free memory here that may move. `None`
+/// if the request is not served from mapped memory, if no addresses are free for it, or if nothing
+/// is lacking.
 pub(crate) fn lacking_bytes(guard: &mut StateGuard, request: &Request) -> Option<u64> {
     let granule = guard.paged_granule_for(request)?;
     let draft = draft(guard, request, 0)?;
     (draft.buy > 0).then_some(draft.buy * granule)
 }
 
-/// True if a request gets `granules` granules from the device although some might move: if an earlier move would be undone, in programs
-/// that repeat themselves, and in programs that never settle and would move memory for ever. See [`UNDO_SHARE`].
+/// True if a request gets `granules` granules from the device although some might move: if an
+/// earlier move would be undone, in programs that repeat themselves, and in programs that never
+/// settle and would move memory for ever. See [`UNDO_SHARE`].
 fn buys_instead_of_moving(guard: &StateGuard, slot: u32, window: &Window, granules: u64, point: Point) -> bool {
     let Some(paged) = &guard.paged else { return false };
     let heap = guard.heap_of(slot);
@@ -112,7 +123,8 @@ fn buys_instead_of_moving(guard: &StateGuard, slot: u32, window: &Window, granul
         || unsettled
 }
 
-/// Notes what is in use once a request is served. Before, it is not known whether the request will be.
+/// Notes what is in use once a request is served. Before, it is not known whether the request will
+/// be.
 pub(super) fn note_in_use(guard: &mut StateGuard, in_use: u64) {
     let searches = guard.searches();
     let Some(paged) = guard.paged.as_mut().filter(|paged| in_use > paged.in_use_peak) else { return };
@@ -126,8 +138,8 @@ pub(super) fn peak_has_settled(guard: &StateGuard) -> bool {
     guard.searches() > peak_at + peak_at / 2
 }
 
-/// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a small pool, at most as many as it
-/// has: the next large request would take more of them back.
+/// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a
+/// small pool, at most as many as it has: the next large request would take more of them back.
 fn reach(guard: &StateGuard, window: &Window, pool: u16) -> u64 {
     let Some(paged) = &guard.paged else { return 0 };
     let ahead = (guard.reserved / AHEAD_SHARE).min(AHEAD_MAX);

@@ -1,8 +1,10 @@
-//! Exportable memory: physical memory for which another process or device driver can be given a handle.
+//! Exportable memory: physical memory for which another process or device driver can be given a
+//! handle.
 //!
-//! It shares nothing with other blocks and never moves, because an importer of the handle sees the physical memory, not the addresses. It
-//! is one granule, however large, so that there is one handle to export. When its owner gives it up, it goes back to the device once the
-//! streams that used it are done.
+//! It shares nothing with other blocks and never moves, because an importer of the handle sees the
+//! physical memory, not the addresses. It is one granule, however large, so that there is one
+//! handle to export. When its owner gives it up, it goes back to the device once the streams that
+//! used it are done.
 
 use std::fmt;
 use std::ops::Range;
@@ -39,12 +41,13 @@ use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::tags::Tag;
 
-/// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it up without a driver call and
-/// without waiting; it goes back to the device at a later operation, once the streams that used it are done. Where memory is
-/// mapped, it keeps the allocator open.
+/// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it
+/// up without a driver call and without waiting; it goes back to the device at a later operation,
+/// once the streams that used it are done. Where memory is mapped, it keeps the allocator open.
 ///
-/// As with [`crate::Allocation`], the memory is for work on the stream that it was allocated for. Other streams take turns with a
-/// [`Exportable::buffer`], or are noted with [`Exportable::record_stream`]. The work of other processes is not ordered here; that is up to
+/// As with [`crate::Allocation`], the memory is for work on the stream that it was allocated for.
+/// Other streams take turns with a [`Exportable::buffer`], or are noted with
+/// [`Exportable::record_stream`]. The work of other processes is not ordered here; that is up to
 /// them.
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Exportable {
@@ -85,14 +88,15 @@ pub(crate) fn alloc_exportable(
     let (ptr, physical) = climb_dedicated(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
     let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, slot));
     let at = Location::caller();
-    allocator.state().tell_checks(|checks| memory.tell_of_block(checks, bytes, at));
+    allocator.state().report_to_checks(|checks| memory.report_block(checks, bytes, at));
     let memory = Memory::Apart(memory);
     Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
 }
 
-/// Allocates a segment for this memory alone, in a private pool that is closed again at once. So the segment, once free, goes back to
-/// the device the next time that unused memory does. It has the same size as mapped exportable memory, because opening it by its
-/// pointer gives access to the driver's whole allocation.
+/// Allocates a segment for this memory alone, in a private pool that is closed again at once. So
+/// the segment, once free, goes back to the device the next time that unused memory does. It has
+/// the same size as mapped exportable memory, because opening it by its pointer gives access to the
+/// driver's whole allocation.
 #[track_caller]
 fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
     let memory = if bytes == 0 { alloc_bytes(allocator, 0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
@@ -121,7 +125,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
         })
     })?;
     let ptr = DevicePtr(granted.addr);
-    granted.arena.tell_of_block(granted.block, ptr, bytes, Location::caller());
+    granted.arena.report_block(granted.block, ptr, bytes, Location::caller());
     let mark = if allocator.device().checks().is_some() { CHECKED } else { 0 };
     Ok(Allocation::new((granted.arena, granted.block), slot | mark, ptr, bytes))
 }
@@ -187,7 +191,8 @@ fn try_exportable(
     Ok(Ok((ptr, physical)))
 }
 
-/// Makes the driver calls. If one fails, the earlier ones are undone; what cannot be undone now, the device object undoes later.
+/// Makes the driver calls. If one fails, the earlier ones are undone; what cannot be undone now,
+/// the device object undoes later.
 fn map_exportable(
     allocator: &Allocator,
     size: u64,
@@ -208,7 +213,7 @@ fn map_exportable(
     let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
     match accessible {
         Ok(()) => {
-            allocator.state().tell_checks(|checks| checks.manage(ptr.range(size)));
+            allocator.state().report_to_checks(|checks| checks.manage(ptr.range(size)));
             allocator.hooks().mapped(ptr.0, size);
             Ok((ptr, physical))
         }
@@ -245,20 +250,21 @@ impl Exportable {
         self.ptr().range(self.bytes())
     }
 
-    /// The driver's handle of the physical memory, which may be exported while this lives. `None` where memory comes in segments, which are
-    /// shared by their pointer.
+    /// The driver's handle of the physical memory, which may be exported while this lives. `None`
+    /// where memory comes in segments, which are shared by their pointer.
     pub fn handle(&self) -> Option<RawPhysical> {
         self.physical
     }
 
-    /// A buffer of as many whole values as there is room for, for kernels, transfers and [`crate::Turn`]s. It shares the memory and keeps
-    /// it alive. Work on bare addresses is ordered with other uses of the memory only in a [`crate::Turn`].
+    /// A buffer of as many whole values as there is room for, for kernels, transfers and
+    /// [`crate::Turn`]s. It shares the memory and keeps it alive. Work on bare addresses is ordered
+    /// with other uses of the memory only in a [`crate::Turn`].
     pub fn buffer<T: Copy>(&self) -> Buffer<T> {
         Buffer::of_all(&self.storage)
     }
 
-    /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does. Streams that take turns with a buffer do not
-    /// need it.
+    /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does.
+    /// Streams that take turns with a buffer do not need it.
     ///
     /// # Errors
     /// When the stream belongs to another device.

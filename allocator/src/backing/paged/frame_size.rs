@@ -1,33 +1,40 @@
 //! How large new frames are.
 //!
-//! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only when no part of it is in use. What is
-//! free in one that is partly in use serves only where it lies; it is *stranded* (`internal_fragmentation.rs`). So three bounds hold for frames that are
+//! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only
+//! when no part of it is in use. What is free in one that is partly in use serves only where it
+//! lies; it is *stranded* (`internal_fragmentation.rs`). So three bounds hold for frames that are
 //! made:
-//! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`] granules, or the largest that divides the
-//!   block without remainder, if that is more, but no more than half of the block. Each border between a free and a live block may cut a
-//!   frame, so where blocks are small, frames have to be, unless borders fall between frames because blocks consist of whole ones. How
-//!   much they will strand shows too late: by then a program has most of its memory;
+//! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`]
+//!   granules, or the largest that divides the block without remainder, if that is more, but no
+//!   more than half of the block. Each border between a free and a live block may cut a frame, so
+//!   where blocks are small, frames have to be, unless borders fall between frames because blocks
+//!   consist of whole ones. How much they will strand shows too late: by then a program has most of
+//!   its memory;
 //! * their pool's memory, divided by [`SHARE`], so that small programs have small frames;
-//! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for which frames such as there are would
-//!   strand no more than a [`BUDGET`] allows, but at most doubles. It counts only where memory moves, or will once the device is done with
-//!   it: while all that a program frees serves where it lies, small frames would help nobody. Nor does it count where memory moves again
-//!   and again ([`Prospect::Recurs`]), if the device has enough left: each repetition pays for each frame.
+//! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for
+//!   which frames such as there are would strand no more than a [`BUDGET`] allows, but at most
+//!   doubles. It counts only where memory moves, or will once the device is done with it: while all
+//!   that a program frees serves where it lies, small frames would help nobody. Nor does it count
+//!   where memory moves again and again ([`Prospect::Recurs`]), if the device has enough left: each
+//!   repetition pays for each frame.
 
 use super::internal_fragmentation::Stranded;
 
-/// Granules of the largest frames, unless the configuration says how large they are: 16 MiB where a granule has 2.
+/// Granules of the largest frames, unless the configuration says how large they are: 16 MiB where a
+/// granule has 2.
 const LARGEST: u32 = 8;
 /// The same where memory moves again and again: 64 MiB.
 const LARGEST_RECURRING: u32 = 32;
-/// A frame has at most its pool's memory divided by this, unless the configuration says how large frames are.
+/// A frame has at most its pool's memory divided by this, unless the configuration says how large
+/// frames are.
 const SHARE: u64 = 64;
-/// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the block consists of whole frames or the configuration
-/// says how large frames are.
+/// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the block consists
+/// of whole frames or the configuration says how large frames are.
 const BLOCK_SHARE: u64 = 16;
 /// Granules of frames that are made whatever that share is, for blocks that are twice as large.
 const ALWAYS: u64 = 2;
-/// What is held beyond the peak of use should stay below that peak divided by this. What is held for other reasons leaves less for what is
-/// stranded.
+/// What is held beyond the peak of use should stay below that peak divided by this. What is held
+/// for other reasons leaves less for what is stranded.
 const BUDGET: u64 = 144;
 
 /// What is known about memory that is about to be mapped.
@@ -37,7 +44,8 @@ pub(crate) enum Prospect {
     Grows,
     /// Memory moves.
     Moves,
-    /// It moves where it moved before, the program returns to such points often (`recurrence.rs`), and the device can spare what is stranded.
+    /// It moves where it moved before, the program returns to such points often (`recurrence.rs`),
+    /// and the device can spare what is stranded.
     Recurs,
 }
 
@@ -46,7 +54,8 @@ pub(crate) enum Prospect {
 pub(crate) struct BlockLength {
     /// Rounded up.
     granules: u64,
-    /// Granules of the largest frame of which the block has a whole number; 1 if it has no whole number of granules.
+    /// Granules of the largest frame of which the block has a whole number; 1 if it has no whole
+    /// number of granules.
     divisor: u64,
 }
 
@@ -75,8 +84,8 @@ impl FrameSize {
         FrameSize { limit: largest, largest, is_given: given.is_some() }
     }
 
-    /// Adapts the limit: memory is bought, after which `reserved` granules would be held, where at most `peak` were in use so far, and
-    /// some are stranded.
+    /// Adapts the limit: memory is bought, after which `reserved` granules would be held, where at
+    /// most `peak` were in use so far, and some are stranded.
     pub(crate) fn note(&mut self, internal_fragmentation: &Stranded, reserved: u64, peak: u64) {
         let other = reserved.saturating_sub(peak).saturating_sub(internal_fragmentation.granules());
         let budget = (peak / BUDGET).saturating_sub(other);
@@ -89,7 +98,8 @@ impl FrameSize {
         }
     }
 
-    /// Granules of the largest frame that may be made for a block, in a pool that has, or is about to have, `pool` granules.
+    /// Granules of the largest frame that may be made for a block, in a pool that has, or is about
+    /// to have, `pool` granules.
     pub(crate) fn largest(&self, pool: u64, block: BlockLength, prospect: Prospect) -> u32 {
         let limit = match prospect {
             Prospect::Moves => self.limit,

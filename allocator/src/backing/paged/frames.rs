@@ -1,8 +1,11 @@
-//! Frames: physical memory as the driver knows it. A frame has one handle, and is as large as one granule or several; it is created, mapped,
-//! unmapped and released as a whole. Each driver call for a frame costs about the same whatever its size, so large frames save calls;
-//! but a frame moves only when no part of it is in use, so small ones save memory (`frame_size.rs` says which are made).
+//! Frames: physical memory as the driver knows it. A frame has one handle, and is as large as one
+//! granule or several; it is created, mapped, unmapped and released as a whole. Each driver call
+//! for a frame costs about the same whatever its size, so large frames save calls; but a frame
+//! moves only when no part of it is in use, so small ones save memory (`frame_size.rs` says which
+//! are made).
 //!
-//! Frames are made as large as a power of two, so that a few of them add up to any number of granules.
+//! Frames are made as large as a power of two, so that a few of them add up to any number of
+//! granules.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -32,7 +35,8 @@ pub(crate) fn granules_of(frames: &[Frame]) -> u64 {
     frames.iter().map(|frame| frame.granules()).sum()
 }
 
-/// The sizes of frames, none larger than `largest`, that add up to a number of granules. Largest first.
+/// The sizes of frames, none larger than `largest`, that add up to a number of granules. Largest
+/// first.
 pub(crate) fn sizes(granules: u64, largest: u32) -> impl Iterator<Item = u32> {
     let largest = u64::from(largest.max(1));
     let mut left = granules;
@@ -74,7 +78,8 @@ impl LooseFrames {
         Some(Frame::new(physical, size))
     }
 
-    /// Takes out frames of at least `granules` granules together, or all: as many as it takes, exactly as large if that is possible.
+    /// Takes out frames of at least `granules` granules together, or all: as many as it takes,
+    /// exactly as large if that is possible.
     pub(crate) fn take(&mut self, granules: u64) -> LooseFrames {
         let mut taken = LooseFrames::default();
         let largest_first: Vec<u32> = self.by_size.keys().rev().copied().collect();

@@ -1,9 +1,12 @@
-//! The gate: a lock that operations on a few mappings hold shared, and operations on all mappings hold exclusively.
+//! The gate: a lock that operations on a few mappings hold shared, and operations on all mappings
+//! hold exclusively.
 //!
-//! A remap holds it from its decision to its accounting, across the driver's calls and observers, so that an operation which needs all mappings
-//! at once finds none of them in the hands of others (invariant A6). It comes before every other lock. A segment that is taken
-//! where memory is mapped, too, is under it, so that nothing grows while the allocator sleeps. While the gate is held shared, the device is
-//! waited for only where memory is given back, or where the driver does so to give a segment.
+//! A remap holds it from its decision to its accounting, across the driver's calls and observers,
+//! so that an operation which needs all mappings at once finds none of them in the hands of others
+//! (invariant A6). It comes before every other lock. A segment that is taken where memory is
+//! mapped, too, is under it, so that nothing grows while the allocator sleeps. While the gate is
+//! held shared, the device is waited for only where memory is given back, or where the driver does
+//! so to give a segment.
 
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -29,8 +32,8 @@ impl Gate {
         self.mappings.write()
     }
 
-    /// For falling asleep and waking up, one at a time. It is held while turns are waited for, so nobody who has one may ask for
-    /// it; those who have one may pass the gate itself meanwhile.
+    /// For falling asleep and waking up, one at a time. It is held while turns are waited for, so
+    /// nobody who has one may ask for it; those who have one may pass the gate itself meanwhile.
     pub(crate) fn sleep(&self) -> RwLockWriteGuard<'_> {
         self.sleep.write()
     }

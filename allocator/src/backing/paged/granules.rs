@@ -1,5 +1,6 @@
-//! The table of mapped memory: which frame is mapped at which address. Physical memory comes in frames and is counted in granules
-//! (`frames.rs`); physical memory and addresses are separate resources, and this table connects them.
+//! The table of mapped memory: which frame is mapped at which address. Physical memory comes in
+//! frames and is counted in granules (`frames.rs`); physical memory and addresses are separate
+//! resources, and this table connects them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -57,8 +58,8 @@ pub(crate) struct Paged {
     pub(crate) in_use_peak: u64,
     /// The number of allocations made when that peak was seen.
     pub(crate) peak_at: u64,
-    /// Bytes that were bought from the device although frames might have moved, less what went back to it since, and less what the peak
-    /// in use has risen by since: that had to be bought anyway.
+    /// Bytes that were bought from the device although frames might have moved, less what went back
+    /// to it since, and less what the peak in use has risen by since: that had to be bought anyway.
     pub(crate) bought_instead: u64,
     /// How much the device can give.
     pub(crate) capacity: Capacity,
@@ -66,7 +67,8 @@ pub(crate) struct Paged {
     pub(crate) recurrence: Recurrence,
     /// How often the host waited so that memory could move.
     pub(crate) stalls: u64,
-    /// How often a stream was made to wait for another one instead of memory being taken from the device.
+    /// How often a stream was made to wait for another one instead of memory being taken from the
+    /// device.
     pub(crate) orders: u64,
 }
 
@@ -81,7 +83,8 @@ pub(crate) enum Purpose {
     Exportable,
 }
 
-/// Addresses that stay held because frames are mapped there without access and the driver did not unmap them.
+/// Addresses that stay held because frames are mapped there without access and the driver did not
+/// unmap them.
 #[derive(Debug)]
 pub(crate) struct Stuck {
     /// The stream in whose arena they are held.
@@ -118,7 +121,8 @@ impl Mapped {
 }
 
 impl Paged {
-    /// No memory yet. `frame` is the number of granules of the largest frames, if the configuration says so.
+    /// No memory yet. `frame` is the number of granules of the largest frames, if the configuration
+    /// says so.
     pub(crate) fn new(granule: u64, frame: Option<u32>, options: PhysicalOptions, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
         let (reservations, spares) = (BTreeMap::new(), LooseFrames::default());
@@ -228,7 +232,8 @@ impl Paged {
         }
     }
 
-    /// Removes the frames of a mapped range, which consists of whole ones, from the table, and returns them by address.
+    /// Removes the frames of a mapped range, which consists of whole ones, from the table, and
+    /// returns them by address.
     pub(crate) fn forget_mapped(&mut self, addr: u64, bytes: u64) -> Vec<Frame> {
         let Some((mapped, touched)) = self.touched_mut(&(addr..addr + bytes)) else { return Vec::new() };
         let taken = mapped.places.forget(touched);
@@ -256,7 +261,8 @@ impl Paged {
         bytes
     }
 
-    /// The frames that lie wholly within a range of the reservation that starts at `base`. All of the range has memory.
+    /// The frames that lie wholly within a range of the reservation that starts at `base`. All of
+    /// the range has memory.
     pub(crate) fn whole_frames(&self, base: u64, range: &Range<u64>) -> WholeFrames<'_> {
         let inside = self.places_inside(base, range);
         let (places, left) =
@@ -264,7 +270,8 @@ impl Paged {
         WholeFrames { base, granule: self.granule, left, places }
     }
 
-    /// What of a range of the reservation that starts at `base` belongs to frames that reach beyond it. All of the range has memory.
+    /// What of a range of the reservation that starts at `base` belongs to frames that reach beyond
+    /// it. All of the range has memory.
     pub(crate) fn internal_fragmentation(&self, base: u64, range: &Range<u64>) -> Stranded {
         let mut internal_fragmentation = Stranded::default();
         let Some((places, inside)) = self.places_inside(base, range) else { return internal_fragmentation };
@@ -277,7 +284,8 @@ impl Paged {
         internal_fragmentation
     }
 
-    /// The places that lie wholly within a range of the reservation that starts at `base`. `None` if there are none.
+    /// The places that lie wholly within a range of the reservation that starts at `base`. `None`
+    /// if there are none.
     fn places_inside(&self, base: u64, range: &Range<u64>) -> Option<(&Places, Range<usize>)> {
         let number = |bytes: u64| usize::try_from(bytes >> self.granule.trailing_zeros()).unwrap_or(usize::MAX);
         let inside = number(range.start - base + (self.granule - 1))..number(range.end - base);
@@ -287,8 +295,8 @@ impl Paged {
         Some((&self.reservations.get(&base)?.places, inside))
     }
 
-    /// The contiguous ranges that have memory, by address. Ranges of two reservations that lie side by side are listed separately, because
-    /// a mapping operation concerns one reservation.
+    /// The contiguous ranges that have memory, by address. Ranges of two reservations that lie side
+    /// by side are listed separately, because a mapping operation concerns one reservation.
     pub(crate) fn mapped_ranges(&self) -> Vec<Range<u64>> {
         let all = |(&base, mapped): (&u64, &Mapped)| base..base + mapped.bytes;
         self.reservations.iter().flat_map(|entry| self.mapped_within(&all(entry))).collect()
@@ -313,7 +321,8 @@ impl Paged {
         self.runs(range, |has_memory| !has_memory)
     }
 
-    /// The contiguous ranges whose memory may go while the allocator sleeps, each with the kind of pool that it counts in.
+    /// The contiguous ranges whose memory may go while the allocator sleeps, each with the kind of
+    /// pool that it counts in.
     pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
         let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
         let ranges = may_sleep.flat_map(|(&base, mapped)| {
@@ -327,7 +336,8 @@ impl Paged {
         ranges.collect()
     }
 
-    /// True if the frame mapped at an address of a reservation never became usable, and the driver has not unmapped it so far.
+    /// True if the frame mapped at an address of a reservation never became usable, and the driver
+    /// has not unmapped it so far.
     fn is_unusable(&self, base: u64, at: u64) -> bool {
         let is_stuck = |stuck: &Stuck| stuck.frames.iter().any(|frame| frame.contains(&at));
         self.stuck.iter().any(is_stuck) || self.deferred_release.is_unusable(base, at)
@@ -343,8 +353,9 @@ impl Paged {
         joined(places.filter(|&(_, has_memory)| pick(has_memory)).map(|(at, _)| at..at + reserved.granule))
     }
 
-    /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose `size` is the part that the owner has,
-    /// from the first address on. Memory counts even while it is absent.
+    /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose
+    /// `size` is the part that the owner has, from the first address on. Memory counts even while
+    /// it is absent.
     pub(crate) fn dedicated(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
         self.owned.iter().flat_map(|(&base, owned)| {
             let end = base + self.reservations.get(&base).map_or(0, |mapped| mapped.bytes);
@@ -361,7 +372,8 @@ impl Paged {
         })
     }
 
-    /// Hands all memory and addresses to the device object, which gives them back at its next driver call.
+    /// Hands all memory and addresses to the device object, which gives them back at its next
+    /// driver call.
     pub(crate) fn release_later(mut self, device: &Device) {
         for absent in self.absent.take().into_iter().flatten() {
             let (mapped, loose) = absent.frames.split_at(absent.mapped);
@@ -431,7 +443,8 @@ impl Iterator for WholeFrames<'_> {
 /// The pool that dedicated memory counts in: the default large one.
 pub(crate) const POOL: u16 = PoolKind::Large as u16;
 
-/// The part of a reservation that its owner has, from the first address on. All sizes are 0 while the owner has nothing yet.
+/// The part of a reservation that its owner has, from the first address on. All sizes are 0 while
+/// the owner has nothing yet.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Owned {
     /// Bytes, a multiple of a granule.

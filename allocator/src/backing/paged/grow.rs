@@ -1,9 +1,11 @@
-//! Serves a request from mapped memory: drafts a remap, waits where that pays, plans, makes the driver calls, and accounts for the result.
+//! Serves a request from mapped memory: drafts a remap, waits where that pays, plans, makes the
+//! driver calls, and accounts for the result.
 //!
-//! Whether memory may move depends on how far streams got. The host asks first, which waits for nothing. Where reserved memory would then
-//! exceed the peak of memory in use by more than a share, there are two ways to wait instead of growing, each within a budget:
-//! * the request's stream is made to wait for another stream, and gets that stream's memory, or blocks of its own that the other stream
-//!   used; this stalls only the request's stream;
+//! Whether memory may move depends on how far streams got. The host asks first, which waits for
+//! nothing. Where reserved memory would then exceed the peak of memory in use by more than a share,
+//! there are two ways to wait instead of growing, each within a budget:
+//! * the request's stream is made to wait for another stream, and gets that stream's memory, or
+//!   blocks of its own that the other stream used; this stalls only the request's stream;
 //! * the host waits, which stalls the program.
 //!
 //! Where memory would be refused otherwise, the host waits in any case.
@@ -37,32 +39,39 @@ use crate::pools::table::Which;
 use crate::request::Request;
 use crate::state::guard::StateGuard;
 
-/// Waiting is considered only if reserved memory would exceed the peak in use by more than that peak divided by this, and by more than
-/// [`SLACK_LEAST`]. For less it is not worth it.
+/// Waiting is considered only if reserved memory would exceed the peak in use by more than that
+/// peak divided by this, and by more than [`SLACK_LEAST`]. For less it is not worth it.
 const SLACK_SHARE: u64 = 128;
 /// In bytes: see [`SLACK_SHARE`].
 const SLACK_LEAST: u64 = 32 << 20;
-/// The host waits only if reserved memory would exceed the peak in use by more than that peak divided by this: it may not wait often.
+/// The host waits only if reserved memory would exceed the peak in use by more than that peak
+/// divided by this: it may not wait often.
 const STALL_SLACK_SHARE: u64 = 80;
-/// The host waits for at most one allocation in this many, and for a few more at the start: [`STALL_ADVANCE`], and up to [`STALL_MORE`].
+/// The host waits for at most one allocation in this many, and for a few more at the start:
+/// [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
 /// How often the host may wait at the start, however little memory that saves.
 const STALL_ADVANCE: u64 = 2;
-/// How often it may wait in addition if that saves a quarter of the peak in use; in proportion if it saves less.
+/// How often it may wait in addition if that saves a quarter of the peak in use; in proportion if
+/// it saves less.
 const STALL_MORE: u64 = 6;
-/// How often the host waits at most before one request grows: another thread may use the memory again each time.
+/// How often the host waits at most before one request grows: another thread may use the memory
+/// again each time.
 const STALLS_PER_REQUEST: u64 = STALL_ADVANCE + STALL_MORE;
-/// The host waits for enough memory to serve more than one request: reserved memory divided by this, or what the request lacks, if that is
-/// more.
+/// The host waits for enough memory to serve more than one request: reserved memory divided by
+/// this, or what the request lacks, if that is more.
 const STALL_SHARE: u64 = 32;
-/// A stream is made to wait for another one for at most one allocation in this many, plus [`ORDER_ADVANCE`] at the start.
+/// A stream is made to wait for another one for at most one allocation in this many, plus
+/// [`ORDER_ADVANCE`] at the start.
 const ORDER_SPACING: u64 = 32;
 /// See [`ORDER_SPACING`].
 const ORDER_ADVANCE: u64 = 8;
-/// How often a request is planned anew at most. It may have to be, because others may take the memory that it waited for.
+/// How often a request is planned anew at most. It may have to be, because others may take the
+/// memory that it waited for.
 pub(crate) const ROUNDS: u32 = 64;
-/// At most this many times as many addresses are reserved as the device has memory. Live blocks spread over addresses: on a full device
-/// whose program never settles, they took more than four times as many addresses as it had memory.
+/// At most this many times as many addresses are reserved as the device has memory. Live blocks
+/// spread over addresses: on a full device whose program never settles, they took more than four
+/// times as many addresses as it had memory.
 const ADDRESSES_FOR_MEMORY: u64 = 64;
 
 /// What may still be tried for a request. A field becomes false once it was tried in vain.
@@ -72,8 +81,8 @@ struct Allowed {
     ask: bool,
     /// Make the request's stream wait for others.
     order: bool,
-    /// How often to wait on the host rather than grow. Where memory would be refused otherwise, the host waits in any
-    /// case.
+    /// How often to wait on the host rather than grow. Where memory would be refused otherwise, the
+    /// host waits in any case.
     stalls: u64,
     /// Take memory from the device.
     create: bool,
@@ -95,7 +104,8 @@ enum Next {
     /// Wait on the host until the timeline has got this far.
     Wait(Arc<Timeline>, u64),
     Reserve,
-    /// Wait until other threads have finished taking memory: only then is it known how much the device has left.
+    /// Wait until other threads have finished taking memory: only then is it known how much the
+    /// device has left.
     AskRoom,
     Again,
 }
@@ -181,8 +191,8 @@ fn step(allocator: &Allocator, request: &Request, allowed: &mut Allowed) -> Resu
     }
 }
 
-/// The step that is worth trying before memory is bought from the device: to ask whether more work is done, or to wait for it. `None`
-/// if there is none.
+/// The step that is worth trying before memory is bought from the device: to ask whether more work
+/// is done, or to wait for it. `None` if there is none.
 fn before_buying(
     allocator: &Allocator,
     guard: &mut StateGuard,
@@ -240,8 +250,8 @@ fn carry_out_plan(
     refused(done.error, done.at_creation, bought_though_movable, allowed)
 }
 
-/// Makes the request's stream wait for other streams' uses of its own blocks, which are then free to it. Returns false if that cannot
-/// be done now.
+/// Makes the request's stream wait for other streams' uses of its own blocks, which are then free
+/// to it. Returns false if that cannot be done now.
 fn order_after(allocator: &Allocator, request: &Request, uses: &Pending) -> Result<bool, AllocError> {
     let own = allocator.state().shared().timeline(request.slot).cloned();
     let Some(own) = own else { return Ok(false) };
@@ -278,11 +288,13 @@ pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: u64) 
     }
 }
 
-/// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as many are taken as the device has
-/// memory; where these are nearly used up, a request that is larger than its share still gets as many as it needs. The first
-/// reservation has room for all memory, and each later one takes a smaller share of the addresses that are left: after a hundred
-/// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small requests take less, and so does any
-/// request if that many are refused. Returns false if there are no addresses for the request.
+/// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as
+/// many are taken as the device has memory; where these are nearly used up, a request that is
+/// larger than its share still gets as many as it needs. The first reservation has room for all
+/// memory, and each later one takes a smaller share of the addresses that are left: after a hundred
+/// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small
+/// requests take less, and so does any request if that many are refused. Returns false if there are
+/// no addresses for the request.
 fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
     let held = allocator
         .state()
@@ -300,7 +312,7 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
     loop {
         match allocator.device().driver().reserve(bytes, granule) {
             Ok(ptr) => {
-                allocator.state().tell_checks(|checks| checks.manage(ptr.range(bytes)));
+                allocator.state().report_to_checks(|checks| checks.manage(ptr.range(bytes)));
                 let mut guard = allocator.state().lock(Some(request.slot));
                 if let Some(paged) = &mut guard.paged {
                     paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
@@ -346,8 +358,8 @@ fn refused(error: Option<DeviceError>, at_creation: bool, bought_though_movable:
     }
 }
 
-/// Ticks at which streams may be asked how far they got: for each stream the latest one for which an event was recorded or may be
-/// recorded now.
+/// Ticks at which streams may be asked how far they got: for each stream the latest one for which
+/// an event was recorded or may be recorded now.
 pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
     let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
     for &(slot, after) in not_done.keys() {
@@ -374,7 +386,8 @@ fn note_questions(guard: &mut StateGuard, ticks: &[(u32, u64)]) {
     }
 }
 
-/// Bytes by which reserved memory would exceed the peak in use; `None` if that is within [`SLACK_SHARE`] and [`SLACK_LEAST`].
+/// Bytes by which reserved memory would exceed the peak in use; `None` if that is within
+/// [`SLACK_SHARE`] and [`SLACK_LEAST`].
 fn over_peak(guard: &StateGuard, draft: &Draft) -> Option<u64> {
     let paged = guard.paged.as_ref()?;
     let grown = guard.reserved + guard.growing.now() + draft.buy * paged.granule;
@@ -382,8 +395,8 @@ fn over_peak(guard: &StateGuard, draft: &Draft) -> Option<u64> {
     grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
 }
 
-/// What the request's stream should wait for: other streams' uses of a block of its own, or another stream's free block. `None` if it
-/// waited too often or if there is no such block.
+/// What the request's stream should wait for: other streams' uses of a block of its own, or another
+/// stream's free block. `None` if it waited too often or if there is no such block.
 fn worth_ordering(guard: &mut StateGuard, request: &Request) -> Option<Next> {
     let own = uses_of_own(guard, request);
     let ticks = own.clone().or_else(|| Some(vec![tick_of_lender(guard, request)?]))?;
@@ -404,8 +417,8 @@ fn worth_ordering(guard: &mut StateGuard, request: &Request) -> Option<Next> {
     Some(Next::Order(uses.collect::<Option<_>>()?))
 }
 
-/// What the host should wait for, rather than let reserved memory exceed the peak in use by `excess` bytes. `None` if it waited too
-/// often or if there is nothing to wait for.
+/// What the host should wait for, rather than let reserved memory exceed the peak in use by
+/// `excess` bytes. `None` if it waited too often or if there is nothing to wait for.
 fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
     let paged = guard.paged.as_ref()?;
     let peak = paged.in_use_peak.max(draft.point.in_use);
@@ -424,8 +437,8 @@ fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> Option<(Arc
     first_enough(guard, &not_done, draft.buy.max(guard.reserved / STALL_SHARE / paged.granule))
 }
 
-/// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no stream has that many, the latest
-/// tick of the stream that has the most.
+/// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no
+/// stream has that many, the latest tick of the stream that has the most.
 pub(crate) fn first_enough(
     guard: &StateGuard,
     not_done: &BTreeMap<(u32, u64), u64>,
@@ -442,7 +455,8 @@ pub(crate) fn first_enough(
     Some((guard.timeline(slot)?.clone(), after))
 }
 
-/// Asks the device how much it can give if the next plan may want to know. If it does not answer, that stays unknown.
+/// Asks the device how much it can give if the next plan may want to know. If it does not answer,
+/// that stays unknown.
 pub(super) fn learn_capacity(allocator: &Allocator) {
     let is_unknown = |paged: &Paged| paged.recurrence.has_settled() && paged.capacity.good_for == 0;
     if !allocator.state().shared().paged.as_ref().is_some_and(is_unknown) {

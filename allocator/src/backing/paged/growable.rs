@@ -1,11 +1,14 @@
-//! Growable memory: addresses are reserved once, and as much memory is mapped behind them as is needed at a time.
+//! Growable memory: addresses are reserved once, and as much memory is mapped behind them as is
+//! needed at a time.
 //!
-//! Its granules come from the same places as those of blocks: spare granules, granules in free blocks whose last use is done, and the
-//! device. Memory that it gives up by shrinking is retired (`dedicated.rs`). If it grows again before that memory is recycled, it takes the
-//! memory back, ordered after its last uses. The rest of a granule of which it keeps a part stays with it, and so do the ticks of that
-//! rest's last uses.
+//! Its granules come from the same places as those of blocks: spare granules, granules in free
+//! blocks whose last use is done, and the device. Memory that it gives up by shrinking is retired
+//! (`dedicated.rs`). If it grows again before that memory is recycled, it takes the memory back,
+//! ordered after its last uses. The rest of a granule of which it keeps a part stays with it, and
+//! so do the ticks of that rest's last uses.
 //!
-//! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches addresses without memory.
+//! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches
+//! addresses without memory.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -41,9 +44,11 @@ use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::tags::Tag;
 
-/// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of whole granules, of 2 MiB by default
-/// ([`crate::Config::granule`]), so it suits few that are large rather than many that are small. Dropping it, and the buffers made of it, makes
-/// no driver call and does not wait; its memory is recycled once the streams that used it are done. It keeps the allocator open.
+/// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of
+/// whole granules, of 2 MiB by default ([`crate::Config::granule`]), so it suits few that are large
+/// rather than many that are small. Dropping it, and the buffers made of it, makes no driver call
+/// and does not wait; its memory is recycled once the streams that used it are done. It keeps the
+/// allocator open.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Turn};
@@ -74,7 +79,8 @@ pub struct Growable {
     storage: Arc<Storage>,
     capacity: u64,
     granule: u64,
-    /// Uses of what lies behind its end in the last granule: streams, and where their timelines must have got to.
+    /// Uses of what lies behind its end in the last granule: streams, and where their timelines
+    /// must have got to.
     rest: Vec<(u32, u64)>,
 }
 
@@ -85,7 +91,8 @@ enum Next {
     Ask(Vec<(Arc<Timeline>, u64)>),
     /// Wait on the host until the timeline has got this far.
     Wait(Arc<Timeline>, u64),
-    /// Wait until other threads have finished taking memory: only then is it known how much the device has left.
+    /// Wait until other threads have finished taking memory: only then is it known how much the
+    /// device has left.
     AskRoom,
     Again,
 }
@@ -110,13 +117,14 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
     let reserved = capacity.max(1).next_multiple_of(granule);
     let ptr = match allocator.device().driver().reserve(reserved, granule) {
         Err(error) if error.kind == ErrorKind::OutOfAddresses => {
-            // This gives unused memory back, and with it the addresses at which nothing is mapped any more.
+            // This gives unused memory back, and with it the addresses at which nothing is mapped
+            // any more.
             allocator.empty_cache()?;
             allocator.device().driver().reserve(reserved, granule)
         }
         reserved => reserved,
     }?;
-    allocator.state().tell_checks(|checks| checks.manage(ptr.range(reserved)));
+    allocator.state().report_to_checks(|checks| checks.manage(ptr.range(reserved)));
     if let Some(paged) = &mut allocator.state().shared().paged {
         paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
         paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
@@ -247,15 +255,17 @@ impl Growable {
         self.ptr().range(self.bytes())
     }
 
-    /// A buffer of as many whole values as there is memory for now, for kernels, transfers and [`crate::Turn`]s. The buffer shares the
-    /// memory and keeps it alive. It stays valid when this grows, and while it lives this cannot shrink. The buffer's first use is ordered
-    /// after the growth, but not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a buffer.
+    /// A buffer of as many whole values as there is memory for now, for kernels, transfers and
+    /// [`crate::Turn`]s. The buffer shares the memory and keeps it alive. It stays valid when this
+    /// grows, and while it lives this cannot shrink. The buffer's first use is ordered after the
+    /// growth, but not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a
+    /// buffer.
     pub fn buffer<T: Copy>(&self) -> Buffer<T> {
         Buffer::of_all(&self.storage)
     }
 
-    /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does. Streams that take turns with a buffer do not
-    /// need it.
+    /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does.
+    /// Streams that take turns with a buffer do not need it.
     ///
     /// # Errors
     /// When the stream belongs to another device.
@@ -263,13 +273,15 @@ impl Growable {
         self.memory.record_stream(stream)
     }
 
-    /// Grows to `bytes`, for work on `stream` from now on; does nothing if it is that large already. Memory is taken in whole granules, and
-    /// is uninitialised. `stream` is noted as by [`Growable::record_stream`]. Later turns of other streams come after the work enqueued on
+    /// Grows to `bytes`, for work on `stream` from now on; does nothing if it is that large
+    /// already. Memory is taken in whole granules, and is uninitialised. `stream` is noted as by
+    /// [`Growable::record_stream`]. Later turns of other streams come after the work enqueued on
     /// `stream` until now.
     ///
     /// # Errors
-    /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if it is that large already, because its
-    /// memory is away; when the stream captures; otherwise as [`Allocator::alloc_bytes`]. The size is then as before.
+    /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if
+    /// it is that large already, because its memory is away; when the stream captures; otherwise as
+    /// [`Allocator::alloc_bytes`]. The size is then as before.
     #[track_caller]
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
@@ -277,8 +289,9 @@ impl Growable {
         if bytes > self.capacity {
             return Err(AllocError::BeyondCapacity { requested: bytes, capacity: self.capacity });
         }
-        // Looked at once, before anything changes. If the allocator falls asleep after this, that is as if it did so after the growth: the
-        // new size is noted without touching memory, and memory is mapped only after another look (`fill_step`).
+        // Looked at once, before anything changes. If the allocator falls asleep after this, that
+        // is as if it did so after the growth: the new size is noted without touching memory, and
+        // memory is mapped only after another look (`fill_step`).
         if self.allocator().state().shared().is_asleep() {
             return Err(AllocError::Asleep);
         }
@@ -308,14 +321,15 @@ impl Growable {
         Ok(())
     }
 
-    /// Shrinks to `bytes`; does nothing if it is that small already. Makes no driver call. The memory beyond serves others once all work
-    /// enqueued until now is done, on `stream` and on the streams noted before. Work that uses this memory must be enqueued on one of these
-    /// streams, before this call. It may shrink while the allocator sleeps: what it gives up then comes back with [`Allocator::wake`], and
-    /// serves others from then on.
+    /// Shrinks to `bytes`; does nothing if it is that small already. Makes no driver call. The
+    /// memory beyond serves others once all work enqueued until now is done, on `stream` and on the
+    /// streams noted before. Work that uses this memory must be enqueued on one of these streams,
+    /// before this call. It may shrink while the allocator sleeps: what it gives up then comes back
+    /// with [`Allocator::wake`], and serves others from then on.
     ///
     /// # Errors
-    /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; when the stream belongs to another device. The size
-    /// is then as before.
+    /// [`AllocError::Shared`] while buffers made of it live, which might reach beyond; when the
+    /// stream belongs to another device. The size is then as before.
     #[track_caller]
     pub fn shrink_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
@@ -358,7 +372,8 @@ impl Growable {
         climb_dedicated(allocator, &request, self.size(), || try_fill(allocator, &request, base, &range))
     }
 
-    /// Makes a stream's later work come after uses of memory: streams, and where their timelines must have got to.
+    /// Makes a stream's later work come after uses of memory: streams, and where their timelines
+    /// must have got to.
     fn order_after(&self, stream: &Stream, uses: impl IntoIterator<Item = (u32, u64)>) -> Result<(), AllocError> {
         let mut latest = BTreeMap::new();
         for (slot, after) in uses {
@@ -373,7 +388,8 @@ impl Growable {
         Ok(())
     }
 
-    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of retired memory.
+    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of retired
+    /// memory.
     fn take_retired(&self, size: u64) -> Vec<DeferredRelease> {
         let (base, end) = (self.ptr().0, self.ptr().0 + size);
         let mut shared = self.allocator().state().shared();
@@ -382,7 +398,8 @@ impl Growable {
 
     /// Retires the memory that a failed growth to `size` has got so far.
     fn put_back(&self, retaken: Vec<DeferredRelease>, size: u64) {
-        // Falling asleep and waking up take memory off the table for a while. A thread that may not pass the gate has got nothing.
+        // Falling asleep and waking up take memory off the table for a while. A thread that may not
+        // pass the gate has got nothing.
         let _gate = self.allocator().gate().map(Gate::shared);
         let mut shared = self.allocator().state().shared();
         let Some(paged) = &mut shared.paged else { return };

@@ -1,11 +1,14 @@
-//! Stranded memory: granules that lie wholly in free blocks and cannot move, because their frames are partly in use.
+//! Stranded memory: granules that lie wholly in free blocks and cannot move, because their frames
+//! are partly in use.
 //!
-//! It is counted for every limit on the size of frames: a frame of the size of a power of two, were it made of smaller ones of one size,
-//! would strand only what is free of those that are partly in use.
+//! It is counted for every limit on the size of frames: a frame of the size of a power of two, were
+//! it made of smaller ones of one size, would strand only what is free of those that are partly in
+//! use.
 
 use std::ops::{AddAssign, Range};
 
-/// How many limits are told apart: 1, 2, 4, and so on, up to 32 granules. Larger ones count as no limit.
+/// How many limits are told apart: 1, 2, 4, and so on, up to 32 granules. Larger ones count as no
+/// limit.
 const LIMITS: usize = 6;
 
 /// Granules that are stranded, and how many would be if no frame were larger than a limit.

@@ -1,15 +1,17 @@
-//! The layout of a remap: which sizes of frames fill which range, which of them have to be made, and which frames are broken for that.
-//! Pure arithmetic, decided before the driver is called (`carry_out.rs`).
+//! The layout of a remap: which sizes of frames fill which range, which of them have to be made,
+//! and which frames are broken for that. Pure arithmetic, decided before the driver is called
+//! (`carry_out.rs`).
 //!
-//! Frames that there are come first, large ones before small ones. What they do not fill is filled with new frames, whose memory comes from
-//! the device, as far as that was planned, and otherwise from frames that fit nowhere: those are *broken*, that is, released, and others
-//! made of the memory. Each remap breaks some into smaller ones so; where memory is expected to move again, small frames are therefore
-//! *joined*: they are broken, too, and larger ones made of them.
+//! Frames that there are come first, large ones before small ones. What they do not fill is filled
+//! with new frames, whose memory comes from the device, as far as that was planned, and otherwise
+//! from frames that fit nowhere: those are *broken*, that is, released, and others made of the
+//! memory. Each remap breaks some into smaller ones so; where memory is expected to move again,
+//! small frames are therefore *joined*: they are broken, too, and larger ones made of them.
 
 use super::frames::{LooseFrames, sizes};
 
-/// A frame that is moved to a heap's region is kept as it is unless it is more than so many times as large as new ones may be: breaking it
-/// costs calls, too.
+/// A frame that is moved to a heap's region is kept as it is unless it is more than so many times
+/// as large as new ones may be: breaking it costs calls, too.
 const KEPT: u32 = 2;
 
 /// Granules of the largest frames of a remap.
@@ -49,7 +51,8 @@ impl Default for Largest {
 pub(super) struct Layout {
     /// For each range to fill, its frames from the low end up.
     pub(super) ranges: Vec<Vec<u32>>,
-    /// Frames to create of memory that the device has left. They are created first, because this is what fails for lack of memory.
+    /// Frames to create of memory that the device has left. They are created first, because this is
+    /// what fails for lack of memory.
     pub(super) first: Vec<u32>,
     /// Frames to break once they are mapped nowhere.
     pub(super) broken: Vec<u32>,
@@ -60,11 +63,13 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Fills ranges, given by their lengths in granules, with frames that there are and with `create` granules from the device. Together
-    /// they suffice. No frame is larger than `largest` allows.
+    /// Fills ranges, given by their lengths in granules, with frames that there are and with
+    /// `create` granules from the device. Together they suffice. No frame is larger than `largest`
+    /// allows.
     pub(super) fn new(there: &LooseFrames, lengths: &[u64], create: u64, largest: Largest) -> Layout {
         let Largest { made, kept, joined } = largest;
-        // Sizes are powers of two, so frames that are not joined leave the remainder by `made` as it is.
+        // Sizes are powers of two, so frames that are not joined leave the remainder by `made` as
+        // it is.
         let room = |size: u32, left: u64| if size <= joined { left % u64::from(made) } else { left };
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
@@ -182,7 +187,8 @@ mod tests {
             let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
             let (there, largest) = (there(&sizes), 1 << largest);
             let fill: u64 = lengths.iter().sum();
-            // As plans are: either frames suffice, with some to spare, or the device gives what they lack.
+            // As plans are: either frames suffice, with some to spare, or the device gives what
+            // they lack.
             let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
             prop_assume!(there.granules() + create >= fill);
             let in_region = Largest::in_region(largest);

@@ -1,15 +1,18 @@
 //! Milestones: events recorded ahead of need, so that the host knows what is done.
 //!
-//! Before memory can move, the host must know that its last use is done, which takes an event. An event recorded only when memory has to
-//! move would complete only after everything queued by then. So a stream records one whenever much was given back since the last one.
-//! Others are recorded when a request needs to know. Both kinds together are at most one event per 100 operations, plus a few at the start.
-//! An operation is an allocation or a free; allocations are what is counted.
+//! Before memory can move, the host must know that its last use is done, which takes an event. An
+//! event recorded only when memory has to move would complete only after everything queued by then.
+//! So a stream records one whenever much was given back since the last one. Others are recorded
+//! when a request needs to know. Both kinds together are at most one event per 100 operations, plus
+//! a few at the start. An operation is an allocation or a free; allocations are what is counted.
 
 use aquifer_device::Stream;
 
-/// A milestone is due when the bytes freed since the last one reach reserved memory divided by this.
+/// A milestone is due when the bytes freed since the last one reach reserved memory divided by
+/// this.
 pub(crate) const SHARE: u64 = 64;
-/// Allocations for each event of one kind. Counting frees, and both kinds of events, that is one event for 100 operations.
+/// Allocations for each event of one kind. Counting frees, and both kinds of events, that is one
+/// event for 100 operations.
 const SPACING: u64 = 100;
 /// Events of each kind that may be recorded in advance, before that many allocations were made.
 const ADVANCE: u64 = 32;
@@ -56,7 +59,8 @@ impl Milestones {
 
     pub(crate) fn note_recorded(&mut self, reason: Reason) {
         self.recorded[reason as usize] += 1;
-        // In a small heap every free may make a milestone due. This keeps the check from running each time.
+        // In a small heap every free may make a milestone due. This keeps the check from running
+        // each time.
         self.not_before = self.searches_for(Reason::Milestone);
     }
 
@@ -70,7 +74,8 @@ impl Milestones {
 #[cold]
 pub(crate) fn record_milestone(stream: &Stream) {
     let timeline = stream.timeline();
-    // A stream that captures, or one that is gone, records none. The host then learns in other ways what is done there.
+    // A stream that captures, or one that is gone, records none. The host then learns in other ways
+    // what is done there.
     if let Err(error) = timeline.cover(timeline.now()) {
         tracing::debug!(%error, stream = stream.id(), "no milestone could be recorded");
     }

@@ -1,9 +1,12 @@
-//! The backing `Paged`: physical granules, mapped into large address reservations wherever contiguous memory is needed.
+//! The backing `Paged`: physical granules, mapped into large address reservations wherever
+//! contiguous memory is needed.
 //!
-//! When no free block serves a request, a *window* is chosen: the stretch of free blocks and holes that needs the fewest granules in its
-//! holes to become a free block large enough. Physical memory comes in *frames* of one granule or several. Those for the window come from
-//! *donors*, that is, they lie wholly in free blocks and their last use is done; only where these do not suffice is memory taken from the
-//! device. So the memory held from the device follows what is in use, and fragmentation costs addresses rather than memory.
+//! When no free block serves a request, a *window* is chosen: the stretch of free blocks and holes
+//! that needs the fewest granules in its holes to become a free block large enough. Physical memory
+//! comes in *frames* of one granule or several. Those for the window come from *donors*, that is,
+//! they lie wholly in free blocks and their last use is done; only where these do not suffice is
+//! memory taken from the device. So the memory held from the device follows what is in use, and
+//! fragmentation costs addresses rather than memory.
 //!
 //! | file | idea |
 //! | --- | --- |
@@ -21,7 +24,7 @@
 //! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
 //! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
-//! | `grow.rs` | serving a request: plan, wait, carry out, commit |
+//! | `grow.rs` | serves a request: drafts, waits, plans, has the plan carried out and settled, and tries again |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `trim.rs` | giving memory and addresses back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
@@ -36,17 +39,22 @@
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, in addition to those of holes in the heap:
-//! * **P1** A frame is unmapped only when its last use is known done on the host, and when it is neither pinned nor in an open private
-//!   pool, whose free memory a graph may use. Trimming the pool itself is the exception.
-//! * **P2** A frame is in one place: mapped in one reservation, among the spares, or in the hands of one operation. While the
-//!   allocator sleeps, nothing is mapped but what others know, and all other operations on mappings wait or are refused.
-//! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in flight.
-//! * **P4** While the driver is asked to change what is behind some addresses, they are held in the heap, so that two
-//!   operations never touch the same ones. An operation that fails gives back all that it held. Dedicated memory has one
-//!   owner, until it is retired and then recycled by one operation that is alone.
+//! * **P1** A frame is unmapped only when its last use is known done on the host, and when it is
+//!   neither pinned nor in an open private pool, whose free memory a graph may use. Trimming the
+//!   pool itself is the exception.
+//! * **P2** A frame is in one place: mapped in one reservation, among the spares, or in the hands
+//!   of one operation. While the allocator sleeps, nothing is mapped but what others know, and all
+//!   other operations on mappings wait or are refused.
+//! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in
+//!   flight.
+//! * **P4** While the driver is asked to change what is behind some addresses, they are held in the
+//!   heap, so that two operations never touch the same ones. An operation that fails gives back all
+//!   that it held. Dedicated memory has one owner, until it is retired and then recycled by one
+//!   operation that is alone.
 //!
-//! Locks: decisions are made under the shared state's lock and those of the arenas that take part. Driver calls, waits and
-//! observers run under none of them, only under the gate, which comes before them.
+//! Locks: decisions are made under the shared state's lock and those of the arenas that take part.
+//! Driver calls, waits and observers run under none of them, only under the gate, which comes
+//! before them.
 
 pub(crate) mod account;
 pub(crate) mod capacity;

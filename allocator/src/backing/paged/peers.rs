@@ -1,7 +1,8 @@
 //! Access of other devices to this one's memory.
 //!
-//! Each mapping has its own list of devices with access. So a new peer is given access to all existing mappings, and to every later one by
-//! the list that operations on mappings use. The gate excludes those operations in between, so that no mapping is missed.
+//! Each mapping has its own list of devices with access. So a new peer is given access to all
+//! existing mappings, and to every later one by the list that operations on mappings use. The gate
+//! excludes those operations in between, so that no mapping is missed.
 
 use aquifer_device::DevicePtr;
 

@@ -1,7 +1,9 @@
-//! Pins: memory that other parties know by its address, such as a network card that registered it, stays where it is.
+//! Pins: memory that other parties know by its address, such as a network card that registered it,
+//! stays where it is.
 //!
-//! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation never moves anyway; a pin keeps
-//! it in place after the allocation is dropped, until the other party has released it.
+//! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation
+//! never moves anyway; a pin keeps it in place after the allocation is dropped, until the other
+//! party has released it.
 
 use std::ops::Range;
 
@@ -20,8 +22,9 @@ enum Pinned {
     Granules(u64),
 }
 
-/// Keeps the memory of an allocation where it is until it is dropped, also after the allocation was: it is not moved, unmapped or
-/// given back to the device, but may be handed out again. Dropping it makes no driver call. It keeps the allocator open.
+/// Keeps the memory of an allocation where it is until it is dropped, also after the allocation
+/// was: it is not moved, unmapped or given back to the device, but may be handed out again.
+/// Dropping it makes no driver call. It keeps the allocator open.
 #[derive(Debug)]
 #[must_use = "dropping this ends the pin"]
 pub struct PinnedMapping {
@@ -65,7 +68,8 @@ pub(crate) fn pin_mapping(allocator: &Allocator, allocation: &Allocation) -> Res
 }
 
 impl PinnedMapping {
-    /// The addresses that are pinned: whole granules, or the whole segment. Empty for an allocation of zero bytes.
+    /// The addresses that are pinned: whole granules, or the whole segment. Empty for an allocation
+    /// of zero bytes.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }

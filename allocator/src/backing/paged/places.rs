@@ -1,8 +1,10 @@
-//! The places of a reservation, by number: the frame behind each, and whether memory moved away from it. A place is a stretch of addresses
-//! as long as a granule, so a frame is behind one place or several.
+//! The places of a reservation, by number: the frame behind each, and whether memory moved away
+//! from it. A place is a stretch of addresses as long as a granule, so a frame is behind one place
+//! or several.
 //!
-//! Places mostly change many at a time, side by side, so all operations work on ranges. A reservation has room for more memory
-//! than there is, and its low end fills first; places above the highest one that ever had memory cost two bits each.
+//! Places mostly change many at a time, side by side, so all operations work on ranges. A
+//! reservation has room for more memory than there is, and its low end fills first; places above
+//! the highest one that ever had memory cost two bits each.
 
 use std::ops::Range;
 
@@ -17,8 +19,9 @@ pub(super) struct Places {
     count: usize,
     /// What is behind each place, up to the highest that ever had memory.
     parts: Vec<Option<Part>>,
-    /// A bit for each place: whether it lies within a frame that begins below it. So that places are told from frames without looking at
-    /// parts, of which there are hundreds of times as many bytes.
+    /// A bit for each place: whether it lies within a frame that begins below it. So that places
+    /// are told from frames without looking at parts, of which there are hundreds of times as many
+    /// bytes.
     within: Vec<u64>,
     /// A bit for each place: whether memory moved away from it.
     left: Vec<u64>,
@@ -39,7 +42,8 @@ impl Places {
         Places { count, parts: Vec::new(), within: bits(), left: bits() }
     }
 
-    /// Notes the frames that lie side by side from the place `from` on. There was no memory behind these places.
+    /// Notes the frames that lie side by side from the place `from` on. There was no memory behind
+    /// these places.
     pub(super) fn put(&mut self, from: usize, frames: &[Frame]) {
         let parts =
             frames.iter().flat_map(|&frame| (0..frame.granules.get()).map(move |number| Part { frame, number }));
@@ -55,7 +59,8 @@ impl Places {
         }
     }
 
-    /// Removes the frames of a range, which holds whole frames, from the record. The answer is in order.
+    /// Removes the frames of a range, which holds whole frames, from the record. The answer is in
+    /// order.
     pub(super) fn forget(&mut self, range: Range<usize>) -> Vec<Frame> {
         let known = self.known(range);
         let taken: Vec<Frame> = self.frames(known.clone()).map(|(_, frame)| frame).collect();
@@ -67,8 +72,8 @@ impl Places {
         taken
     }
 
-    /// The whole frames of a range, all of which has memory: from the first place of the lowest to behind the last of the highest.
-    /// Empty if there are none.
+    /// The whole frames of a range, all of which has memory: from the first place of the lowest to
+    /// behind the last of the highest. Empty if there are none.
     pub(super) fn whole_frames(&self, range: Range<usize>) -> Range<usize> {
         let low = self.border_from(range.start).min(range.end);
         low..self.border_to(range.end).max(low)
@@ -206,7 +211,8 @@ mod tests {
                         }
                     }
                     1 => {
-                        // From the first frame that begins in the range to the last one that ends there.
+                        // From the first frame that begins in the range to the last one that ends
+                        // there.
                         let guard = |&(first, frame): &(usize, Frame)| first + frame.granules.get() as usize <= range.end;
                         let within = map.range(range.clone()).map(|(&first, &frame)| (first, frame));
                         let within: Vec<_> = within.take_while(guard).collect();

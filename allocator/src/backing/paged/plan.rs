@@ -1,7 +1,8 @@
-//! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of addresses (`window.rs`)
-//! that a request needs. Under the locks of the shared state and of the arenas that take part, it is first drafted, without
-//! changing anything (`draft.rs`); then planned, which holds all memory that takes part; and, after the driver's work
-//! (`carry_out.rs`), settled (`settle.rs`).
+//! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of
+//! addresses (`window.rs`) that a request needs. Under the locks of the shared state and of the
+//! arenas that take part, it is first drafted, without changing anything (`draft.rs`); then
+//! planned, which holds all memory that takes part; and, after the driver's work (`carry_out.rs`),
+//! settled (`settle.rs`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,8 +20,8 @@ use crate::pools::table::Which;
 use crate::request::Request;
 use crate::state::guard::StateGuard;
 
-/// Where memory moves again and again, frames are large whatever they strand only if the device has this share of the peak of use left: what
-/// they strand would be lacking otherwise.
+/// Where memory moves again and again, frames are large whatever they strand only if the device has
+/// this share of the peak of use left: what they strand would be lacking otherwise.
 const ROOM_SHARE: u64 = 32;
 
 /// Limits of a plan.
@@ -68,7 +69,8 @@ pub(crate) enum Planned {
     Ready(Plan),
     /// No run of free blocks and holes is long enough.
     NoAddresses,
-    /// `missing` granules are lacking beyond those that may move and those that the device may give.
+    /// `missing` granules are lacking beyond those that may move and those that the device may
+    /// give.
     Short { missing: u64, not_done: BTreeMap<(u32, u64), u64>, refusal: Refusal },
 }
 
@@ -99,7 +101,8 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
     })
 }
 
-/// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The limits let it take `buyable` bytes.
+/// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The
+/// limits let it take `buyable` bytes.
 fn largest_in_region(
     guard: &mut StateGuard,
     request: &Request,
@@ -133,8 +136,9 @@ fn largest_in_region(
     if prospect == Prospect::Recurs { largest.joining() } else { largest }
 }
 
-/// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare ones and `create` new granules at the
-/// ranges `fill`, in frames that are no larger than `largest` allows.
+/// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare
+/// ones and `create` new granules at the ranges `fill`, in frames that are no larger than `largest`
+/// allows.
 pub(crate) fn work(
     guard: &mut StateGuard,
     donors: &[Donor],
@@ -152,8 +156,8 @@ pub(crate) fn work(
     Work { granule, options, access, create, largest, unmap, spares, fill }
 }
 
-/// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to be filled, and the remainders of the
-/// blocks of which only a part was held.
+/// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to
+/// be filled, and the remainders of the blocks of which only a part was held.
 fn hold_window(
     guard: &mut StateGuard,
     slot: u32,

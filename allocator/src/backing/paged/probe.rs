@@ -29,7 +29,8 @@ pub(crate) fn probe(device: &Device, granule: u64) -> Result<PhysicalOptions, De
     }
 }
 
-/// Maps a granule for these devices and takes it back; what cannot be taken back now goes back later.
+/// Maps a granule for these devices and takes it back; what cannot be taken back now goes back
+/// later.
 pub(crate) fn try_mapping(
     device: &Device,
     granule: u64,

@@ -1,25 +1,28 @@
 //! Recurrence: whether a program returns to points at which memory moved before.
 //!
-//! A program that repeats its steps exactly asks for the same number of bytes while the same number of bytes is in use,
-//! again and again; one whose sizes vary does so only in parts. So a *point* of the program is identified by these two
-//! numbers, and the points at which memory had to move are remembered. A program *recurs* if many of its latest points
-//! were known: one point may be met again by chance. Points are read and written only when memory has to move, under
-//! the shared state's lock. A bounded number is kept; the oldest are dropped first.
+//! A program that repeats its steps exactly asks for the same number of bytes while the same number
+//! of bytes is in use, again and again; one whose sizes vary does so only in parts. So a *point* of
+//! the program is identified by these two numbers, and the points at which memory had to move are
+//! remembered. A program *recurs* if many of its latest points were known: one point may be met
+//! again by chance. Points are read and written only when memory has to move, under the shared
+//! state's lock. A bounded number is kept; the oldest are dropped first.
 
 use std::collections::VecDeque;
 
 /// Number of points that are remembered: enough for some iterations of a large program.
 const KEPT: usize = 512;
 
-/// A program recurs if at least one in so many of its latest points, the present one included, was known. In the first repetition of a
-/// program, memory still moves at some points for the first time.
+/// A program recurs if at least one in so many of its latest points, the present one included, was
+/// known. In the first repetition of a program, memory still moves at some points for the first
+/// time.
 const ONE_IN: u32 = 3;
 
 /// The points of a program at which memory had to move lately.
 #[derive(Debug, Default)]
 pub(crate) struct Recurrence {
     points: VecDeque<Point>,
-    /// A bit for each of the latest 32 points of a settled program, the latest lowest: whether it was known.
+    /// A bit for each of the latest 32 points of a settled program, the latest lowest: whether it
+    /// was known.
     known: u32,
     /// Number of these points, up to 32.
     latest: u32,
@@ -50,7 +53,8 @@ impl Recurrence {
         self.known == u32::MAX
     }
 
-    /// Notes that memory moves at a point. The program is `settled` if it does not grow any more: only then are points expected to recur.
+    /// Notes that memory moves at a point. The program is `settled` if it does not grow any more:
+    /// only then are points expected to recur.
     pub(crate) fn note(&mut self, point: Point, settled: bool) {
         let is_known = self.is_known(point);
         if settled {

@@ -1,4 +1,5 @@
-//! Models of what changes mappings on several threads, under a scheduler that explores interleavings. Run by `ci/schedules`.
+//! Models of what changes mappings on several threads, under a scheduler that explores
+//! interleavings. Run by `ci/schedules`.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -19,7 +20,8 @@ struct Setup {
     streams: [Stream; 2],
 }
 
-/// Explores `model` at random, and with few but well-placed switches. Afterwards everything is given back.
+/// Explores `model` at random, and with few but well-placed switches. Afterwards everything is
+/// given back.
 fn explore(model: impl Fn(&Setup) + Send + Sync + 'static) {
     explore_with("", model);
 }
@@ -120,7 +122,8 @@ fn memory_given_up_is_recycled_once() {
         let growing = setup.allocator.clone();
         let threads = [
             thread::spawn(move || drop(cache)),
-            // It needs some of what was given up, and waits for that where it is in the hands of the thread that trims.
+            // It needs some of what was given up, and waits for that where it is in the hands of
+            // the thread that trims.
             thread::spawn(move || drop(growing.alloc_bytes(30 * MIB, &one).unwrap())),
         ];
         let trimming = setup.allocator.clone();

@@ -1,4 +1,5 @@
-//! What a remap came to: once the driver did its work, or failed at it, all that was held goes back to the heaps, and is accounted for.
+//! What a remap came to: once the driver did its work, or failed at it, all that was held goes back
+//! to the heaps, and is accounted for.
 
 use std::ops::Range;
 
@@ -13,10 +14,11 @@ use crate::history::Action;
 use crate::request::Request;
 use crate::state::guard::StateGuard;
 
-/// Accounts for what the driver did, and releases the held memory to the heap. Returns the free block that the window became, if all
-/// went well.
+/// Accounts for what the driver did, and releases the held memory to the heap. Returns the free
+/// block that the window became, if all went well.
 pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
-    // Noted only now: a request that is refused raises no peak, and if it is planned again, it is not taken for one that recurs.
+    // Noted only now: a request that is refused raises no peak, and if it is planned again, it is
+    // not taken for one that recurs.
     if done.error.is_none() {
         note_in_use(guard, held.point.in_use);
     }
@@ -39,8 +41,8 @@ pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held,
     last.filter(|_| done.error.is_none())
 }
 
-/// Accounts for what the driver did with donors, with `spares` granules of spare frames and with `create` granules to be created for
-/// `pool`.
+/// Accounts for what the driver did with donors, with `spares` granules of spare frames and with
+/// `create` granules to be created for `pool`.
 pub(crate) fn settle_work(
     guard: &mut StateGuard,
     donors: &[Donor],
@@ -90,7 +92,8 @@ fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
     }
 }
 
-/// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is in one.
+/// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is
+/// in one.
 fn let_go(
     guard: &mut StateGuard,
     request: &Request,
@@ -104,7 +107,8 @@ fn let_go(
         return Some(heap.unhold_as_free(id));
     }
     let range = block.range();
-    // Mapped without access, and not unmapped again: nobody gets these addresses before they are unmapped.
+    // Mapped without access, and not unmapped again: nobody gets these addresses before they are
+    // unmapped.
     let frames = stuck.iter().map(|filled| filled.range.clone());
     let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
     if !frames.is_empty() {

@@ -1,11 +1,15 @@
-//! Sleep: all mapped memory goes back to the device, while its addresses, and every live allocation there, stay what they are.
+//! Sleep: all mapped memory goes back to the device, while its addresses, and every live allocation
+//! there, stay what they are.
 //!
-//! *Absent* memory is listed by range, with its frames as long as they are not released, and its contents if they were saved. Falling
-//! asleep and waking up work on that list and note each step in it, so either can stop anywhere: if falling asleep is interrupted, waking
-//! up undoes it; if waking up is interrupted, it is continued where it stopped. Saved contents are kept until their memory is back in use.
+//! *Absent* memory is listed by range, with its frames as long as they are not released, and its
+//! contents if they were saved. Falling asleep and waking up work on that list and note each step
+//! in it, so either can stop anywhere: if falling asleep is interrupted, waking up undoes it; if
+//! waking up is interrupted, it is continued where it stopped. Saved contents are kept until their
+//! memory is back in use.
 //!
-//! While the list exists, nothing is mapped, moved, trimmed or allocated, and frees only change the heap. Segments, exportable memory and
-//! frames with pinned granules stay where they are, because others know their addresses.
+//! While the list exists, nothing is mapped, moved, trimmed or allocated, and frees only change the
+//! heap. Segments, exportable memory and frames with pinned granules stay where they are, because
+//! others know their addresses.
 
 use std::ops::Range;
 
@@ -26,7 +30,8 @@ use crate::sync::atomic::Ordering;
 pub enum Contents {
     /// The contents are lost: after [`Allocator::wake`] the memory is uninitialised.
     Discard,
-    /// The contents are kept in host memory, which takes as many bytes as the device gets back. [`Allocator::wake`] restores them.
+    /// The contents are kept in host memory, which takes as many bytes as the device gets back.
+    /// [`Allocator::wake`] restores them.
     SaveToHost,
 }
 
@@ -43,7 +48,8 @@ pub(crate) fn sleep(allocator: &Allocator, contents: Contents) -> Result<u64, Al
     if allocator.state().shared().is_asleep() {
         return Ok(0);
     }
-    // Outside of the gate: threads that keep the allocator awake may have to pass the gate before they end that.
+    // Outside of the gate: threads that keep the allocator awake may have to pass the gate before
+    // they end that.
     allocator.state().quiesce();
     let cached = allocator.empty_cache().inspect_err(|_| allocator.state().end_quiescing())?;
     let _alone = allocator.gate()?.exclusive();
@@ -127,7 +133,8 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     failed.map_or(Ok(released * granule), Err)
 }
 
-/// Releases frames, from the last one on, and counts their granules. Frames that the driver does not release stay in the list.
+/// Releases frames, from the last one on, and counts their granules. Frames that the driver does
+/// not release stay in the list.
 fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u64) -> Result<(), DeviceError> {
     while let Some(frame) = frames.last() {
         allocator.device().driver().release_physical(frame.physical)?;
@@ -198,7 +205,8 @@ fn create_absent(
     failed.map_or(Ok(()), |error| Err(error.into()))
 }
 
-/// Maps absent memory, range by range, and restores its saved contents. A range that is done leaves the list.
+/// Maps absent memory, range by range, and restores its saved contents. A range that is done leaves
+/// the list.
 fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access: &[u32]) -> Result<(), AllocError> {
     let driver = allocator.device().driver();
     if absent.iter().any(|absent| absent.mapped > 0) {
@@ -221,7 +229,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
             let _moves = allocator.device().checks().map(|checks| checks.move_contents());
             copies.upload_blocking(DevicePtr(start), saved)?;
         } else {
-            allocator.state().tell_checks(|checks| checks.lost(start..end));
+            allocator.state().report_to_checks(|checks| checks.lost(start..end));
         }
         let mut guard = allocator.state().lock_all();
         if let Some(paged) = &mut guard.paged {

@@ -1,7 +1,8 @@
 //! Trimming: giving free frames and empty reservations back to the device.
 //!
-//! Frames on their way back are not counted as reserved, because another thread may get their memory from the device, and count
-//! it, before this one has the lock again. The limit counts them until they are gone (`SharedState::leaving`).
+//! Frames on their way back are not counted as reserved, because another thread may get their
+//! memory from the device, and count it, before this one has the lock again. The limit counts them
+//! until they are gone (`SharedState::leaving`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -39,14 +40,16 @@ struct Leaving {
     bytes: u64,
 }
 
-/// Gives free frames that are promised to nobody back to the device, spare ones first, until at most `target` bytes are held from it or
-/// none is left. Returns how many bytes went back. Frames that are not known done stay.
+/// Gives free frames that are promised to nobody back to the device, spare ones first, until at
+/// most `target` bytes are held from it or none is left. Returns how many bytes went back. Frames
+/// that are not known done stay.
 pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {
     let recycled = recycle_deferred_releases(allocator)?;
     Ok(recycled + trim_free(allocator, target, true, Which::Unpromised)?)
 }
 
-/// Gives the free frames of some pools back to the device. Spare frames and dedicated memory stay: they belong to no pool.
+/// Gives the free frames of some pools back to the device. Spare frames and dedicated memory stay:
+/// they belong to no pool.
 pub(crate) fn trim_pools(allocator: &Allocator, which: Which) -> Result<u64, AllocError> {
     trim_free(allocator, 0, false, which)
 }
@@ -87,7 +90,8 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
     }
 }
 
-/// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames are still here.
+/// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames
+/// are still here.
 fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
     let Leaving { donors, ranges, loose, bytes } = leaving;
     let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
@@ -108,8 +112,8 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
     }
 }
 
-/// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become spare. Mappings that it still
-/// refuses to unmap stay stuck.
+/// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become
+/// spare. Mappings that it still refuses to unmap stay stuck.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
     let count = allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.stuck.len());
@@ -124,7 +128,8 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
     }
     let Some(paged) = &mut guard.paged else { return Ok(()) };
     let Some(mut stuck) = paged.stuck.pop_front() else { return Ok(()) };
-    // This call works with them from here on. The table lists them as mapped until they are unmapped.
+    // This call works with them from here on. The table lists them as mapped until they are
+    // unmapped.
     let in_hands = stuck.bytes() / paged.granule;
     paged.in_hands += in_hands;
     drop(guard);
@@ -154,7 +159,8 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
     Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
 }
 
-/// Releases frames until none is left or a call fails. Returns how many granules were released, and the error.
+/// Releases frames until none is left or a call fails. Returns how many granules were released, and
+/// the error.
 fn release_frames(
     allocator: &Allocator,
     loose: &mut LooseFrames,
@@ -187,8 +193,9 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
     failed
 }
 
-/// Waits until the free memory in some pools is known done, and the launches that closed pools among them wait for.
-/// Returns true if anything was not known done. Skips streams that cannot be waited for now.
+/// Waits until the free memory in some pools is known done, and the launches that closed pools
+/// among them wait for. Returns true if anything was not known done. Skips streams that cannot be
+/// waited for now.
 pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
     let launched = awaited_launches(&allocator.state().shared(), of);
@@ -198,7 +205,8 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
-/// The streams that free memory in some pools waits for, each with the tick that its timeline must reach.
+/// The streams that free memory in some pools waits for, each with the tick that its timeline must
+/// reach.
 pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Vec<(Arc<Timeline>, u64)> {
     let mut latest = BTreeMap::new();
     donors(guard, u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
@@ -207,9 +215,9 @@ pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Vec<(Arc<Ti
     latest.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
 }
 
-/// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the next blocks
-/// below an address, or, if that is `None`, of all blocks. Returns the address below which to go on; `None` if
-/// there are no more blocks.
+/// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
+/// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
+/// which to go on; `None` if there are no more blocks.
 fn begin_trim(
     guard: &mut StateGuard,
     leaving: &mut Leaving,
@@ -266,7 +274,8 @@ fn settle_leaving(guard: &mut StateGuard, donor: Donor, frames: &[Frame], was_un
     }
 }
 
-/// Takes reservations of some pools that consist of one hole out of the heaps. Returns their addresses and lengths.
+/// Takes reservations of some pools that consist of one hole out of the heaps. Returns their
+/// addresses and lengths.
 fn take_empty_reservations(guard: &mut StateGuard, which: Which) -> Vec<(u64, u64)> {
     look_for_in(guard, which, Sought::Empty);
     let empty =

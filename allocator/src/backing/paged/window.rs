@@ -1,9 +1,10 @@
 //! Windows: the places where contiguous memory costs the fewest granules.
 //!
-//! Adjacent free blocks of the home stream and holes form a *run*; each of them is a *piece*. A *window* is a stretch of a run as long as
-//! the request, and its cost is the number of granules that its holes lack. The best windows begin where a piece begins or end where
-//! one ends, so only those are looked at, and runs with large free blocks before others. Among equally cheap ones the lowest
-//! address wins, which keeps the high ends of regions empty.
+//! Adjacent free blocks of the home stream and holes form a *run*; each of them is a *piece*. A
+//! *window* is a stretch of a run as long as the request, and its cost is the number of granules
+//! that its holes lack. The best windows begin where a piece begins or end where one ends, so only
+//! those are looked at, and runs with large free blocks before others. Among equally cheap ones the
+//! lowest address wins, which keeps the high ends of regions empty.
 
 use crate::heap::{Block, BlockId, Heap, State};
 
@@ -16,7 +17,8 @@ pub(crate) struct Window {
     pub(crate) lacks: u64,
     /// The pieces that it touches, by address.
     pub(crate) pieces: Vec<BlockId>,
-    /// Room for memory taken ahead of need: the end of the hole that the window's end lies in or beside, if there is one.
+    /// Room for memory taken ahead of need: the end of the hole that the window's end lies in or
+    /// beside, if there is one.
     pub(crate) room: Option<u64>,
 }
 
@@ -37,15 +39,16 @@ struct Run {
     pieces: Vec<Piece>,
 }
 
-/// Windows are looked for first beside free blocks of at least the request's size divided by this. A window found there is good enough if as
-/// much of it need not be filled.
+/// Windows are looked for first beside free blocks of at least the request's size divided by this.
+/// A window found there is good enough if as much of it need not be filled.
 const LARGE_SHARE: u64 = 8;
 
 /// The cheapest window of `size` bytes in a pool's regions, or one that is nearly as cheap.
 ///
-/// There may be thousands of holes. Most of them lie alone between live blocks, but finding that out takes a look at their neighbours'
-/// records. So windows beside large free blocks are looked for first. A cheaper window without large blocks would have to hold several
-/// small ones that holes separate. Figures in docs/notes/2026-11-26-mapped-memory.md.
+/// There may be thousands of holes. Most of them lie alone between live blocks, but finding that
+/// out takes a look at their neighbours' records. So windows beside large free blocks are looked
+/// for first. A cheaper window without large blocks would have to hold several small ones that
+/// holes separate. Figures in docs/notes/2026-11-26-mapped-memory.md.
 pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Option<Window> {
     let large = size.div_ceil(LARGE_SHARE);
     let good = ((size - large) / granule).max(1);
@@ -54,7 +57,8 @@ pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Optio
     near.filter(|window| window.lacks <= good).or_else(|| cheapest_in(heap, pool, all_runs(heap, pool), size, granule))
 }
 
-/// The holes beside free blocks of at least `least` bytes, by address. Empty if there are more such blocks than holes.
+/// The holes beside free blocks of at least `least` bytes, by address. Empty if there are more such
+/// blocks than holes.
 fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(pool, heap.home) else { return found };
@@ -80,8 +84,8 @@ fn runs_of(heap: &Heap, pool: u16, holes: Vec<BlockId>) -> impl Iterator<Item = 
     })
 }
 
-/// All runs with a hole in a pool, by ascending address. Reads no record of a block beside a run: a search takes most of its time waiting for
-/// records.
+/// All runs with a hole in a pool, by ascending address. Reads no record of a block beside a run: a
+/// search takes most of its time waiting for records.
 fn all_runs(heap: &Heap, pool: u16) -> impl Iterator<Item = Extent> {
     let mut holes = heap.holes_of(pool).peekable();
     let free_block = move |id: BlockId| heap.is_own(pool, id).then(|| &heap.blocks[id]);
@@ -109,7 +113,8 @@ fn cheapest_in(heap: &Heap, pool: u16, runs: impl Iterator<Item = Extent>, size:
     let mut best: Option<(u64, u64)> = None;
     let mut best_run = None;
     for extent in runs {
-        // Most runs are too short, or would lack too much even with all their free memory in the window.
+        // Most runs are too short, or would lack too much even with all their free memory in the
+        // window.
         let lacks_at_least = || size.saturating_sub(extent.free).div_ceil(granule);
         if extent.end - extent.start < size || best.is_some_and(|best| (lacks_at_least(), extent.start) >= best) {
             continue;
@@ -187,7 +192,8 @@ impl Run {
         self.pieces.get(self.pieces.partition_point(|piece| piece.end <= addr))
     }
 
-    /// Number of granules of holes, or of their parts, that begin before `addr`, which is in the run or at its end.
+    /// Number of granules of holes, or of their parts, that begin before `addr`, which is in the
+    /// run or at its end.
     fn holes_to(&self, addr: u64) -> u64 {
         let Some(piece) = self.piece_at(addr.saturating_sub(1)) else { return 0 };
         piece.holes_before + if piece.is_hole { (addr - piece.start).div_ceil(self.granule) } else { 0 }
@@ -199,7 +205,8 @@ impl Run {
         piece.holes_before + if piece.is_hole { (addr - piece.start) / self.granule } else { 0 }
     }
 
-    /// The number of granules that the cheapest window of `size` bytes lacks, and its first address.
+    /// The number of granules that the cheapest window of `size` bytes lacks, and its first
+    /// address.
     fn cheapest(&self, size: u64) -> Option<(u64, u64)> {
         let (start, end) = (self.start(), self.end());
         let last = end.checked_sub(size).filter(|&last| last >= start)?;
@@ -275,21 +282,24 @@ mod tests {
         assert_eq!(found("lf..fffl", 4 * G), Some((3, 1, false)), "it may begin within a hole");
     }
 
-    /// What a window lacks that starts so many bytes into the region; `None` if something in it is live.
+    /// What a window lacks that starts so many bytes into the region; `None` if something in it is
+    /// live.
     fn lacks(map: &str, size: u64, start: u64) -> Option<u64> {
         let touched = usize::try_from(start / G).unwrap()..usize::try_from((start + size).div_ceil(G)).unwrap();
         let letters = map.as_bytes().get(touched)?;
         (!letters.contains(&b'l')).then(|| letters.iter().filter(|&&letter| letter == b'.').count() as u64)
     }
 
-    /// The least that any window lacks which starts or ends at a border between granules, of those that lack anything.
+    /// The least that any window lacks which starts or ends at a border between granules, of those
+    /// that lack anything.
     fn least(map: &str, size: u64) -> Option<u64> {
         let borders = (0..=map.len() as u64).map(|border| border * G);
         let starts = borders.flat_map(|border| [Some(border), border.checked_sub(size)]).flatten();
         starts.filter_map(|start| lacks(map, size, start)).filter(|&lacks| lacks > 0).min()
     }
 
-    /// Whether a free block is large enough. Only runs with a hole are looked at: what fits into a free block needs no window.
+    /// Whether a free block is large enough. Only runs with a hole are looked at: what fits into a
+    /// free block needs no window.
     fn fits_already(map: &str, size: u64) -> bool {
         map.split(['.', 'l']).any(|free| free.len() as u64 * G >= size)
     }

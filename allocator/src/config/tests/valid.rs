@@ -1,5 +1,5 @@
-//! What a configuration that is valid promises, also if it was made in code: its option string gives it again, and allocators with
-//! it serve or refuse requests.
+//! What a configuration that is valid promises, also if it was made in code: its option string
+//! gives it again, and allocators with it serve or refuse requests.
 
 use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};

@@ -1,18 +1,23 @@
-//! The fast index: bins of similar sizes, each a linked list through its blocks' own records, last in first out.
+//! The fast index: bins of similar sizes, each a linked list through its blocks' own records, last
+//! in first out.
 //!
-//! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head, and the links of at most
-//! two other blocks. A block whose size changes within its bin stays where it is, which is what cutting a little off a large
-//! block, or merging a little into it, mostly does.
+//! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head,
+//! and the links of at most two other blocks. A block whose size changes within its bin stays where
+//! it is, which is what cutting a little off a large block, or merging a little into it, mostly
+//! does.
 //!
 //! Guarantees about the block that is chosen for a request:
 //! * a block is found whenever any block is large enough;
-//! * bins are so narrow ([`super::sizes`]) that the blocks of one bin differ by at most 1/64. A request looks at the first
-//!   [`CANDIDATES`] blocks of the bin of its own size and takes the first that is large enough. If there is none, it takes any block of the
-//!   next occupied bin, all of which are large enough. So the block is at most 1/64 larger than the best fit, unless the best fit hides
-//!   behind [`CANDIDATES`] others of the request's own bin that are too small, or one of them is slightly larger.
+//! * bins are so narrow ([`super::sizes`]) that the blocks of one bin differ by at most 1/64. A
+//!   request looks at the first [`CANDIDATES`] blocks of the bin of its own size and takes the
+//!   first that is large enough. If there is none, it takes any block of the next occupied bin, all
+//!   of which are large enough. So the block is at most 1/64 larger than the best fit, unless the
+//!   best fit hides behind [`CANDIDATES`] others of the request's own bin that are too small, or
+//!   one of them is slightly larger.
 //!
 //! Invariants:
-//! * a block is in the list of the bin of its size; its links name its neighbours there, [`BlockId::NONE`] at both ends;
+//! * a block is in the list of the bin of its size; its links name its neighbours there,
+//!   [`BlockId::NONE`] at both ends;
 //! * a bin's bit is set exactly when its list is not empty;
 //! * a block is a member exactly when it is in a list.
 
@@ -22,7 +27,8 @@ use super::sizes::{BINS, Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
 use crate::heap::members::Members;
 
-/// How many blocks of a request's own bin, some of which may be too small, are looked at before the next bin.
+/// How many blocks of a request's own bin, some of which may be too small, are looked at before the
+/// next bin.
 const CANDIDATES: usize = 4;
 
 #[derive(Debug)]
@@ -61,8 +67,9 @@ impl Bins {
         std::iter::successors(self.first_fit(blocks, size), move |&id| after(id))
     }
 
-    /// Every block of at least `size` bytes, bins in ascending order of their sizes. Mostly the next block does not depend on the record of the
-    /// last one, so the processor need not wait for each record.
+    /// Every block of at least `size` bytes, bins in ascending order of their sizes. Mostly the
+    /// next block does not depend on the record of the last one, so the processor need not wait for
+    /// each record.
     pub(super) fn iter_from<'a>(&'a self, blocks: &'a Slab, size: u64) -> impl Iterator<Item = BlockId> + 'a {
         let from = bin_of(size);
         let own = self.list(blocks, from).filter(move |&id| blocks[id].size >= size);
@@ -122,7 +129,8 @@ impl Bins {
         self.heads.get(self.occupied.first_from(bin)?).copied()
     }
 
-    /// Takes a block out of its bin. Without branches, because a block's place in its list follows no pattern.
+    /// Takes a block out of its bin. Without branches, because a block's place in its list follows
+    /// no pattern.
     #[inline]
     fn unlink(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
         let (prev, next) = (blocks[id].bin_prev, blocks[id].bin_next);

@@ -1,17 +1,21 @@
 //! The exact index: best fit by (size, address), lowest address first.
 //!
-//! Sizes are multiples of [`MIN_BLOCK`], and a bitmap tells of which sizes there is a block. So a search is a matter of bits, and putting
-//! a block in and taking it out cost the same however many blocks of other sizes there are. For each size the block at the lowest address is
-//! noted. Where sizes are mixed, that is mostly the only one; sizes with several blocks have a [`Crowd`], which finds the lowest. There
-//! are few blocks beyond the sizes of the bitmap, and they are in a list.
+//! Sizes are multiples of [`MIN_BLOCK`], and a bitmap tells of which sizes there is a block. So a
+//! search is a matter of bits, and putting a block in and taking it out cost the same however many
+//! blocks of other sizes there are. For each size the block at the lowest address is noted. Where
+//! sizes are mixed, that is mostly the only one; sizes with several blocks have a [`Crowd`], which
+//! finds the lowest. There are few blocks beyond the sizes of the bitmap, and they are in a list.
 //!
-//! Tried before: bins of similar sizes, 16, 32 or 64 a doubling, each an ordered set of keys by (size, address). At 10 000 live blocks a
-//! third of all insertions were into crowded bins, where moving keys cost mispredicted branches or, done without branches, instructions.
+//! Tried before: bins of similar sizes, 16, 32 or 64 a doubling, each an ordered set of keys by
+//! (size, address). At 10 000 live blocks a third of all insertions were into crowded bins, where
+//! moving keys cost mispredicted branches or, done without branches, instructions.
 //!
 //! Invariants:
-//! * a size's bit is set exactly when it has a block. Then its entry names the lowest one; otherwise the entry means nothing, and is not
-//!   read, because it may be in no cache and on a page without memory;
-//! * a size has a crowd from when it has two blocks until it has none. Meanwhile all its blocks are in the crowd.
+//! * a size's bit is set exactly when it has a block. Then its entry names the lowest one;
+//!   otherwise the entry means nothing, and is not read, because it may be in no cache and on a
+//!   page without memory;
+//! * a size has a crowd from when it has two blocks until it has none. Meanwhile all its blocks are
+//!   in the crowd.
 
 mod crowd;
 mod larger;
@@ -34,9 +38,10 @@ const FEW_SIZES: usize = (SMALL_SEGMENT / MIN_BLOCK) as usize + 64;
 /// Free blocks of one pool that are reusable by one stream.
 #[derive(Debug, Default)]
 pub(in crate::heap) struct Exact {
-    /// For each size, in units of [`MIN_BLOCK`], the number of the block at the lowest address and that of the crowd, 0 if there is none.
-    /// Pairs of integers, because the standard library gets zeros of such from the operating system, which provides memory only for those
-    /// that are touched.
+    /// For each size, in units of [`MIN_BLOCK`], the number of the block at the lowest address and
+    /// that of the crowd, 0 if there is none. Pairs of integers, because the standard library gets
+    /// zeros of such from the operating system, which provides memory only for those that are
+    /// touched.
     sizes: Vec<(u32, u32)>,
     occupied: Occupied,
     /// The crowds. Nothing is in the first one.
@@ -65,7 +70,8 @@ impl Exact {
         self.occupied.is_empty() && self.larger.is_empty()
     }
 
-    /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest address.
+    /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest
+    /// address.
     #[inline]
     pub(in crate::heap) fn best_from(&self, size: u64) -> Option<Held> {
         let Some(units) = self.occupied.first_from(units(size)) else { return self.larger.first_from(size) };
@@ -92,7 +98,8 @@ impl Exact {
         sizes.chain(self.larger.iter_from(size))
     }
 
-    /// Number of blocks, for checks that must not allocate host memory, as walking through crowds does.
+    /// Number of blocks, for checks that must not allocate host memory, as walking through crowds
+    /// does.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn len(&self) -> usize {
         let crowds = self.occupied.iter_from(0).map(|units| self.crowds.get(self.sizes[units].1 as usize));
@@ -173,7 +180,8 @@ impl Exact {
         u32::try_from(crowds.len() - 1).unwrap_or(0)
     }
 
-    /// Makes room for a size: for those of small segments, or for all, so that entries move once at most.
+    /// Makes room for a size: for those of small segments, or for all, so that entries move once at
+    /// most.
     #[cold]
     fn grow(&mut self, at: usize) {
         let end = if at < FEW_SIZES { FEW_SIZES } else { SIZES };

@@ -3,10 +3,11 @@
 use crate::heap::block::{Block, BlockId};
 use crate::size_class::MIN_BLOCK;
 
-/// The key of a free block: its size, then its address. The block's number is stored in the low bits.
+/// The key of a free block: its size, then its address. The block's number is stored in the low
+/// bits.
 ///
-/// From the top: 41 bits of size and 55 bits of address, both in units of [`MIN_BLOCK`], and 32 bits of block number. That is
-/// any address, and sizes below 2^50 bytes: no device holds more.
+/// From the top: 41 bits of size and 55 bits of address, both in units of [`MIN_BLOCK`], and 32
+/// bits of block number. That is any address, and sizes below 2^50 bytes: no device holds more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key(u128);
 

@@ -1,8 +1,9 @@
 //! The indexes of free blocks, of which a heap has one for each pool and owner.
 //!
-//! There are two kinds, chosen when the heap is made. [`Exact`] is one ordered set by (size, address), as PyTorch's, for heaps
-//! whose reserved memory is to equal PyTorch's to the byte. [`Bins`] finds a block that is nearly the best fit and costs less; it is
-//! for heaps whose memory can be moved, where a misfit costs nothing.
+//! There are two kinds, chosen when the heap is made. [`Exact`] is one ordered set by (size,
+//! address), as PyTorch's, for heaps whose reserved memory is to equal PyTorch's to the byte.
+//! [`Bins`] finds a block that is nearly the best fit and costs less; it is for heaps whose memory
+//! can be moved, where a misfit costs nothing.
 //!
 //! A block's record is in the slab. Of an index's own state an operation touches few cache lines.
 
@@ -46,22 +47,26 @@ pub(crate) struct IndexView<'a> {
 pub(super) trait Index {
     /// The place of a block in the index.
     type Place: Copy;
-    /// True if memory comes in segments. Then free pieces are counted, and rules decide which blocks serve a request and which are cut.
-    /// Otherwise memory can be moved: every block that is large enough serves, and is cut ([`SizeClasses::paged`]).
+    /// True if memory comes in segments. Then free pieces are counted, and rules decide which
+    /// blocks serve a request and which are cut. Otherwise memory can be moved: every block that is
+    /// large enough serves, and is cut ([`SizeClasses::paged`]).
     ///
     /// [`SizeClasses::paged`]: crate::size_class::SizeClasses::paged
     const SEGMENTS: bool;
-    /// When blocks are joined or a block is cut, true if the lowest block keeps the number. Then a region's first block always has the same
-    /// number. Otherwise the free block keeps it, which an index of lists then need not touch.
+    /// When blocks are joined or a block is cut, true if the lowest block keeps the number. Then a
+    /// region's first block always has the same number. Otherwise the free block keeps it, which an
+    /// index of lists then need not touch.
     const FIRST_STAYS: bool;
 
     /// The block to serve a request of `size` bytes from, if any is large enough.
     fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
-    /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest address.
+    /// The smallest block of at least `size` bytes; of equally small ones, that at the lowest
+    /// address.
     fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, Self::Place)>;
 
-    /// The size of a block in the index. If its place implies the size, the record need not be read.
+    /// The size of a block in the index. If its place implies the size, the record need not be
+    /// read.
     fn size(blocks: &Records<'_>, id: BlockId, place: Self::Place) -> u64;
 
     /// The place that a block of this size has.
@@ -80,7 +85,8 @@ pub(super) trait Index {
     /// Takes out a block, which must be in the index.
     fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Self::Place);
 
-    /// Updates the index after the record of a block in it changed. The block was at `place` before.
+    /// Updates the index after the record of a block in it changed. The block was at `place`
+    /// before.
     fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: Self::Place);
 }
 
@@ -109,7 +115,8 @@ impl<'a> IndexView<'a> {
         Key::of(id, &self.blocks[id])
     }
 
-    /// The first block in the index's order that has at least `size` bytes. With [`IndexKind::Exact`] all after it have, too.
+    /// The first block in the index's order that has at least `size` bytes. With
+    /// [`IndexKind::Exact`] all after it have, too.
     pub(crate) fn best_fit(self, size: u64) -> Option<Key> {
         match self.index {
             FreeIndex::Exact(index) => index.best_from(size).map(|held| self.key(held.block)),

@@ -8,11 +8,11 @@ const SUB: u64 = 1 << SUB_BITS;
 /// Number of bins. Blocks from 16 TiB on share the last one.
 pub(super) const BINS: usize = 2048;
 
-/// The bin of a size, not 0: one for each multiple of [`MIN_BLOCK`] up to [`SUB`] of them, then [`SUB`] bins a doubling. All sizes of
-/// a bin are smaller than all of the next one.
+/// The bin of a size, not 0: one for each multiple of [`MIN_BLOCK`] up to [`SUB`] of them, then
+/// [`SUB`] bins a doubling. All sizes of a bin are smaller than all of the next one.
 ///
-/// Round sizes are the greatest of their bin, not the least, because segments have round sizes, and the rest should be in the same bin when
-/// a little is cut off.
+/// Round sizes are the greatest of their bin, not the least, because segments have round sizes, and
+/// the rest should be in the same bin when a little is cut off.
 #[inline]
 pub(super) fn bin_of(size: u64) -> usize {
     let last = size.wrapping_sub(1) / MIN_BLOCK;

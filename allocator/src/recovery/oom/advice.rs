@@ -46,27 +46,32 @@ pub enum Advice {
     },
     /// Lower the headroom.
     LowerHeadroom {
-        /// The largest headroom, in bytes, with which the device has enough; 0 if it has too little without any, too.
+        /// The largest headroom, in bytes, with which the device has enough; 0 if it has too little
+        /// without any, too.
         to: u64,
     },
-    /// Give cached memory back (`empty_cache`), or let requests do that (`throw_on_cudamalloc_oom`).
+    /// Give cached memory back (`empty_cache`), or let requests do that
+    /// (`throw_on_cudamalloc_oom`).
     EmptyCache {
         /// Unused bytes that are cached now.
         cached: u64,
     },
-    /// Wait until no stream captures. Or, next time, give cached memory back (`empty_cache`) before a capture begins: while a stream
-    /// captures, segments cannot go back to the device, nor can memory that the stream used last.
+    /// Wait until no stream captures. Or, next time, give cached memory back (`empty_cache`) before
+    /// a capture begins: while a stream captures, segments cannot go back to the device, nor can
+    /// memory that the stream used last.
     AfterCapture {
         /// Unused bytes that are cached now and cannot go back.
         cached: u64,
     },
-    /// Give back the memory that the request's own private pool caches ([`crate::PrivatePool::empty_cache`]).
+    /// Give back the memory that the request's own private pool caches
+    /// ([`crate::PrivatePool::empty_cache`]).
     EmptyPool {
         /// Bytes that it holds.
         held: u64,
     },
-    /// Drop the graphs whose captures allocated from the request's own private pool, ending those in progress, and then give back the memory
-    /// that the pool caches ([`crate::PrivatePool::empty_cache`]): until then it keeps that for them.
+    /// Drop the graphs whose captures allocated from the request's own private pool, ending those
+    /// in progress, and then give back the memory that the pool caches
+    /// ([`crate::PrivatePool::empty_cache`]): until then it keeps that for them.
     DropGraphs {
         /// Bytes that it holds.
         held: u64,
@@ -83,9 +88,9 @@ pub enum Advice {
     },
     /// Free live memory of this allocator.
     FreeMore {
-        /// No less than this many bytes will do, wherever they are. More is needed if what is freed lies between blocks
-        /// that stay. 0 if there is enough free memory already, in pieces, or the driver did not tell how much there
-        /// is.
+        /// No less than this many bytes will do, wherever they are. More is needed if what is freed
+        /// lies between blocks that stay. 0 if there is enough free memory already, in pieces, or
+        /// the driver did not tell how much there is.
         least: u64,
         /// The tag that holds most, with its bytes; `None` if memory without a tag holds most.
         largest: Option<(String, u64)>,
@@ -97,16 +102,19 @@ pub enum Advice {
     },
     /// Use a larger device: the whole device has less memory than the request takes from it.
     LargerDevice {
-        /// The capacity that would do beside what is live here and what others hold, headroom included.
+        /// The capacity that would do beside what is live here and what others hold, headroom
+        /// included.
         bytes: u64,
     },
-    /// Drop memory that grows in place ([`crate::Growable`]) or is exported ([`crate::Exportable`]): addresses are lacking, not memory.
+    /// Drop memory that grows in place ([`crate::Growable`]) or is exported
+    /// ([`crate::Exportable`]): addresses are lacking, not memory.
     FreeAddresses {
         /// Bytes of addresses that are reserved for it.
         held: u64,
     },
-    /// The driver refused memory although it reports enough free memory, all of which it cannot always give (documentation of
-    /// `cuMemGetInfo`). Request less, or free about as much as was requested.
+    /// The driver refused memory although it reports enough free memory, all of which it cannot
+    /// always give (documentation of `cuMemGetInfo`). Request less, or free about as much as was
+    /// requested.
     DriverRefuses {
         /// Bytes that the driver was asked for.
         asked: u64,
@@ -138,8 +146,8 @@ pub(super) struct Held {
     pub(super) dedicated_addresses: u64,
     /// True if a stream of the device captures.
     pub(super) captures: bool,
-    /// The streams among those that still use freed memory that capture: whether they are done cannot be learned before
-    /// the capture has ended.
+    /// The streams among those that still use freed memory that capture: whether they are done
+    /// cannot be learned before the capture has ended.
     pub(super) capturing: Vec<u32>,
 }
 
@@ -165,9 +173,10 @@ impl OomReport {
             self.memory.map_or(0, |memory| self.from_device.saturating_add(self.headroom).saturating_sub(memory.free));
     }
 
-    /// Adds what helps, most helpful first: what there is to be had without a loss, then options, then what others
-    /// lose. `from_blocks` comes from a look at free blocks that rules keep from the request. `fail_fast` tells whether
-    /// the limit refuses at once (`throw_on_cudamalloc_oom`), before anything goes back.
+    /// Adds what helps, most helpful first: what there is to be had without a loss, then options,
+    /// then what others lose. `from_blocks` comes from a look at free blocks that rules keep from
+    /// the request. `fail_fast` tells whether the limit refuses at once
+    /// (`throw_on_cudamalloc_oom`), before anything goes back.
     pub(super) fn advise(&mut self, from_blocks: Vec<Advice>, held: &Held, fail_fast: bool) {
         let mut advice = Vec::new();
         if self.memory.is_some_and(|memory| self.growth.saturating_add(held.own) > memory.total) {
@@ -186,7 +195,8 @@ impl OomReport {
         self.advice = advice;
     }
 
-    /// A device that has room for the request beside what is live here and what others hold, under the same options.
+    /// A device that has room for the request beside what is live here and what others hold, under
+    /// the same options.
     fn advise_larger_device(&self, advice: &mut Vec<Advice>) {
         let ours = self.allocated.saturating_add(self.growth);
         let others = self.held_by_others.unwrap_or(0);

@@ -36,8 +36,8 @@ pub(super) fn advice_on_segments(allocator: &Allocator, request: &Request, repor
     (is_shared && (MIN_LARGE_ALLOC + 1..report.growth).contains(&to)).then_some(Advice::SmallerSegments { to })
 }
 
-/// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself, except those
-/// that graphs may use.
+/// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself,
+/// except those that graphs may use.
 pub(super) fn advice_to_lend(guard: &mut StateGuard, request: &Request) -> Vec<Advice> {
     if request.pool >= 2 || guard.try_arena(request.slot).is_none() {
         return Vec::new();

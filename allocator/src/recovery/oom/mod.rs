@@ -1,4 +1,5 @@
-//! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps (`advice.rs`).
+//! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps
+//! (`advice.rs`).
 
 use seen::Seen;
 
@@ -36,8 +37,9 @@ pub(crate) struct Tried {
     pub(crate) own: u64,
 }
 
-/// Counts, traces and reports a request that nothing served, and calls the observers. If the allocator is about to sleep, returns that
-/// error instead, because reclaimers get no turns any more.
+/// Counts, traces and reports a request that nothing served, and calls the observers. If the
+/// allocator is about to sleep, returns that error instead, because reclaimers get no turns any
+/// more.
 #[cold]
 pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tried) -> AllocError {
     if allocator.state().refuses_wake_locks() {
@@ -54,7 +56,8 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { lacking_bytes(&mut guard, request) };
     drop(guard);
-    // No cached hit waits for the shared state's lock, under which the time grows with waiting blocks and dedicated memory.
+    // No cached hit waits for the shared state's lock, under which the time grows with waiting
+    // blocks and dedicated memory.
     let shared = state.shared();
     let mut report = report(&shared, request, &tried);
     let mut seen = Seen::new(&shared, request, tried.own);

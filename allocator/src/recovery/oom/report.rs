@@ -10,8 +10,9 @@ use crate::recovery::oom::advice::Advice;
 
 /// Why a request could not be served. All sizes are bytes.
 ///
-/// Locks are held for some blocks at a time. While other threads allocate, each block counts as it was at some moment
-/// after the last attempt to serve the request, and the sums may be of slightly different moments.
+/// Locks are held for some blocks at a time. While other threads allocate, each block counts as it
+/// was at some moment after the last attempt to serve the request, and the sums may be of slightly
+/// different moments.
 ///
 /// Its `Display` reads like PyTorch's message and then explains.
 #[derive(Clone, Debug)]
@@ -25,11 +26,14 @@ pub struct OomReport {
     pub requested: u64,
     /// Bytes that the request takes in addition for its alignment ([`Allocator::alloc_aligned`]).
     pub padding: u64,
-    /// True if its memory is mapped in granules, to which free ones move from elsewhere; false if it comes in segments.
+    /// True if its memory is mapped in granules, to which free ones move from elsewhere; false if
+    /// it comes in segments.
     pub is_mapped: bool,
-    /// Bytes that it takes from the device if no free memory of the allocator helps: a segment, or whole granules.
+    /// Bytes that it takes from the device if no free memory of the allocator helps: a segment, or
+    /// whole granules.
     pub growth: u64,
-    /// The part of them that the device would have had to provide, because no free memory of the allocator could be moved there.
+    /// The part of them that the device would have had to provide, because no free memory of the
+    /// allocator could be moved there.
     pub from_device: u64,
     /// Bytes by which the memory held would then have exceeded the limit.
     pub lacking_below_limit: u64,
@@ -53,20 +57,23 @@ pub struct OomReport {
     pub requested_live: u64,
     /// Bytes of physical memory held from the device.
     pub reserved: u64,
-    /// Bytes of it that no block uses but that cannot go elsewhere, because other memory uses the rest of their frame,
-    /// or segment.
+    /// Bytes of it that no block uses but that cannot go elsewhere, because other memory uses the
+    /// rest of their frame, or segment.
     pub unused_in_part: u64,
-    /// The part of them that private pools keep from others: those that are open, or that graphs use.
+    /// The part of them that private pools keep from others: those that are open, or that graphs
+    /// use.
     pub reserved_by_private_pools: u64,
     /// Bytes of the largest free block of the request's pool, whichever stream owns it.
     pub largest_free: u64,
-    /// Free bytes of the request's pool, less what only captures of a private pool may have because a graph uses it.
+    /// Free bytes of the request's pool, less what only captures of a private pool may have because
+    /// a graph uses it.
     pub free_in_pool: u64,
     /// Number of blocks that they are in.
     pub pieces: usize,
     /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
-    /// Bytes used on the device but not held by this allocator: contexts, libraries, other processes.
+    /// Bytes used on the device but not held by this allocator: contexts, libraries, other
+    /// processes.
     pub held_by_others: Option<u64>,
     /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
     pub largest_tags: Vec<(Option<String>, u64)>,
@@ -78,15 +85,16 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
-    /// What helps, most helpful first. Where one alone gives too little, several together may give enough.
+    /// What helps, most helpful first. Where one alone gives too little, several together may give
+    /// enough.
     pub advice: Vec<Advice>,
 }
 
 impl fmt::Display for OomReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let OomReport { device, reserved, allocated, .. } = *self;
-        // As PyTorch's, it names the segment that would have been taken from the device; unlike PyTorch's, also what
-        // for.
+        // As PyTorch's, it names the segment that would have been taken from the device; unlike
+        // PyTorch's, also what for.
         let tried = if self.is_mapped { self.requested } else { self.growth };
         let [tried, requested] = [tried, self.requested].map(|bytes| Bytes(bytes).to_string());
         write!(f, "out of memory. Tried to allocate {tried}")?;

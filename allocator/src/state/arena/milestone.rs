@@ -4,7 +4,8 @@ use crate::backing::paged::milestones::{Reason, SHARE};
 use crate::state::arena::ArenaGuard;
 
 impl ArenaGuard {
-    /// True if a milestone is due now. The caller must then record it; it is counted as recorded here.
+    /// True if a milestone is due now. The caller must then record it; it is counted as recorded
+    /// here.
     #[inline]
     pub(crate) fn is_milestone_due(&mut self) -> bool {
         let milestones = &self.milestones;

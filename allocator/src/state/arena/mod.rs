@@ -1,17 +1,19 @@
-//! An arena: the heap of one stream, under a lock of its own. Allocating for a stream takes a free block from its arena, and
-//! dropping a handle gives the block back to the arena that it came from; both need that lock alone.
+//! An arena: the heap of one stream, under a lock of its own. Allocating for a stream takes a free
+//! block from its arena, and dropping a handle gives the block back to the arena that it came from;
+//! both need that lock alone.
 //!
-//! Arenas are never deallocated but recycled with their allocator state, so a handle refers to its arena by a plain reference. Each has
-//! its own queue of remote frees (`remote.rs`, filled by `free.rs`) and its own counters,
-//! on cache lines of its own.
+//! Arenas are never deallocated but recycled with their allocator state, so a handle refers to its
+//! arena by a plain reference. Each has its own queue of remote frees (`remote.rs`, filled by
+//! `free.rs`) and its own counters, on cache lines of its own.
 //!
 //! Invariants:
-//! * an arena is *open* from the stream's first allocation until the allocator state is recycled; blocks live in open arenas only;
+//! * an arena is *open* from the stream's first allocation until the allocator state is recycled;
+//!   blocks live in open arenas only;
 //! * a slow path that looks into the arena first applies the remote frees queued before;
 //! * the streams that own blocks here are known by their timelines.
 //!
-//! Lock order: the shared state's lock, arenas, then leaf locks (history, publishing, lists). Work in one
-//! arena alone takes that arena's lock while holding no other.
+//! Lock order: the shared state's lock, arenas, then leaf locks (history, publishing, lists). Work
+//! in one arena alone takes that arena's lock while holding no other.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -48,9 +50,11 @@ pub(crate) const UNKNOWN: u64 = u64::MAX;
 pub(crate) struct Arena {
     pub(crate) state: &'static AllocatorState,
     pub(crate) slot: u32,
-    /// True if the arena is settled (`state/settled.rs`). Set to false before the arena enters the queue of unsettled ones.
+    /// True if the arena is settled (`state/settled.rs`). Set to false before the arena enters the
+    /// queue of unsettled ones.
     settled: AtomicBool,
-    /// Number of live blocks that streams besides their own use. Written under the shared state's lock.
+    /// Number of live blocks that streams besides their own use. Written under the shared state's
+    /// lock.
     pub(crate) blocks_used_elsewhere: AtomicU32,
     /// True once another stream may own blocks here. Set before it does.
     pub(crate) has_lent: AtomicBool,
@@ -70,8 +74,8 @@ impl fmt::Debug for Arena {
 /// The state that an arena's lock protects.
 #[derive(Debug, Default)]
 pub(crate) struct ArenaInner {
-    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`] while the arena is not
-    /// open, and [`Writer::SETTLED`] while it is settled.
+    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`]
+    /// while the arena is not open, and [`Writer::SETTLED`] while it is settled.
     writer: CounterWriter,
     /// What `writer` was before the arena was settled.
     settled_writer: CounterWriter,
@@ -97,7 +101,7 @@ pub(crate) struct ArenaInner {
 
 /// The reason why a free needs more than the arena: other streams use the block.
 #[derive(Debug)]
-struct Shared;
+struct UsedElsewhere;
 
 impl Arena {
     pub(crate) fn new(state: &'static AllocatorState, slot: u32) -> Arena {
@@ -114,15 +118,16 @@ impl Arena {
         }
     }
 
-    /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while the arena is not open, or if the calling
-    /// thread is not known yet (`StateGuard::admit_thread`).
+    /// Takes the lock for an allocation, and applies the remote frees that are due. `None` while
+    /// the arena is not open, or if the calling thread is not known yet
+    /// (`StateGuard::admit_thread`).
     #[inline]
     pub(crate) fn enter(&'static self) -> Option<ArenaGuard> {
         // Before the lock, which all later loads wait for.
         let is_direct = self.remote.has_direct_thread();
         let locked = self.admit(self.inner.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
-        if is_direct { Some(locked) } else { locked.drained() }
+        if is_direct { Some(locked) } else { locked.drain_and_reenter() }
     }
 
     #[inline]
@@ -142,7 +147,8 @@ impl Arena {
         locked.inner.is_known_here().then_some(locked)
     }
 
-    /// Enters the arena in the queue of those that are not settled any more, if it is settled and not there yet.
+    /// Enters the arena in the queue of those that are not settled any more, if it is settled and
+    /// not there yet.
     fn unsettle(&'static self) {
         if self.settled.load(Ordering::SeqCst) && self.settled.swap(false, Ordering::SeqCst) {
             self.state.unsettled.push(self);
@@ -177,27 +183,22 @@ impl Arena {
     /// Tells a simulated device of a block that is handed out.
     #[cold]
     #[inline(never)]
-    pub(crate) fn tell_of_block(
-        &'static self,
-        id: BlockId,
-        ptr: DevicePtr,
-        bytes: u64,
-        at: &'static Location<'static>,
-    ) {
+    pub(crate) fn report_block(&'static self, id: BlockId, ptr: DevicePtr, bytes: u64, at: &'static Location<'static>) {
         if id == BlockId::NONE || !self.state.has_checks() {
             return;
         }
         let (tag, pool) = self.look(|inner| (Tag(inner.heap.blocks[id].tag), inner.heap.blocks[id].pool));
         let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
-        self.state.tell_checks(|checks| checks.allocated(block));
+        self.state.report_to_checks(|checks| checks.allocated(block));
     }
 
-    /// Tells a simulated device that a block is given back, before anybody else can get the memory. Takes the words of
-    /// the handle, not the handle, which would have to be copied to where it can be pointed to.
+    /// Tells a simulated device that a block is given back, before anybody else can get the memory.
+    /// Takes the words of the handle, not the handle, which would have to be copied to where it can
+    /// be pointed to.
     #[cold]
     #[inline(never)]
-    pub(crate) fn tell_of_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
-        self.state.tell_checks(|checks| checks.dropped(ptr, at));
+    pub(crate) fn report_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
+        self.state.report_to_checks(|checks| checks.dropped(ptr, at));
     }
 
     /// True if frees are queued.
@@ -211,8 +212,8 @@ impl Arena {
     }
 }
 
-/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to where it is released: copying
-/// it, and handles, through memory cost about 40 ns a hot pair.
+/// An arena whose lock is held. Two words, which stay in registers from where the lock is taken to
+/// where it is released: copying it, and handles, through memory cost about 40 ns a hot pair.
 #[derive(Debug)]
 pub(crate) struct ArenaGuard {
     pub(crate) arena: &'static Arena,
@@ -236,16 +237,16 @@ impl DerefMut for ArenaGuard {
 }
 
 impl ArenaGuard {
-    /// Applies the remote frees queued so far, has other threads free through the queue until they next allocate here,
-    /// and merges what rests.
+    /// Applies the remote frees queued so far, has other threads free through the queue until they
+    /// next allocate here, and merges what rests.
     pub(crate) fn tidy(&mut self) {
         self.arena.remote.forget_other_threads();
         self.drain();
         self.coalesce_deferred();
     }
 
-    /// Settles the arena: the next thread that works here unsettles it. Returns false if frees were queued meanwhile.
-    /// The caller holds the shared state's lock.
+    /// Settles the arena: the next thread that works here unsettles it. Returns false if frees were
+    /// queued meanwhile. The caller holds the shared state's lock.
     pub(crate) fn settle(&mut self) -> bool {
         let arena = self.arena;
         arena.settled.store(true, Ordering::SeqCst);
@@ -282,19 +283,19 @@ impl ArenaGuard {
         }
     }
 
-    /// Applies the remote frees before an allocation by the calling thread, which frees directly from now on. `None` as for
-    /// [`Arena::enter`].
+    /// Applies the remote frees before an allocation by the calling thread, which frees directly
+    /// from now on. `None` as for [`Arena::enter`].
     #[cold]
-    fn drained(mut self) -> Option<ArenaGuard> {
+    fn drain_and_reenter(mut self) -> Option<ArenaGuard> {
         self.arena.remote.add_direct_thread();
         self.drain();
         let arena = self.arena;
-        if !arena.state.has_left() {
+        if !arena.state.has_deferred_frees() {
             return Some(self);
         }
         drop(self);
-        // Blocks that other streams used, too, need the shared state's lock. They are not to count as live, and their wait
-        // begins now.
+        // Blocks that other streams used, too, need the shared state's lock. They are not to count
+        // as live, and their wait begins now.
         drop(arena.state.lock(None));
         arena.admit(arena.inner.lock())
     }
@@ -303,19 +304,21 @@ impl ArenaGuard {
     pub(crate) fn drain(&mut self) {
         let arena = self.arena;
         for RemoteFree { block, on, bytes } in arena.remote.drain() {
-            if let Err(Shared) = self.free(block, on, bytes) {
+            if let Err(UsedElsewhere) = self.free(block, on, bytes) {
                 arena.state.defer_free(DeferredFree { arena, block, on });
             }
         }
     }
 
-    /// Serves a request of the arena's stream from the free blocks that it may reuse at once, those in the queue included.
+    /// Serves a request of the arena's stream from the free blocks that it may reuse at once, those
+    /// in the queue included.
     pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
         self.drain();
         self.take_own_hot(request)
     }
 
-    /// As [`Guard::take_own`], less what is in the queue, compiled into its caller, so that request and result stay in registers.
+    /// As [`Guard::take_own`], less what is in the queue, compiled into its caller, so that request
+    /// and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
         let inner = &mut *self.inner;
@@ -331,7 +334,7 @@ impl ArenaGuard {
                 let inner = &mut *self.inner;
                 match inner.heap.take_best(&inner.classes, request.pool, request.size, request.requested) {
                     Some(taken) => taken,
-                    None => self.take_what_rests(request.pool, request.size, request.requested)?,
+                    None => self.take_uncoalesced(request.pool, request.size, request.requested)?,
                 }
             }
         };
@@ -368,10 +371,10 @@ impl ArenaGuard {
         Granted { arena: self.arena, block: id, addr }
     }
 
-    /// Frees a live block of `bytes` requested bytes ([`UNKNOWN`] if the caller does not know). `on` is the stream that gets its memory, if
-    /// that is not its own.
+    /// Frees a live block of `bytes` requested bytes ([`UNKNOWN`] if the caller does not know).
+    /// `on` is the stream that gets its memory, if that is not its own.
     #[inline(always)]
-    fn free(&mut self, id: BlockId, on: Option<u32>, bytes: u64) -> Result<(), Shared> {
+    fn free(&mut self, id: BlockId, on: Option<u32>, bytes: u64) -> Result<(), UsedElsewhere> {
         if self.inner.is_paged && bytes != UNKNOWN && on.is_none() && self.inner.heap.is_regular(id) {
             let size = self.inner.classes.round(bytes);
             let kind = self.inner.classes.pool(size);
@@ -387,7 +390,7 @@ impl ArenaGuard {
         let heir = match on.filter(|&on| on != owner) {
             None if !shared => owner,
             Some(on) if !shared && self.inner.crosses_streams => on,
-            _ => return Err(Shared),
+            _ => return Err(UsedElsewhere),
         };
         if heir == self.inner.heap.home && owner == heir {
             self.free_at_home(id, kind, size, requested);
@@ -438,8 +441,8 @@ impl ArenaGuard {
         self.arena.state.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
     }
 
-    /// Makes a block free that was given back and is accounted for: reusable by `owner` at once, and by others after the tick `after`. Its
-    /// memory itself was used until `last_use`.
+    /// Makes a block free that was given back and is accounted for: reusable by `owner` at once,
+    /// and by others after the tick `after`. Its memory itself was used until `last_use`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
         self.coalesce_deferred();
@@ -463,7 +466,8 @@ impl ArenaGuard {
         self.inner.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
     }
 
-    /// Counts pieces of segments. Mapped memory has none, as in PyTorch: its free memory can go back to the device.
+    /// Counts pieces of segments. Mapped memory has none, as in PyTorch: its free memory can go
+    /// back to the device.
     #[inline(always)]
     pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
         if change != SplitChange::default() && !self.inner.is_paged {
@@ -479,8 +483,8 @@ impl ArenaGuard {
         }
     }
 
-    /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with the number of blocks, so as many
-    /// operations pass between two checks.
+    /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with
+    /// the number of blocks, so as many operations pass between two checks.
     #[inline]
     fn debug_check(&mut self) {
         #[cfg(debug_assertions)]
@@ -521,7 +525,8 @@ impl ArenaInner {
         timeline.map_or(0, |timeline| timeline.now() + 1)
     }
 
-    /// True if the record of a live block says what its handle does: what [`Heap::is_regular`] promises.
+    /// True if the record of a live block says what its handle does: what [`Heap::is_regular`]
+    /// promises.
     fn is_as_requested(&self, id: BlockId, kind: PoolKind, size: u64, requested: u64) -> bool {
         let block = &self.heap.blocks[id];
         let is_own = block.state == State::Live && block.owner == self.heap.home && !block.used_elsewhere;

@@ -1,21 +1,24 @@
 //! Remote frees: blocks given back by threads that do not allocate from the arena.
 //!
-//! Freeing a block means writing to the heap, and a heap that two threads write to in turns travels between their caches line by
-//! line: 600 ns for each block that one thread allocates and another frees. So only threads that allocate from an arena free
-//! there directly. Others put the numbers of their blocks into the arena's queue, and the next thread that allocates takes them out,
-//! many at a time. Blocks that other streams use, or that another stream inherits, are freed directly by all: their ticks are taken
-//! when they leave the queue, and would be later than they need be.
+//! Freeing a block means writing to the heap, and a heap that two threads write to in turns travels
+//! between their caches line by line: 600 ns for each block that one thread allocates and another
+//! frees. So only threads that allocate from an arena free there directly. Others put the numbers
+//! of their blocks into the arena's queue, and the next thread that allocates takes them out, many
+//! at a time. Blocks that other streams use, or that another stream inherits, are freed directly by
+//! all: their ticks are taken when they leave the queue, and would be later than they need be.
 //!
 //! Blocks in the queue are live until they are taken out. They are taken out
-//! * by the next allocation from the arena, once they are *due*: 16 of them wait, or a large one, or one whose thread found the
-//!   lock taken;
+//! * by the next allocation from the arena, once they are *due*: 16 of them wait, or a large one,
+//!   or one whose thread found the lock taken;
 //! * when another thread begins to allocate from the arena;
-//! * whenever a slow path looks into the arena: before memory is asked of the device, and before statistics are read.
+//! * whenever a slow path looks into the arena: before memory is asked of the device, and before
+//!   statistics are read.
 //!
 //! So no request is refused, and nothing grows, for the sake of a block that stands here.
 //!
-//! One word per arena says which threads free directly. Blocks that become due clear it, and an allocation by a thread that it does not
-//! name empties the queue before it enters itself. So the fast path compares once.
+//! One word per arena says which threads free directly. Blocks that become due clear it, and an
+//! allocation by a thread that it does not name empties the queue before it enters itself. So the
+//! fast path compares once.
 
 use crossbeam_queue::ArrayQueue;
 
@@ -78,9 +81,9 @@ pub(crate) struct RemoteFree {
 #[derive(Debug)]
 pub(crate) struct RemoteFrees {
     queue: ArrayQueue<RemoteFree>,
-    /// The threads that free directly: a bit for each that allocated since blocks became due, and since a slow path
-    /// looked into it. One thread in 64 others may be mistaken for one of them. Only a hint: what it misses waits for
-    /// one of the other occasions.
+    /// The threads that free directly: a bit for each that allocated since blocks became due, and
+    /// since a slow path looked into it. One thread in 64 others may be mistaken for one of them.
+    /// Only a hint: what it misses waits for one of the other occasions.
     direct: AtomicU64,
 }
 
@@ -110,7 +113,8 @@ impl RemoteFrees {
         }
     }
 
-    /// Queues a block, before anything that the caller reads afterwards; `hurries` if it is due at once. Gives it back if the queue is full.
+    /// Queues a block, before anything that the caller reads afterwards; `hurries` if it is due at
+    /// once. Gives it back if the queue is full.
     pub(crate) fn push(&self, free: RemoteFree, hurries: bool) -> Result<(), RemoteFree> {
         let is_large = free.bytes >= LARGE;
         self.queue.push(free)?;

@@ -1,11 +1,12 @@
-//! When blocks that rest are merged (`heap/resting.rs` says why they rest): before another rests or a search, before a
-//! slow path looks into the arena, and when a search fails.
+//! When blocks that rest are merged (`heap/resting.rs` says why they rest): before another rests or
+//! a search, before a slow path looks into the arena, and when a search fails.
 
 use super::ArenaGuard;
 use crate::heap::{BlockId, Rested, SplitChange, kind_of};
 
 impl ArenaGuard {
-    /// Makes room for another block to rest, and for a search: merges what may not rest any longer (`heap/resting.rs`).
+    /// Makes room for another block to rest, and for a search: merges what may not rest any longer
+    /// (`heap/resting.rs`).
     #[inline(always)]
     pub(super) fn make_room(&mut self) {
         if !self.inner.heap.has_newest() {
@@ -54,11 +55,11 @@ impl ArenaGuard {
         self.inner.heap.thin_recent_uses(done);
     }
 
-    /// Serves a request that no free block serves after merging the blocks that rest, if there are any. The ladder would do so, too, but under
-    /// all locks.
+    /// Serves a request that no free block serves after merging the blocks that rest, if there are
+    /// any. The ladder would do so, too, but under all locks.
     #[cold]
     #[inline(never)]
-    pub(super) fn take_what_rests(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
+    pub(super) fn take_uncoalesced(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
         if !self.inner.heap.has_resting() {
             return None;
         }

@@ -1,12 +1,15 @@
 //! A crowd: several free blocks of one size, of which that at the lowest address is asked for.
 //!
-//! A crowd is a tournament. Its slots are in groups of eight. A slot has either a block in it or a group below it, and knows the lowest
-//! address there; so neither blocks that come nor blocks that go move others, unless the crowd grows. The first group is the root, and
-//! group `n + 1` is below slot `n`, so groups are added level by level: 64 blocks fit into two levels, 512 into three, a million into seven.
-//! A step compares all of a group, without branches, because which block is the lowest follows no pattern.
+//! A crowd is a tournament. Its slots are in groups of eight. A slot has either a block in it or a
+//! group below it, and knows the lowest address there; so neither blocks that come nor blocks that
+//! go move others, unless the crowd grows. The first group is the root, and group `n + 1` is below
+//! slot `n`, so groups are added level by level: 64 blocks fit into two levels, 512 into three, a
+//! million into seven. A step compares all of a group, without branches, because which block is the
+//! lowest follows no pattern.
 //!
 //! Invariants:
-//! * a slot without a block has the address [`VACANT`]. If it has no group below it, either, it names the next such slot in place of a block;
+//! * a slot without a block has the address [`VACANT`]. If it has no group below it, either, it
+//!   names the next such slot in place of a block;
 //! * a slot with a group below it has the lowest address there;
 //! * a block knows its slot ([`Block::slot`](crate::heap::block::Block::slot)).
 
@@ -17,8 +20,8 @@ use crate::heap::block::{BlockId, Records};
 
 /// Slots of a group.
 const GROUP: usize = 8;
-/// Groups that a crowd has room for from the start. Crowds go from size to size, and should not each have to grow; memory that is not used
-/// is not touched.
+/// Groups that a crowd has room for from the start. Crowds go from size to size, and should not
+/// each have to grow; memory that is not used is not touched.
 const GROUPS: usize = 8;
 /// The address of a vacant slot, higher than that of any block.
 const VACANT: u64 = u64::MAX;
@@ -149,12 +152,13 @@ impl Crowd {
             && group.is_some_and(|group| (group.addrs[at % GROUP], group.blocks[at % GROUP]) == (addr, id.0))
     }
 
-    /// Adds a group below the first slot that has none. That slot has a block, because none is vacant; the block goes to the new group.
+    /// Adds a group below the first slot that has none. That slot has a block, because none is
+    /// vacant; the block goes to the new group.
     #[cold]
     fn grow(&mut self, blocks: &mut Records<'_>) {
         let above = self.groups.len() - 1;
-        // There are fewer slots than twice the number of blocks, which is below 2^32; and a heap with 2^31 free blocks of one size would
-        // need 128 GiB for its records.
+        // There are fewer slots than twice the number of blocks, which is below 2^32; and a heap
+        // with 2^31 free blocks of one size would need 128 GiB for its records.
         let first = u32::try_from(self.groups.len() * GROUP).unwrap_or(NO_SLOT);
         let mut group = Group::vacant(first);
         let upper = &self.groups[above / GROUP];
@@ -166,7 +170,8 @@ impl Crowd {
 }
 
 impl Group {
-    /// A group of vacant slots, of which the first has the given number. The last one is the end of the list.
+    /// A group of vacant slots, of which the first has the given number. The last one is the end of
+    /// the list.
     fn vacant(first: u32) -> Group {
         let mut blocks = [NO_SLOT; GROUP];
         (first + 1..).zip(&mut blocks[..GROUP - 1]).for_each(|(next, block)| *block = next);

@@ -1,4 +1,5 @@
-//! The blocks that are larger than the bitmap's sizes, in a sorted list: there are few of them, because they are large.
+//! The blocks that are larger than the bitmap's sizes, in a sorted list: there are few of them,
+//! because they are large.
 
 use crate::heap::block::BlockId;
 use crate::heap::index::exact::Held;

@@ -1,4 +1,5 @@
-//! The bitmap of occupied sizes: one bit for each size, one for each word of those bits, and one for each word of these.
+//! The bitmap of occupied sizes: one bit for each size, one for each word of those bits, and one
+//! for each word of these.
 
 /// Sizes that the bitmap covers at most, in units: three levels of 64.
 pub(super) const SIZES: usize = 64 * 64 * 64;
@@ -8,7 +9,8 @@ pub(super) const SIZES: usize = 64 * 64 * 64;
 pub(super) struct Occupied {
     /// One bit for each size, for as many sizes as [`Occupied::grow`] was asked for.
     sizes: Vec<u64>,
-    /// One bit for each word of `sizes`. The last word is always empty: where a search goes that finds no other.
+    /// One bit for each word of `sizes`. The last word is always empty: where a search goes that
+    /// finds no other.
     words: [u64; 65],
     /// One bit for each word of `words`.
     groups: u64,
@@ -38,8 +40,8 @@ impl Occupied {
         sizes & bit != 0
     }
 
-    /// Notes that a size, which was occupied, is not any more. Without branches, because it follows no pattern whether a word becomes
-    /// empty.
+    /// Notes that a size, which was occupied, is not any more. Without branches, because it follows
+    /// no pattern whether a word becomes empty.
     #[inline]
     pub(super) fn remove(&mut self, size: usize) {
         let (word, group) = (size / 64, size / 64 / 64);
