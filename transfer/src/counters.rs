@@ -78,7 +78,7 @@ impl AtomicCounters {
         self.count_all(direction, 1, bytes);
     }
 
-    /// Several copies, of so many bytes together.
+    /// Several copies, of `bytes` bytes in total.
     pub(crate) fn count_all(&self, direction: Direction, copies: u64, bytes: u64) {
         self.add(direction as usize, copies, bytes);
     }

@@ -130,7 +130,7 @@ pub enum TransferError {
     /// The request cannot be served as the caller made it.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// No device serves what the caller needs. The report says why, device by device.
+    /// No device meets the requirements. The report has the reasons, device by device.
     #[error(transparent)]
     NoDevice(#[from] Box<NoDevice>),
     /// No real GPU can be used at all. Open a simulated one instead, or allow the host.
@@ -222,7 +222,7 @@ pub enum TransferError {
         /// Parameters in other places.
         strays: Vec<Stray>,
     },
-    /// A file of tensors is not what it should be.
+    /// A file of tensors is invalid.
     #[error(transparent)]
     Checkpoint(#[from] Box<CheckpointError>),
     /// The caller loads files into a set that does not have the same tensors. All that differ are

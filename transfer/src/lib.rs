@@ -44,7 +44,7 @@ mod timer;
 mod waiter;
 
 pub use copy::{
-    BatchResults, DeviceSource, Downloaded, FilePart, HostEnd, InRegion, Owner, Region, Route, Source, Target,
+    BatchResults, DeviceSource, Downloaded, FilePart, HostCopySource, InRegion, Owner, Region, Route, Source, Target,
     TransferBatch,
 };
 pub use counters::{Counters, Direction, Traffic};

@@ -127,8 +127,8 @@ impl<T: Pod + Send + Sync> BufferTransfers<T> for Buffer<T> {
 /// Buffers with content from the host, as methods of [`Allocator`].
 #[allow(clippy::wrong_self_convention, reason = "the allocator makes the buffer")]
 pub trait AllocatorTransfers {
-    /// A buffer with a copy of `values`, which may be reused when this returns. The copy may still
-    /// be in flight then: calls that use the buffer come after it.
+    /// A buffer with a copy of `values`, which the caller may reuse when this returns. The copy may
+    /// still be in flight then: calls that use the buffer come after it.
     ///
     /// # Errors
     /// When device memory or page-locked memory runs out, a stream of another device or that
@@ -184,7 +184,7 @@ impl AllocatorTransfers for Allocator {
 /// [`Prefetcher::new`] do the same.
 pub trait DeviceTransfers {
     /// Page-locked memory for `len` values of `T`, which copies of this device read and write
-    /// without staging. Its content is whatever was there, or zeros.
+    /// without staging. Its contents are undefined.
     ///
     /// # Errors
     /// As [`crate::PinnedPool::alloc`].

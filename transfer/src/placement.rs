@@ -263,7 +263,7 @@ fn most_free(verdicts: &[Verdict]) -> Option<usize> {
     serve.max_by_key(|(index, verdict)| (verdict.free, std::cmp::Reverse(*index))).map(|(index, _)| index)
 }
 
-/// Verdicts on a part that fits nowhere, with what the parts placed before it left.
+/// Verdicts on a part that fits nowhere, with the memory that earlier parts left free.
 fn lacking(mut verdicts: Vec<Verdict>, left: &[Option<u64>], needed: u64) -> Vec<Verdict> {
     for (verdict, left) in verdicts.iter_mut().zip(left) {
         if let Some(free) = *left {

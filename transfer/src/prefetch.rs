@@ -317,8 +317,7 @@ impl<B: Batch> Prefetcher<B> {
         Some(Err(AllocError::Asleep.into()))
     }
 
-    /// Gives the slot of the batch in use back: free once the stream is done with what is enqueued
-    /// by now.
+    /// Returns the slot of the batch in use: free once the stream is done with its present work.
     fn give_slot_back(&mut self) {
         if !std::mem::take(&mut self.holds_slot) {
             return;
@@ -338,7 +337,7 @@ impl<B: Batch> Prefetcher<B> {
 impl<B: Batch> Iterator for Prefetcher<B> {
     type Item = Result<B::OnDevice, TransferError>;
 
-    /// The next batch, after whose copy the stream is ordered. Waits on the host only while none is
+    /// The next batch. The stream is ordered after its copy. Waits on the host only while none is
     /// on its way.
     fn next(&mut self) -> Option<Self::Item> {
         if let Err(error) = aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent) {
@@ -376,7 +375,7 @@ impl<B: Batch> Drop for Prefetcher<B> {
         // The channel would keep its batches until the thread ends, which may wait for its source
         // as long as it likes.
         self.batches.iter().for_each(|batches| batches.try_iter().for_each(drop));
-        // Wakes the thread wherever it waits for this side.
+        // Wakes the thread if it waits for this side.
         self.batches = None;
         self.slots = None;
         let mut state = at.state.lock();

@@ -278,7 +278,7 @@ impl Spilled {
 
 /// Whether a buffer went to the host.
 enum Went {
-    /// It did, and gave up so many bytes of device memory.
+    /// It did, and freed this many bytes of device memory.
     Away(u64),
     /// It was there before.
     Before,

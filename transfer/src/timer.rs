@@ -41,7 +41,7 @@ pub struct Timer {
 }
 
 impl Timer {
-    /// Starts at the end of what is enqueued on the stream. Does not wait.
+    /// Starts at the end of the work enqueued on the stream. Does not wait.
     ///
     /// # Errors
     /// A stream of another device, and errors of the driver.
@@ -54,9 +54,9 @@ impl Timer {
         Ok(Timer { start, stop, device_id: device.id() })
     }
 
-    /// Stops at the end of what is enqueued on the stream by now. Does not wait. This may be
-    /// another stream of the device, ordered after the work to be measured: one that gets to the
-    /// stop before the other gets to the start measures no time.
+    /// Stops at the end of the work enqueued on the stream. Does not wait. This may be another
+    /// stream of the device, ordered after the work to be measured: one that gets to the stop
+    /// before the other gets to the start measures no time.
     ///
     /// # Errors
     /// A stream of another device, and errors of the driver.

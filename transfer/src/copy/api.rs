@@ -6,7 +6,7 @@ use aquifer_device::Stream;
 use bytemuck::Pod;
 
 use super::batch::TransferBatch;
-use super::ends::{DeviceSource, HostEnd, Source, Target};
+use super::endpoints::{DeviceSource, HostCopySource, Source, Target};
 use super::region::Plan;
 use super::route::Route;
 use super::{batch, crossover, download, on_device, peer};
@@ -263,7 +263,7 @@ impl Transfer {
     /// and errors of the driver, such as the loss of a device that was to write `from`.
     pub fn copy_on_host<'a, T: Pod + Send + Sync>(
         &self,
-        from: impl HostEnd<T>,
+        from: impl HostCopySource<T>,
         to: impl Into<PinnedSliceMut<'a, T>>,
     ) -> Result<Pending<()>, TransferError> {
         let (to, (len, region)) = (to.into(), from.extent());

@@ -81,8 +81,8 @@ struct Packed {
 /// One copy for the driver: one copy that was added, or several adjacent ones.
 #[derive(Debug)]
 struct Piece {
-    from: End,
-    to: End,
+    from: Endpoint,
+    to: Endpoint,
     bytes: u64,
     /// The number of copies that were added.
     copies: u64,
@@ -90,7 +90,7 @@ struct Piece {
 
 /// One end of a copy.
 #[derive(Clone, Debug)]
-enum End {
+enum Endpoint {
     Device(Arc<Storage>, DevicePtr),
     /// The index of a page-locked buffer, and the offset in it.
     Host {
@@ -162,8 +162,8 @@ impl TransferBatch {
         if bytes.is_empty() {
             return Ok(());
         }
-        let from = self.pack(bytes, &End::of(to))?;
-        self.add(Direction::Upload, Piece::new(from, End::of(to), to.bytes()));
+        let from = self.pack(bytes, &Endpoint::of(to))?;
+        self.add(Direction::Upload, Piece::new(from, Endpoint::of(to), to.bytes()));
         Ok(())
     }
 
@@ -179,7 +179,7 @@ impl TransferBatch {
             return Ok(());
         }
         check_apart(from, to)?;
-        self.add(Direction::OnDevice, Piece::new(End::of(from), End::of(to), to.bytes()));
+        self.add(Direction::OnDevice, Piece::new(Endpoint::of(from), Endpoint::of(to), to.bytes()));
         Ok(())
     }
 
@@ -194,14 +194,17 @@ impl TransferBatch {
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
         }
-        let adjacent = self.continues(Direction::Download, |last| &last.from, &End::of(from));
+        let adjacent = self.continues(Direction::Download, |last| &last.from, &Endpoint::of(from));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
         let overflow = TransferError::Request(RequestError::LengthOverflow {
             len: from.len() as u64,
             size: size_of::<T>() as u64,
         });
         let end = offset.checked_add(bytes).ok_or(overflow)?;
-        self.add(Direction::Download, Piece::new(End::of(from), End::Host { buffer: 0, offset }, from.bytes()));
+        self.add(
+            Direction::Download,
+            Piece::new(Endpoint::of(from), Endpoint::Host { buffer: 0, offset }, from.bytes()),
+        );
         self.downloaded = end;
         Ok(Downloaded { batch: self.number, offset, len, element: PhantomData })
     }
@@ -249,13 +252,13 @@ impl TransferBatch {
     }
 
     /// Whether an end begins where that of the last piece of the same direction ends.
-    fn continues(&self, direction: Direction, end: impl Fn(&Piece) -> &End, next: &End) -> bool {
+    fn continues(&self, direction: Direction, end: impl Fn(&Piece) -> &Endpoint, next: &Endpoint) -> bool {
         let last = self.groups.last().filter(|group| group.direction == direction);
         last.and_then(|group| group.pieces.last()).is_some_and(|last| end(last).continues(last.bytes, next))
     }
 
     /// Packs bytes, and returns their place.
-    fn pack(&mut self, bytes: &[u8], to: &End) -> Result<End, TransferError> {
+    fn pack(&mut self, bytes: &[u8], to: &Endpoint) -> Result<Endpoint, TransferError> {
         let adjacent = self.continues(Direction::Upload, |last| &last.to, to);
         let alignment = if adjacent { 1 } else { PACKED_ALIGNMENT };
         let room = self.packed.last().map(|packed| (packed.used.next_multiple_of(alignment), packed.buffer.len()));
@@ -268,7 +271,7 @@ impl TransferBatch {
         let start = packed.used.next_multiple_of(alignment);
         packed.buffer.write()?[start..start + bytes.len()].copy_from_slice(bytes);
         packed.used = start + bytes.len();
-        Ok(End::Host { buffer, offset: start })
+        Ok(Endpoint::Host { buffer, offset: start })
     }
 }
 
@@ -288,18 +291,18 @@ impl Group {
     }
 }
 
-impl End {
-    fn of<T: Copy>(buffer: &Buffer<T>) -> End {
-        End::Device(buffer.storage().clone(), buffer.ptr())
+impl Endpoint {
+    fn of<T: Copy>(buffer: &Buffer<T>) -> Endpoint {
+        Endpoint::Device(buffer.storage().clone(), buffer.ptr())
     }
 
     /// Whether another end begins `bytes` bytes further on in the same memory.
-    fn continues(&self, bytes: u64, next: &End) -> bool {
+    fn continues(&self, bytes: u64, next: &Endpoint) -> bool {
         match (self, next) {
-            (End::Device(storage, ptr), End::Device(next, at)) => {
+            (Endpoint::Device(storage, ptr), Endpoint::Device(next, at)) => {
                 Arc::ptr_eq(storage, next) && ptr.offset(bytes) == *at
             }
-            (End::Host { buffer, offset }, End::Host { buffer: next, offset: at }) => {
+            (Endpoint::Host { buffer, offset }, Endpoint::Host { buffer: next, offset: at }) => {
                 buffer == next && *offset as u64 + bytes == *at as u64
             }
             _ => false,
@@ -308,29 +311,29 @@ impl End {
 
     fn place(&self, host: &[HostPart<'_>]) -> CopyEnd {
         match self {
-            End::Device(_, ptr) => CopyEnd::Device(*ptr),
-            End::Host { buffer, offset } => CopyEnd::Host(HostPtr(host[*buffer].ptr.0 + offset)),
+            Endpoint::Device(_, ptr) => CopyEnd::Device(*ptr),
+            Endpoint::Host { buffer, offset } => CopyEnd::Host(HostPtr(host[*buffer].ptr.0 + offset)),
         }
     }
 
     /// Its device memory.
     fn storage(&self) -> Option<&Storage> {
         match self {
-            End::Device(storage, _) => Some(storage),
-            End::Host { .. } => None,
+            Endpoint::Device(storage, _) => Some(storage),
+            Endpoint::Host { .. } => None,
         }
     }
 }
 
 impl Piece {
-    fn new(from: End, to: End, bytes: u64) -> Piece {
+    fn new(from: Endpoint, to: Endpoint, bytes: u64) -> Piece {
         Piece { from, to, bytes, copies: 1 }
     }
 
     /// Whether its ends have no memory in common if it has this length.
     fn stays_apart(&self, bytes: u64) -> bool {
         match (&self.from, &self.to) {
-            (End::Device(_, from), End::Device(_, to)) => from.0.abs_diff(to.0) >= bytes,
+            (Endpoint::Device(_, from), Endpoint::Device(_, to)) => from.0.abs_diff(to.0) >= bytes,
             _ => true,
         }
     }

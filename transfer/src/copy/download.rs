@@ -20,7 +20,7 @@ use crate::layout::Rows;
 use crate::pending::Pending;
 use crate::pinned::{HostPart, PinnedBuffer, PinnedSliceMut};
 use crate::runtime::Transfer;
-use crate::staging::{DeviceEnd, HostTarget, Scattered};
+use crate::staging::{DeviceEndpoint, HostTarget, Scattered};
 
 pub(super) fn pinned<T: Pod>(
     transfer: &Transfer,
@@ -160,7 +160,7 @@ fn stage_rows<T: Pod>(
     target: Arc<dyn HostTarget>,
 ) -> Result<Arc<Job>, TransferError> {
     let (stream, bytes) = (transfer.stream_for_threads(Direction::Download)?, rows.len());
-    let end = DeviceEnd::reserve(from, rows, AccessKind::Read)?;
+    let end = DeviceEndpoint::reserve(from, rows, AccessKind::Read)?;
     let job = transfer.staging().download(end, target, stream, transfer.priority())?;
     transfer.shared().counters.count(Direction::Download, bytes);
     Ok(job)

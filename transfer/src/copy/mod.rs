@@ -1,7 +1,7 @@
 //! Copies.
 //!
 //! * `api`: the methods of [`crate::Transfer`];
-//! * `ends`: sources and targets;
+//! * `endpoints`: sources and targets;
 //! * `upload`, `download`: between the host and the device;
 //! * `on_device`, `peer`: within the device, and between devices;
 //! * `region`: elements with gaps between them, and their order in page-locked memory (`packed`);
@@ -15,7 +15,7 @@ mod api;
 mod batch;
 mod crossover;
 mod download;
-mod ends;
+mod endpoints;
 mod memory;
 mod on_device;
 #[cfg(test)]
@@ -27,7 +27,7 @@ mod route;
 mod upload;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
-pub use ends::{DeviceSource, FilePart, HostEnd, InRegion, Owner, Source, Target};
+pub use endpoints::{DeviceSource, FilePart, HostCopySource, InRegion, Owner, Source, Target};
 pub(crate) use memory::Owned;
 pub(crate) use peer::copy_from as copy_from_peer;
 pub use region::Region;

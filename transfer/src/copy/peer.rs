@@ -44,7 +44,7 @@ pub(crate) fn copy_from<T: Pod + Send + Sync>(
     if route == Route::Same {
         return on_device::copy(transfer, from, to, region);
     }
-    let Some(plan) = Plan::of(region, from.len(), to.len())? else {
+    let Some(plan) = Plan::of(region, from.len(), to.len())?.filter(|_| size_of::<T>() > 0) else {
         return Ok(Pending::ready(transfer.shared(), route));
     };
     let pending = match region {
@@ -56,7 +56,7 @@ pub(crate) fn copy_from<T: Pod + Send + Sync>(
         }
     };
     // Both halves of a copy by way of the host were counted.
-    if route != Route::ViaHost && plan.bytes::<T>() > 0 {
+    if route != Route::ViaHost {
         transfer.shared().counters.count(Direction::OnDevice, plan.bytes::<T>());
     }
     Ok(pending)
@@ -320,7 +320,7 @@ mod tests {
             let [at_source, mut here] = counted();
             let route = two.copy(region.of(&from), &mut crossed).unwrap().wait().unwrap();
             assert_eq!(route, Route::Peer);
-            // Where it was asked for, as one copy of its elements, whatever it is made of.
+            // Counted on the target's runtime, as one copy of its elements.
             let elements = region.extents.iter().product::<usize>() as u64;
             here.copies += elements.min(1);
             here.bytes += elements * 4;

@@ -81,7 +81,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// All of so many elements.
+    /// All of `len` elements.
     pub(super) fn dense(len: u64) -> Plan {
         Plan { rows: Rows::dense(len), reach: [len; 2] }
     }

@@ -13,7 +13,7 @@ use crate::pending::OnStreams;
 pub enum Route {
     /// Both ends are on one device.
     Same,
-    /// From device to device, over what links them.
+    /// From device to device, over their link.
     Peer,
     /// From device to device by the driver, which goes by way of the host as the devices cannot
     /// reach each other.

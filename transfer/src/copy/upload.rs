@@ -24,7 +24,7 @@ use crate::layout::Rows;
 use crate::pending::Pending;
 use crate::pinned::{HostPart, PinnedSlice};
 use crate::runtime::Transfer;
-use crate::staging::{DeviceEnd, FileReport, FileSource, Gathered, HostSource};
+use crate::staging::{DeviceEndpoint, FileReport, FileSource, Gathered, HostSource};
 
 /// The calling thread copies up to this many bytes: about 25 µs at 10 GB/s, as long as handing the
 /// copy to other threads takes.
@@ -167,7 +167,7 @@ fn stage_rows<T: Pod>(
     rows: Rows<1>,
 ) -> Result<(Arc<Job>, Pending<()>), TransferError> {
     let (stream, bytes) = (transfer.stream_for_threads(Direction::Upload)?, rows.len());
-    let end = DeviceEnd::reserve(to, rows, AccessKind::Write)?;
+    let end = DeviceEndpoint::reserve(to, rows, AccessKind::Write)?;
     let job = transfer.staging().upload(source, end, stream, transfer.priority())?;
     transfer.shared().counters.count(Direction::Upload, bytes);
     Ok((job.clone(), Pending::job(transfer.shared(), job, || Ok(()))))

@@ -107,7 +107,7 @@ pub enum LayoutError {
     },
 }
 
-/// The numbers of so many dimensions, for messages.
+/// The numbers of the dimensions, in messages.
 struct Dimensions(usize);
 
 impl fmt::Display for Dimensions {

@@ -24,8 +24,7 @@ impl Layout {
             .dimensions()
             .enumerate()
             .map(|(at, (extent, stride))| (if at == dimension { len } else { extent }, stride));
-        // Of what is empty no element lies anywhere, and the place of one that is not there could
-        // overflow.
+        // An empty layout has no place, and computing one could overflow.
         let skipped = if len == 0 { 0 } else { range.start * self.strides()[dimension] };
         Ok(self.with_dimensions(self.offset() + skipped, narrowed))
     }

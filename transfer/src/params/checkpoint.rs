@@ -93,7 +93,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`TransferError::File`] where a file cannot be read, [`TransferError::Checkpoint`] where it
-    /// is not what it should be.
+    /// is invalid.
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, TransferError> {
         open(path.as_ref())
     }
@@ -362,7 +362,7 @@ pub(super) fn fault(path: &Path, fault: CheckpointFault) -> TransferError {
     TransferError::Checkpoint(Box::new(CheckpointError { path: path.display().to_string(), fault }))
 }
 
-/// An error of reading what was there when the file was opened.
+/// An error of reading a range that existed when the file was opened.
 pub(super) fn read_error(path: &Path, error: std::io::Error) -> TransferError {
     match error.kind() {
         ErrorKind::UnexpectedEof => fault(path, CheckpointFault::Changed),

@@ -56,8 +56,8 @@ impl Outgoing {
         self.steps.push_back(Step::Sent(tensor));
     }
 
-    /// Adds a small tensor of these elements to the batch, and sends a full batch. Its copies run on
-    /// `stream`, or on the next one in rotation.
+    /// Adds a small tensor of these elements to the batch, and sends a full batch. Its copies run
+    /// on `stream`, or on the next one in rotation.
     pub(super) fn push_small(
         &mut self,
         transfer: &Transfer,

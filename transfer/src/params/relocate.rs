@@ -77,8 +77,8 @@ impl OnStreams for ParamSet {
 
 impl ParamSet {
     /// The set in another place. This one stays where it is until it is dropped or replaced. Tied
-    /// parameters, which are the same part of the same memory, stay tied; what is in the place
-    /// already is shared.
+    /// parameters, which are the same part of the same memory, stay tied; tensors that are in the
+    /// place already are shared.
     ///
     /// # Errors
     /// As [`Tensor::to`]. What was made until then is given back.

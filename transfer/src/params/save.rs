@@ -100,7 +100,7 @@ impl Target {
             Ok(metadata) if metadata.is_dir() => return Err(ErrorKind::IsADirectory.into()),
             Ok(metadata) if !metadata.is_file() => return Ok(Target::Stream),
             Ok(_) => {}
-            // Or a link to what is not there yet.
+            // Or a link to a missing file.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }

@@ -96,7 +96,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// The values, after waiting on the host for copies into the buffer.
     ///
     /// # Errors
-    /// Errors of the driver: what a lost device was to write will never be there.
+    /// Errors of the driver, such as the loss of a device that was to write the buffer.
     pub fn read(&self) -> Result<&[T], TransferError> {
         self.as_slice().read()
     }

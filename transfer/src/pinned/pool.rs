@@ -34,11 +34,11 @@ const ALREADY_REGISTERED: Code = Code(712);
 ///
 /// *Release.* Memory goes back to the system by [`PinnedPool::trim_to`] and
 /// [`PinnedPool::empty_cache`], when the limit or the system is short of it, and when the pool and
-/// its last buffer are gone. The last of these to be dropped gives back what the driver says it is
-/// done with, and waits for nothing. The device takes memory that copies still use, or that cannot
-/// go because of a capture in progress or [`crate::SlabSource::Registered`]. It goes back when a
-/// pool of the device next gets more memory ([`Device::settle_host`]), at the next
-/// [`Device::settle`], or when the device is closed.
+/// its last buffer are gone. The last of these to be dropped releases memory that the driver is
+/// done with, and does not wait. The device takes memory that copies still use, or that cannot go
+/// because of a capture in progress or [`crate::SlabSource::Registered`]. It goes back when a pool
+/// of the device next gets more memory ([`Device::settle_host`]), at the next [`Device::settle`],
+/// or when the device is closed.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -224,8 +224,8 @@ impl PinnedPool {
 
     /// Gives unused slabs back to the system, the largest first, until the pool holds at most
     /// `bytes`. Returns how many bytes went back. The chunks of a runtime's staging ring count as
-    /// unused while there are no staged copies. Asks the driver what it is done with, and does not
-    /// wait for the rest.
+    /// unused while there are no staged copies. Queries the driver for finished memory, and does
+    /// not wait for the rest.
     ///
     /// # Errors
     /// Errors of the driver. What did not go stays in the pool.

@@ -223,7 +223,7 @@ impl<M> Slabs<M> {
         self.block_mut(block.0).state = State::Waiting;
     }
 
-    /// Lets all resting blocks merge with what is free around them.
+    /// Merges all resting blocks with free neighbours.
     pub(super) fn merge_resting(&mut self) {
         if self.rests == 0 {
             return;

@@ -1,4 +1,4 @@
-//! Views of page-locked memory: what copies take.
+//! Views of page-locked memory, for copies.
 
 use std::fmt;
 use std::marker::PhantomData;

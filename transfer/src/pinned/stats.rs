@@ -12,8 +12,8 @@ use aquifer_allocator::Stat;
 /// rounding.
 ///
 /// PyTorch takes every block from the system by itself. Here blocks are carved from slabs:
-/// `allocations` and `allocated_bytes` count slabs, which is what the system lends,
-/// `active_requests` and `active_bytes` blocks.
+/// `allocations` and `allocated_bytes` count slabs, which the system lends, `active_requests` and
+/// `active_bytes` blocks.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::config::{DirectIo, PAGE};
-use super::ends::HostSource;
+use super::endpoints::HostSource;
 use super::workers::nanoseconds;
 use crate::error::TransferError;
 use crate::regular_file;

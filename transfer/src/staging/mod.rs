@@ -6,7 +6,7 @@
 //! urgent ones go first.
 //!
 //! The parts, from the bottom up:
-//! * `ends`: the host ends of transfers;
+//! * `endpoints`: the host ends of transfers;
 //! * `staged_transfer`: a transfer, and the steps of its pieces;
 //! * `ring`: the next task (`task` defines tasks, `lanes` limits the chunks of a stream);
 //! * `scheduler`: the threads that share the ring; `workers`: their work; `tune`: the choice of
@@ -18,7 +18,7 @@
 //! serve other transfers. When the device is lost, all transfers fail.
 
 mod config;
-mod ends;
+mod endpoints;
 mod file;
 mod lanes;
 mod ring;
@@ -38,7 +38,7 @@ use aquifer_device::{Operation, Stream, fork};
 
 pub(crate) use config::PAGE;
 pub use config::{DirectIo, StagingConfig};
-pub(crate) use ends::{Gathered, HostSource, HostTarget, Scattered};
+pub(crate) use endpoints::{Gathered, HostSource, HostTarget, Scattered};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
 pub use stats::StagingStats;
@@ -46,8 +46,8 @@ pub use stats::StagingStats;
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedPool;
-pub(crate) use staged_transfer::DeviceEnd;
-use staged_transfer::{HostEnd, StagedTransfer};
+pub(crate) use staged_transfer::DeviceEndpoint;
+use staged_transfer::{HostEndpoint, StagedTransfer};
 use workers::Workers;
 
 /// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use.
@@ -78,11 +78,11 @@ impl Staging {
     pub(crate) fn upload(
         &self,
         source: Arc<dyn HostSource>,
-        to: DeviceEnd,
+        to: DeviceEndpoint,
         stream: &Stream,
         priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(StagedTransfer::new(HostEnd::Source(source), to, stream, priority)?)
+        self.begin(StagedTransfer::new(HostEndpoint::Source(source), to, stream, priority)?)
     }
 
     /// Begins to copy all of `from`, reserved for reading, to `target`, by copies on `stream`. The
@@ -92,12 +92,12 @@ impl Staging {
     /// As [`Staging::upload`].
     pub(crate) fn download(
         &self,
-        from: DeviceEnd,
+        from: DeviceEndpoint,
         target: Arc<dyn HostTarget>,
         stream: &Stream,
         priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(StagedTransfer::new(HostEnd::Target(target), from, stream, priority)?)
+        self.begin(StagedTransfer::new(HostEndpoint::Target(target), from, stream, priority)?)
     }
 
     fn begin(&self, transfer: StagedTransfer) -> Result<Arc<Job>, TransferError> {

@@ -260,7 +260,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.turns.insert(self.turns_up_to(priority), id);
     }
 
-    /// Begins a piece of the job whose turn it is.
+    /// Begins a piece of the job with this turn.
     fn begin(&mut self, turn: usize) -> Option<Task<J, C, T>> {
         let id = self.turns.remove(turn)?;
         let entry = self.jobs.get_mut(&id)?;

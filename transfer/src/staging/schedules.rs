@@ -34,7 +34,7 @@ struct Job {
 struct Workers {
     scheduler: Scheduler<Arc<Job>, Arc<AtomicUsize>, ()>,
     sizes: Sizes,
-    /// Tasks that fail: every so many, none if 0.
+    /// Every n-th task fails; none if 0.
     fails: usize,
     /// Starts of threads that fail, from the first on.
     failing_starts: AtomicUsize,

@@ -10,7 +10,7 @@ use aquifer_device::sim::caller;
 use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, RequestError, Stream, Tick};
 
 use super::config::PAGE;
-use super::ends::{HostSource, HostTarget};
+use super::endpoints::{HostSource, HostTarget};
 use super::task::{self, Order, Way};
 use crate::capture;
 use crate::enqueue::enqueue_block;
@@ -29,13 +29,13 @@ pub(super) type Chunk = PinnedBuffer<u8>;
 pub(super) type Piece = task::Piece<Arc<StagedTransfer>, Chunk>;
 
 /// The device end of a staged transfer: some rows of bytes of reserved memory.
-pub(crate) struct DeviceEnd {
+pub(crate) struct DeviceEndpoint {
     reserved: Claim,
     ptr: DevicePtr,
     rows: Rows<1>,
 }
 
-impl DeviceEnd {
+impl DeviceEndpoint {
     /// Some bytes of a buffer, which must lie within it. Reserves all of its memory.
     ///
     /// # Errors
@@ -44,8 +44,8 @@ impl DeviceEnd {
         buffer: &Buffer<T>,
         rows: Rows<1>,
         kind: AccessKind,
-    ) -> Result<DeviceEnd, TransferError> {
-        Ok(DeviceEnd { reserved: Claim::take(buffer.storage(), kind)?, ptr: buffer.ptr(), rows })
+    ) -> Result<DeviceEndpoint, TransferError> {
+        Ok(DeviceEndpoint { reserved: Claim::take(buffer.storage(), kind)?, ptr: buffer.ptr(), rows })
     }
 
     /// Enqueues a copy of a block of bytes to or from a chunk, in which they are adjacent.
@@ -65,8 +65,8 @@ impl DeviceEnd {
 
 /// A staged transfer.
 pub(super) struct StagedTransfer {
-    host: HostEnd,
-    device: DeviceEnd,
+    host: HostEndpoint,
+    device: DeviceEndpoint,
     stream: Stream,
     priority: i32,
     job: Arc<Job>,
@@ -76,7 +76,7 @@ pub(super) struct StagedTransfer {
     last: Mutex<Option<Tick>>,
 }
 
-pub(super) enum HostEnd {
+pub(super) enum HostEndpoint {
     Source(Arc<dyn HostSource>),
     Target(Arc<dyn HostTarget>),
 }
@@ -87,8 +87,8 @@ impl StagedTransfer {
     /// # Errors
     /// Memory and stream of different devices, ends of different lengths, a stream that captures.
     pub(super) fn new(
-        host: HostEnd,
-        device: DeviceEnd,
+        host: HostEndpoint,
+        device: DeviceEndpoint,
         stream: &Stream,
         priority: i32,
     ) -> Result<StagedTransfer, TransferError> {
@@ -127,8 +127,8 @@ impl StagedTransfer {
     /// The transfer as a job of the ring.
     pub(super) fn order(self) -> Order<Arc<StagedTransfer>> {
         let (way, phase) = match &self.host {
-            HostEnd::Source(source) => (Way::Up, source.phase() % PAGE as u64),
-            HostEnd::Target(_) => (Way::Down, 0),
+            HostEndpoint::Source(source) => (Way::Up, source.phase() % PAGE as u64),
+            HostEndpoint::Target(_) => (Way::Down, 0),
         };
         let (bytes, lane, priority) = (self.bytes(), self.stream.id(), self.priority);
         Order { way, bytes, phase, lane, priority, work: Arc::new(self) }
@@ -138,7 +138,7 @@ impl StagedTransfer {
     /// for an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
         let StagedTransfer { host, device, stream, job, last, .. } = self;
-        let upload = matches!(host, HostEnd::Source(_));
+        let upload = matches!(host, HostEndpoint::Source(_));
         drop(device);
         drop(host);
         match result {
@@ -149,7 +149,7 @@ impl StagedTransfer {
 
     /// Whether reading the source waits for storage.
     pub(super) fn is_storage(&self) -> bool {
-        matches!(&self.host, HostEnd::Source(source) if source.is_storage())
+        matches!(&self.host, HostEndpoint::Source(source) if source.is_storage())
     }
 
     fn check_wanted(&self) -> Result<(), TransferError> {
@@ -162,7 +162,7 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
     let bytes = piece.bytes();
     let Piece { work: transfer, range, chunk, .. } = piece;
     transfer.check_wanted()?;
-    let HostEnd::Source(source) = &transfer.host else { return Ok(()) };
+    let HostEndpoint::Source(source) = &transfer.host else { return Ok(()) };
     let into = chunk.try_slice_mut(..bytes)?.into_write()?;
     guarded("the source of a transfer", || source.read(range.start, into))
 }
@@ -183,7 +183,7 @@ pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
 pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
     let Piece { work: transfer, range, chunk, .. } = piece;
     transfer.check_wanted()?;
-    let HostEnd::Target(target) = &transfer.host else { return Ok(()) };
+    let HostEndpoint::Target(target) = &transfer.host else { return Ok(()) };
     let from = chunk.try_slice(..piece.bytes())?.read()?;
     guarded("the target of a transfer", || target.write(range.start, from))
 }
@@ -226,10 +226,10 @@ impl fmt::Debug for StagedTransfer {
     }
 }
 
-fn check_lengths(host: &HostEnd, device: u64) -> Result<(), TransferError> {
+fn check_lengths(host: &HostEndpoint, device: u64) -> Result<(), TransferError> {
     let (from, to) = match host {
-        HostEnd::Source(source) => (source.bytes(), device),
-        HostEnd::Target(target) => (device, target.bytes()),
+        HostEndpoint::Source(source) => (source.bytes(), device),
+        HostEndpoint::Target(target) => (device, target.bytes()),
     };
     if from == to { Ok(()) } else { Err(TransferError::LengthMismatch { from, to }) }
 }

@@ -93,8 +93,8 @@ pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
 /// with, as large as a chunk.
 const SAMPLE: usize = 4 << 20;
 
-/// Bytes of ordinary memory that are read to measure a host copy: many times what a core's own
-/// cache holds.
+/// Bytes of ordinary memory that are read to measure a host copy: many times the size of a core's
+/// cache.
 const SOURCE: usize = 64 << 20;
 
 /// The time after which preparing memory, or a copy, stops and is measured as far as it went.

@@ -75,8 +75,7 @@ impl Tensor {
         Tensor::on_device(bytes, transfer, T::DTYPE, layout)
     }
 
-    /// A tensor whose elements are undefined until they are written: on a device whatever was
-    /// there, on the host zeros or whatever was there.
+    /// A tensor whose elements are undefined until they are written.
     ///
     /// # Errors
     /// When memory runs out, a shape that is too large, and errors of the driver.

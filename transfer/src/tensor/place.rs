@@ -144,7 +144,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// A device's name among places: how it is opened, without what it is called.
+/// A device's name among places: its kind and ordinal.
 pub(crate) fn device_name(device: &Device) -> String {
     let info = device.info();
     format!("{}:{}", info.kind, info.ordinal)

@@ -41,9 +41,9 @@ pub(super) struct Sent {
 }
 
 impl Tensor {
-    /// The tensor in another place. Returns before it is there: what a device holds can be used by
-    /// streams at once, as the memory carries its ticks. Shares the memory where it is in the place
-    /// already; page-locked memory is host memory, too.
+    /// The tensor in another place. Returns before the copy is done: streams can use device memory
+    /// at once, as it carries its ticks. Shares the memory where it is in the place already;
+    /// page-locked memory is host memory, too.
     ///
     /// # Errors
     /// When memory runs out, and errors of the drivers.
@@ -64,8 +64,8 @@ impl Tensor {
     }
 
     /// The tensor in page-locked host memory, from where copies to the pool's device are fastest;
-    /// see [`Tensor::to`]. From host memory this is a copy by the calling thread: pin what is sent
-    /// often, or make it there.
+    /// see [`Tensor::to`]. From host memory this is a copy by the calling thread: pin tensors that
+    /// are sent often, or create them there.
     ///
     /// # Errors
     /// As [`Tensor::to`].
@@ -120,7 +120,7 @@ impl Tensor {
             false => Err(error),
         };
         match conveyed {
-            // Memory for what the device converts is asked for when the result is taken.
+            // Memory for conversions on the device is allocated when the result is taken.
             Ok(pending) => Ok(pending.or_else(move |error| take_over(error)?.wait())),
             Err(error) => take_over(error),
         }
@@ -137,8 +137,8 @@ impl Tensor {
     }
 
     /// A tensor of the same elements, next to each other in row-major order, in memory of its own
-    /// where this one is: what is written to one of them later, the other one does not see. (Clones
-    /// share the memory.) On a device the copy is enqueued.
+    /// where this one is: later writes to one of them do not affect the other. (Clones share the
+    /// memory.) On a device the copy is enqueued.
     ///
     /// # Errors
     /// As [`Tensor::contiguous`].
@@ -217,8 +217,8 @@ impl Tensor {
         Ok(Sent { first: Some(self.first()), count: span, layout: self.layout.at(0) })
     }
 
-    /// Writes what is sent as elements of `dtype`. Waits for the copy that fills page-locked
-    /// memory.
+    /// Writes the elements that cross as elements of `dtype`. Waits for the copy that fills
+    /// page-locked memory.
     pub(super) fn write_sent(&self, sent: &Sent, dtype: DType, to: &mut [u8]) -> Result<(), TransferError> {
         let from = self.memory.read()?;
         match sent.first {
@@ -262,8 +262,7 @@ impl Sent {
 }
 
 /// The runtime with the caller's stream, if there is one. It is for the copy alone: tensors keep
-/// the runtime as the caller named it, so that what is done with them later does not wait for what
-/// that stream does by then.
+/// the runtime of the caller, so that their later uses do not wait for that stream.
 pub(super) fn on(transfer: &Transfer, stream: Option<&Stream>) -> Result<Transfer, TransferError> {
     stream.map_or_else(|| Ok(transfer.clone()), |stream| transfer.on(stream))
 }

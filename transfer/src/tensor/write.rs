@@ -1,7 +1,7 @@
 //! Writing in place, which all tensors that share the memory see.
 //!
-//! Only memory of devices is written: there, ticks order whatever reads and writes it. Host memory
-//! is lent as slices, and stays as it is.
+//! Only memory of devices is written: there, ticks order reads and writes. Host memory is lent as
+//! slices, and stays as it is.
 //!
 //! Elements that lie as the target's do are copied there directly. Others become dense first, in
 //! memory of the target's device, from where the scatter kernel brings them to their places; so do

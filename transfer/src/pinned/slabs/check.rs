@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 impl<M> Slabs<M> {
-    /// Asserts what the head of the file promises.
+    /// Asserts the invariants of the module.
     pub(crate) fn check(&self) {
         let mut reserved = 0;
         for (number, slab) in self.slabs.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! The ring with real threads on a simulated device.
 
-mod ends;
+mod endpoints;
 mod files;
 mod memory;
 mod regions;
@@ -104,8 +104,8 @@ impl World {
 }
 
 /// All of a buffer.
-fn device_end(buffer: &Buffer<u8>, kind: AccessKind) -> Result<DeviceEnd, TransferError> {
-    DeviceEnd::reserve(buffer, Rows::dense(buffer.bytes()), kind)
+fn device_end(buffer: &Buffer<u8>, kind: AccessKind) -> Result<DeviceEndpoint, TransferError> {
+    DeviceEndpoint::reserve(buffer, Rows::dense(buffer.bytes()), kind)
 }
 
 /// Waits for a job and its last copy.

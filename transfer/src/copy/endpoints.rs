@@ -55,7 +55,7 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
 
 /// A source of [`Transfer::copy_on_host`]: page-locked memory, or owned memory.
 #[allow(private_bounds, reason = "the bound seals the trait")]
-pub trait HostEnd<T: Pod + Send + Sync>: Sealed {
+pub trait HostCopySource<T: Pod + Send + Sync>: Sealed {
     /// The number of elements, and which of them are copied.
     #[doc(hidden)]
     fn extent(&self) -> (usize, Option<&Region<'_>>);
@@ -198,7 +198,7 @@ macro_rules! sources {
             }
         }
 
-        $(impl<T: Pod + Send + Sync> HostEnd<T> for $type {
+        $(impl<T: Pod + Send + Sync> HostCopySource<T> for $type {
             fn extent(&self) -> (usize, Option<&Region<'_>>) {
                 (self.len(), None)
             }
@@ -267,7 +267,7 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
     }
 }
 
-impl<T: Pod + Send + Sync, S: HostEnd<T>> HostEnd<T> for InRegion<'_, S> {
+impl<T: Pod + Send + Sync, S: HostCopySource<T>> HostCopySource<T> for InRegion<'_, S> {
     fn extent(&self) -> (usize, Option<&Region<'_>>) {
         (self.end.extent().0, Some(&self.region))
     }
