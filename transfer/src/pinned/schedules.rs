@@ -66,7 +66,7 @@ impl World {
         self.device.synchronize().unwrap();
         self.pool.empty_cache().unwrap();
         assert_eq!(self.pool.stats().active_bytes.current, 0);
-        assert_eq!(self.pool.inner().reserved(), 0);
+        assert_eq!(self.pool.reserved(), 0);
         let found = self.sim.violations();
         assert!(found.is_empty(), "{}", found[0]);
     }
