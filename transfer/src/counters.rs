@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_is_read() {
+    fn counts_are_read() {
         let counters = AtomicCounters::default();
         counters.count(Direction::Download, 7);
         counters.waiting(Instant::now(), || {});
@@ -167,7 +167,7 @@ mod tests {
 
     /// A copy that was done before the wait, and one that a task awaited, blocked no thread.
     #[test]
-    fn transfers_that_blocked_nobody_overlap_wholly() {
+    fn transfers_that_blocked_no_thread_overlap_fully() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
         let stream = device.stream().unwrap();

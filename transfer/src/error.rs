@@ -354,7 +354,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_are_what_they_stem_from_whoever_met_them() {
+    fn errors_have_the_kind_of_their_cause() {
         let of = |code: Code| DeviceError::new(Operation::CreateEvent, code);
         let ways: [fn(DeviceError) -> TransferError; 4] = [
             TransferError::Device,
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn no_message_is_told_twice_in_a_chain() {
+    fn no_message_is_repeated_in_a_chain() {
         let refused = DeviceError::new(Operation::HostRegister, Code::INVALID_VALUE);
         let io = || Arc::new(std::io::Error::other("the disk is gone"));
         let errors = [

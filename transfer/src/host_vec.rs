@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_system_refuses_is_an_error() {
+    fn refusals_of_the_system_are_errors() {
         let error = zeroed::<u64>(1 << 58).unwrap_err();
         assert!(matches!(error, TransferError::OutOfHostMemory { bytes, .. } if bytes == 1 << 61), "{error}");
         assert!(matches!(zeroed::<u64>(usize::MAX), Err(TransferError::OutOfHostMemory { .. })));

@@ -55,7 +55,7 @@ mod tests {
     use crate::params::tests::Directory;
 
     #[test]
-    fn only_files_are_opened_and_nobody_waits_for_a_pipe() {
+    fn only_regular_files_are_opened_and_pipes_do_not_block() {
         let directory = Directory::new();
         let pipe = directory.0.join("pipe.safetensors");
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());

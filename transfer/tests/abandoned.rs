@@ -11,7 +11,7 @@ use aquifer_transfer::Transfer;
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn what_a_transfer_under_way_had_last_goes_back_to_the_device() {
+fn the_last_memory_of_a_transfer_in_flight_goes_back_to_the_device() {
     for cancelled in [false, true] {
         let sim = SimDriver::new(SimConfig::new(1 << 30));
         {

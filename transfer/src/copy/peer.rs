@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_waits_for_a_claim_on_one_end_keeps_nobody_from_the_other_end() {
+    fn a_copy_that_waits_for_one_end_does_not_hold_the_other() {
         for claims_source in [false, true] {
             let [one, two] = [0, 1].map(World::new);
             let mut buffers = [&one, &two].map(|world| {

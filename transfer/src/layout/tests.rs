@@ -231,7 +231,7 @@ fn scalars_and_empty_ones_are_layouts_too() {
 }
 
 #[test]
-fn what_cannot_be_names_the_shapes() {
+fn errors_of_layouts_name_the_shapes() {
     let matrix = Layout::row_major(&[2, 3]).unwrap();
     let cases = [
         (Layout::row_major(&[1; 9]), "has 9 dimensions, 8 is the most"),

@@ -117,7 +117,7 @@ fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
 /// Another thread learns that the copy is done, at any moment of a request that needs the whole
 /// pool.
 #[test]
-fn what_becomes_available_during_a_request_is_not_missed() {
+fn blocks_that_become_available_during_a_request_are_not_missed() {
     explore(|| {
         let world = World::new(8 * BYTES as u64);
         let stream = world.device.stream().unwrap();

@@ -11,7 +11,7 @@ fn open(text: &str) -> Device {
 }
 
 #[test]
-fn the_device_with_most_free_memory_that_serves_is_chosen_and_told() {
+fn the_device_with_the_most_free_memory_is_chosen_and_reported() {
     let devices = [open("16GiB"), open("48GiB"), open("24GiB")];
     let held = devices[1].alloc(40 << 30).unwrap();
     let chosen = Placement::new().bytes(4 << 30).choose(&devices).unwrap();
@@ -25,7 +25,7 @@ fn the_device_with_most_free_memory_that_serves_is_chosen_and_told() {
 }
 
 #[test]
-fn what_no_device_serves_is_an_error_that_says_why_for_each() {
+fn the_error_without_a_device_has_the_reasons_of_each() {
     let devices = [open("8GiB"), open("16GiB")];
     let needs = Placement::new().bytes(20 << 30).capability((99, 0));
     let error = needs.choose(&devices).unwrap_err();
@@ -50,7 +50,7 @@ fn the_host_is_chosen_only_where_the_caller_wrote_it() {
 }
 
 #[test]
-fn what_an_older_device_lacks_is_named() {
+fn lacking_instructions_of_older_devices_are_named() {
     let judged = |capability, driver| {
         let mut info = open("8GiB").info().clone();
         (info.compute_capability, info.driver_version) = (capability, Some(driver));
@@ -112,7 +112,7 @@ fn parts_are_spread_by_free_memory() {
 }
 
 #[test]
-fn real_gpus_are_chosen_or_their_absence_is_told() {
+fn real_gpus_are_chosen_or_their_absence_is_reported() {
     match (gpus(), Placement::new().choose_gpu()) {
         (Ok(_), Ok(chosen)) => assert_eq!(chosen.device().map(|device| device.info().kind), Some(DriverKind::Cuda)),
         (Err(_), Err(TransferError::NoGpu(_))) => {

@@ -190,7 +190,7 @@ fn it_can_be_dropped_at_any_point() {
 
 /// A source that never gives back control does not keep the drop from returning.
 #[test]
-fn a_source_that_hangs_keeps_nobody() {
+fn a_source_that_hangs_blocks_no_drop() {
     let stand = stand(steady());
     let (give, take) = unbounded::<Vec<u8>>();
     give.send(vec![1; 10]).unwrap();

@@ -81,7 +81,7 @@ fn lower_priorities_go_first() {
 }
 
 #[test]
-fn what_is_in_use_or_has_other_handles_stays() {
+fn buffers_in_use_or_with_other_handles_stay() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let (used, shared) = (stand.filled(20, 1), stand.filled(20, 2));
@@ -103,7 +103,7 @@ fn what_is_in_use_or_has_other_handles_stays() {
 }
 
 #[test]
-fn what_another_allocator_has_is_refused() {
+fn buffers_of_another_allocator_are_refused() {
     let stand = stand(64);
     let other = Allocator::new(stand.transfer.device(), Config::default()).unwrap();
     let theirs: Buffer<u8> = other.alloc(1000, &stand.stream).unwrap();
@@ -115,7 +115,7 @@ fn what_another_allocator_has_is_refused() {
 /// The thread that brings one back is the one that runs the reclaimer: it spills another and does
 /// not wait for itself.
 #[test]
-fn bringing_one_back_spills_another_and_nobody_waits_for_himself() {
+fn bringing_one_back_spills_another_without_a_deadlock() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffers: Vec<Spillable<u32>> = (0..3)
@@ -137,7 +137,7 @@ fn bringing_one_back_spills_another_and_nobody_waits_for_himself() {
 }
 
 #[test]
-fn what_is_written_in_use_is_what_comes_back() {
+fn writes_during_an_access_come_back() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffer = spiller.add(stand.filled(16, 1), 0).unwrap();
@@ -155,7 +155,7 @@ fn what_is_written_in_use_is_what_comes_back() {
 
 /// Fragmented memory: as many bytes as asked for are not enough, and the last rung spills the rest.
 #[test]
-fn what_is_freed_in_pieces_is_not_the_end() {
+fn spilling_goes_on_after_memory_was_freed_in_pieces() {
     let stand = stand_with(SimConfig::new(64 * MIB), Config::parse("expandable_segments:False").unwrap());
     let spiller = Spiller::new(&stand.transfer, 0);
     let mut order: Vec<(u64, Spillable<u32>)> = Vec::new();

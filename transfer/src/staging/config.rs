@@ -137,7 +137,7 @@ mod tests {
     const CHOSEN: Sizes = Sizes { chunk_bytes: 4 << 20, chunks: 8, threads: 4 };
 
     #[test]
-    fn what_is_asked_for_counts_within_bounds() {
+    fn configured_sizes_count_within_bounds() {
         let config = StagingConfig::default();
         assert_eq!(config.sizes(CHOSEN), CHOSEN);
         assert_eq!(

@@ -94,7 +94,7 @@ fn a_stream_that_stands_still_keeps_no_others_from_going_on() {
 
 /// A thread that could not be started is tried again with the next job.
 #[test]
-fn one_failed_start_is_not_for_ever() {
+fn a_failed_start_is_tried_again() {
     let (workers, go) = Workers::new(8, 2, 2);
     drop(go);
     assert_eq!(workers.submit(1, 50).recv(), Ok(true));

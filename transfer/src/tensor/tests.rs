@@ -277,7 +277,7 @@ fn tensors_go_between_devices_and_neither_side_races() {
 }
 
 #[test]
-fn what_is_not_one_element_is_not_brought_to_the_host() {
+fn tensors_of_several_elements_are_not_items() {
     let stand = stand();
     let there = counting(&[1000]).to(&stand.transfer).unwrap().wait().unwrap();
     for tensor in [there.narrow(0, 0..0), there.narrow(0, 0..1).and_then(|one| one.broadcast(&[1 << 60])), Ok(there)] {

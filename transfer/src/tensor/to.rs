@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_an_architecture_lacks_is_said() {
+    fn lacking_instructions_are_reported() {
         assert_eq!(lacking(DType::BF16, (8, 0)), None);
         assert!(lacking(DType::BF16, (7, 5)).is_some_and(|missing| missing.contains("bf16")));
         assert!(lacking(DType::F16, (5, 2)).is_some_and(|missing| missing.contains("f16")));

@@ -196,7 +196,7 @@ fn parts_of_one_buffer_are_tied_only_where_they_are_the_same_part() {
 }
 
 #[test]
-fn what_was_left_behind_is_reported() {
+fn tensors_in_other_places_are_reported() {
     let transfer = transfer();
     let mut set = model();
     set.move_blocking(&transfer).unwrap();

@@ -148,7 +148,7 @@ proptest! {
 }
 
 #[test]
-fn a_large_unused_slab_is_kept_whole_for_large_requests_until_the_caller_says_otherwise() {
+fn a_large_unused_slab_is_split_for_small_requests_only_if_allowed() {
     let mut slabs: Slabs<()> = Slabs::default();
     let large = slabs.add(0, 256 << 20, 256 << 20, ());
     slabs.rest(large);

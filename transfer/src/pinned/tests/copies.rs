@@ -6,7 +6,7 @@ use super::*;
 use aquifer_device::RequestError;
 
 #[test]
-fn what_is_uploaded_comes_back() {
+fn uploads_come_back() {
     let bench = Bench::new(PinnedConfig::default());
     let down = bench.device.stream().unwrap();
     let values: Vec<u32> = (0..1024).collect();

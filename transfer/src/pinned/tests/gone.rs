@@ -42,7 +42,7 @@ fn the_pool_outlives_its_handles_and_gives_back_what_is_done() {
 }
 
 #[test]
-fn what_copies_still_use_stays_with_the_device_until_a_pool_needs_memory() {
+fn memory_in_flight_stays_with_the_device_until_a_pool_needs_memory() {
     let mut bench = Bench::new(PinnedConfig::default());
     let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
     bench.keep_busy();

@@ -18,7 +18,7 @@ fn waste_is_bounded_where_powers_of_two_double_it() {
 }
 
 #[test]
-fn the_limit_is_kept_and_the_error_tells_the_facts() {
+fn the_limit_holds_and_the_error_has_the_facts() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(8 * MIB));
     let first = bench.pool.alloc::<u8>(5 << 20).unwrap();
     let error = bench.pool.alloc::<u8>(4 << 20).unwrap_err();
@@ -124,7 +124,7 @@ fn sizes_that_vary_settle_on_few_slabs() {
 }
 
 #[test]
-fn what_was_asked_for_in_advance_serves_any_size_and_goes_back_as_all_else() {
+fn prewarmed_memory_serves_any_size_and_goes_back() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(600 * MIB));
     bench.pool.prewarm(0).unwrap();
     bench.pool.prewarm(512 * MIB - 1).unwrap();

@@ -57,7 +57,7 @@ fn memory_in_a_locked_page_is_refused_and_comes_back() {
 }
 
 #[test]
-fn what_cannot_be_unregistered_stays_a_buffer() {
+fn memory_that_cannot_be_unregistered_stays_a_buffer() {
     let bench = Bench::new(PinnedConfig::default());
     let buffer = bench.pool.register(vec![7_u32; 5]).unwrap();
     bench.sim.inject(failing(Operation::HostUnregister, Code(999)));

@@ -28,7 +28,7 @@ fn host_memory_stats() {
 }
 
 #[test]
-fn what_the_device_still_uses_is_active_until_it_is_known_to_be_done() {
+fn memory_in_flight_is_active_until_it_is_known_to_be_done() {
     let bench = Bench::new(PinnedConfig::default());
     let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
     bench.upload(&buffer).unwrap();

@@ -47,7 +47,7 @@ fn files_arrive_intact_from_any_offset_through_the_cache_and_past_it() {
 }
 
 #[test]
-fn what_is_wrong_with_a_file_is_said_at_the_call() {
+fn errors_of_files_are_returned_at_the_call() {
     let file = TempFile::new("wrong", &[7; 100]);
     let (_, transfer) = runtime(SMALL);
     let stream = transfer.device().stream().unwrap();

@@ -16,7 +16,7 @@ fn where_no_memory_can_be_page_locked_the_job_says_so() {
 
 /// The ring gives up its idle chunks before a request fails.
 #[test]
-fn an_idle_ring_gives_its_memory_to_who_needs_it() {
+fn an_idle_ring_gives_its_memory_back() {
     for stays in [false, true] {
         let sim = SimDriver::new(sim());
         let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();

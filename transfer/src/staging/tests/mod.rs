@@ -322,7 +322,7 @@ fn errors_and_panics_of_the_host_ends_fail_their_job_alone() {
 }
 
 #[test]
-fn a_source_that_blocks_stops_nobody_else_and_can_be_cancelled() {
+fn a_source_that_blocks_stops_no_other_job_and_can_be_cancelled() {
     let world = World::new(sim());
     let stream = world.device.stream().unwrap();
     let (go, wait) = mpsc::channel::<()>();
@@ -395,7 +395,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
 }
 
 #[test]
-fn what_cannot_be_staged_is_refused_at_the_call() {
+fn invalid_jobs_are_refused_at_the_call() {
     let world = World::new(sim());
     let other = World::new(sim());
     let (stream, foreign) = (world.device.stream().unwrap(), other.device.stream().unwrap());

@@ -175,7 +175,7 @@ fn nothing_of_it_is_a_copy_that_is_done() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_before_anything_is_copied() {
+fn regions_that_do_not_fit_are_refused_before_any_copy() {
     let (sim, transfer, pool) = world(1);
     let (_, other, _) = world(2);
     let stream = transfer.device().stream().unwrap();

@@ -36,7 +36,7 @@ fn views_are_written_from_every_place_and_the_rest_stays() {
 }
 
 #[test]
-fn what_is_dense_at_both_ends_crosses_without_further_memory() {
+fn tensors_dense_at_both_ends_cross_without_further_memory() {
     let stands = [stand(), stand_with(SimConfig::default().ordinal(1))];
     let (transfer, stream) = (&stands[0].transfer, &stands[0].stream);
     let host = counting(&[512, 1024]);
@@ -57,7 +57,7 @@ fn what_is_dense_at_both_ends_crosses_without_further_memory() {
 }
 
 #[test]
-fn what_is_read_and_written_is_read_first() {
+fn overlapping_tensors_are_read_before_they_are_written() {
     let stand = stand();
     let stream = &stand.stream;
     for (from, to) in [(0..8usize, 2..10usize), (2..10, 0..8), (0..10, 0..10), (0..5, 5..10)] {
@@ -108,7 +108,7 @@ fn views_are_filled_and_the_rest_stays() {
 }
 
 #[test]
-fn what_cannot_be_written_is_refused_with_every_operand_named() {
+fn unwritable_tensors_are_refused_with_every_operand_named() {
     let stands = [stand(), stand_with(SimConfig::default().ordinal(1))];
     let stream = &stands[0].stream;
     let (host, there) = (counting(&[2, 3]), numbered(&stands[0], &[2, 3]));
