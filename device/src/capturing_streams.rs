@@ -1,12 +1,14 @@
 //! Mutual exclusion of captures and of the calls that would break them.
 //!
-//! Such a call *holds captures off* while it runs. Invariant: while captures are held off none begins, and while a stream captures none are
-//! held off. So no capture can begin between the check and the call.
+//! Such a call *holds captures off* while it runs. Invariant: while captures are held off none
+//! begins, and while a stream captures none are held off. So no capture can begin between the check
+//! and the call.
 //!
-//! The lock is a leaf. Beginning a capture waits for calls that hold captures off, and calls that would hold off all captures wait for
-//! captures that are about to begin, so that neither waits for ever. So neither is done under a lock that the other needs, such as that
-//! of a timeline. A thread that already holds captures off does not wait to do so once more, for instance when what it drops ends another
-//! device. No foreign code runs meanwhile.
+//! The lock is a leaf. Beginning a capture waits for calls that hold captures off, and calls that
+//! would hold off all captures wait for captures that are about to begin, so that neither waits for
+//! ever. So neither is done under a lock that the other needs, such as that of a timeline. A thread
+//! that already holds captures off does not wait to do so once more, for instance when what it
+//! drops ends another device. No foreign code runs meanwhile.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -14,8 +16,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::sync::{Condvar, Mutex};
 
-/// The streams of a context that are known to capture. While any stream captures, nothing may wait for the device; while a blocking stream
-/// captures, nothing may be enqueued on the legacy stream. So all drivers of one context share this: [`crate::Driver::capturing_streams`].
+/// The streams of a context that are known to capture. While any stream captures, nothing may wait
+/// for the device; while a blocking stream captures, nothing may be enqueued on the legacy stream.
+/// So all drivers of one context share this: [`crate::Driver::capturing_streams`].
 #[derive(Debug, Default)]
 pub struct CapturingStreams {
     /// Number of capturing streams. Changed under the lock of `holding_off`, and read without it.
@@ -51,8 +54,8 @@ impl CapturingStreams {
         self.changed.notify_all();
     }
 
-    /// As [`CapturingStreams::enter`], for a capture that another library has begun. Does not wait, because a call that holds captures off
-    /// may be waiting for the end of this one.
+    /// As [`CapturingStreams::enter`], for a capture that another library has begun. Does not wait,
+    /// because a call that holds captures off may be waiting for the end of this one.
     pub(crate) fn enter_begun(&self, blocking: bool) {
         let holding_off = self.holding_off.lock();
         self.count(blocking);
@@ -74,7 +77,8 @@ impl CapturingStreams {
         self.changed.notify_all();
     }
 
-    /// Holds captures off while the result lives. `None` if a stream captures already, or is about to.
+    /// Holds captures off while the result lives. `None` if a stream captures already, or is about
+    /// to.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
         // A thread that is ending has no such count, and counts as holding captures off.
         let once_more = HELD_OFF.try_with(Cell::get).unwrap_or(1) > 0;
@@ -89,8 +93,8 @@ impl CapturingStreams {
         })
     }
 
-    /// As [`CapturingStreams::hold_off`], but only for blocking streams. Does not wait, so that it may be called under the lock of a
-    /// timeline.
+    /// As [`CapturingStreams::hold_off`], but only for blocking streams. Does not wait, so that it
+    /// may be called under the lock of a timeline.
     pub(crate) fn hold_off_blocking(&self) -> Option<BlockingHeldOff<'_>> {
         let mut holding_off = self.holding_off.lock();
         (self.blocking.load(Ordering::Acquire) == 0).then(|| {

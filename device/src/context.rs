@@ -1,11 +1,15 @@
-//! The context: the state that the streams of one device share, which is the driver, the pool of events, and the counters of timelines.
+//! The context: the state that the streams of one device share, which is the driver, the pool of
+//! events, and the counters of timelines.
 //!
 //! Invariants:
-//! * An event in `idle` is complete and unreferenced (invariant T3: events are recycled only when complete).
-//! * Dropping an event makes no driver call: events that cannot be recycled go to the queue of deferred releases (`release.rs`).
+//! * An event in `idle` is complete and unreferenced (invariant T3: events are recycled only when
+//!   complete).
+//! * Dropping an event makes no driver call: events that cannot be recycled go to the queue of
+//!   deferred releases (`release.rs`).
 //!
-//! The lock of the list of timelines is a leaf, and the queues are lock-free, so a context can be used under any lock. Only the lock of
-//! adoptions comes before those of timelines; no code of callers runs under it.
+//! The lock of the list of timelines is a leaf, and the queues are lock-free, so a context can be
+//! used under any lock. Only the lock of adoptions comes before those of timelines; no code of
+//! callers runs under it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -48,14 +52,15 @@ pub(crate) struct Context {
     /// The timelines of all its streams.
     timelines: Leaf<Timelines>,
     pub(crate) waits: Arc<Waits>,
-    /// Held while a stream is adopted or released, across the driver calls for it, so that no thread adopts a stream
-    /// that is half released.
+    /// Held while a stream is adopted or released, across the driver calls for it, so that no
+    /// thread adopts a stream that is half released.
     pub(crate) adopting: Mutex<()>,
 }
 
 /// A timeline, which learns from waits for the device (T1).
 pub(crate) trait Waited: fmt::Debug + Send + Sync {
-    /// Raises the counter before the host waits for all work. Returns the value for [`Waited::mark_done`] after the wait.
+    /// Raises the counter before the host waits for all work. Returns the value for
+    /// [`Waited::mark_done`] after the wait.
     fn begin_wait(&self) -> u64;
 
     /// Ticks below this are done.
@@ -66,7 +71,8 @@ pub(crate) trait Waited: fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 struct Timelines {
     known: Vec<Weak<dyn Waited>>,
-    /// How many were left when those that are gone were last forgotten. That is done once there are twice as many.
+    /// How many were left when those that are gone were last forgotten. That is done once there are
+    /// twice as many.
     left: usize,
 }
 
@@ -115,11 +121,13 @@ impl Context {
         identity.inspect_err(|error| tracing::debug!(%error, "the driver does not identify an adopted stream")).ok()?
     }
 
-    /// False if the handle of an adopted stream now names another stream. True where the driver does not tell, as while the stream captures.
+    /// False if the handle of an adopted stream now names another stream. True where the driver
+    /// does not tell, as while the stream captures.
     pub(crate) fn is_same_stream(&self, raw: RawStream, identity: u64) -> bool {
         match self.driver.stream_id(raw) {
             Ok(now) => now.is_none_or(|now| now == identity),
-            // A driver may notice by itself that the handle is not that of the stream that it knows.
+            // A driver may notice by itself that the handle is not that of the stream that it
+            // knows.
             Err(error) => error.kind != ErrorKind::InvalidUse,
         }
     }
@@ -131,7 +139,8 @@ impl Context {
             Some(raw) => raw,
             None => self.driver.create_event(false)?,
         };
-        // Wrapped before recording: a failed record leaves the event idle, and dropping the wrapper returns it.
+        // Wrapped before recording: a failed record leaves the event idle, and dropping the wrapper
+        // returns it.
         let event = PooledEvent { raw, complete: AtomicBool::new(true), context: self.clone() };
         self.driver.record(raw, stream)?;
         event.complete.store(false, Ordering::Release);
@@ -148,8 +157,8 @@ impl Context {
         }
     }
 
-    /// Completes the result of a call that involved a peer: if the peer is the device that is lost, the error says so, and names the error
-    /// by which it was lost.
+    /// Completes the result of a call that involved a peer: if the peer is the device that is lost,
+    /// the error says so, and names the error by which it was lost.
     pub(crate) fn complete_with_peer<T>(&self, peer: &Context, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let is_peers = error.is_device_lost() && self.driver.lost().is_none() && peer.driver.is_lost();
@@ -169,11 +178,11 @@ impl Context {
         self.capturing.any()
     }
 
-    /// Holds captures off while the result lives. `None` while a stream captures. Captures that were dropped and could not be ended are
-    /// tried again first.
+    /// Holds captures off while the result lives. `None` while a stream captures. Captures that
+    /// were dropped and could not be ended are tried again first.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
         self.capturing.hold_off().or_else(|| {
-            unfinished::finish_all();
+            unfinished::end_captures();
             self.capturing.hold_off()
         })
     }
@@ -183,7 +192,9 @@ impl Context {
         if fork::is_child() || (effort != Effort::Waiting && !self.releases.any()) {
             return 0;
         }
-        let held_off = self.hold_off();
+        // Objects that no work can use go without it.
+        let held_off =
+            if effort == Effort::Waiting || self.releases.any_host_memory() { self.hold_off() } else { None };
         let wait = held_off.as_ref().map(|held_off| || self.wait_for_all(held_off));
         let settled = self.releases.settle(effort, wait.as_ref().map(|wait| wait as &dyn Fn() -> Result<()>));
         drop(held_off);
@@ -192,7 +203,8 @@ impl Context {
         settled.host_bytes
     }
 
-    /// Waits on the host until the device is idle; refused while a stream captures, because that would break the capture.
+    /// Waits on the host until the device is idle; refused while a stream captures, because that
+    /// would break the capture.
     pub(crate) fn synchronize(&self) -> Result<()> {
         fork::check(Operation::Synchronize)?;
         match self.hold_off() {
@@ -213,7 +225,8 @@ impl Context {
         Ok(())
     }
 
-    /// Registers a stream's timeline, so that it is updated when the host has waited for the device.
+    /// Registers a stream's timeline, so that it is updated when the host has waited for the
+    /// device.
     pub(crate) fn register(&self, timeline: Weak<dyn Waited>) {
         let mut timelines = self.timelines.lock();
         let Timelines { known, left } = &mut *timelines;
@@ -224,7 +237,8 @@ impl Context {
         known.push(timeline);
     }
 
-    /// Frees plain memory; refused while a stream captures, because the driver waits for the device first.
+    /// Frees plain memory; refused while a stream captures, because the driver waits for the device
+    /// first.
     pub(crate) fn free(&self, ptr: DevicePtr) -> Result<()> {
         fork::check(Operation::Free)?;
         let Some(_held_off) = self.hold_off() else {
@@ -234,7 +248,8 @@ impl Context {
         self.driver.free(ptr)
     }
 
-    /// Unmaps memory; refused while a stream captures, because CUDA does not say whether that breaks the capture.
+    /// Unmaps memory; refused while a stream captures, because CUDA does not say whether that
+    /// breaks the capture.
     pub(crate) fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         fork::check(Operation::Unmap)?;
         let Some(_held_off) = self.hold_off() else {

@@ -1,4 +1,5 @@
-//! Descriptions of copies of more than one range: rows of a matrix, and batches of copies; and the check that their ranges do not overlap.
+//! Descriptions of copies of more than one range: rows of a matrix, and batches of copies; and the
+//! check that their ranges do not overlap.
 
 use std::ops::Range;
 
@@ -9,8 +10,8 @@ use crate::driver::handles::{DevicePtr, HostPtr};
 pub enum CopyEnd {
     /// Device memory.
     Device(DevicePtr),
-    /// Page-locked host memory that the driver allocated or registered. Ordinary memory is refused, because the copy would silently make
-    /// the host wait.
+    /// Page-locked host memory that the driver allocated or registered. Ordinary memory is refused,
+    /// because the copy would silently make the host wait.
     Host(HostPtr),
 }
 
@@ -35,7 +36,8 @@ impl CopyEnd {
 pub struct Copy2d {
     /// Target of the first row.
     pub dst: CopyEnd,
-    /// Pitch of the target: bytes from the start of a row to the start of the next, at least `width`.
+    /// Pitch of the target: bytes from the start of a row to the start of the next, at least
+    /// `width`.
     pub dst_pitch: u64,
     /// Source of the first row.
     pub src: CopyEnd,
@@ -59,8 +61,8 @@ pub struct CopyPart {
 }
 
 impl CopyPart {
-    /// Whether none of the copies writes what another one, or the same one, reads or writes. Then they may be made in any order, and with
-    /// one call ([`crate::Driver::copy_batch`]).
+    /// Whether none of the copies writes what another one, or the same one, reads or writes. Then
+    /// they may be made in any order, and with one call ([`crate::Driver::copy_batch`]).
     ///
     /// ```
     /// use aquifer_device::{CopyEnd, CopyPart, DevicePtr};
@@ -98,8 +100,8 @@ impl Touched {
     }
 }
 
-/// The first address that one range writes and another range, even of the same copy, reads or writes; `None` if there is none. Host and
-/// device ranges never overlap.
+/// The first address that one range writes and another range, even of the same copy, reads or
+/// writes; `None` if there is none. Host and device ranges never overlap.
 pub(crate) fn first_overlap(mut touched: Vec<Touched>) -> Option<u64> {
     touched.retain(|touched| !touched.range.is_empty());
     touched.sort_unstable_by_key(|touched| (touched.host, touched.range.start));

@@ -1,5 +1,5 @@
-//! The driver in front of every device's own: it counts calls, and completes errors with the device's name and the error by
-//! which the device was lost.
+//! The driver in front of every device's own: it counts calls, and completes errors with the
+//! device's name and the error by which the device was lost.
 
 use std::any::Any;
 use std::fmt;
@@ -19,7 +19,8 @@ use crate::physical::PhysicalOptions;
 use crate::sim::Checks;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// How often each driver call was made. Its `Debug` names those that were made: `{cuMemCreate: 2, cuMemMap: 3}`.
+/// How often each driver call was made. Its `Debug` names those that were made:
+/// `{cuMemCreate: 2, cuMemMap: 3}`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct CallCounts(Vec<u64>);
 
@@ -93,7 +94,8 @@ impl Counted {
         Ok(make(&*self.inner))
     }
 
-    /// Completes the result of a call: errors name the device and, if it is lost, the error by which it was lost.
+    /// Completes the result of a call: errors name the device and, if it is lost, the error by
+    /// which it was lost.
     #[inline]
     pub(crate) fn complete<T>(&self, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
@@ -115,8 +117,9 @@ impl Counted {
         self.lost.get()
     }
 
-    /// Remembers an error of this device, which is lost, if it is the first. A later one then names the first, which says most: the
-    /// driver reports failed work at the first call afterwards, and at all calls from then on.
+    /// Remembers an error of this device, which is lost, if it is the first. A later one then names
+    /// the first, which says most: the driver reports failed work at the first call afterwards, and
+    /// at all calls from then on.
     #[cold]
     pub(crate) fn note_lost(&self, error: DeviceError) -> DeviceError {
         let mut is_first = false;
@@ -131,8 +134,8 @@ impl Counted {
         error.with_more(format_args!("{label} was lost before: {operation} reported {code}"))
     }
 
-    /// Whether the device is lost. Asks the driver if no error reported it yet. That call is not counted, because it is made
-    /// only after one that failed.
+    /// Whether the device is lost. Asks the driver if no error reported it yet. That call is not
+    /// counted, because it is made only after one that failed.
     pub(crate) fn is_lost(&self) -> bool {
         self.lost().is_some() || self.inner.memory_info().is_err_and(|error| error.is_device_lost())
     }

@@ -1,7 +1,7 @@
 //! Finding and opening devices: by name, by ordinal, or the best one available.
 //!
-//! Nothing falls back silently: [`Device::best`] says what it chose and why, and a device that is not available is an error
-//! that lists those that are.
+//! Nothing falls back silently: [`Device::best`] says what it chose and why, and a device that is
+//! not available is an error that lists those that are.
 
 use std::fmt;
 use std::str::FromStr;
@@ -176,7 +176,8 @@ impl DeviceSpec {
     }
 }
 
-/// Properties of the real GPUs that can be used, or why none can. No GPU is opened for it, so stream priorities are not included.
+/// Properties of the real GPUs that can be used, or why none can. No GPU is opened for it, so
+/// stream priorities are not included.
 ///
 /// # Errors
 /// When there is no driver, it does not work, or it shows no GPU.
@@ -206,10 +207,12 @@ fn open_gpu(ordinal: u32) -> Result<Device, OpenError> {
 
 /// The devices that a text names, and the best one.
 impl Device {
-    /// Opens the device that a text names, such as `cuda:0` or `sim:24GiB`: see [`DeviceSpec`] for all names.
+    /// Opens the device that a text names, such as `cuda:0` or `sim:24GiB`: see [`DeviceSpec`] for
+    /// all names.
     ///
-    /// A GPU has one device in a process. If it is open already, this returns another handle of that device, with the same
-    /// [`Device::id`]; the last handle closes it. Streams do not keep it open. A simulated device is a new one each time.
+    /// A GPU has one device in a process. If it is open already, this returns another handle of
+    /// that device, with the same [`Device::id`]; the last handle closes it. Streams do not keep it
+    /// open. A simulated device is a new one each time.
     ///
     /// ```
     /// use aquifer_device::Device;
@@ -226,8 +229,8 @@ impl Device {
         spec.parse::<DeviceSpec>()?.open()
     }
 
-    /// Opens a new simulated device of this size, with settings after it if need be: `Device::simulated("24GiB")` is short for
-    /// `Device::open("sim:24GiB")`.
+    /// Opens a new simulated device of this size, with settings after it if need be:
+    /// `Device::simulated("24GiB")` is short for `Device::open("sim:24GiB")`.
     ///
     /// ```
     /// use aquifer_device::Device;
@@ -242,8 +245,9 @@ impl Device {
         Device::open(&format!("sim:{size}"))
     }
 
-    /// Opens the best device available: of the real GPUs that can be used, the one with the most memory, else a simulated one of 80 GiB.
-    /// [`Device::chosen_because`] says why, and so does the log.
+    /// Opens the best device available: of the real GPUs that can be used, the one with the most
+    /// memory, else a simulated one of 80 GiB. [`Device::chosen_because`] says why, and so does the
+    /// log.
     ///
     /// ```
     /// use aquifer_device::Device;

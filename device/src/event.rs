@@ -11,8 +11,9 @@ use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::timeline::{Recording, Timeline};
 
-/// A CUDA event, for ordering streams explicitly and for measuring time. ([`Stream::wait_for`] orders streams by ticks instead.) When a
-/// stream waits for an event, its timeline also learns which ticks the event covers, so that these need no event of their own.
+/// A CUDA event, for ordering streams explicitly and for measuring time. ([`Stream::wait_for`]
+/// orders streams by ticks instead.) When a stream waits for an event, its timeline also learns
+/// which ticks the event covers, so that these need no event of their own.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -45,11 +46,13 @@ impl Event {
         Ok(Event { raw, context, latest: Mutex::new(None) })
     }
 
-    /// Records the event behind the work enqueued on the stream until now, replacing an earlier record.
+    /// Records the event behind the work enqueued on the stream until now, replacing an earlier
+    /// record.
     ///
     /// # Errors
-    /// When the stream belongs to another device, or captures unannounced ([`Stream::announce_capture`]); errors of the driver. The event
-    /// then keeps its earlier record.
+    /// When the stream belongs to another device, or captures unannounced
+    /// ([`Stream::announce_capture`]); errors of the driver. The event then keeps its earlier
+    /// record.
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.check_device(stream.device_id(), Operation::Record)?;
         let timeline = stream.timeline();
@@ -85,11 +88,13 @@ impl Event {
         self.context.driver.synchronize_event(self.raw)
     }
 
-    /// Milliseconds from this event to `end`. Both must be created with timing, recorded and complete.
+    /// Milliseconds from this event to `end`. Both must be created with timing, recorded and
+    /// complete.
     ///
     /// # Errors
-    /// When the events belong to different devices; errors of the driver, among them `INVALID_HANDLE` for an event without timing or never
-    /// recorded, and `NOT_READY` for one that is not complete.
+    /// When the events belong to different devices; errors of the driver, among them
+    /// `INVALID_HANDLE` for an event without timing or never recorded, and `NOT_READY` for one that
+    /// is not complete.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f64> {
         self.check_device(end.context.device_id, Operation::ElapsedTime)?;
         self.context.driver.elapsed_ms(self.raw, end.raw)

@@ -11,10 +11,12 @@ use crate::timeline::Timeline;
 
 /// A stream that another library owns, adopted so that ticks can be taken on it.
 ///
-/// Its owner may enqueue work on it at any time; an event recorded on it covers that work, too. Release it before its owner destroys it.
-/// Dropping this releases the stream, and ends a capture that this library began on it. Memory of the stream that is given back after its
-/// release can be reused once the host has waited for the device. A stream that is adopted again has another number. So adopt a stream
-/// once, or use [`crate::Device::stream_from_raw`], instead of adopting it for each call.
+/// Its owner may enqueue work on it at any time; an event recorded on it covers that work, too.
+/// Release it before its owner destroys it. Dropping this releases the stream, and ends a capture
+/// that this library began on it. Memory of the stream that is given back after its release can be
+/// reused once the host has waited for the device. A stream that is adopted again has another
+/// number. So adopt a stream once, or use [`crate::Device::stream_from_raw`], instead of adopting
+/// it for each call.
 #[derive(Debug)]
 pub struct ExternalStream {
     stream: Stream,
@@ -36,13 +38,14 @@ impl ExternalStream {
         &self.stream
     }
 
-    /// Records a last event and releases the stream. The owner may destroy it then: that event still tells whether its ticks are done, and
-    /// calls on clones of the stream fail.
+    /// Records a last event and releases the stream. The owner may destroy it then: that event
+    /// still tells whether its ticks are done, and calls on clones of the stream fail.
     ///
     /// # Errors
-    /// When the stream is known to capture, and the driver does not report that the capture is over. The stream then stays adopted, and can
-    /// be released after the capture's end. Errors of the driver: the stream then counts as released all the same,
-    /// and waiting for a tick that no event covers waits for the whole device.
+    /// When the stream is known to capture, and the driver does not report that the capture is
+    /// over. The stream then stays adopted, and can be released after the capture's end. Errors of
+    /// the driver: the stream then counts as released all the same, and waiting for a tick that no
+    /// event covers waits for the whole device.
     pub fn release(&mut self) -> Result<()> {
         if self.released {
             return Ok(());
@@ -58,7 +61,8 @@ impl ExternalStream {
         self.close(false)
     }
 
-    /// Releases the stream, and also one that captures if `even_capturing`: no call can end its capture afterwards.
+    /// Releases the stream, and also one that captures if `even_capturing`: no call can end its
+    /// capture afterwards.
     fn close(&mut self, even_capturing: bool) -> Result<()> {
         let timeline = self.stream.timeline();
         let adopting = self.stream.context().adopting.lock();
@@ -72,8 +76,8 @@ impl ExternalStream {
         closed
     }
 
-    /// Closes the stream, which its owner destroyed without releasing it. No driver call names its handle any more. Returns the timeline,
-    /// which can serve a later stream.
+    /// Closes the stream, which its owner destroyed without releasing it. No driver call names its
+    /// handle any more. Returns the timeline, which can serve a later stream.
     pub(crate) fn note_destroyed(mut self) -> Arc<Timeline> {
         self.released = true;
         let timeline = self.stream.timeline();

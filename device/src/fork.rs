@@ -1,13 +1,16 @@
 //! Children that a process forked.
 //!
-//! A forked child has one thread and a copy of its parent's memory. CUDA cannot be used in it, its parent's worker threads are gone, and
-//! locks that other threads held at that moment are never released. So in a child whose parent had opened a device, no device works:
-//! requests fail with [`ErrorKind::Forked`] before they take a lock, handles that are dropped give nothing back, and a lock that would
-//! wait for a thread which is gone panics. That holds for simulated devices, too, whose state such a thread may have been changing. A child
-//! that executes another program starts afresh.
+//! A forked child has one thread and a copy of its parent's memory. CUDA cannot be used in it, its
+//! parent's worker threads are gone, and locks that other threads held at that moment are never
+//! released. So in a child whose parent had opened a device, no device works: requests fail with
+//! [`ErrorKind::Forked`] before they take a lock, handles that are dropped give nothing back, and a
+//! lock that would wait for a thread which is gone panics. That holds for simulated devices, too,
+//! whose state such a thread may have been changing. A child that executes another program starts
+//! afresh.
 //!
-//! A handler that runs in the child ([`libc::pthread_atfork`]) sets one flag, and the bits that fast paths look at anyway. It only stores to
-//! atomics, as is legal in a child of a process with threads.
+//! A handler that runs in the child ([`libc::pthread_atfork`]) sets one flag, and the bits that
+//! fast paths look at anyway. It only stores to atomics, as is legal in a child of a process with
+//! threads.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -50,7 +53,8 @@ pub(crate) fn watch() {
     {
         static WATCHED: std::sync::Once = std::sync::Once::new();
         WATCHED.call_once(|| {
-            // SAFETY: the handler only reads and stores atomics, and is never unloaded while the process forks.
+            // SAFETY: the handler only reads and stores atomics, and is never unloaded while the
+            // process forks.
             let code = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
             if code != 0 {
                 tracing::warn!(code, "forked children of this process will not notice that they cannot use devices");

@@ -1,7 +1,8 @@
 //! Names of devices, for messages.
 //!
-//! Streams and memory identify their device by a number ([`crate::Device::id`]), and hot paths compare nothing else. A name is needed only
-//! where two numbers differ: [`DeviceLabel::of`] finds it among the names of the devices that are alive.
+//! Streams and memory identify their device by a number ([`crate::Device::id`]), and hot paths
+//! compare nothing else. A name is needed only where two numbers differ: [`DeviceLabel::of`] finds
+//! it among the names of the devices that are alive.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +12,8 @@ use crate::fork::Mutex;
 
 use crate::driver::DeviceInfo;
 
-/// The name of a device for messages: the text that opens it ([`crate::DeviceSpec`]), and its product name.
+/// The name of a device for messages: the text that opens it ([`crate::DeviceSpec`]), and its
+/// product name.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -26,8 +28,9 @@ pub struct DeviceLabel(Arc<Box<str>>); // One word: errors travel on fast paths.
 static ALIVE: Mutex<BTreeMap<u32, DeviceLabel>> = Mutex::new(BTreeMap::new());
 
 impl DeviceLabel {
-    /// The label of the device with this identity ([`crate::Device::id`], [`crate::Stream::device_id`]). Takes a lock
-    /// that the whole process shares: for messages, not for hot paths.
+    /// The label of the device with this identity ([`crate::Device::id`],
+    /// [`crate::Stream::device_id`]). Takes a lock that the whole process shares: for messages, not
+    /// for hot paths.
     pub fn of(device_id: u32) -> DeviceLabel {
         let label = ALIVE.lock().get(&device_id).cloned();
         label.unwrap_or_else(|| DeviceLabel::new("a device that is closed"))
@@ -78,7 +81,8 @@ impl fmt::Display for DeviceLabel {
 
 /// A mismatch of devices: the device of what was passed, and the one that was needed.
 ///
-/// Opening a device twice gives two devices, which share nothing. Their labels say which of them was opened first.
+/// Opening a device twice gives two devices, which share nothing. Their labels say which of them
+/// was opened first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceMismatch {

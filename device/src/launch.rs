@@ -1,4 +1,5 @@
-//! Kernel launches: arguments, the memory that a kernel accesses, and what it computes where there is no GPU.
+//! Kernel launches: arguments, the memory that a kernel accesses, and what it computes where there
+//! is no GPU.
 
 use std::fmt;
 use std::sync::Arc;
@@ -62,16 +63,19 @@ pub trait KernelMemory {
 /// What a kernel computes, as the simulated device runs it.
 pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
 
-/// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses, and what it computes on a simulated device.
+/// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses,
+/// and what it computes on a simulated device.
 ///
-/// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`. [`crate::Stream::launch`]
-/// enqueues it, in order with the rest of that stream only. The documentation of the crate `aquifer-kernels` shows a
-/// custom kernel from its PTX text to its result, ordered after what other streams do with the same memory.
+/// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`.
+/// [`crate::Stream::launch`] enqueues it, in order with the rest of that stream only. The
+/// documentation of the crate `aquifer-kernels` shows a custom kernel from its PTX text to its
+/// result, ordered after what other streams do with the same memory.
 #[derive(Clone)]
 pub struct Launch {
     /// Name of the kernel, as in its module.
     pub name: &'static str,
-    /// The module that holds its device code. `None` where there is none, which only the simulated device runs.
+    /// The module that holds its device code. `None` where there is none, which only the simulated
+    /// device runs.
     pub module: Option<RawModule>,
     /// Blocks of the grid, x y z.
     pub grid: [u32; 3],
@@ -81,14 +85,18 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// Arguments in order.
     pub args: Vec<KernelArg>,
-    /// Every range of device memory that the kernel reads or writes. The race detector checks the launch by these.
+    /// Every range of device memory that the kernel reads or writes. The race detector checks the
+    /// launch by these.
     pub accesses: Vec<Access>,
-    /// Run by the simulated device; `None` for a kernel that only takes time and touches its ranges.
+    /// Run by the simulated device; `None` for a kernel that only takes time and touches its
+    /// ranges.
     pub host: Option<HostKernel>,
-    /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory bounds it.
+    /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory
+    /// bounds it.
     #[doc(hidden)]
     pub operations: u64,
-    /// The least time that it takes on a simulated device, in ns, whatever it does and whatever the card. 0 for most kernels.
+    /// The least time that it takes on a simulated device, in ns, whatever it does and whatever the
+    /// card. 0 for most kernels.
     #[doc(hidden)]
     pub busy_ns: u64,
 }

@@ -1,12 +1,14 @@
-//! Launches of captured graphs: where they were made, and what they come after. This is for owners of memory that graphs use.
+//! Launches of captured graphs: where they were made, and what they come after. This is for owners
+//! of memory that graphs use.
 //!
-//! A graph's work uses addresses that are not named when it is launched. So an owner that gives such memory up, whether or not the graph
-//! was dropped, asks here what must be done before. And an owner that gives a capture memory which was in use says here what used it.
+//! A graph's work uses addresses that are not named when it is launched. So an owner that gives
+//! such memory up, whether or not the graph was dropped, asks here what must be done before. And an
+//! owner that gives a capture memory which was in use says here what used it.
 //!
 //! Launches into a capture do not occur: CUDA refuses them.
 //!
-//! Locks: that of an order of launches is held for a launch, and taken before those of timelines, by address where there are several. That
-//! of a graph's launches is a leaf.
+//! Locks: that of an order of launches is held for a launch, and taken before those of timelines,
+//! by address where there are several. That of a graph's launches is a leaf.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -16,7 +18,8 @@ use crate::error::Result;
 use crate::sync::Mutex;
 use crate::timeline::{Tick, Timeline};
 
-/// The launches of one captured graph, from the beginning of its capture on, and after it was dropped.
+/// The launches of one captured graph, from the beginning of its capture on, and after it was
+/// dropped.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -57,8 +60,8 @@ struct Made {
 /// Something that a graph keeps alive: [`Launches::keep`].
 pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// An order of launches. Graphs that share it are launched one after the other, on any streams, because they use the same memory:
-/// [`Launches::keep_order`].
+/// An order of launches. Graphs that share it are launched one after the other, on any streams,
+/// because they use the same memory: [`Launches::keep_order`].
 #[derive(Debug, Default)]
 pub struct LaunchOrder {
     /// The last launch of any of them.
@@ -66,14 +69,16 @@ pub struct LaunchOrder {
 }
 
 impl Launches {
-    /// The launches of a graph that is captured here (`ours`), or of one that another library captures and will launch.
+    /// The launches of a graph that is captured here (`ours`), or of one that another library
+    /// captures and will launch.
     pub(crate) fn new(ours: bool) -> Arc<Launches> {
         Arc::new(Launches { ours, gone: AtomicBool::new(false), made: Mutex::default() })
     }
 
-    /// Makes all launches come after the tick, because the graph uses memory that was in use before: [`crate::Graph::launch`] makes the
-    /// stream wait. Call it during the capture. For a graph that another library captured, nothing is ordered, because its launches are not
-    /// seen here.
+    /// Makes all launches come after the tick, because the graph uses memory that was in use
+    /// before: [`crate::Graph::launch`] makes the stream wait. Call it during the capture. For a
+    /// graph that another library captured, nothing is ordered, because its launches are not seen
+    /// here.
     pub fn come_after(&self, tick: Tick) {
         let mut made = self.made.lock();
         made.after.retain(|known| !is_known_done(known));
@@ -85,8 +90,9 @@ impl Launches {
         }
     }
 
-    /// Makes launches come one after the other with those of all graphs that keep the same order: [`crate::Graph::launch`] makes streams
-    /// wait. Call it during the capture. For a graph that another library captured, nothing is ordered.
+    /// Makes launches come one after the other with those of all graphs that keep the same order:
+    /// [`crate::Graph::launch`] makes streams wait. Call it during the capture. For a graph that
+    /// another library captured, nothing is ordered.
     pub fn keep_order(&self, order: &Arc<LaunchOrder>) {
         let mut made = self.made.lock();
         if !made.orders.iter().any(|known| Arc::ptr_eq(known, order)) {
@@ -96,9 +102,9 @@ impl Launches {
         }
     }
 
-    /// Keeps `what` alive until the graph is dropped: memory that it uses, or the owner of that. Launches may still run then. Call it
-    /// during the capture. Nothing is kept for a graph that another library captured, because it is not known here how long that is
-    /// launched.
+    /// Keeps `what` alive until the graph is dropped: memory that it uses, or the owner of that.
+    /// Launches may still run then. Call it during the capture. Nothing is kept for a graph that
+    /// another library captured, because it is not known here how long that is launched.
     pub fn keep(&self, what: &Arc<dyn Any + Send + Sync>) {
         let mut made = self.made.lock();
         if !self.is_over() && !made.kept.iter().any(|known| Arc::ptr_eq(known, what)) {
@@ -113,8 +119,9 @@ impl Launches {
         made.after.clone()
     }
 
-    /// Covers the ticks that launches come after with events, so that a launch need not record any: the streams may capture again later.
-    /// An event that cannot be recorded now is recorded when it is needed.
+    /// Covers the ticks that launches come after with events, so that a launch need not record any:
+    /// the streams may capture again later. An event that cannot be recorded now is recorded when
+    /// it is needed.
     pub(crate) fn cover(&self) {
         for tick in self.after() {
             if let Err(error) = tick.cover() {
@@ -123,7 +130,8 @@ impl Launches {
         }
     }
 
-    /// Calls `launch` to launch the graph on the stream, ordered after all ticks that it comes after, and notes the launch.
+    /// Calls `launch` to launch the graph on the stream, ordered after all ticks that it comes
+    /// after, and notes the launch.
     pub(crate) fn launch(&self, stream: &Arc<Timeline>, launch: impl FnOnce() -> Result<()>) -> Result<()> {
         let orders = self.made.lock().orders.clone();
         let mut lasts: Vec<_> = orders.iter().map(|order| order.last.lock()).collect();
@@ -142,26 +150,28 @@ impl Launches {
         launched
     }
 
-    /// Notes that the graph is launched no more. Returns the things that it kept, to be dropped without a lock, and after the graph.
+    /// Notes that the graph is launched no more. Returns the things that it kept, to be dropped
+    /// without a lock, and after the graph.
     pub(crate) fn note_gone(&self) -> Vec<Kept> {
         let mut made = self.made.lock();
         self.gone.store(true, Ordering::Release);
         std::mem::take(&mut made.kept)
     }
 
-    /// True if launches are not seen here, because another library captured the graph ([`crate::Stream::announce_capture`]).
+    /// True if launches are not seen here, because another library captured the graph
+    /// ([`crate::Stream::announce_capture`]).
     pub fn is_foreign(&self) -> bool {
         !self.ours
     }
 
-    /// True if there will be no launches any more, as far as this library sees: the graph was dropped. Graphs that another library
-    /// captured count as over.
+    /// True if there will be no launches any more, as far as this library sees: the graph was
+    /// dropped. Graphs that another library captured count as over.
     pub fn is_over(&self) -> bool {
         !self.ours || self.gone.load(Ordering::Acquire)
     }
 
-    /// The last launch on each stream, without those known to be done. No driver call. `None` if launches of this graph are not seen
-    /// here.
+    /// The last launch on each stream, without those known to be done. No driver call. `None` if
+    /// launches of this graph are not seen here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         self.ours.then(|| self.pending_here())
     }

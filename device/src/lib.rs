@@ -1,10 +1,13 @@
-//! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic simulated GPU.
+//! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic
+//! simulated GPU.
 //!
-//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's ([`sim`]). [`Device::open`] opens one by
-//!   name.
-//! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different streams are independent.
-//! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one stream after a tick of another one,
-//!   with at most one event and one wait. [`Event`]s, which can also measure time, do the same explicitly.
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's
+//!   ([`sim`]). [`Device::open`] opens one by name.
+//! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different
+//!   streams are independent.
+//! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one
+//!   stream after a tick of another one, with at most one event and one wait. [`Event`]s, which can
+//!   also measure time, do the same explicitly.
 //! * A [`Capture`] records a stream's work into a [`Graph`] instead of running it.
 //!
 //! ```
@@ -23,10 +26,12 @@
 //!
 //! # Testing
 //!
-//! A simulated device finds races, and misuse of memory that allocators hand out (`aquifer-allocator`); [`sim`] says
-//! which. A test either asks for them with [`Device::assert_no_violations`], or opens its device with
-//! `violations=panic`. Then a wrong address or length panics in the call that enqueues the work, and a race in the next
-//! wait, or when the last handle of the device is dropped. The text names both places in the program, and the remedy.
+//! A simulated device finds races, and misuse of memory that allocators hand out
+//! (`aquifer-allocator`); [`sim`] says which. A test either asks for them with
+//! [`Device::assert_no_violations`], or opens its device with `violations=panic`. Then a wrong
+//! address or length panics in the call that enqueues the work, and a race in the next wait, or
+//! when the last handle of the device is dropped. The text names both places in the program, and
+//! the remedy.
 //!
 //! ```should_panic
 //! # use aquifer_device::Device;
@@ -40,9 +45,11 @@
 //!
 //! # Errors
 //!
-//! All errors of these types are [`DeviceError`]s. When work fails on a device, the device is *lost*: every later call fails, of whatever
-//! kind. [`Device::lost`], and each of these later errors, say by which error the device was lost. On a simulated device that error names
-//! the work that failed, its stream and the addresses. Errors about two devices name both by their [`DeviceLabel`]s.
+//! All errors of these types are [`DeviceError`]s. When work fails on a device, the device is
+//! *lost*: every later call fails, of whatever kind. [`Device::lost`], and each of these later
+//! errors, say by which error the device was lost. On a simulated device that error names the work
+//! that failed, its stream and the addresses. Errors about two devices name both by their
+//! [`DeviceLabel`]s.
 mod capture;
 mod capturing_streams;
 mod context;

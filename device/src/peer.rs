@@ -8,9 +8,10 @@ use crate::error::{Operation, Result};
 use crate::stream::Stream;
 
 impl Stream {
-    /// Enqueues a copy from the memory of another device of the same kind, whether or not the two can access each other's memory. Use
-    /// [`Stream::wait_for`], which takes ticks of other devices, to order this stream after the work that wrote the source, and to order
-    /// work that overwrites or frees the source after this stream.
+    /// Enqueues a copy from the memory of another device of the same kind, whether or not the two
+    /// can access each other's memory. Use [`Stream::wait_for`], which takes ticks of other
+    /// devices, to order this stream after the work that wrote the source, and to order work that
+    /// overwrites or frees the source after this stream.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -31,8 +32,8 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// When the device is of another kind, the ranges are not live memory of their devices, or a capture is in progress; errors of the
-    /// driver.
+    /// When the device is of another kind, the ranges are not live memory of their devices, or a
+    /// capture is in progress; errors of the driver.
     #[track_caller]
     pub fn copy_from_peer(&self, dst: DevicePtr, peer: &Device, src: DevicePtr, bytes: u64) -> Result<()> {
         let _place = self.called_from(Location::caller());

@@ -18,11 +18,11 @@ pub enum HandleKind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PhysicalOptions {
-    /// Network cards may read and write it (`gpuDirectRDMACapable`). Ask [`crate::Attribute::GpuDirectRdmaWithVmm`] first:
-    /// elsewhere the memory is refused.
+    /// Network cards may read and write it (`gpuDirectRDMACapable`). Ask
+    /// [`crate::Attribute::GpuDirectRdmaWithVmm`] first: elsewhere the memory is refused.
     pub rdma: bool,
-    /// It can be exported as a handle of this kind. Ask [`crate::Attribute::PosixFdHandles`] first: elsewhere the memory is
-    /// refused.
+    /// It can be exported as a handle of this kind. Ask [`crate::Attribute::PosixFdHandles`] first:
+    /// elsewhere the memory is refused.
     pub exportable: Option<HandleKind>,
 }
 

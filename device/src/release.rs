@@ -1,14 +1,19 @@
-//! Deferred release: the queue of a device's objects that nothing uses any more and that go back to the driver at a later call.
+//! Deferred release: the queue of a device's objects that nothing uses any more and that go back to
+//! the driver at a later call.
 //!
-//! An object comes here when its handle is dropped where no driver call may be made, when work of the device may still use it, or when
-//! the driver refused to take it back. [`ReleaseQueue::settle`] is the one policy for all of them:
-//! * It takes the objects in the order in which they came. After a failure it keeps the rest, so that not each fails in turn.
-//! * Objects that no work can use go at once. For the others it waits for the device, or asks for the ticks that page-locked memory
-//!   carries. While a stream captures they stay, because waiting would break the capture.
+//! An object comes here when its handle is dropped where no driver call may be made, when work of
+//! the device may still use it, or when the driver refused to take it back.
+//! [`ReleaseQueue::settle`] is the one policy for all of them:
+//! * It takes the objects in the order in which they came. After a failure it keeps the rest, so
+//!   that not each fails in turn.
+//! * Objects that no work can use go at once. For the others it waits for the device, or asks for
+//!   the ticks that page-locked memory carries. While a stream captures they stay, because waiting
+//!   would break the capture.
 //! * On a lost device objects go with the driver.
 //!
-//! When its device is closed, the queue tries each object once more, and finishes later if that fails ([`crate::unfinished`]).
-//! Events are the exception: there are many, so they have a lock-free list of their own, which is emptied before the next record.
+//! When its device is closed, the queue tries each object once more, and finishes later if that
+//! fails ([`crate::unfinished`]). Events are the exception: there are many, so they have a
+//! lock-free list of their own, which is emptied before the next record.
 //!
 //! The queue's lock is a leaf: no driver call is made under it, and nothing is dropped.
 
@@ -27,8 +32,8 @@ use crate::error::{Code, DeviceError, Result};
 use crate::fork::{self, Mutex};
 use crate::unfinished::CleanUp;
 
-/// Bytes of registered memory that may stay although its uses are done. Unregistering waits for the device, so it is done for much memory
-/// at a time.
+/// Bytes of registered memory that may stay although its uses are done. Unregistering waits for the
+/// device, so it is done for much memory at a time.
 const REGISTERED_KEPT_BYTES: u64 = 64 << 20;
 
 /// How often each object is tried when the device is closed.
@@ -122,14 +127,15 @@ pub(crate) trait Uses: fmt::Debug + Send {
     fn ask(&self, asked: &mut BTreeSet<u32>) -> Result<()>;
 }
 
-/// Page-locked memory to be released. Invariant: nothing but work of the device uses it, and nothing else gives it back.
+/// Page-locked memory to be released. Invariant: nothing but work of the device uses it, and
+/// nothing else gives it back.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     ptr: HostPtr,
     bytes: u64,
     /// The owner of registered memory; dropped only once the memory is not registered any more.
     owner: Option<ManuallyDrop<Owner>>,
-    /// `None` once the device's last handle is gone: then only a wait for the device tells.
+    /// `None` once the device's last handle is gone: then only a wait for the device answers.
     uses: Option<Box<dyn Uses>>,
 }
 
@@ -137,7 +143,8 @@ impl HostMemory {
     /// Takes memory over: allocated by the driver, or registered and kept by an owner.
     ///
     /// # Safety
-    /// As for [`Driver::host_free`], or [`Driver::host_unregister`] if there is an owner, but for the work that `uses` names.
+    /// As for [`Driver::host_free`], or [`Driver::host_unregister`] if there is an owner, but for
+    /// the work that `uses` names.
     pub(crate) unsafe fn new(ptr: HostPtr, bytes: u64, owner: Option<Owner>, uses: Box<dyn Uses>) -> HostMemory {
         HostMemory { ptr, bytes, owner: owner.map(ManuallyDrop::new), uses: Some(uses) }
     }
@@ -158,8 +165,9 @@ pub(crate) enum Effort {
     Waiting,
 }
 
-/// What a call of [`ReleaseQueue::settle`] released. The owners of registered memory run code of callers when they are dropped, so they
-/// are dropped where no lock is held and captures are not held off.
+/// What a call of [`ReleaseQueue::settle`] released. The owners of registered memory run code of
+/// callers when they are dropped, so they are dropped where no lock is held and captures are not
+/// held off.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Settled {
@@ -212,13 +220,18 @@ impl ReleaseQueue {
         !self.objects.lock().is_empty()
     }
 
+    /// True if the queue has page-locked memory.
+    pub(crate) fn any_host_memory(&self) -> bool {
+        self.objects.lock().iter().any(|object| object.host().is_some())
+    }
+
     /// True if nothing is left, or the device is lost, so that everything goes with the driver.
     fn is_finished(&self) -> bool {
         self.driver.lost().is_some() || (!self.any() && self.events.is_empty())
     }
 
-    /// Releases what can go. `wait` waits for the device; it is `None` while a stream captures, and then only objects go that no work can
-    /// use.
+    /// Releases what can go. `wait` waits for the device; it is `None` while a stream captures, and
+    /// then only objects go that no work can use.
     pub(crate) fn settle(&self, effort: Effort, wait: Option<&dyn Fn() -> Result<()>>) -> Settled {
         if effort == Effort::Waiting {
             self.destroy_events();
@@ -236,7 +249,8 @@ impl ReleaseQueue {
                 _ => waited.is_ok() || !object.needs_wait(),
             };
             let mut settled = self.release_those(objects, goes);
-            // Also the memory of reservations, and what comes after an object that the driver refused.
+            // Also the memory of reservations, and what comes after an object that the driver
+            // refused.
             let rest = std::mem::take(&mut *self.objects.lock());
             settled.owners.extend(self.release_those(rest, Object::is_unused).owners);
             return settled;
@@ -251,7 +265,8 @@ impl ReleaseQueue {
         })
     }
 
-    /// Releases the objects for which `goes` is true. The rest stays; after a failure that is all the rest.
+    /// Releases the objects for which `goes` is true. The rest stays; after a failure that is all
+    /// the rest.
     fn release_those(&self, objects: Vec<Object>, goes: impl Fn(&Object) -> bool) -> Settled {
         let (mut settled, mut refused, mut kept) = (Settled::default(), None, Vec::new());
         for object in objects {
@@ -277,7 +292,8 @@ impl ReleaseQueue {
         settled
     }
 
-    /// Forgets which work uses page-locked memory, because ticks keep the device's context alive. The device is waited for instead.
+    /// Forgets which work uses page-locked memory, because ticks keep the device's context alive.
+    /// The device is waited for instead.
     pub(crate) fn forget_uses(&self) {
         let mut ticks = Vec::new();
         for object in &mut *self.objects.lock() {
@@ -299,7 +315,8 @@ impl ReleaseQueue {
         }
     }
 
-    /// Gives an object back to the driver. Page-locked memory must not be in use any more. Returns the owner of registered memory.
+    /// Gives an object back to the driver. Page-locked memory must not be in use any more. Returns
+    /// the owner of registered memory.
     fn give_back(&self, object: Object) -> std::result::Result<Option<Owner>, (DeviceError, Object)> {
         let driver = &*self.driver;
         let gone = match object {
@@ -342,7 +359,8 @@ impl ReleaseQueue {
 }
 
 impl CleanUp for ReleaseQueue {
-    /// Releases everything that is left of a device that was closed. Objects of a lost device go with the driver.
+    /// Releases everything that is left of a device that was closed. Objects of a lost device go
+    /// with the driver.
     fn finish(&self) -> bool {
         let held_off = self.capturing.hold_off();
         let wait = || self.driver.synchronize();
@@ -361,8 +379,8 @@ impl CleanUp for ReleaseQueue {
     }
 }
 
-/// Asks the driver how far the streams got that page-locked memory waits for, once for each stream. Uses about which the driver cannot
-/// tell count as not done.
+/// Asks the driver how far the streams got that page-locked memory waits for, once for each stream.
+/// Uses about which the driver cannot tell count as not done.
 fn ask(objects: &[Object]) {
     let all = || objects.iter().filter_map(Object::host).filter_map(|memory| memory.uses.as_ref());
     // A tick that no event covers would never be known to be done.
@@ -385,8 +403,8 @@ fn unless_gone(outcome: Result<()>) -> Result<()> {
     }
 }
 
-/// Logs that something could not be released. That is a warning, unless the device is lost: then everything goes with it, and an error
-/// has reported the loss.
+/// Logs that something could not be released. That is a warning, unless the device is lost: then
+/// everything goes with it, and an error has reported the loss.
 fn log_kept(error: &DeviceError, what: impl fmt::Display) {
     if error.is_device_lost() {
         tracing::debug!(%error, "{what}");

@@ -15,14 +15,16 @@ use crate::launches::Launches;
 use crate::sim::CalledFrom;
 use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
 
-/// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives another handle of the same stream.
+/// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives
+/// another handle of the same stream.
 ///
-/// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands for all work enqueued so far, and
-/// [`Stream::wait_for`] orders later work after a tick.
+/// Different streams are independent until one is ordered after the other: [`Stream::tick`] stands
+/// for all work enqueued so far, and [`Stream::wait_for`] orders later work after a tick.
 ///
-/// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records and waits from its own thread only, and
-/// returns an error to other threads; its ticks can be used by every thread. Once the thread has ended and its work is done, the stream's
-/// number goes to another stream, as that of a destroyed stream does.
+/// A per-thread default stream ([`crate::Device::per_thread_stream`]) accepts work, event records
+/// and waits from its own thread only, and returns an error to other threads; its ticks can be used
+/// by every thread. Once the thread has ended and its work is done, the stream's number goes to
+/// another stream, as that of a destroyed stream does.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -59,7 +61,8 @@ impl WeakStream {
 struct Inner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
-    /// For a stream that is destroyed with its last handle: the list that its timeline goes to then.
+    /// For a stream that is destroyed with its last handle: the list that its timeline goes to
+    /// then.
     owned: Option<Weak<ReusableTimelines>>,
 }
 
@@ -95,8 +98,8 @@ impl Stream {
         &self.0.timeline
     }
 
-    /// The number by which this library identifies the stream, dense per device. A new stream may get the number of one whose work is done
-    /// and that was destroyed, or whose thread has ended.
+    /// The number by which this library identifies the stream, dense per device. A new stream may
+    /// get the number of one whose work is done and that was destroyed, or whose thread has ended.
     #[inline]
     pub fn id(&self) -> u32 {
         self.0.timeline.id()
@@ -123,16 +126,17 @@ impl Stream {
         &*self.0.context.driver
     }
 
-    /// Names the caller's place in the program as the one that calls come from, until the result is dropped. Only a
-    /// simulated device wants to know it.
+    /// Names the caller's place in the program as the one that calls come from, until the result is
+    /// dropped. Only a simulated device wants to know it.
     #[track_caller]
     #[inline]
     fn called_here(&self) -> Option<CalledFrom> {
         self.0.context.called_from(Location::caller())
     }
 
-    /// Names a place in the program as the one that calls come from, as far as nothing names another one already. For
-    /// code that enqueues work for its own caller. Only a simulated device wants to know it, for its violations.
+    /// Names a place in the program as the one that calls come from, as far as nothing names
+    /// another one already. For code that enqueues work for its own caller. Only a simulated device
+    /// wants to know it, for its violations.
     #[doc(hidden)]
     #[inline]
     pub fn called_from(&self, at: &'static Location<'static>) -> Option<CalledFrom> {
@@ -154,27 +158,31 @@ impl Stream {
         self.0.timeline.is_ordered_after(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the tick. The host does not wait. This costs at most one event and one wait, and nothing if
-    /// the work is known to be ordered already. The tick may be of another device of the same kind.
+    /// Orders later work of this stream after the tick. The host does not wait. This costs at most
+    /// one event and one wait, and nothing if the work is known to be ordered already. The tick may
+    /// be of another device of the same kind.
     ///
     /// # Errors
-    /// When the tick is of a device of another kind, or a capture is in progress; when the tick's stream is gone without a last event (see
-    /// [`Tick::cover`]), until the host has waited for its device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the
-    /// driver.
+    /// When the tick is of a device of another kind, or a capture is in progress; when the tick's
+    /// stream is gone without a last event (see [`Tick::cover`]), until the host has waited for its
+    /// device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
 
-    /// Orders later work of this stream after the event's latest record. If the event was recorded in a capture, the stream joins
-    /// the capture; otherwise the event may be of another device of the same kind.
+    /// Orders later work of this stream after the event's latest record. If the event was recorded
+    /// in a capture, the stream joins the capture; otherwise the event may be of another device of
+    /// the same kind.
     ///
     /// # Errors
-    /// When the event is of a device of another kind, or was recorded in a capture on another device; errors of the driver.
+    /// When the event is of a device of another kind, or was recorded in a capture on another
+    /// device; errors of the driver.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         event.make_wait(self)
     }
 
-    /// Waits on the host until all work of the stream is done. Its ticks taken before are then known to be done.
+    /// Waits on the host until all work of the stream is done. Its ticks taken before are then
+    /// known to be done.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -216,14 +224,15 @@ impl Stream {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
 
-    /// Enqueues a copy of `bytes` bytes from page-locked host memory. Other host memory is read before this returns.
+    /// Enqueues a copy of `bytes` bytes from page-locked host memory. Other host memory is read
+    /// before this returns.
     ///
     /// # Errors
     /// Errors of the driver.
     ///
     /// # Safety
-    /// `src..src + bytes` must be readable, and stay readable and unwritten until the copy is done, as [`Driver::copy_to_device`]
-    /// specifies.
+    /// `src..src + bytes` must be readable, and stay readable and unwritten until the copy is done,
+    /// as [`Driver::copy_to_device`] specifies.
     #[track_caller]
     pub unsafe fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize) -> Result<()> {
         let _place = self.called_here();
@@ -232,13 +241,15 @@ impl Stream {
         unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), bytes, raw) }
     }
 
-    /// Enqueues a copy of `bytes` bytes to page-locked host memory. Other host memory holds the bytes when this returns.
+    /// Enqueues a copy of `bytes` bytes to page-locked host memory. Other host memory holds the
+    /// bytes when this returns.
     ///
     /// # Errors
     /// Errors of the driver.
     ///
     /// # Safety
-    /// `dst..dst + bytes` must be writable, and stay writable and untouched until the copy is done, as [`Driver::copy_to_host`] specifies.
+    /// `dst..dst + bytes` must be writable, and stay writable and untouched until the copy is done,
+    /// as [`Driver::copy_to_host`] specifies.
     #[track_caller]
     pub unsafe fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize) -> Result<()> {
         let _place = self.called_here();
@@ -267,10 +278,12 @@ impl Stream {
         !self.raw().is_legacy()
     }
 
-    /// Enqueues many copies with one driver call, on devices that support it ([`crate::Attribute::BatchedCopies`]).
+    /// Enqueues many copies with one driver call, on devices that support it
+    /// ([`crate::Attribute::BatchedCopies`]).
     ///
     /// # Errors
-    /// The legacy default stream, for which drivers have no such call ([`Stream::takes_batches`]); errors of the driver.
+    /// The legacy default stream, for which drivers have no such call ([`Stream::takes_batches`]);
+    /// errors of the driver.
     ///
     /// # Safety
     /// As [`Driver::copy_batch`].
@@ -284,8 +297,9 @@ impl Stream {
 
     /// Copies from host memory and waits until the bytes are on the device.
     ///
-    /// Returns only once nothing reads the memory any more. So it also waits after an error, and for the end of a capture that another
-    /// library begins meanwhile and that forbids waiting for the stream. It does not wait for a lost device.
+    /// Returns only once nothing reads the memory any more. So it also waits after an error, and
+    /// for the end of a capture that another library begins meanwhile and that forbids waiting for
+    /// the stream. It does not wait for a lost device.
     ///
     /// # Errors
     /// When the stream captures, and errors of the driver.
@@ -293,7 +307,8 @@ impl Stream {
     pub fn upload_blocking(&self, dst: DevicePtr, src: &[u8]) -> Result<()> {
         let _place = self.called_here();
         let driver = &self.0.context.driver;
-        // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing reads it.
+        // SAFETY: `src` is readable, and borrowed until `run_and_wait` returns, after which nothing
+        // reads it.
         let copy = |raw| unsafe { driver.copy_to_device(dst, src.as_ptr(), src.len(), raw) };
         self.0.timeline.run_and_wait(Operation::CopyToDevice, copy)
     }
@@ -309,7 +324,8 @@ impl Stream {
         let _place = self.called_here();
         let driver = &self.0.context.driver;
         let (to, bytes) = (dst.as_mut_ptr(), dst.len());
-        // SAFETY: `dst` is writable, and exclusively borrowed until `run_and_wait` returns, after which nothing writes it.
+        // SAFETY: `dst` is writable, and exclusively borrowed until `run_and_wait` returns, after
+        // which nothing writes it.
         let copy = |raw| unsafe { driver.copy_to_host(to, src, bytes, raw) };
         self.0.timeline.run_and_wait(Operation::CopyToHost, copy)
     }
@@ -320,7 +336,8 @@ impl Stream {
     /// Errors of the driver.
     ///
     /// # Safety
-    /// The kernel must touch exactly the ranges that the launch declares, and the launch must give it the arguments that it expects.
+    /// The kernel must touch exactly the ranges that the launch declares, and the launch must give
+    /// it the arguments that it expects.
     #[track_caller]
     pub unsafe fn launch(&self, launch: &Launch) -> Result<()> {
         let _place = self.called_here();
@@ -329,13 +346,14 @@ impl Stream {
         unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
-    /// True if the stream belongs to a simulated device, on which work may be modelled without being computed: see [`Stream::touch`].
+    /// True if the stream belongs to a simulated device, on which work may be modelled without
+    /// being computed: see [`Stream::touch`].
     pub fn is_simulated(&self) -> bool {
         self.0.context.driver.info().kind == DriverKind::Simulated
     }
 
-    /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a stand-in for a kernel
-    /// on the simulated device, where it feeds the race detector.
+    /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a
+    /// stand-in for a kernel on the simulated device, where it feeds the race detector.
     ///
     /// # Errors
     /// Errors of the driver; not supported on real hardware.
@@ -348,15 +366,17 @@ impl Stream {
         }
         let launch = Launch { name, accesses: accesses.to_vec(), ..Launch::default() };
         let raw = self.usable(Operation::Launch)?;
-        // SAFETY: the launch has no body and no arguments; the simulated device only checks and times its ranges.
+        // SAFETY: the launch has no body and no arguments; the simulated device only checks and
+        // times its ranges.
         unsafe { self.0.context.driver.launch(&launch, raw) }
     }
 
     /// Starts capturing the stream's work into a graph.
     ///
-    /// A graph uses fixed addresses, and nothing tracks those uses: keep every buffer that it touches alive for as long as you may launch
-    /// it. An allocator gives a capturing stream only memory of a private pool (`Allocator::capture`), and a launch needs a turn with the
-    /// buffers that the graph uses (`Turn`).
+    /// A graph uses fixed addresses, and nothing tracks those uses: keep every buffer that it
+    /// touches alive for as long as you may launch it. An allocator gives a capturing stream only
+    /// memory of a private pool (`Allocator::capture`), and a launch needs a turn with the buffers
+    /// that the graph uses (`Turn`).
     ///
     /// # Errors
     /// Errors of the driver.
@@ -364,8 +384,9 @@ impl Stream {
         Capture::begin(self.clone())
     }
 
-    /// Makes a capture known that another library began on this stream, for example with cudarc's `CudaStream::begin_capture`. The stream
-    /// is treated as one that captures until the result is dropped. Drop it once the capture has ended.
+    /// Makes a capture known that another library began on this stream, for example with cudarc's
+    /// `CudaStream::begin_capture`. The stream is treated as one that captures until the result is
+    /// dropped. Drop it once the capture has ended.
     ///
     /// # Errors
     /// When the stream does not capture, or its capture is known already; errors of the driver.
@@ -373,8 +394,8 @@ impl Stream {
         AnnouncedCapture::announce(self)
     }
 
-    /// The launches of the graph that the stream's work is captured into; `None` unless the stream is known to capture, or to have joined a
-    /// capture. No driver call.
+    /// The launches of the graph that the stream's work is captured into; `None` unless the stream
+    /// is known to capture, or to have joined a capture. No driver call.
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
         let timeline = &self.0.timeline;
         if timeline.device_id_unless_capturing() == timeline.device_id() {
@@ -388,12 +409,14 @@ impl Stream {
         self.0.timeline.is_capturing()
     }
 
-    /// Keeps captures from beginning on this stream, and the stream from joining one, while the result lives. `None` if it captures already.
+    /// Keeps captures from beginning on this stream, and the stream from joining one, while the
+    /// result lives. `None` if it captures already.
     ///
-    /// This is for threads that enqueue work on a stream whose owner may capture it at any time, such as work that uses memory which is
-    /// another owner's when a graph is launched. Threads that begin a capture meanwhile wait. So hold captures off only while
-    /// enqueuing, and neither wait for other threads nor begin a capture on the same thread meanwhile. Captures that other libraries begin
-    /// are not held off.
+    /// This is for threads that enqueue work on a stream whose owner may capture it at any time,
+    /// such as work that uses memory which is another owner's when a graph is launched. Threads
+    /// that begin a capture meanwhile wait. So hold captures off only while enqueuing, and neither
+    /// wait for other threads nor begin a capture on the same thread meanwhile. Captures that other
+    /// libraries begin are not held off.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};

@@ -1,15 +1,18 @@
 //! Numbers by stream, the components of vector clocks, of which copies share what is equal.
 //!
-//! A stream that is ordered after thousands of others passes nearly all of its clock on to the next one. So a clock is a tree: a leaf holds
-//! the numbers of [`WIDTH`] streams side by side, and an inner node has as many children. A copy takes constant time and no memory. Changing a
-//! number copies the nodes on one path, unless no other tree shares them, and joining two trees keeps the subtrees that have the result already.
+//! A stream that is ordered after thousands of others passes nearly all of its clock on to the next
+//! one. So a clock is a tree: a leaf holds the numbers of [`WIDTH`] streams side by side, and an
+//! inner node has as many children. A copy takes constant time and no memory. Changing a number
+//! copies the nodes on one path, unless no other tree shares them, and joining two trees keeps the
+//! subtrees that have the result already.
 
 use std::fmt;
 use std::sync::Arc;
 
 /// Binary logarithm of [`WIDTH`].
 const BITS: u32 = 4;
-/// Number of children of a node, and of numbers in a leaf. A program that uses few streams has one leaf.
+/// Number of children of a node, and of numbers in a leaf. A program that uses few streams has one
+/// leaf.
 const WIDTH: usize = 1 << BITS;
 
 /// A number for each stream; 0 for those that are not listed.
@@ -80,8 +83,8 @@ impl StreamMap {
         join(&mut self.root, &other.root);
     }
 
-    /// Forgets the numbers of streams for which `keep` is false, where that is so of all streams of a leaf. Others stay, so that copies go on
-    /// sharing them.
+    /// Forgets the numbers of streams for which `keep` is false, where that is so of all streams of
+    /// a leaf. Others stay, so that copies go on sharing them.
     pub(crate) fn forget_unless(&mut self, mut keep: impl FnMut(u32, u64) -> bool) {
         forget(&mut self.root, self.height, 0, &mut keep);
     }
@@ -307,7 +310,8 @@ mod tests {
         }
     }
 
-    /// Each stream waits for the one before it, round after round, and its clock is copied then, as into an event.
+    /// Each stream waits for the one before it, round after round, and its clock is copied then, as
+    /// into an event.
     #[test]
     fn clocks_that_are_passed_around_share_their_nodes() {
         let streams = 1000_u32;

@@ -1,7 +1,9 @@
-//! The streams of a device by the driver's handle, so that a stream which comes from another library is found again.
+//! The streams of a device by the driver's handle, so that a stream which comes from another
+//! library is found again.
 //!
-//! The driver gives the handle of a destroyed stream to a new one. So a stream counts as known only while it is open and serves the handle,
-//! and an adopted one only while the driver identifies it by the same number ([`Driver::stream_id`](crate::Driver::stream_id)).
+//! The driver gives the handle of a destroyed stream to a new one. So a stream counts as known only
+//! while it is open and serves the handle, and an adopted one only while the driver identifies it
+//! by the same number ([`Driver::stream_id`](crate::Driver::stream_id)).
 //!
 //! The table's lock is a leaf.
 
@@ -19,7 +21,8 @@ pub(crate) struct StreamTable(Mutex<Table>);
 #[derive(Debug, Default)]
 struct Table {
     known: HashMap<u64, Known>,
-    /// How many were left when those that are gone were last forgotten. That is done once there are twice as many.
+    /// How many were left when those that are gone were last forgotten. That is done once there are
+    /// twice as many.
     left: usize,
 }
 
@@ -27,14 +30,15 @@ struct Table {
 #[derive(Debug)]
 struct Known {
     stream: WeakStream,
-    /// The driver's number of an adopted stream, if the driver tells.
+    /// The driver's number of an adopted stream, if it has one.
     identity: Option<u64>,
     /// For a stream that the device adopted until it is forgotten.
     kept: Option<ExternalStream>,
 }
 
 impl StreamTable {
-    /// Adds a stream. Returns the adopted stream that had the handle before and was destroyed by its owner.
+    /// Adds a stream. Returns the adopted stream that had the handle before and was destroyed by
+    /// its owner.
     pub(crate) fn insert(
         &self,
         stream: &Stream,

@@ -1,7 +1,9 @@
-//! The locks and atomics whose interleavings matter: those of parking_lot and `std`. With `--cfg aquifer_shuttle`, which is
-//! for the crate's own tests alone, they are replaced by counterparts that hand every interleaving to a scheduler (`ci/schedules`).
+//! The locks and atomics whose interleavings matter: those of parking_lot and `std`. With
+//! `--cfg aquifer_shuttle`, which is for the crate's own tests alone, they are replaced by
+//! counterparts that hand every interleaving to a scheduler (`ci/schedules`).
 //!
-//! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are always parking_lot's.
+//! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are
+//! always parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use crate::fork::Mutex;

@@ -21,7 +21,7 @@ pub enum Unavailable {
          with access to the GPU), or use sim for a simulated GPU"
     )]
     NoDriver {
-        /// What the system's loader said about each name that was tried.
+        /// The answer of the system's loader for each name that was tried.
         reason: String,
     },
     /// What was found is a toolkit's stub, which is there to link with and drives nothing.

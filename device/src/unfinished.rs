@@ -1,8 +1,9 @@
-//! Clean-up that a failing driver or a capture in progress cut short, after the last handle that stood for it is gone: captures to be
-//! ended, and the release queues of devices that were closed.
+//! Clean-up that a failing driver or a capture in progress cut short, after the last handle that
+//! stood for it is gone: captures to be ended, and the release queues of devices that were closed.
 //!
-//! Each is tried again whenever a device of the process is opened or settled, or a capture is in the way of a call. Invariant: an
-//! unfinished clean-up is in the list or in the hands of one thread.
+//! Each is tried again whenever a device of the process is opened or settled, and captures also
+//! when one is in the way of a call. Invariant: an unfinished clean-up is in the list or in the
+//! hands of one thread.
 //!
 //! The list's lock is a leaf: nothing is called or dropped under it.
 
@@ -14,6 +15,11 @@ use crate::fork::{self, Mutex};
 pub(crate) trait CleanUp: Send + Sync {
     /// Tries to finish. Returns true if nothing is left to do.
     fn finish(&self) -> bool;
+
+    /// True if this ends a capture.
+    fn ends_capture(&self) -> bool {
+        false
+    }
 }
 
 static UNFINISHED: Mutex<Vec<Arc<dyn CleanUp>>> = Mutex::new(Vec::new());
@@ -32,9 +38,18 @@ pub(crate) fn finish_or_keep(clean_up: Arc<dyn CleanUp>) {
 
 /// Tries everything in the list.
 pub(crate) fn finish_all() {
+    finish_those(|_| true);
+}
+
+/// Tries to end the captures in the list.
+pub(crate) fn end_captures() {
+    finish_those(|clean_up| clean_up.ends_capture());
+}
+
+fn finish_those(is_one: impl Fn(&dyn CleanUp) -> bool) {
     if fork::is_child() {
         return;
     }
-    let all = std::mem::take(&mut *UNFINISHED.lock());
-    all.into_iter().for_each(finish_or_keep);
+    let those: Vec<_> = UNFINISHED.lock().extract_if(.., |clean_up| is_one(&**clean_up)).collect();
+    those.into_iter().for_each(finish_or_keep);
 }

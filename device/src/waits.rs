@@ -1,4 +1,5 @@
-//! How often the host waited for a device as a whole: the only way to know that work on unknown streams is done.
+//! How often the host waited for a device as a whole: the only way to know that work on unknown
+//! streams is done.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,8 +29,8 @@ impl Waits {
     }
 }
 
-/// A mark for all work that was enqueued on a device when the mark was made, on any stream and by any library:
-/// [`crate::Device::wait_mark`].
+/// A mark for all work that was enqueued on a device when the mark was made, on any stream and by
+/// any library: [`crate::Device::wait_mark`].
 #[derive(Clone, Debug)]
 pub struct WaitMark {
     waits: Arc<Waits>,
@@ -37,7 +38,8 @@ pub struct WaitMark {
 }
 
 impl WaitMark {
-    /// True if the work is known to be done, because the host has waited for the device since. No driver call.
+    /// True if the work is known to be done, because the host has waited for the device since. No
+    /// driver call.
     pub fn is_passed(&self) -> bool {
         self.waits.done.load(Ordering::Acquire) > self.begun
     }

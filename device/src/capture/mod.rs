@@ -18,15 +18,18 @@ use crate::release::Object;
 use crate::stream::Stream;
 use crate::unfinished::{self, CleanUp};
 
-/// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and discards the graph.
+/// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and
+/// discards the graph.
 ///
-/// If the driver does not end it now, this is logged, and the capture goes on. It is ended when its stream next begins a capture
-/// ([`Stream::begin_capture`]), a device is opened or settled ([`crate::Device::settle`]), or a call waits for its device. A capture of a
-/// per-thread default stream can only be ended on its own thread. If that thread has ended, the next [`crate::Device::settle`] gives it up.
+/// If the driver does not end it now, this is logged, and the capture goes on. It is ended when its
+/// stream next begins a capture ([`Stream::begin_capture`]), a device is opened or settled
+/// ([`crate::Device::settle`]), or a call waits for its device. A capture of a per-thread default
+/// stream can only be ended on its own thread. If that thread has ended, the next
+/// [`crate::Device::settle`] gives it up.
 ///
-/// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through ticks fail on the stream until the
-/// capture ends, and its timeline learns nothing meanwhile. The same holds for every stream that joins the capture by waiting
-/// for an event recorded in it.
+/// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through
+/// ticks fail on the stream until the capture ends, and its timeline learns nothing meanwhile. The
+/// same holds for every stream that joins the capture by waiting for an event recorded in it.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -64,12 +67,14 @@ impl Capture {
         Ok(Capture { stream, scope })
     }
 
-    /// Ends the capture and returns the graph; works once. The `Capture` keeps the stream alive until it is dropped.
+    /// Ends the capture and returns the graph; works once. The `Capture` keeps the stream alive
+    /// until it is dropped.
     ///
     /// # Errors
-    /// Errors of the driver, for instance when a call in between broke the capture. The capture has ended all the same, unless
-    /// [`Stream::is_capturing`] is true. It then goes on, because the stream is another thread's default stream, on which only that thread
-    /// can end it, or because the driver does not end it. This may be called again then.
+    /// Errors of the driver, for instance when a call in between broke the capture. The capture has
+    /// ended all the same, unless [`Stream::is_capturing`] is true. It then goes on, because the
+    /// stream is another thread's default stream, on which only that thread can end it, or because
+    /// the driver does not end it. This may be called again then.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -104,8 +109,9 @@ impl Drop for Capture {
     }
 }
 
-/// The announcement of a capture that another library began on a stream and will end. While this exists, the stream is treated as if
-/// [`Stream::begin_capture`] had been called. Drop it once the capture has ended.
+/// The announcement of a capture that another library began on a stream and will end. While this
+/// exists, the stream is treated as if [`Stream::begin_capture`] had been called. Drop it once the
+/// capture has ended.
 ///
 /// ```
 /// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
@@ -156,8 +162,8 @@ impl Drop for AnnouncedCapture {
     }
 }
 
-/// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the memory that it uses until its last
-/// launch is done.
+/// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the
+/// memory that it uses until its last launch is done.
 ///
 /// ```
 /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -181,12 +187,14 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Enqueues the graph's work on a stream. It comes after earlier uses of the memory that its capture allocated
-    /// ([`Launches::come_after`]), and after launches of other graphs that use the same memory ([`Launches::keep_order`]). To order it with
-    /// other streams' work on other buffers, take a turn with them around this call (`aquifer_allocator::Turn`).
+    /// Enqueues the graph's work on a stream. It comes after earlier uses of the memory that its
+    /// capture allocated ([`Launches::come_after`]), and after launches of other graphs that use
+    /// the same memory ([`Launches::keep_order`]). To order it with other streams' work on other
+    /// buffers, take a turn with them around this call (`aquifer_allocator::Turn`).
     ///
     /// # Errors
-    /// When the stream belongs to another device, or captures: CUDA does not capture launches of graphs. Errors of the driver.
+    /// When the stream belongs to another device, or captures: CUDA does not capture launches of
+    /// graphs. Errors of the driver.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let _place = stream.called_from(Location::caller());

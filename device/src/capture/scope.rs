@@ -1,8 +1,9 @@
 //! The scope of one capture, to which its streams and the events recorded in it refer.
 //!
-//! Invariant: a scope is over once the driver has ended the capture, or no call can end it any more. Until then all of its streams count
-//! as capturing (T5), afterwards none does. It keeps its streams alive until then, because CUDA does not specify the fate of a capture
-//! whose stream is destroyed.
+//! Invariant: a scope is over once the driver has ended the capture, or no call can end it any
+//! more. Until then all of its streams count as capturing (T5), afterwards none does. It keeps its
+//! streams alive until then, because CUDA does not specify the fate of a capture whose stream is
+//! destroyed.
 
 use std::any::Any;
 use std::ptr;
@@ -25,8 +26,8 @@ pub(crate) type StreamHandle = Arc<dyn Any + Send + Sync>;
 pub(crate) struct Scope {
     /// Launches of the graph that results from the capture.
     pub(crate) launches: Arc<Launches>,
-    /// Held while the driver ends the capture, so that a later capture on the stream is not ended in its place. Taken before locks of
-    /// timelines.
+    /// Held while the driver ends the capture, so that a later capture on the stream is not ended
+    /// in its place. Taken before locks of timelines.
     ending: Mutex<()>,
     /// A leaf, below the lock of a timeline.
     members: Leaf<Members>,
@@ -37,7 +38,8 @@ struct Members {
     over: bool,
     /// True if the capture goes on although it was dropped.
     abandoned: bool,
-    /// Its streams: the one that it began on, and those that joined by waiting for one of its events.
+    /// Its streams: the one that it began on, and those that joined by waiting for one of its
+    /// events.
     streams: Vec<(Arc<Timeline>, StreamHandle)>,
 }
 
@@ -76,7 +78,8 @@ impl Scope {
         self.began_on(timeline) && self.members.lock().abandoned
     }
 
-    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5). Returns the graph.
+    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
+    /// Returns the graph.
     pub(crate) fn end(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
         let operation = Operation::EndCapture;
         fork::check(operation)?;
@@ -91,7 +94,8 @@ impl Scope {
         let driver = &timeline.context().driver;
         let ended = driver.end_capture(raw);
         if let Err(error) = &ended {
-            // The error does not tell: a capture that failed to end as it should has mostly ended all the same.
+            // The error does not tell: a capture that failed to end as it should has mostly ended
+            // all the same.
             let is_over = match driver.capture_status(raw) {
                 Ok(status) => status == CaptureStatus::None,
                 Err(error) => error.code == Code::INVALID_HANDLE || error.kind == ErrorKind::DeviceLost,
@@ -108,7 +112,8 @@ impl Scope {
         ended.inspect_err(|_| drop(self.launches.note_gone()))
     }
 
-    /// Makes the capture over for all its streams. Makes no driver call. Returns the streams, to be dropped where no lock is held.
+    /// Makes the capture over for all its streams. Makes no driver call. Returns the streams, to be
+    /// dropped where no lock is held.
     #[must_use]
     pub(super) fn close(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
         let mut members = self.members.lock();
@@ -119,7 +124,8 @@ impl Scope {
         streams
     }
 
-    /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more: it gives no graph here.
+    /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:
+    /// it gives no graph here.
     pub(crate) fn give_up(self: &Arc<Self>) {
         let alone = self.ending.lock();
         if self.is_over() {
@@ -138,6 +144,10 @@ impl Scope {
 pub(super) struct Abandoned(pub(super) Arc<Scope>);
 
 impl CleanUp for Abandoned {
+    fn ends_capture(&self) -> bool {
+        true
+    }
+
     fn finish(&self) -> bool {
         let origin = self.0.members.lock().streams.first().map(|(first, _)| first.clone());
         let Some(timeline) = origin else { return true };

@@ -39,8 +39,8 @@ pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStrea
     }
     refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
     let _current = gpu.core.enter_relaxed(operation)?;
-    // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory for which the caller
-    // vouches; the stream lives (L1).
+    // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory
+    // for which the caller vouches; the stream lives (L1).
     let result = unsafe { batch.enqueue(&mut targets, &mut sources, &mut lengths, &stream) };
     check(operation, result.0).map_err(|error| match result.1 {
         Some(at) => error.with_detail(format!("copy {at} of {}", copies.len())),
@@ -48,8 +48,9 @@ pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStrea
     })
 }
 
-/// Refuses memory that the device knows by another address than the host: here the driver takes every address for one that
-/// both use, as it does not ask which an address is. The device would fail to reach it.
+/// Refuses memory that the device knows by another address than the host: here the driver takes
+/// every address for one that both use, as it does not ask which an address is. The device would
+/// fail to reach it.
 fn check_address(gpu: &Gpu, operation: Operation, place: CopyEnd) -> Result<()> {
     match place {
         CopyEnd::Host(ptr)

@@ -1,9 +1,10 @@
 //! Graph capture, and refusing what would break one.
 //!
-//! Captures begin in the relaxed mode. In the other modes, any potentially unsafe call on this thread, or in the whole process,
-//! would break the capture. It would also have to end on the thread on which it began, so that a [`crate::Capture`] could not be dropped
-//! on another one. The calls made here are relaxed anyway. A thread's default stream cannot be named on other threads, so its capture can
-//! only be ended on its own thread.
+//! Captures begin in the relaxed mode. In the other modes, any potentially unsafe call on this
+//! thread, or in the whole process, would break the capture. It would also have to end on the
+//! thread on which it began, so that a [`crate::Capture`] could not be dropped on another one. The
+//! calls made here are relaxed anyway. A thread's default stream cannot be named on other threads,
+//! so its capture can only be ended on its own thread.
 
 use std::ffi::c_uint;
 use std::ptr;
@@ -38,7 +39,8 @@ pub(super) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStat
     status(gpu, Operation::CaptureStatus, stream.raw)
 }
 
-/// Refuses a call that would break the stream's capture, or not do what it promises, because of `reason`.
+/// Refuses a call that would break the stream's capture, or not do what it promises, because of
+/// `reason`.
 pub(super) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
     match status(gpu, operation, stream.raw)? {
         CaptureStatus::None => Ok(()),
@@ -48,7 +50,8 @@ pub(super) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStrea
     }
 }
 
-/// Refuses a call that waits for the whole device while a stream of the context is known to capture.
+/// Refuses a call that waits for the whole device while a stream of the context is known to
+/// capture.
 pub(super) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> {
     if !gpu.core.ongoing.any() {
         return Ok(());
@@ -59,7 +62,6 @@ pub(super) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> 
 pub(super) fn synchronize(gpu: &Gpu) -> Result<()> {
     let operation = Operation::Synchronize;
     forbid_device_wait(gpu, operation)?;
-    gpu.core.destroy_left();
     let _current = gpu.core.enter_relaxed(operation)?;
     // SAFETY: the context is current (C1, F1).
     let waited = check(operation, unsafe { (gpu.core.functions().cuCtxSynchronize)() });
@@ -122,11 +124,12 @@ fn instantiate(gpu: &Gpu, graph: CUgraph) -> Result<RawGraph> {
     let instantiate = gpu.optional(operation, functions.cuGraphInstantiateWithFlags)?;
     let _current = gpu.core.enter_relaxed(operation)?;
     let mut executable = ptr::null_mut();
-    // SAFETY: the handle outlives the call, and the graph was just captured (F1); 0 asks for nothing special.
+    // SAFETY: the handle outlives the call, and the graph was just captured (F1); 0 asks for
+    // nothing special.
     let code = unsafe { instantiate(&raw mut executable, graph, 0) };
     let made = check_function(operation, "cuGraphInstantiateWithFlags", code);
     // SAFETY: the graph was just captured, and is known only here.
-    unsafe { gpu.core.destroy_or_keep("captured graph", handle(graph), destroy_captured) };
+    unsafe { gpu.core.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
     made.map_err(|error| error.with_more("the captured graph could not be made executable"))?;
     let raw = handle(executable);
     // SAFETY: just created, and known only here.
@@ -141,6 +144,7 @@ pub(super) fn launch_graph(gpu: &Gpu, graph: RawGraph, stream: RawStream) -> Res
     // Relaxed: the first launch may prepare the graph.
     let _current = gpu.core.enter_relaxed(operation)?;
     let _alone = graph.extra.lock();
-    // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed after the last launch (L1).
+    // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed
+    // after the last launch (L1).
     check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
 }

@@ -1,27 +1,31 @@
-//! The context in which calls are made: who owns it, and how it is made current on the calling thread for the length of a call.
+//! The context in which calls are made: its owner, and how it is made current on the calling
+//! thread for the length of a call.
 //!
-//! Every call first makes the context current on its thread, because the driver looks for it there, and then restores what was current
-//! before: other libraries in the process (the CUDA runtime, cudarc, another device of this crate) rely on it. Where the context is
-//! current already, this is one cheap call; it is checked each time, because any code may change what is current.
+//! Every call first makes the context current on its thread, because the driver looks for it there,
+//! and then restores what was current before: other libraries in the process (the CUDA runtime,
+//! cudarc, another device of this crate) rely on it. Where the context is current already, this is
+//! one cheap call; it is checked each time, because any code may change what is current.
 //!
-//! cudarc makes its context current when one of its objects is dropped, and leaves it so, even a context that ends then. Where this
-//! crate may drop the last reference to such an object, the context is current already, as in any other call.
+//! cudarc makes its context current when one of its objects is dropped, and leaves it so, even a
+//! context that ends then. Where this crate may drop the last reference to such an object, the
+//! context is current already, as in any other call.
 //!
-//! Calls that CUDA calls *potentially unsafe* during a capture are made in the relaxed capture mode, so that they neither fail nor break
-//! a capture that began in another mode, on this or another thread. These are allocation, freeing, mapping, queries, modules,
-//! making and giving up contexts, and calls that may lead to them: launches and fills, which may load a kernel, and copies, which may go
-//! through memory of the driver's. Left as they are: recording an event and waiting for one, and captures themselves.
+//! Calls that CUDA calls *potentially unsafe* during a capture are made in the relaxed capture
+//! mode, so that they neither fail nor break a capture that began in another mode, on this or
+//! another thread. These are allocation, freeing, mapping, queries, modules, making and giving up
+//! contexts, and calls that may lead to them: launches and fills, which may load a kernel, and
+//! copies, which may go through memory of the driver's. Left as they are: recording an event and
+//! waiting for one, and captures themselves.
 //!
-//! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's object.
+//! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's
+//! object.
 
-use std::cell::Cell;
 use std::ffi::{c_int, c_uint};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
-use crate::fork::Mutex;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
 
@@ -40,36 +44,22 @@ pub(super) struct Core {
     context: Context,
     /// cudarc's object of the context, once it was asked for or given.
     cudarc: OnceLock<Arc<CudaContext>>,
-    /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context alive.
+    /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context
+    /// alive.
     retained: bool,
     pub(super) ongoing: Arc<Ongoing>,
-    /// Objects that nothing uses any more, and that the driver refused to destroy. They are tried again when a stream is created, when the
-    /// context is waited for, and at the end. A leaf.
-    left: Mutex<Vec<Left>>,
-}
-
-/// An object that is still to be destroyed.
-struct Left {
-    name: &'static str,
-    raw: u64,
-    destroy: Destroy,
 }
 
 /// Destroys an object by its handle, while the context is current.
 type Destroy = unsafe fn(&Core, u64) -> Result<()>;
 
-impl fmt::Debug for Left {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:#x}", self.name, self.raw)
-    }
-}
-
-/// How often a call is made at the end of a device, after which there is no later attempt.
+/// How often a call that gives something back is made where there is no later attempt.
 const ATTEMPTS_AT_LAST: u32 = 3;
 
-/// Makes a call for the last time, several times if it fails.
+/// Makes a call for the last time, several times if it fails and the device is not lost.
 pub(super) fn persistently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
-    (1..ATTEMPTS_AT_LAST).fold(call(), |outcome, _| outcome.or_else(|_| call()))
+    (1..ATTEMPTS_AT_LAST)
+        .fold(call(), |outcome, _| outcome.or_else(|error| if error.is_device_lost() { Err(error) } else { call() }))
 }
 
 /// A context's handle. It is used from every thread, as the driver allows.
@@ -112,15 +102,7 @@ impl Core {
     ) -> Arc<Core> {
         let (ongoing, retained) = (Ongoing::of_context(handle(context)), given.is_none());
         let cudarc = given.map(OnceLock::from).unwrap_or_default();
-        Arc::new(Core {
-            installation,
-            device,
-            context: Context(context),
-            cudarc,
-            retained,
-            ongoing,
-            left: Mutex::default(),
-        })
+        Arc::new(Core { installation, device, context: Context(context), cudarc, retained, ongoing })
     }
 
     /// cudarc's object of the context, once it was asked for or given.
@@ -143,43 +125,33 @@ impl Core {
         self.installation.functions
     }
 
-    /// Destroys an object that nothing uses any more, now or later.
+    /// Destroys an object that nothing uses any more. One that the driver refuses to destroy is
+    /// leaked until the end of the context.
     ///
     /// # Safety
-    /// `raw` must be a live object that nothing uses any more and nothing else destroys, and `destroy` destroys objects of its kind.
-    pub(super) unsafe fn destroy_or_keep(&self, name: &'static str, raw: u64, destroy: Destroy) {
-        self.destroy_all([Left { name, raw, destroy }]);
-    }
-
-    /// Tries again to destroy the objects that the driver refused to destroy.
-    pub(super) fn destroy_left(&self) {
-        let left = std::mem::take(&mut *self.left.lock());
-        self.destroy_all(left);
-    }
-
-    fn destroy_all(&self, left: impl IntoIterator<Item = Left>) {
+    /// `raw` must be a live object that nothing uses any more and nothing else destroys, and
+    /// `destroy` destroys objects of its kind.
+    pub(super) unsafe fn destroy_or_leak(&self, name: &'static str, raw: u64, destroy: Destroy) {
         if fork::is_child() {
             return;
         }
-        for one in left {
-            let entered = self.enter_relaxed(Operation::Init);
-            // SAFETY: the caller that left it vouched for it, and the context is current.
-            if let Err(error) = entered.and_then(|_current| unsafe { (one.destroy)(self, one.raw) }) {
-                tracing::debug!(%error, "{one:?} could not be destroyed; it will be tried again");
-                // On a lost device everything goes with the context.
-                self.left.lock().extend(Some(one).filter(|_| !error.is_device_lost()));
-            }
+        let destroyed = persistently(|| {
+            let _current = self.enter_relaxed(Operation::Init)?;
+            // SAFETY: the caller vouches for the object, and the context is current. A call that
+            // failed did not destroy it.
+            unsafe { destroy(self, raw) }
+        });
+        match destroyed {
+            // Everything goes with the context of a lost device.
+            Err(error) if !error.is_device_lost() => tracing::warn!(%error, "{name} {raw:#x} is leaked"),
+            _ => {}
         }
     }
 
     /// Makes the context current until the result is dropped.
     pub(super) fn enter(&self, operation: Operation) -> Result<Current<'_>> {
-        let is_current = self.is_current(operation)?;
-        // Current because an earlier call on this thread could not restore the thread's own: this call restores that.
-        let owed = is_current
-            && OWED_CONTEXT.try_with(|owed| owed.get() == handle(self.context.0) && owed.take() != 0).unwrap_or(false);
-        let pushed = owed || !is_current;
-        if !is_current {
+        let pushed = !self.is_current(operation)?;
+        if pushed {
             // SAFETY: the context is alive (C1, F1).
             let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.context.0) };
             check(operation, code).map_err(|error| {
@@ -201,7 +173,8 @@ impl Core {
         Ok(current == self.context.0)
     }
 
-    /// Makes the context current and lets the thread's calls pass during captures, until the result is dropped.
+    /// Makes the context current and lets the thread's calls pass during captures, until the result
+    /// is dropped.
     pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Relaxed<'_>> {
         let current = self.enter(operation)?;
         let mode = RelaxedMode::enter(self.functions(), operation)?;
@@ -224,7 +197,6 @@ impl Drop for Core {
         if fork::is_child() {
             return std::mem::forget(self.cudarc.take());
         }
-        (0..ATTEMPTS_AT_LAST).for_each(|_| self.destroy_left());
         let _mode = RelaxedMode::enter(self.functions(), Operation::Init).ok();
         if let Some(context) = self.cudarc.take() {
             let mut current = self.enter(Operation::Init).ok();
@@ -236,7 +208,8 @@ impl Drop for Core {
         }
         if self.retained {
             let released = persistently(|| {
-                // SAFETY: retained once in `primary`, and nothing uses it any more (C1, F1). A call that failed did not release it.
+                // SAFETY: retained once in `primary`, and nothing uses it any more (C1, F1). A call
+                // that failed did not release it.
                 let code = unsafe { (self.functions().cuDevicePrimaryCtxRelease_v2)(self.device) };
                 check_function(Operation::Init, "cuDevicePrimaryCtxRelease", code)
             });
@@ -245,13 +218,6 @@ impl Drop for Core {
             }
         }
     }
-}
-
-thread_local! {
-    /// The context that a call on this thread made current and could not take off the thread again; 0 if there is none.
-    static OWED_CONTEXT: Cell<u64> = const { Cell::new(0) };
-    /// The thread's own capture mode, if a call could not restore it.
-    static OWED_MODE: Cell<Option<c_uint>> = const { Cell::new(None) };
 }
 
 /// While it lives, the context is current on the thread that made it.
@@ -266,17 +232,18 @@ impl Drop for Current<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped = ptr::null_mut();
-            // SAFETY: the handle outlives the call, and the context on top is the one that was pushed (F1).
+            // SAFETY: the handle outlives the call, and the context on top is the one that was
+            // pushed (F1).
             let code = unsafe { (self.core.functions().cuCtxPopCurrent_v2)(&raw mut popped) };
             if let Err(error) = check(Operation::Init, code) {
-                tracing::debug!(%error, "the thread's earlier context could not be restored; the next call tries again");
-                let _ = OWED_CONTEXT.try_with(|owed| owed.set(handle(self.core.context.0)));
+                tracing::warn!(%error, "the thread's earlier context could not be restored");
             }
         }
     }
 }
 
-/// While it lives, the context is current on the thread that made it, and the thread is in the relaxed capture mode.
+/// While it lives, the context is current on the thread that made it, and the thread is in the
+/// relaxed capture mode.
 #[derive(Debug)]
 pub(super) struct Relaxed<'a> {
     // Left before the context is.
@@ -298,8 +265,6 @@ impl RelaxedMode {
             let error = DeviceError::new(operation, crate::Code(code)).of_function("cuThreadExchangeStreamCaptureMode");
             error.with_detail(format!("{operation} was not called, as the thread's capture mode could not be set"))
         })?;
-        // An earlier call on this thread may have failed to restore the thread's own mode: this call restores that.
-        let before = OWED_MODE.try_with(Cell::take).unwrap_or_default().unwrap_or(before);
         Ok(RelaxedMode { functions, before, of_this_thread: PhantomData })
     }
 }
@@ -313,13 +278,12 @@ impl fmt::Debug for RelaxedMode {
 impl Drop for RelaxedMode {
     fn drop(&mut self) {
         if let Err(code) = exchange_mode(self.functions, self.before) {
-            tracing::debug!(code, "the thread's capture mode could not be restored; the next call tries again");
-            let _ = OWED_MODE.try_with(|owed| owed.set(Some(self.before)));
+            tracing::warn!(code, "the thread's capture mode could not be restored");
         }
     }
 }
 
-/// Sets the thread's capture mode and tells what it was.
+/// Sets the thread's capture mode and returns the earlier one.
 fn exchange_mode(functions: &Functions, mut mode: c_uint) -> Result<c_uint, u32> {
     // SAFETY: the number outlives the call (F1).
     match unsafe { (functions.cuThreadExchangeStreamCaptureMode)(&raw mut mode) } {

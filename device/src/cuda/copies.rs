@@ -1,9 +1,11 @@
 //! Copies of one range, and fills, through the CUDA driver.
 //!
-//! Memory is pageable unless this driver allocated or registered it. CUDA copies pageable memory through buffers of its own; where the
-//! device can reach the memory directly, CUDA may return before it has read it. A copy here has read or written pageable memory when it
-//! returns, because it waits for the stream first. It cannot be captured, because a graph would touch the memory whenever it is launched.
-//! Copies of rows (`copy_rows.rs`) and batches (`batch.rs`) have files of their own.
+//! Memory is pageable unless this driver allocated or registered it. CUDA copies pageable memory
+//! through buffers of its own; where the device can reach the memory directly, CUDA may return
+//! before it has read it. A copy here has read or written pageable memory when it returns, because
+//! it waits for the stream first. It cannot be captured, because a graph would touch the memory
+//! whenever it is launched. Copies of rows (`copy_rows.rs`) and batches (`batch.rs`) have files of
+//! their own.
 
 use std::ffi::c_void;
 
@@ -89,9 +91,9 @@ fn is_pageable(gpu: &Gpu, operation: Operation, start: *const u8, bytes: usize, 
     Ok(true)
 }
 
-/// Splits a copy from or to host memory into pieces each of which is page-locked as a whole or not at all, because the driver takes no
-/// others (CUDA driver API, “API synchronization behavior”). Calls `copy` with the offset and length of each, and stops at the first
-/// that fails.
+/// Splits a copy from or to host memory into pieces each of which is page-locked as a whole or not
+/// at all, because the driver takes no others (CUDA driver API, “API synchronization behavior”).
+/// Calls `copy` with the offset and length of each, and stops at the first that fails.
 fn by_piece(
     gpu: &Gpu,
     operation: Operation,
@@ -110,8 +112,8 @@ fn by_piece(
     Ok(())
 }
 
-/// Waits for the part of a failed copy that was enqueued, because a caller who gets an error takes the memory for unused. Does nothing
-/// in a capture, where nothing runs.
+/// Waits for the part of a failed copy that was enqueued, because a caller that gets an error takes
+/// the memory for unused. Does nothing in a capture, where nothing runs.
 pub(super) fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, enqueued: u64) {
     if enqueued == 0 || captures::forbid_capture(gpu, operation, stream, "part of a copy is in the graph").is_err() {
         return;
@@ -121,12 +123,13 @@ pub(super) fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, 
     }
 }
 
-/// Enqueues a copy of one range. Enters the context in the relaxed capture mode, because the driver may wait for other work if the
-/// memory is pageable.
+/// Enqueues a copy of one range. Enters the context in the relaxed capture mode, because the driver
+/// may wait for other work if the memory is pageable.
 ///
 /// # Safety
-/// An end on the device is live device memory. For an end on the host the caller vouches as for [`crate::Driver::copy_to_device`] and
-/// [`crate::Driver::copy_to_host`]. At most one end is on the host.
+/// An end on the device is live device memory. For an end on the host the caller vouches as for
+/// [`crate::Driver::copy_to_device`] and [`crate::Driver::copy_to_host`]. At most one end is on the
+/// host.
 pub(super) unsafe fn copy_range(
     gpu: &Gpu,
     operation: Operation,
@@ -201,7 +204,8 @@ pub(super) fn check_ends(operation: Operation, dst: CopyEnd, src: CopyEnd) -> Re
     Ok(())
 }
 
-/// Refuses an end of a copy that is neither live device memory nor within one piece of page-locked memory.
+/// Refuses an end of a copy that is neither live device memory nor within one piece of page-locked
+/// memory.
 pub(super) fn check_place(gpu: &Gpu, operation: Operation, place: CopyEnd, bytes: u64) -> Result<()> {
     match place {
         CopyEnd::Device(ptr) => memory::check_memory(gpu, operation, ptr, bytes),

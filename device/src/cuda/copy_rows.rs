@@ -8,7 +8,6 @@ use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
 use super::copies::refuse_overlap;
 use super::gpu::Gpu;
 use super::installation::{bad_value, check};
-use super::objects::LiveStream;
 use super::raw::{pointer, size};
 use super::rows::touched_rows;
 use super::{copies, streams};
@@ -40,12 +39,9 @@ pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Res
     }
     refuse_overlap(operation, touched_rows(copy))?;
     if height == 1 || (dst_pitch == width && src_pitch == width) {
-        // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
+        // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on
+        // the host.
         return unsafe { copies::copy_range(gpu, operation, dst, src, width * height, &stream) };
-    }
-    if dst_pitch.max(src_pitch) > gpu.facts.pitch_max {
-        // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on the host.
-        return unsafe { copy_row_by_row(gpu, copy, &stream) };
     }
     let copy = CUDA_MEMCPY2D {
         dstPitch: size(dst_pitch),
@@ -55,28 +51,9 @@ pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Res
         ..ends(dst, src)
     };
     let _current = gpu.core.enter_relaxed(operation)?;
-    // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked memory for which the
-    // caller vouches; the stream lives (L1, F1).
+    // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked
+    // memory for which the caller vouches; the stream lives (L1, F1).
     check(operation, unsafe { call(&raw const copy, stream.raw) })
-}
-
-/// Enqueues rows one by one, because they lie further apart than the driver's call allows. Such rows are gigabytes apart, so there are
-/// few.
-///
-/// # Safety
-/// As for [`copy_range`], for every row.
-unsafe fn copy_row_by_row(gpu: &Gpu, copy: &Copy2d, stream: &LiveStream) -> Result<()> {
-    let operation = Operation::Copy2d;
-    for row in 0..copy.height {
-        let start = |end: CopyEnd, pitch: u64| {
-            end.further(row * pitch).unwrap_or_else(|| unreachable!("a row beyond the end that was checked"))
-        };
-        let (dst, src) = (start(copy.dst, copy.dst_pitch), start(copy.src, copy.src_pitch));
-        // SAFETY: passed on to the caller.
-        let copied = unsafe { copies::copy_range(gpu, operation, dst, src, copy.width, stream) };
-        copied.inspect_err(|_| copies::finish_part(gpu, operation, stream, row))?;
-    }
-    Ok(())
 }
 
 /// A description of a copy of rows in which only the two ends are set.

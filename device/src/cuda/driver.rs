@@ -44,7 +44,8 @@ impl CudaDriver {
         Self::open_in(Installation::find()?, ordinal)
     }
 
-    /// As [`CudaDriver::open`], as if the driver lacked functions: for tests of what an older driver is good for.
+    /// As [`CudaDriver::open`], as if the driver lacked functions: for tests of what an older
+    /// driver is good for.
     ///
     /// # Errors
     /// As [`CudaDriver::open`].
@@ -53,8 +54,8 @@ impl CudaDriver {
         Self::open_in(Installation::find_without(missing)?, ordinal)
     }
 
-    /// Names of the driver's functions without which nothing works, and of those whose absence turns a capability off: for tests of
-    /// [`CudaDriver::open_without`].
+    /// Names of the driver's functions without which nothing works, and of those whose absence
+    /// turns a capability off: for tests of [`CudaDriver::open_without`].
     #[doc(hidden)]
     pub fn functions() -> (Vec<&'static str>, &'static [&'static str]) {
         (Functions::REQUIRED.iter().chain(&CALLED_BY_CUDARC).copied().collect(), Functions::OPTIONAL)
@@ -64,7 +65,8 @@ impl CudaDriver {
         Self::new(Core::primary(installation, ordinal)?, ordinal)
     }
 
-    /// Drives a GPU in a context that the caller made with cudarc. The context is kept as long as the driver.
+    /// Drives a GPU in a context that the caller made with cudarc. The context is kept as long as
+    /// the driver.
     ///
     /// # Errors
     /// When the context's GPU cannot be asked about.
@@ -93,11 +95,11 @@ impl CudaDriver {
             .for_each(|(ptr, bytes, ())| attempt(&|| mappings::unreserve_raw(gpu, ptr, bytes)));
         for (start, _, locked) in gpu.host.drain() {
             attempt(&|| match locked {
-                // SAFETY: holders of this driver's memory keep the driver, so there are none; the context was waited for, or is
-                // lost. A call that failed did not free it.
+                // SAFETY: holders of this driver's memory keep the driver, so there are none; the
+                // context was waited for, or is lost. A call that failed did not free it.
                 Locked::Allocated { skipped } => unsafe { memory::host_free_raw(gpu, start - skipped) },
-                // SAFETY: holders of registered memory keep the driver, so there are none; the context was waited for, or is
-                // lost. A call that failed did not unregister it.
+                // SAFETY: holders of registered memory keep the driver, so there are none; the
+                // context was waited for, or is lost. A call that failed did not unregister it.
                 Locked::Registered => unsafe { memory::host_unregister_raw(gpu, start) },
             });
         }
@@ -139,6 +141,24 @@ fn gpu_of(operation: Operation, peer: &dyn Driver) -> Result<&Gpu> {
     })
 }
 
+/// Implements calls by functions on the [`Gpu`].
+macro_rules! delegate {
+    () => {};
+    ($method:ident($($arg:ident: $type:ty),*) -> $result:ty = $module:ident::$function:ident; $($rest:tt)*) => {
+        fn $method(&self, $($arg: $type),*) -> Result<$result> {
+            $module::$function(&self.gpu, $($arg),*)
+        }
+        delegate! { $($rest)* }
+    };
+    (unsafe $method:ident($($arg:ident: $type:ty),*) -> $result:ty = $module:ident::$function:ident; $($rest:tt)*) => {
+        unsafe fn $method(&self, $($arg: $type),*) -> Result<$result> {
+            // SAFETY: passed on to the caller.
+            unsafe { $module::$function(&self.gpu, $($arg),*) }
+        }
+        delegate! { $($rest)* }
+    };
+}
+
 impl Driver for CudaDriver {
     fn info(&self) -> &DeviceInfo {
         &self.gpu.info
@@ -150,10 +170,6 @@ impl Driver for CudaDriver {
 
     fn capturing_streams(&self) -> Arc<CapturingStreams> {
         self.gpu.core.ongoing.known.clone()
-    }
-
-    fn memory_info(&self) -> Result<MemoryInfo> {
-        memory::memory_info(&self.gpu)
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u64> {
@@ -172,79 +188,8 @@ impl Driver for CudaDriver {
         }
     }
 
-    fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
-        memory::alloc(&self.gpu, bytes)
-    }
-
-    fn free(&self, ptr: DevicePtr) -> Result<()> {
-        memory::free(&self.gpu, ptr)
-    }
-
-    fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
-        memory::alloc_async(&self.gpu, bytes, stream)
-    }
-
-    fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
-        memory::free_async(&self.gpu, ptr, stream)
-    }
-
-    fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
-        mappings::reserve(&self.gpu, bytes, alignment)
-    }
-
-    fn unreserve(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        mappings::unreserve(&self.gpu, ptr, bytes)
-    }
-
-    fn create_physical(&self, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
-        mappings::create_physical(&self.gpu, bytes, options)
-    }
-
-    fn release_physical(&self, physical: RawPhysical) -> Result<()> {
-        mappings::release_physical(&self.gpu, physical)
-    }
-
-    fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
-        mappings::map(&self.gpu, ptr, bytes, physical)
-    }
-
-    fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        mappings::unmap(&self.gpu, ptr, bytes)
-    }
-
-    fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
-        mappings::set_access(&self.gpu, ptr, bytes, devices)
-    }
-
-    fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
-        memory::host_alloc(&self.gpu, bytes)
-    }
-
-    unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { memory::host_free(&self.gpu, ptr) }
-    }
-
     fn host_access(&self, _ptr: HostPtr, _bytes: usize, _kind: AccessKind) -> Result<()> {
         Ok(())
-    }
-
-    unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
-        // SAFETY: passed on to the caller.
-        unsafe { memory::host_register(&self.gpu, ptr, bytes) }
-    }
-
-    unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { memory::host_unregister(&self.gpu, ptr) }
-    }
-
-    fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
-        streams::create_stream(&self.gpu, flags)
-    }
-
-    fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        streams::destroy_stream(&self.gpu, stream)
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {
@@ -255,62 +200,12 @@ impl Driver for CudaDriver {
         streams::release(&self.gpu, stream);
     }
 
-    fn synchronize_stream(&self, stream: RawStream) -> Result<()> {
-        streams::synchronize_stream(&self.gpu, stream)
-    }
-
-    fn query_stream(&self, stream: RawStream) -> Result<bool> {
-        streams::query_stream(&self.gpu, stream)
-    }
-
-    fn create_event(&self, timing: bool) -> Result<RawEvent> {
-        events::create_event(&self.gpu, timing)
-    }
-
     fn destroy_event(&self, event: RawEvent) -> Result<()> {
         self.gpu.events.destroy(event.0)
     }
 
-    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        events::record(&self.gpu, event, stream)
-    }
-
-    fn wait(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        events::wait(&self.gpu, stream, event)
-    }
-
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
         peers::wait_peer(&self.gpu, stream, gpu_of(Operation::Wait, peer)?, event)
-    }
-
-    fn query_event(&self, event: RawEvent) -> Result<bool> {
-        events::query_event(&self.gpu, event)
-    }
-
-    fn synchronize_event(&self, event: RawEvent) -> Result<()> {
-        events::synchronize_event(&self.gpu, event)
-    }
-
-    fn elapsed_ms(&self, start: RawEvent, end: RawEvent) -> Result<f64> {
-        events::elapsed_ms(&self.gpu, start, end)
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        captures::synchronize(&self.gpu)
-    }
-
-    unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { copies::copy_to_device(&self.gpu, dst, src, bytes, stream) }
-    }
-
-    unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { copies::copy_to_host(&self.gpu, dst, src, bytes, stream) }
-    }
-
-    fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
-        copies::copy_on_device(&self.gpu, dst, src, bytes, stream)
     }
 
     fn copy_peer(
@@ -324,70 +219,58 @@ impl Driver for CudaDriver {
         peers::copy_peer(&self.gpu, dst, gpu_of(Operation::CopyPeer, peer)?, src, bytes, stream)
     }
 
-    unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { copy_rows::copy_2d(&self.gpu, copy, stream) }
-    }
-
-    unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { batch::copy_batch(&self.gpu, copies, stream) }
-    }
-
-    fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
-        copies::memset(&self.gpu, ptr, value, bytes, stream)
-    }
-
-    fn load_module(&self, ptx: &str) -> Result<RawModule> {
-        modules::load_module(&self.gpu, ptx)
-    }
-
     fn unload_module(&self, module: RawModule) -> Result<()> {
         self.gpu.modules.destroy(module.0)
     }
 
-    unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
-        // SAFETY: passed on to the caller.
-        unsafe { modules::launch(&self.gpu, launch, stream) }
-    }
-
-    fn begin_capture(&self, stream: RawStream) -> Result<()> {
-        captures::begin_capture(&self.gpu, stream)
-    }
-
-    fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
-        captures::capture_status(&self.gpu, stream)
-    }
-
-    fn stream_id(&self, stream: RawStream) -> Result<Option<u64>> {
-        streams::stream_id(&self.gpu, stream)
-    }
-
-    fn pool_usage(&self) -> Result<PoolUsage> {
-        memory::pool_usage(&self.gpu)
-    }
-
-    fn trim_pool(&self, keep: u64) -> Result<()> {
-        memory::trim_pool(&self.gpu, keep)
-    }
-
-    fn trim_graph_memory(&self) -> Result<()> {
-        memory::trim_graph_memory(&self.gpu)
-    }
-
-    fn can_access_peer(&self, peer: u32) -> Result<bool> {
-        mappings::can_access_peer(&self.gpu, peer)
-    }
-
-    fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
-        captures::end_capture(&self.gpu, stream)
-    }
-
-    fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()> {
-        captures::launch_graph(&self.gpu, graph, stream)
-    }
-
     fn destroy_graph(&self, graph: RawGraph) -> Result<()> {
         self.gpu.graphs.destroy(graph.0)
+    }
+
+    delegate! {
+        memory_info() -> MemoryInfo = memory::memory_info;
+        alloc(bytes: u64) -> DevicePtr = memory::alloc;
+        free(ptr: DevicePtr) -> () = memory::free;
+        alloc_async(bytes: u64, stream: RawStream) -> DevicePtr = memory::alloc_async;
+        free_async(ptr: DevicePtr, stream: RawStream) -> () = memory::free_async;
+        reserve(bytes: u64, alignment: u64) -> DevicePtr = mappings::reserve;
+        unreserve(ptr: DevicePtr, bytes: u64) -> () = mappings::unreserve;
+        create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical = mappings::create_physical;
+        release_physical(physical: RawPhysical) -> () = mappings::release_physical;
+        map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> () = mappings::map;
+        unmap(ptr: DevicePtr, bytes: u64) -> () = mappings::unmap;
+        set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> () = mappings::set_access;
+        host_alloc(bytes: usize) -> HostPtr = memory::host_alloc;
+        create_stream(flags: StreamFlags) -> RawStream = streams::create_stream;
+        destroy_stream(stream: RawStream) -> () = streams::destroy_stream;
+        synchronize_stream(stream: RawStream) -> () = streams::synchronize_stream;
+        query_stream(stream: RawStream) -> bool = streams::query_stream;
+        create_event(timing: bool) -> RawEvent = events::create_event;
+        record(event: RawEvent, stream: RawStream) -> () = events::record;
+        wait(stream: RawStream, event: RawEvent) -> () = events::wait;
+        query_event(event: RawEvent) -> bool = events::query_event;
+        synchronize_event(event: RawEvent) -> () = events::synchronize_event;
+        elapsed_ms(start: RawEvent, end: RawEvent) -> f64 = events::elapsed_ms;
+        synchronize() -> () = captures::synchronize;
+        copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> () = copies::copy_on_device;
+        memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> () = copies::memset;
+        load_module(ptx: &str) -> RawModule = modules::load_module;
+        begin_capture(stream: RawStream) -> () = captures::begin_capture;
+        capture_status(stream: RawStream) -> CaptureStatus = captures::capture_status;
+        stream_id(stream: RawStream) -> Option<u64> = streams::stream_id;
+        pool_usage() -> PoolUsage = memory::pool_usage;
+        trim_pool(keep: u64) -> () = memory::trim_pool;
+        trim_graph_memory() -> () = memory::trim_graph_memory;
+        can_access_peer(peer: u32) -> bool = mappings::can_access_peer;
+        end_capture(stream: RawStream) -> RawGraph = captures::end_capture;
+        launch_graph(graph: RawGraph, stream: RawStream) -> () = captures::launch_graph;
+        unsafe host_free(ptr: HostPtr) -> () = memory::host_free;
+        unsafe host_register(ptr: *mut u8, bytes: usize) -> HostPtr = memory::host_register;
+        unsafe host_unregister(ptr: HostPtr) -> () = memory::host_unregister;
+        unsafe copy_to_device(dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> () = copies::copy_to_device;
+        unsafe copy_to_host(dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> () = copies::copy_to_host;
+        unsafe copy_2d(copy: &Copy2d, stream: RawStream) -> () = copy_rows::copy_2d;
+        unsafe copy_batch(copies: &[CopyPart], stream: RawStream) -> () = batch::copy_batch;
+        unsafe launch(launch: &Launch, stream: RawStream) -> () = modules::launch;
     }
 }

@@ -1,5 +1,5 @@
-//! Events. A host that waits for one sleeps: all are made with `CU_EVENT_BLOCKING_SYNC`, for waiting threads must not take the
-//! processor from those that feed the GPU.
+//! Events. A host that waits for one sleeps: all are made with `CU_EVENT_BLOCKING_SYNC`, for
+//! waiting threads must not take the processor from those that feed the GPU.
 
 use std::ptr;
 use std::sync::Arc;

@@ -1,14 +1,16 @@
 //! The driver's functions, found by name once: what must be there, and what may be missing.
 //!
-//! Calls go through this table and not through the functions of cudarc's `sys`, whose types they are made of, for three reasons.
-//! `sys` returns a Rust enumeration of the result codes that its version of CUDA knows, and receiving one that a newer driver added
-//! would be undefined behaviour; here a result is a number. `sys` panics at the first call of a function that the driver lacks; here
-//! that is known beforehand. And which functions `sys` has, and in which shape, depends on the version of CUDA that some crate in
-//! the program chose; here it does not.
+//! Calls go through this table and not through the functions of cudarc's `sys`, whose types they
+//! are made of, for three reasons. `sys` returns a Rust enumeration of the result codes that its
+//! version of CUDA knows, and receiving one that a newer driver added would be undefined behaviour;
+//! here a result is a number. `sys` panics at the first call of a function that the driver lacks;
+//! here that is known beforehand. And which functions `sys` has, and in which shape, depends on the
+//! version of CUDA that some crate in the program chose; here it does not.
 //!
-//! Invariant F1: a function of the table was found under its name in a CUDA driver, and the name belongs to exactly one
-//! signature for ever: drivers give a function that changes a new name (`_v2`). So calling it with arguments of these types is
-//! sound as far as the arguments themselves are.
+//! Invariant F1: a function of the table was found under its name in a CUDA driver, and the name
+//! belongs to exactly one signature for ever: drivers give a function that changes a new name
+//! (`_v2`). So calling it with arguments of these types is sound as far as the arguments themselves
+//! are.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
@@ -20,8 +22,8 @@ use libloading::Library;
 
 use super::shapes::{AccessDescription, AllocationProperties, CopyAttributes};
 
-/// The functions that cudarc calls in addition when its object of a context is made and dropped. It must be there, because
-/// cudarc would panic.
+/// The functions that cudarc calls in addition when its object of a context is made and dropped. It
+/// must be there, because cudarc would panic.
 pub(super) const CALLED_BY_CUDARC: [&str; 1] = ["cuCtxSetCurrent"];
 
 macro_rules! functions {
@@ -42,7 +44,8 @@ macro_rules! functions {
             /// Names of the functions whose absence turns a capability off.
             pub(super) const OPTIONAL: &[&str] = &[$(stringify!($extra)),*];
 
-            /// Finds the functions, those in `without` taken as missing. The error is the name of a required one that is.
+            /// Finds the functions, those in `without` taken as missing. The error is the name of a
+            /// required one that is.
             pub(super) fn find(library: &Library, without: &[&str]) -> Result<Functions, &'static str> {
                 for name in CALLED_BY_CUDARC {
                     // SAFETY: the name belongs to this signature (F1).

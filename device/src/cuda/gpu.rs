@@ -1,4 +1,5 @@
-//! The state of one GPU: the context to call the driver in, and what is alive there. The families of calls operate on it.
+//! The state of one GPU: the context to call the driver in, and what is alive there. The families
+//! of calls operate on it.
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use cudarc::driver::sys::CUdevice_attribute as Attr;
 
 use super::context::Core;
 use super::handles::{Handles, Object};
-use super::objects::{Entry, Events, Graphs, Locked, Modules, Peers, Physicals, Source};
+use super::objects::{Events, Graphs, Locked, Modules, Peers, Physicals, Source, StreamEntry};
 use super::ranges::Ranges;
 use crate::driver::DeviceInfo;
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -18,9 +19,9 @@ pub(super) struct Gpu {
     pub(super) core: Arc<Core>,
     pub(super) info: DeviceInfo,
     pub(super) facts: Facts,
-    pub(super) streams: Handles<Entry>,
+    pub(super) streams: Handles<StreamEntry>,
     /// Streams to be destroyed once cudarc's objects of them are given back.
-    pub(super) lent: Mutex<Vec<Arc<Entry>>>,
+    pub(super) lent: Mutex<Vec<Arc<StreamEntry>>>,
     pub(super) events: Handles<Object<Events>>,
     pub(super) graphs: Handles<Object<Graphs>>,
     pub(super) modules: Handles<Object<Modules>>,
@@ -46,8 +47,6 @@ pub(super) struct Facts {
     pub(super) posix_fd: bool,
     /// The device knows registered host memory by the host's address.
     pub(super) registered_by_address: bool,
-    /// How far apart rows may lie that one call copies, in bytes.
-    pub(super) pitch_max: u64,
 }
 
 impl Gpu {
@@ -60,7 +59,6 @@ impl Gpu {
         let ask = |attribute| core.installation.attribute(core.device, attribute);
         let facts = Facts {
             registered_by_address: ask(Attr::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)? != 0,
-            pitch_max: ask(Attr::CU_DEVICE_ATTRIBUTE_MAX_PITCH)?,
             rdma: has(Attr::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?,
             posix_fd: has(Attr::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?,
         };

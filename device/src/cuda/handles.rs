@@ -1,11 +1,11 @@
 //! Tables of the driver's live objects, by which handles are checked.
 //!
-//! The driver itself does not check handles: a dead handle is a dangling pointer to it. So a call first looks its objects up here, and
-//! holds them until it returns.
+//! The driver itself does not check handles: a dead handle is a dangling pointer to it. So a call
+//! first looks its objects up here, and holds them until it returns.
 //!
-//! Invariant L1: a handle in a table is live, and stays live while any caller holds the object that the table returned for it. An
-//! object that is destroyed while calls with it are in flight on other threads leaves the table at once, and is destroyed
-//! when the last of these calls returns.
+//! Invariant L1: a handle in a table is live, and stays live while any caller holds the object that
+//! the table returned for it. An object that is destroyed while calls with it are in flight on
+//! other threads leaves the table at once, and is destroyed when the last of these calls returns.
 //!
 //! Locks: a table's are leaves, never held across a driver call.
 
@@ -19,7 +19,8 @@ use crate::fork::RwLock;
 use super::context::Core;
 use crate::error::{Code, DeviceError, Operation, Result};
 
-/// Parts of a table, each with a lock of its own, so that threads with objects of their own rarely meet. A power of two.
+/// Parts of a table, each with a lock of its own, so that threads with objects of their own rarely
+/// meet. A power of two.
 const SHARDS: usize = 16;
 
 /// Live objects of one kind by handle.
@@ -55,8 +56,9 @@ impl<T> Handles<T> {
         self.shard(handle).read().get(&handle).cloned()
     }
 
-    /// Adds an object. One that has the handle already was destroyed behind this table's back, since the driver gives handles of live
-    /// objects to no others: its entry is forgotten, for dropping it would destroy the new one.
+    /// Adds an object. One that has the handle already was destroyed behind this table's back,
+    /// since the driver gives handles of live objects to no others: its entry is forgotten, for
+    /// dropping it would destroy the new one.
     pub(super) fn insert(&self, handle: u64, object: T) {
         let before = self.shard(handle).write().insert(handle, Arc::new(object));
         if before.is_some() {
@@ -99,7 +101,8 @@ impl Hasher for Mix {
     }
 
     fn write_u64(&mut self, value: u64) {
-        // The table's own bits are the lowest and the highest seven; the product's best are in the middle.
+        // The table's own bits are the lowest and the highest seven; the product's best are in the
+        // middle.
         self.0 = mix(value).rotate_left(26);
     }
 
@@ -119,7 +122,8 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
     /// What is known about it in addition to its handle.
     type Extra: fmt::Debug + Send + Sync;
 
-    /// Takes back what was lent out of it; false while it is still lent, so that it must not be destroyed.
+    /// Takes back what was lent out of it; false while it is still lent, so that it must not be
+    /// destroyed.
     fn release(_extra: &mut Self::Extra) -> bool {
         true
     }
@@ -127,7 +131,8 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
     /// Calls the driver to destroy it.
     ///
     /// # Safety
-    /// `raw` must be a live object of this kind that nothing uses any more, and its context current.
+    /// `raw` must be a live object of this kind that nothing uses any more, and its context
+    /// current.
     unsafe fn destroy(core: &Core, raw: u64) -> Result<()>;
 }
 
@@ -169,7 +174,7 @@ impl<K: Kind> Drop for Object<K> {
         // What is still lent is left to the end of the context.
         if self.raw != 0 && K::release(&mut self.extra) {
             // SAFETY: the object is alive (L1), and this is its only reference.
-            unsafe { self.core.destroy_or_keep(K::NAME, self.raw, K::destroy) };
+            unsafe { self.core.destroy_or_leak(K::NAME, self.raw, K::destroy) };
         }
     }
 }

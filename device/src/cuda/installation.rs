@@ -131,7 +131,8 @@ impl Installation {
         Ok(bytes as u64)
     }
 
-    /// The least granularity of physical memory and mappings; `None` where the GPU or the driver cannot map.
+    /// The least granularity of physical memory and mappings; `None` where the GPU or the driver
+    /// cannot map.
     fn granularity(&self, device: CUdevice) -> Result<Option<u64>> {
         let (Some(granularity), true) = (self.functions.cuMemGetAllocationGranularity, self.functions.can_map()) else {
             return Ok(None);
@@ -181,9 +182,7 @@ fn explanation(code: Code) -> Option<&'static str> {
              another process instead",
         ),
         Code(4) => Some("the driver is shutting down, because the process ends"),
-        Code(46) => {
-            Some("another process has the GPU to itself (`nvidia-smi -q -d COMPUTE` tells), or it must be reset")
-        }
+        Code(46) => Some("another process has the GPU to itself (see `nvidia-smi -q -d COMPUTE`), or it must be reset"),
         Code(709) => Some(
             "other code destroyed or reset the device's context, and with it all memory, streams and events made there",
         ),
@@ -199,7 +198,8 @@ pub(crate) fn visible_devices() -> Option<String> {
 fn load(missing: &[&str]) -> Result<&'static Functions, Unavailable> {
     let library = library::open()?;
     let found = Functions::find(&library, missing);
-    // The functions below must stay (F1), and where some are missing the version can still be asked.
+    // The functions below must stay (F1), and where some are missing the version can still be
+    // asked.
     let library = Box::leak(Box::new(library));
     match found {
         Ok(functions) => Ok(Box::leak(Box::new(functions))),
@@ -207,7 +207,8 @@ fn load(missing: &[&str]) -> Result<&'static Functions, Unavailable> {
     }
 }
 
-/// Why a driver without a required function is of no use: it is from before that function, or it is broken.
+/// Why a driver without a required function is of no use: it is from before that function, or it is
+/// broken.
 fn lacking(symbol: &'static str, version: Option<(u32, u32)>) -> Unavailable {
     match version.and_then(too_old) {
         Some(too_old) => too_old,
@@ -215,7 +216,7 @@ fn lacking(symbol: &'static str, version: Option<(u32, u32)>) -> Unavailable {
     }
 }
 
-/// The error of a driver that is too old, if it is. A toolkit's stub tells no version.
+/// The error of a driver that is too old, if it is. A toolkit's stub has no version.
 fn too_old(supported: (u32, u32)) -> Option<Unavailable> {
     (supported > (0, 0) && supported < NEEDED).then_some(Unavailable::TooOld { supported, needed: NEEDED })
 }
@@ -265,7 +266,8 @@ fn none_visible() -> Unavailable {
     }
 }
 
-/// Whether a value of `CUDA_VISIBLE_DEVICES` shows the first GPU, and with it one of whatever GPUs there are.
+/// Whether a value of `CUDA_VISIBLE_DEVICES` shows the first GPU, and with it one of whatever GPUs
+/// there are.
 fn shows_first(value: &str) -> bool {
     value.trim() == "0"
 }

@@ -1,5 +1,5 @@
-//! Devices and streams to and from cudarc: so that a program which uses cudarc gives its memory to this crate without giving
-//! up its context, its streams, or its kernels.
+//! Devices and streams to and from cudarc: so that a program which uses cudarc gives its memory to
+//! this crate without giving up its context, its streams, or its kernels.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError};
 use super::context::Core;
 use super::driver::CudaDriver;
 use super::installation::Installation;
-use super::objects::Entry;
+use super::objects::StreamEntry;
 use super::raw::{handle, pointer};
 use super::registry;
 use super::streams::{self, is_default};
@@ -18,8 +18,9 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::stream::Stream;
 
-/// The device of a GPU, in its primary context. If the GPU is open already, this is another handle of that device: two libraries in one
-/// program share it, its streams, and what is known about their order. The last handle closes it. [`Device::open`] uses this.
+/// The device of a GPU, in its primary context. If the GPU is open already, this is another handle
+/// of that device: two libraries in one program share it, its streams, and what is known about
+/// their order. The last handle closes it. [`Device::open`] uses this.
 ///
 /// ```no_run
 /// use aquifer_device::cuda;
@@ -33,12 +34,14 @@ use crate::stream::Stream;
 pub fn shared(ordinal: u32) -> Result<Device> {
     fork::check(Operation::Init)?;
     let core = Core::primary(Installation::find()?, ordinal)?;
-    // Another reference to `core` outlives the call, so that the context is not given up under the registry's lock.
+    // Another reference to `core` outlives the call, so that the context is not given up under the
+    // registry's lock.
     registry::device_in(handle(core.handle()), || CudaDriver::new(core.clone(), ordinal))
 }
 
-/// The device of a context that the caller made with cudarc: the one that the context has already, as the primary context does once
-/// [`shared`] opened it, or else a new one. The device keeps the context alive. Another context of the same GPU is another device.
+/// The device of a context that the caller made with cudarc: the one that the context has already,
+/// as the primary context does once [`shared`] opened it, or else a new one. The device keeps the
+/// context alive. Another context of the same GPU is another device.
 ///
 /// ```no_run
 /// use aquifer_device::cuda;
@@ -59,7 +62,8 @@ pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
     Ok(device)
 }
 
-/// cudarc's object of a device's context, to make streams, modules and memory of cudarc's own in it.
+/// cudarc's object of a device's context, to make streams, modules and memory of cudarc's own in
+/// it.
 ///
 /// # Errors
 /// When the device is simulated, or cudarc cannot use the driver that the device uses.
@@ -69,13 +73,15 @@ pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
     device.context().driver.complete(context)
 }
 
-/// cudarc's object of a stream, to enqueue work of cudarc's on it. The stream lives as long as the object does.
+/// cudarc's object of a stream, to enqueue work of cudarc's on it. The stream lives as long as the
+/// object does.
 ///
-/// The caller orders cudarc's work and memory after that of others: its events, if they are on, know nothing of this crate's.
+/// The caller orders cudarc's work and memory after that of others: its events, if they are on,
+/// know nothing of this crate's.
 ///
 /// # Errors
-/// When the stream's device is simulated, cudarc cannot use its driver, the stream is another thread's default stream, or
-/// it was adopted by its handle.
+/// When the stream's device is simulated, cudarc cannot use its driver, the stream is another
+/// thread's default stream, or it was adopted by its handle.
 pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     let operation = Operation::StreamId;
     let raw = stream.timeline().usable(operation).map_err(not_lent)?;
@@ -83,12 +89,13 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     stream.context().driver.complete(stream_of)
 }
 
-/// The device's stream for a stream of cudarc's, so that two libraries in one program share it: one that was created here and lent with
-/// [`stream_of`], one that was adopted before, a default stream, or else the stream is adopted now. Its ticks also cover what cudarc
-/// enqueues.
+/// The device's stream for a stream of cudarc's, so that two libraries in one program share it: one
+/// that was created here and lent with [`stream_of`], one that was adopted before, a default
+/// stream, or else the stream is adopted now. Its ticks also cover what cudarc enqueues.
 ///
-/// An adopted stream is kept alive until [`forget_stream`], or until the last handle of the device is dropped. Threads that ask for one stream
-/// at the same time get one stream. [`Device::stream_from_raw`] does the same for a bare handle.
+/// An adopted stream is kept alive until [`forget_stream`], or until the last handle of the device
+/// is dropped. Threads that ask for one stream at the same time get one stream.
+/// [`Device::stream_from_raw`] does the same for a bare handle.
 ///
 /// ```no_run
 /// use aquifer_device::cuda;
@@ -102,8 +109,8 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
 /// ```
 ///
 /// # Errors
-/// When the device is simulated, the stream belongs to another context, or it is a stream of the device whose last handle was dropped and
-/// that is being destroyed.
+/// When the device is simulated, the stream belongs to another context, or it is a stream of the
+/// device whose last handle was dropped and that is being destroyed.
 pub fn stream(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
     let (driver, raw) = of_device(device, stream, "the stream was not adopted")?;
     // SAFETY: the stream lives now, and what keeps it alive is kept while it is adopted: see below.
@@ -118,11 +125,13 @@ pub fn stream(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
     Ok(ours)
 }
 
-/// Lets a stream go that [`stream()`] adopted, so that the device does not keep it alive any more. Its ticks stay answerable; calls on handles
-/// of it fail from now on, unless it is adopted again. Does nothing for other streams.
+/// Releases a stream that [`stream()`] adopted, so that the device does not keep it alive any more.
+/// Its ticks stay answerable; calls on handles of it fail from now on. Does nothing for other
+/// streams.
 ///
 /// # Errors
-/// When the device is simulated, or the stream belongs to another context; as those of [`Device::forget_stream`].
+/// When the device is simulated, or the stream belongs to another context; as those of
+/// [`Device::forget_stream`].
 pub fn forget_stream(device: &Device, stream: &CudaStream) -> Result<()> {
     let (_, raw) = of_device(device, stream, "the stream was not released")?;
     device.forget_stream(raw)
@@ -166,7 +175,8 @@ fn of_cudarc(operation: Operation, error: DriverError) -> DeviceError {
 impl CudaDriver {
     /// Keeps cudarc's object of the context, unless there is one already.
     fn keep_context(&self, context: Arc<CudaContext>) {
-        // cudarc makes the context current when it drops an object, and leaves it so; this restores the thread's own.
+        // cudarc makes the context current when it drops an object, and leaves it so; this restores
+        // the thread's own.
         let _current = self.gpu.core.enter_relaxed(Operation::Init).ok();
         let _ = self.gpu.core.cudarc().set(context);
     }
@@ -198,12 +208,13 @@ impl CudaDriver {
         let entry =
             self.gpu.streams.get(raw.0).ok_or_else(|| not_lent(super::handles::dead(operation, "stream", raw.0)))?;
         match &*entry {
-            Entry::Owned(object) => {
-                // SAFETY: the stream lives, is of this context, and is not destroyed while the object is lent out.
+            StreamEntry::Owned(object) => {
+                // SAFETY: the stream lives, is of this context, and is not destroyed while the
+                // object is lent out.
                 let lend = || unsafe { context.wrap_borrowed_stream(pointer(object.raw())) };
                 Ok(object.extra.0.get_or_init(lend).clone())
             }
-            Entry::Adopted(adopted) => adopted.keep.get().cloned().ok_or_else(|| {
+            StreamEntry::Adopted(adopted) => adopted.get().cloned().ok_or_else(|| {
                 not_lent(DeviceError::refused(operation, Code::NOT_PERMITTED))
                     .with_detail("the stream was adopted by its handle, so its owner may destroy it at any time")
             }),

@@ -1,4 +1,5 @@
-//! Finding the driver's library. It is kept for the life of the process: a driver cannot be unloaded safely.
+//! Finding the driver's library. It is kept for the life of the process: a driver cannot be
+//! unloaded safely.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -21,17 +22,20 @@ struct Choice {
 
 static CHOICE: Mutex<Choice> = Mutex::new(Choice { path: None, is_open: false });
 
-/// Chooses the CUDA driver's library, by its path or by a name that the system's loader looks for. Without this call it
-/// is the one that the environment variable `AQUIFER_CUDA_LIBRARY` names, else the installed one.
+/// Chooses the CUDA driver's library, by its path or by a name that the system's loader looks for.
+/// Without this call it is the one that the environment variable `AQUIFER_CUDA_LIBRARY` names, else
+/// the installed one.
 ///
-/// This is for libraries that stand before the driver under its name and call Aquifer, which would find them instead of
-/// the driver. If the library cannot be loaded, there is no GPU ([`Unavailable::NoDriver`]); no other one is tried.
+/// This is for libraries that stand before the driver under its name and call Aquifer, which would
+/// find them instead of the driver. If the library cannot be loaded, there is no GPU
+/// ([`Unavailable::NoDriver`]); no other one is tried.
 ///
 /// cudarc loads the driver by itself, by name.
 ///
 /// # Safety
-/// The library is a CUDA driver: its functions have the signatures and do what CUDA documents. If objects are passed to
-/// and from cudarc, or other users of CUDA in the process, it knows the handles of the driver that these load.
+/// The library is a CUDA driver: its functions have the signatures and do what CUDA documents. If
+/// objects are passed to and from cudarc, or other users of CUDA in the process, it knows the
+/// handles of the driver that these load.
 ///
 /// # Errors
 /// When the driver has been loaded already: call this before anything asks for a GPU.
@@ -46,18 +50,18 @@ pub unsafe fn set_library(path: impl AsRef<Path>) -> Result<()> {
     Ok(())
 }
 
-/// The driver's library by the names under which it is installed. The bare name, last on Unix, is also that of a toolkit's
-/// stub.
+/// The driver's library by the names under which it is installed. The bare name, last on Unix, is
+/// also that of a toolkit's stub.
 #[cfg(windows)]
 const NAMES: [&str; 1] = ["nvcuda.dll"];
 #[cfg(not(windows))]
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
-/// Opens the driver's library: the one that was chosen, else one that the process has loaded already, else the one that
-/// the system finds.
+/// Opens the driver's library: the one that was chosen, else one that the process has loaded
+/// already, else the one that the system finds.
 ///
-/// What is loaded already comes before what is found, because two drivers in one process do not know each other's
-/// handles.
+/// What is loaded already comes before what is found, because two drivers in one process do not
+/// know each other's handles.
 pub(super) fn open() -> std::result::Result<Library, Unavailable> {
     let mut choice = CHOICE.lock();
     let named = || env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
@@ -70,7 +74,8 @@ pub(super) fn open() -> std::result::Result<Library, Unavailable> {
 }
 
 fn open_chosen(path: &Path) -> std::result::Result<Library, Unavailable> {
-    // SAFETY: the caller that chose it vouches for a CUDA driver, whose initialisation is sound on any thread.
+    // SAFETY: the caller that chose it vouches for a CUDA driver, whose initialisation is sound on
+    // any thread.
     unsafe { Library::new(path) }.map_err(|error| {
         let name = path.display().to_string();
         Unavailable::NoDriver {
@@ -85,7 +90,8 @@ fn open_installed() -> std::result::Result<Library, Unavailable> {
     }
     let mut reasons = Vec::new();
     for name in NAMES {
-        // SAFETY: the library under this name is the CUDA driver, whose initialisation is sound on any thread.
+        // SAFETY: the library under this name is the CUDA driver, whose initialisation is sound on
+        // any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
             Err(error) => reasons.push((name, first_cause(&error))),
@@ -94,13 +100,13 @@ fn open_installed() -> std::result::Result<Library, Unavailable> {
     Err(Unavailable::NoDriver { reason: together(&reasons) })
 }
 
-/// What the system's loader said, which is below what the crate that called it says.
+/// The answer of the system's loader, which is the source of the calling crate's error.
 fn first_cause(error: &dyn std::error::Error) -> String {
     error.source().map_or_else(|| error.to_string(), first_cause)
 }
 
-/// Why each library could not be loaded. Most loaders begin the reason with the name. Libraries with the same reason
-/// share it.
+/// Why each library could not be loaded. Most loaders begin the reason with the name. Libraries
+/// with the same reason share it.
 fn together(reasons: &[(&str, String)]) -> String {
     let mut shared: Vec<(String, &str)> = Vec::new();
     for (name, said) in reasons {

@@ -1,8 +1,8 @@
 //! Physical memory, reserved addresses, and mappings of the one at the other.
 //!
-//! The driver's demands on its callers (whole mappings, a reservation that is empty when it goes back) are checked here
-//! first. The lock of `rules` is held across the driver's calls on mappings, so that two threads cannot disagree about what is
-//! mapped; it is taken before a table's.
+//! The driver's demands on its callers (whole mappings, a reservation that is empty when it goes
+//! back) are checked here first. The lock of `rules` is held across the driver's calls on mappings,
+//! so that two threads cannot disagree about what is mapped; it is taken before a table's.
 
 use std::ffi::c_int;
 
@@ -32,7 +32,8 @@ pub(super) fn reserve(gpu: &Gpu, bytes: u64, alignment: u64) -> Result<DevicePtr
     let mut ptr = 0;
     // The driver aligns to its granularity anyway.
     let more = if Some(alignment) > gpu.info.granularity_bytes { alignment } else { 0 };
-    // SAFETY: the address outlives the call; 0 leaves the place to the driver, and the alignment, too (F1).
+    // SAFETY: the address outlives the call; 0 leaves the place to the driver, and the alignment,
+    // too (F1).
     let code = unsafe { reserve(&raw mut ptr, size(bytes), size(more), 0, 0) };
     check(operation, code).map_err(|error| {
         let kind = if error.is_out_of_memory() { ErrorKind::OutOfAddresses } else { error.kind };
@@ -124,7 +125,8 @@ pub(super) fn map(gpu: &Gpu, ptr: DevicePtr, bytes: u64, physical: RawPhysical) 
         return Err(bad_value(operation, format!("{bytes} bytes at {ptr} are not all reserved")));
     }
     let _current = gpu.core.enter_relaxed(operation)?;
-    // SAFETY: the addresses are reserved and the memory lives (L1, F1); its offset and the flags must be 0.
+    // SAFETY: the addresses are reserved and the memory lives (L1, F1); its offset and the flags
+    // must be 0.
     check(operation, unsafe { map(ptr.0, size(bytes), 0, memory.raw(), 0) })?;
     gpu.mapped.insert(ptr.0, bytes, ());
     Ok(())
@@ -175,7 +177,8 @@ pub(super) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32])
         return Ok(());
     }
     let _current = gpu.core.enter_relaxed(operation)?;
-    // SAFETY: the descriptions outlive the call, and their number is right; the range is mapped (F1).
+    // SAFETY: the descriptions outlive the call, and their number is right; the range is mapped
+    // (F1).
     check(operation, unsafe { set(ptr.0, size(bytes), descriptions.as_ptr(), descriptions.len()) })
 }
 

@@ -14,11 +14,11 @@ use super::{captures, streams};
 use crate::driver::{DevicePtr, HostPtr, MemoryInfo, PoolUsage, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 
-/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every context. Never write-combined, which
-/// would make reading it back many times slower.
+/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every context.
+/// Never write-combined, which would make reading it back many times slower.
 const PORTABLE: c_uint = 1;
 
-/// `CU_MEMORYTYPE_DEVICE`, as the driver tells it of a pointer.
+/// `CU_MEMORYTYPE_DEVICE`, as the driver reports it for a pointer.
 const DEVICE_MEMORY: u64 = 2;
 
 const NOT_REGISTERED: Code = Code(713);
@@ -58,7 +58,8 @@ pub(super) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
 pub(super) fn free(gpu: &Gpu, ptr: DevicePtr) -> Result<()> {
     let operation = Operation::Free;
     captures::forbid_device_wait(gpu, operation)?;
-    // Out of the table first: the driver may give the address to another thread as soon as it is free.
+    // Out of the table first: the driver may give the address to another thread as soon as it is
+    // free.
     let taken = gpu.memory.take_if(ptr.0, |_| true);
     let (bytes, source) = taken.ok_or_else(|| bad_value(operation, format!("no live allocation starts at {ptr}")))?;
     let freed = free_raw(gpu, ptr.0);
@@ -109,7 +110,8 @@ pub(super) fn free_async(gpu: &Gpu, ptr: DevicePtr, stream: RawStream) -> Result
     freed
 }
 
-/// The pool that the driver's stream-ordered allocations come from, which others in the process may have set.
+/// The pool that the driver's stream-ordered allocations come from, which others in the process may
+/// have set.
 fn pool(gpu: &Gpu, operation: Operation) -> Result<CUmemoryPool> {
     let find = gpu.optional(operation, gpu.core.functions().cuDeviceGetMemPool)?;
     let mut pool = ptr::null_mut();
@@ -156,7 +158,8 @@ pub(super) fn trim_graph_memory(gpu: &Gpu) -> Result<()> {
     check(operation, unsafe { trim(gpu.core.device) })
 }
 
-/// Refuses a range that is not all live device memory, so that the driver cannot take it for the host's.
+/// Refuses a range that is not all live device memory, so that the driver cannot take it for the
+/// host's.
 pub(super) fn check_memory(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<()> {
     if gpu.memory.hold(ptr.0, bytes) || gpu.mapped.hold(ptr.0, bytes) || driver_holds(gpu, operation, ptr, bytes) {
         return Ok(());
@@ -164,10 +167,12 @@ pub(super) fn check_memory(gpu: &Gpu, operation: Operation, ptr: DevicePtr, byte
     Err(bad_value(operation, format!("{bytes} bytes at {ptr} are not all live device memory")))
 }
 
-/// Whether the driver says that memory which was not allocated here is memory of this device, in one piece.
+/// Whether the driver says that memory which was not allocated here is memory of this device, in
+/// one piece.
 ///
-/// To the driver a reservation is one piece, whether or not anything is mapped in it, and it knows the memory of every device. Work that
-/// touched what is not mapped, or what another device has, would lose this one.
+/// To the driver a reservation is one piece, whether or not anything is mapped in it, and it knows
+/// the memory of every device. Work that touched what is not mapped, or what another device has,
+/// would lose this one.
 fn driver_holds(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> bool {
     let functions = gpu.core.functions();
     let (Some(ask), Some(range)) = (functions.cuPointerGetAttribute, functions.cuMemGetAddressRange_v2) else {
@@ -178,8 +183,9 @@ fn driver_holds(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> 
     };
     let number = |attribute: PointerAttr, at: u64| {
         let mut value = 0_u64;
-        // SAFETY: the number outlives the call; these attributes have at most 64 bits, and smaller ones set the lowest,
-        // because the machines that CUDA runs on are little-endian. Any address may be asked about (F1).
+        // SAFETY: the number outlives the call; these attributes have at most 64 bits, and smaller
+        // ones set the lowest, because the machines that CUDA runs on are little-endian. Any
+        // address may be asked about (F1).
         let code = unsafe { ask((&raw mut value).cast::<c_void>(), attribute as c_uint, at) };
         (code == 0).then_some(value)
     };
@@ -219,9 +225,9 @@ pub(super) fn host_alloc(gpu: &Gpu, bytes: usize) -> Result<HostPtr> {
     if first.is_multiple_of(PAGE) {
         return Ok(note_allocated(gpu, first, bytes, 0));
     }
-    // Small pieces come from within pages that the driver shares out. What is a page longer has a page's border in it.
-    // SAFETY: just allocated, and known only here.
-    unsafe { gpu.core.destroy_or_keep("page-locked memory at", first, free_host) };
+    // Small pieces come from within pages that the driver shares out. What is a page longer has a
+    // page's border in it. SAFETY: just allocated, and known only here.
+    unsafe { gpu.core.destroy_or_leak("page-locked memory at", first, free_host) };
     let length =
         bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::refused(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
     let start = host_alloc_raw(gpu, length)?;
@@ -254,7 +260,8 @@ pub(super) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
     let no_such = || bad_value(operation, format!("no page-locked allocation starts at {:#x}", ptr.0));
     let (bytes, locked) = taken.ok_or_else(no_such)?;
     let skipped = if let Locked::Allocated { skipped } = locked { skipped } else { 0 };
-    // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is freed once.
+    // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is freed
+    // once.
     let freed = unsafe { host_free_raw(gpu, ptr.0 as u64 - skipped) };
     if freed.is_err() {
         gpu.host.insert(ptr.0 as u64, bytes, locked);
@@ -262,7 +269,8 @@ pub(super) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
     freed
 }
 
-/// Frees page-locked memory that the table does not know, from where the driver's allocation starts.
+/// Frees page-locked memory that the table does not know, from where the driver's allocation
+/// starts.
 ///
 /// # Safety
 /// It was allocated, not freed, and nothing uses it any more.
@@ -303,7 +311,8 @@ pub(super) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
             .with_detail(format!("no registered memory starts at {:#x}", ptr.0))
     };
     let (bytes, locked) = taken.ok_or_else(no_such)?;
-    // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is unregistered once.
+    // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is
+    // unregistered once.
     let unregister = || unsafe { host_unregister_raw(gpu, ptr.0 as u64) };
     let done = captures::synchronize(gpu).and_then(|()| unregister());
     if done.is_err() {

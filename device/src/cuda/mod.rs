@@ -1,22 +1,29 @@
 //! Real GPUs through NVIDIA's CUDA driver, which is loaded when it is first asked for.
 //!
-//! Building needs no toolkit and running no more than the display driver; without it, everything here answers with an error that
-//! says what is missing. [`CudaDriver`] implements [`Driver`](crate::Driver); [`shared`] opens the device of a GPU, and
-//! [`device_of`], [`context_of`], [`stream()`] and [`stream_of`] hand devices and streams to and from cudarc.
+//! Building needs no toolkit and running no more than the display driver; without it, everything
+//! here answers with an error that says what is missing. [`CudaDriver`] implements
+//! [`Driver`](crate::Driver); [`shared`] opens the device of a GPU, and [`device_of`],
+//! [`context_of`], [`stream()`] and [`stream_of`] hand devices and streams to and from cudarc.
 //!
-//! * **Loading**: `library` finds the driver, `functions` its functions by name, `installation` starts it and asks it for GPUs.
-//!   A function that is missing turns its capability off, or is an error before anything is called.
-//! * **Calling**: `context` makes the context current for the length of a call. `handles` and `ranges` know what is alive, because
-//!   the driver does not check what it is given; `rows` knows which ranges copies of rows touch. `registry` knows the devices of the process. `raw` has handles and sizes, `shapes` structures as the driver takes them.
-//! * **State**: `objects` says what is known about each kind of object, `gpu` holds the tables of a GPU, and `driver` implements the trait on
-//!   top.
-//! * **Families of calls** are functions on a `Gpu`: `memory`, `mappings`, `streams`, `events`, `copies`, `copy_rows`, `batch`, `peers`, `modules`,
-//!   `captures`. `ongoing` knows which captures of the context they must not break.
+//! * **Loading**: `library` finds the driver, `functions` its functions by name, `installation`
+//!   starts it and asks it for GPUs. A function that is missing turns its capability off, or is an
+//!   error before anything is called.
+//! * **Calling**: `context` makes the context current for the length of a call. `handles` and
+//!   `ranges` know what is alive, because the driver does not check what it is given; `rows` knows
+//!   which ranges copies of rows touch. `registry` knows the devices of the process. `raw` has
+//!   handles and sizes, `shapes` structures as the driver takes them.
+//! * **State**: `objects` says what is known about each kind of object, `gpu` holds the tables of a
+//!   GPU, and `driver` implements the trait on top.
+//! * **Families of calls** are functions on a `Gpu`: `memory`, `mappings`, `streams`, `events`,
+//!   `copies`, `copy_rows`, `batch`, `peers`, `modules`, `captures`. `ongoing` knows which captures
+//!   of the context they must not break.
 //!
-//! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later call and is of kind
-//! [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls of any library any more.
+//! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later
+//! call and is of kind [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls of
+//! any library any more.
 //!
-//! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`) and passes promises on.
+//! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`)
+//! and passes promises on.
 
 mod batch;
 mod captures;
@@ -53,7 +60,8 @@ use crate::unavailable::Unavailable;
 use installation::Installation;
 pub(crate) use installation::visible_devices;
 
-/// Facts about the GPUs that the driver shows, none of which is opened for it: their stream priorities stay unasked.
+/// Facts about the GPUs that the driver shows, none of which is opened for it: their stream
+/// priorities stay unasked.
 pub(crate) fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
     let installation = Installation::find()?;
     let failed = |error: crate::DeviceError| Unavailable::Failed { code: error.code };

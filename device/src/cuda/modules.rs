@@ -19,7 +19,8 @@ use crate::launch::{KernelArg, Launch};
 /// Most arguments of a kernel, which are laid out on the stack.
 const ARGS_MAX: usize = 64;
 
-/// Shared memory that a kernel may use without asking beforehand, its own variables included, in bytes.
+/// Shared memory that a kernel may use without asking beforehand, its own variables included, in
+/// bytes.
 const SHARED_BYTES_PLAIN: u32 = 48 << 10;
 
 const INVALID_PTX: Code = Code(218);
@@ -39,7 +40,7 @@ pub(super) fn load_module(gpu: &Gpu, ptx: &str) -> Result<RawModule> {
     Ok(RawModule(raw))
 }
 
-/// Says whose fault it is that PTX was refused.
+/// Explains why PTX was refused.
 fn explain(gpu: &Gpu, error: DeviceError) -> DeviceError {
     let ((major, minor), (device_major, device_minor)) = (gpu.core.installation.version, gpu.info.compute_capability);
     let detail = match error.code.0 {
@@ -76,8 +77,9 @@ pub(super) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Re
     // Relaxed: the first launch may load the kernel.
     let _current = gpu.core.enter_relaxed(operation)?;
     let call = gpu.core.functions().cuLaunchKernel;
-    // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments outlive the call, in which
-    // they are copied; the caller vouches that they are those that the kernel expects.
+    // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments
+    // outlive the call, in which they are copied; the caller vouches that they are those that the
+    // kernel expects.
     let code = unsafe {
         call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
     };
@@ -119,7 +121,8 @@ fn look_up(gpu: &Gpu, module: &Object<Modules>, name: &str) -> Result<u64> {
     Ok(handle(raw))
 }
 
-/// Lets a kernel use so much dynamic shared memory. What it may use unasked depends on its own variables.
+/// Lets a kernel use so much dynamic shared memory. What it may use unasked depends on its own
+/// variables.
 fn allow_shared(gpu: &Gpu, kernel: &Kernel, launch: &Launch) -> Result<()> {
     let operation = Operation::Launch;
     let set = gpu.core.functions().cuFuncSetAttribute;

@@ -19,24 +19,24 @@ use crate::fork::{Mutex, RwLock};
 
 /// A live stream.
 #[derive(Debug)]
-pub(super) enum Entry {
+pub(super) enum StreamEntry {
     /// Created here.
     Owned(Object<Streams>),
-    /// Owned by another library.
-    Adopted(Adopted),
+    /// Owned by another library, with the object that keeps it alive if its owner is cudarc.
+    Adopted(OnceLock<Arc<CudaStream>>),
 }
 
-impl Entry {
+impl StreamEntry {
     /// Whether cudarc's object of it was asked for, and not taken back since.
     pub(super) fn is_lent(&self) -> bool {
-        matches!(self, Entry::Owned(object) if object.extra.0.get().is_some())
+        matches!(self, StreamEntry::Owned(object) if object.extra.0.get().is_some())
     }
 
     /// Takes that object back; false while the caller has it.
     pub(super) fn take_back(&mut self) -> bool {
         match self {
-            Entry::Owned(object) => Streams::release(&mut object.extra),
-            Entry::Adopted(_) => true,
+            StreamEntry::Owned(object) => Streams::release(&mut object.extra),
+            StreamEntry::Adopted(_) => true,
         }
     }
 }
@@ -83,20 +83,11 @@ impl Kind for Streams {
     }
 }
 
-/// A stream that another library owns.
-#[derive(Debug)]
-pub(super) struct Adopted {
-    /// What the driver called it when it was adopted: unlike the handle, never used again. Only in debug builds.
-    pub(super) id: Option<u64>,
-    /// What keeps it alive, where its owner is cudarc.
-    pub(super) keep: OnceLock<Arc<CudaStream>>,
-}
-
 /// A stream that is alive as long as this, for use in one call.
 #[derive(Debug)]
 pub(super) struct LiveStream {
     pub(super) raw: CUstream,
-    pub(super) _entry: Option<Arc<Entry>>,
+    pub(super) _entry: Option<Arc<StreamEntry>>,
 }
 
 #[derive(Debug)]
@@ -113,8 +104,9 @@ impl Kind for Events {
     }
 }
 
-/// Graphs, made executable. Each has a lock that is held while it is launched, because a graph must not be used by two calls at a time (CUDA
-/// driver API, “Graph object thread safety”). It is a leaf.
+/// Graphs, made executable. Each has a lock that is held while it is launched, because a graph must
+/// not be used by two calls at a time (CUDA driver API, “Graph object thread safety”). It is a
+/// leaf.
 #[derive(Debug)]
 pub(super) enum Graphs {}
 
@@ -156,7 +148,8 @@ pub(super) unsafe fn status(core: &Core, operation: Operation, stream: CUstream)
     let code = match functions.cuStreamGetCaptureInfo_v2 {
         Some(ask) => {
             let (id, graph, dependencies, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the number outlives the call, the caller vouches for the stream (F1), and what is null is not asked for.
+            // SAFETY: the number outlives the call, the caller vouches for the stream (F1), and
+            // what is null is not asked for.
             unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
         }
         // SAFETY: the number outlives the call, and the caller vouches for the stream (F1).
@@ -170,8 +163,9 @@ pub(super) unsafe fn status(core: &Core, operation: Operation, stream: CUstream)
     })
 }
 
-/// Ends the capture of a stream that is about to be destroyed, and destroys the captured graph. The CUDA documentation does not
-/// specify the fate of a capture whose stream is destroyed; if the capture went on, the context could not be waited for any more.
+/// Ends the capture of a stream that is about to be destroyed, and destroys the captured graph. The
+/// CUDA documentation does not specify the fate of a capture whose stream is destroyed; if the
+/// capture went on, the context could not be waited for any more.
 ///
 /// # Safety
 /// The stream must live, and nothing else may use it.
@@ -189,7 +183,7 @@ unsafe fn end_before_destruction(core: &Core, stream: CUstream) -> Result<()> {
     let ended = check(operation, unsafe { end(stream, &raw mut graph) });
     if !graph.is_null() {
         // SAFETY: the graph was just captured, and is known only here.
-        unsafe { core.destroy_or_keep("captured graph", handle(graph), destroy_captured) };
+        unsafe { core.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
     }
     // A capture that failed to end as it should has mostly ended all the same.
     if is_over()? { Ok(()) } else { ended }

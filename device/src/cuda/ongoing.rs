@@ -1,7 +1,8 @@
-//! Captures in progress, by context: drivers that share a context must not break each other's captures.
+//! Captures in progress, by context: drivers that share a context must not break each other's
+//! captures.
 //!
-//! The driver refuses to wait for a context of which any stream captures, and breaks the capture (CUDA programming guide,
-//! “Prohibited and Unhandled Operations”).
+//! The driver refuses to wait for a context of which any stream captures, and breaks the capture
+//! (CUDA programming guide, “Prohibited and Unhandled Operations”).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -18,15 +19,17 @@ type Which = (u64, Option<ThreadId>);
 /// The captures in progress in a context, by whichever of its drivers they were begun.
 #[derive(Debug, Default)]
 pub(super) struct Ongoing {
-    /// Streams on which one was begun through a driver, and not ended; with the thread, where the handle means one for each, and a sign
-    /// that it runs: the default stream of a thread that has ended captures no more, and no other thread could end its capture.
+    /// Streams on which one was begun through a driver, and not ended; with the thread, where the
+    /// handle means one for each, and a sign that it runs: the default stream of a thread that has
+    /// ended captures no more, and no other thread could end its capture.
     begun: Mutex<HashMap<Which, Weak<()>>>,
     /// Streams of which devices know that they capture, including captures of other libraries.
     pub(super) known: Arc<CapturingStreams>,
 }
 
 impl Ongoing {
-    /// Those of the context with this handle. Their holder keeps the context, so that no other one has its handle.
+    /// Those of the context with this handle. Their holder keeps the context, so that no other one
+    /// has its handle.
     pub(super) fn of_context(handle: u64) -> Arc<Ongoing> {
         static CONTEXTS: Mutex<Option<HashMap<u64, Weak<Ongoing>>>> = Mutex::new(None);
         let mut contexts = CONTEXTS.lock();

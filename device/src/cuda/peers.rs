@@ -1,12 +1,16 @@
-//! Calls in which two devices take part: waiting for another one's event, and copying from its memory.
+//! Calls in which two devices take part: waiting for another one's event, and copying from its
+//! memory.
 //!
-//! Handles and ranges are checked on both sides, each by the driver that they belong to, and what the peer gave for them is held
-//! until the call returns (L1). A copy works without access between the devices: the driver then goes through the host. Where
-//! they can have it, it is enabled once for each pair before the first copy between plain allocations, which are out of reach without
-//! it. It says nothing of mapped memory, whose access is set with its mappings; no document says how the driver copies mapped memory that a
-//! peer cannot access once the contexts can, so such copies do not ask for it.
+//! Handles and ranges are checked on both sides, each by the driver that they belong to, and what
+//! the peer gave for them is held until the call returns (L1). A copy works without access between
+//! the devices: the driver then goes through the host. Where they can have it, it is enabled once
+//! for each pair before the first copy between plain allocations, which are out of reach without
+//! it. It says nothing of mapped memory, whose access is set with its mappings; no document says
+//! how the driver copies mapped memory that a peer cannot access once the contexts can, so such
+//! copies do not ask for it.
 //!
-//! Locks: that of the pairs is held across the driver's call that enables one, and nothing else is taken under it.
+//! Locks: that of the pairs is held across the driver's call that enables one, and nothing else is
+//! taken under it.
 
 use std::ptr;
 use std::sync::{Arc, Weak};
@@ -28,7 +32,8 @@ pub(super) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEven
     let event = events::find(peer, operation, event)?;
     let stream = streams::live(gpu, operation, stream)?;
     let _current = gpu.core.enter(operation)?;
-    // SAFETY: event and stream live (L1, F1), and an event may be of another context; 0 are the only flags.
+    // SAFETY: event and stream live (L1, F1), and an event may be of another context; 0 are the
+    // only flags.
     check(operation, unsafe { (gpu.core.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
 }
 
@@ -60,13 +65,13 @@ pub(super) fn copy_peer(
     }
     let (to, from) = (gpu.core.handle(), peer.core.handle());
     let _current = gpu.core.enter_relaxed(operation)?;
-    // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their drivers (C1), and the
-    // stream lives (L1, F1).
+    // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their
+    // drivers (C1), and the stream lives (L1, F1).
     check(operation, unsafe { copy(dst.0, to, src.0, from, size(bytes), stream.raw) })
 }
 
-/// Lets this device reach the plain memory of another one, if it can and was not let before. If that fails, copies take the
-/// way through the host.
+/// Lets this device reach the plain memory of another one, if it can and was not let before. If
+/// that fails, copies take the way through the host.
 fn reach(gpu: &Gpu, peer: &Gpu) {
     let mut asked = gpu.peers.0.lock();
     let is_peer = |core: &Weak<Core>| ptr::eq(core.as_ptr(), Arc::as_ptr(&peer.core));

@@ -1,7 +1,7 @@
 //! Live ranges of memory by address, by which pointers are checked.
 //!
-//! With a unified address space the driver would accept an address of the host for one of the device, so a call that is safe
-//! must know what it is given.
+//! With a unified address space the driver would accept an address of the host for one of the
+//! device, so a call that is safe must know what it is given.
 //!
 //! Locks: those here are leaves, never held across a driver call.
 

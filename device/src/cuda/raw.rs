@@ -1,4 +1,5 @@
-//! Handles and sizes as the driver's C interface takes them. The crate's CUDA part is for 64-bit machines only.
+//! Handles and sizes as the driver's C interface takes them. The crate's CUDA part is for 64-bit
+//! machines only.
 
 /// A handle as a pointer, which only the driver follows.
 pub(super) fn pointer<T>(handle: u64) -> *mut T {

@@ -1,10 +1,12 @@
 //! The devices of the process by context, so that a context has one device.
 //!
-//! The registry holds weak references only: the last handle of a device closes it, and a later request opens a new one. The device keeps
-//! its context alive, so a handle of a context cannot mean another context while the device is there.
+//! The registry holds weak references only: the last handle of a device closes it, and a later
+//! request opens a new one. The device keeps its context alive, so a handle of a context cannot
+//! mean another context while the device is there.
 //!
-//! Locks: the list's is a leaf. That of a context's place is held while its device is opened, so that threads which open it at the same time
-//! get one device; those that open another GPU do not wait. No code of callers runs under either.
+//! Locks: the list's is a leaf. That of a context's place is held while its device is opened, so
+//! that threads which open it at the same time get one device; those that open another GPU do not
+//! wait. No code of callers runs under either.
 
 use std::sync::{Arc, Weak};
 
@@ -16,7 +18,7 @@ use crate::error::Result;
 use crate::unfinished;
 
 /// The device of one context.
-type Place = Mutex<Weak<device::Inner>>;
+type Place = Mutex<Weak<device::DeviceInner>>;
 
 static PLACES: Mutex<Vec<(u64, Arc<Place>)>> = Mutex::new(Vec::new());
 

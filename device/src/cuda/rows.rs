@@ -12,8 +12,9 @@ impl Touched {
     }
 }
 
-/// The ranges that every row of a copy reads and writes, if the two ends may overlap at all; otherwise nothing. Mostly they cannot, and
-/// then no row has to be looked at, however many there are.
+/// The ranges that every row of a copy reads and writes, if the two ends may overlap at all;
+/// otherwise nothing. Mostly they cannot, and then no row has to be looked at, however many there
+/// are.
 pub(super) fn touched_rows(copy: &Copy2d) -> Vec<Touched> {
     let spanned = |place, pitch: u64, writes| {
         let bytes = pitch.saturating_mul(copy.height.saturating_sub(1)).saturating_add(copy.width);

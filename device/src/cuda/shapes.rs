@@ -1,7 +1,7 @@
 //! Structures of the driver's interface whose bindings differ between versions of CUDA.
 //!
-//! The layouts are those of `cuda.h`; a test compares them with the bindings. Their memory has been the same in every version: what
-//! changed is how C spells it (a union around `id`, names).
+//! The layouts are those of `cuda.h`; a test compares them with the bindings. Their memory has been
+//! the same in every version: what changed is how C spells it (a union around `id`, names).
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -63,7 +63,7 @@ impl AllocationProperties {
     }
 }
 
-/// `CUmemAccessDesc`: who may touch mapped memory.
+/// `CUmemAccessDesc`: which devices may touch mapped memory.
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct AccessDescription {

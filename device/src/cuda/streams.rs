@@ -12,7 +12,7 @@ use super::context::RelaxedMode;
 use super::gpu::Gpu;
 use super::handles::{Kind, Object, dead};
 use super::installation::check;
-use super::objects::{Adopted, Entry, Lent, LiveStream, Streams};
+use super::objects::{Lent, LiveStream, StreamEntry, Streams};
 use super::raw::{handle, pointer};
 use crate::driver::{CaptureStatus, RawStream, StreamFlags};
 use crate::error::{Code, DeviceError, Operation, Result};
@@ -25,33 +25,17 @@ pub(super) fn is_default(stream: RawStream) -> bool {
     stream.is_legacy() || stream == RawStream::PER_THREAD
 }
 
-/// The stream with this handle. In debug builds, a handle that means another stream than the one adopted is an error.
+/// The stream with this handle.
 pub(super) fn live(gpu: &Gpu, operation: Operation, stream: RawStream) -> Result<LiveStream> {
     if is_default(stream) {
         return Ok(LiveStream { raw: pointer(stream.0), _entry: None });
     }
     let entry = gpu.streams.get(stream.0).ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
-    if cfg!(debug_assertions)
-        && let Entry::Adopted(Adopted { id: Some(id), .. }) = *entry
-    {
-        check_identity(gpu, operation, stream, id)?;
-    }
     Ok(LiveStream { raw: pointer(stream.0), _entry: Some(entry) })
 }
 
-fn check_identity(gpu: &Gpu, operation: Operation, stream: RawStream, adopted: u64) -> Result<()> {
-    let now = identity(gpu, operation, pointer(stream.0))?;
-    if now.is_none_or(|now| now == adopted) {
-        return Ok(());
-    }
-    Err(DeviceError::refused(operation, Code::INVALID_HANDLE).with_detail(format!(
-        "the adopted stream {:#x} was destroyed by its owner, and the driver gave its handle to another stream; release an \
-         adopted stream before its owner destroys it",
-        stream.0
-    )))
-}
-
-/// What the driver calls the stream, where it tells: not while it captures, which the question would break.
+/// The driver's number of the stream, if it has one: not while it captures, which the question
+/// would break.
 fn identity(gpu: &Gpu, operation: Operation, raw: CUstream) -> Result<Option<u64>> {
     let Some(ask) = gpu.core.functions().cuStreamGetId else { return Ok(None) };
     if captures::status(gpu, operation, raw)? != CaptureStatus::None {
@@ -72,7 +56,6 @@ pub(super) fn stream_id(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
 
 pub(super) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> {
     destroy_lent(gpu);
-    gpu.core.destroy_left();
     let _current = gpu.core.enter_relaxed(Operation::CreateStream)?;
     let mut raw = ptr::null_mut();
     let non_blocking = if flags.non_blocking { NON_BLOCKING } else { 0 };
@@ -85,12 +68,12 @@ pub(super) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> 
     release(gpu, RawStream(raw));
     // SAFETY: just created, and known only here.
     let object = unsafe { Object::new(&gpu.core, raw, Lent::default()) };
-    gpu.streams.insert(raw, Entry::Owned(object));
+    gpu.streams.insert(raw, StreamEntry::Owned(object));
     Ok(RawStream(raw))
 }
 
-/// Destroys a stream, after the end of its capture if it has one. A stream whose object is lent to cudarc is destroyed once cudarc has
-/// given that back.
+/// Destroys a stream, after the end of its capture if it has one. A stream whose object is lent to
+/// cudarc is destroyed once cudarc has given that back.
 pub(super) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
     let operation = Operation::DestroyStream;
     if is_default(stream) {
@@ -98,12 +81,13 @@ pub(super) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
             DeviceError::refused(operation, Code::INVALID_HANDLE).with_detail("a default stream cannot be destroyed")
         );
     }
-    let owned = gpu.streams.take_if(stream.0, |entry| matches!(entry, Entry::Owned(_)));
+    let owned = gpu.streams.take_if(stream.0, |entry| matches!(entry, StreamEntry::Owned(_)));
     let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
     let mut entry = match Arc::try_unwrap(entry) {
         Ok(entry) => entry,
         Err(entry) => {
-            // In use on another thread: the last user's drop destroys it (L1), unless it is lent to cudarc.
+            // In use on another thread: the last user's drop destroys it (L1), unless it is lent to
+            // cudarc.
             if entry.is_lent() {
                 gpu.lent.lock().push(entry);
             }
@@ -114,7 +98,7 @@ pub(super) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
         gpu.lent.lock().push(Arc::new(entry));
         return Ok(());
     }
-    let Entry::Owned(object) = &mut entry else { return Ok(()) };
+    let StreamEntry::Owned(object) = &mut entry else { return Ok(()) };
     let destroyed = object.destroy();
     if destroyed.is_err() {
         gpu.streams.insert(stream.0, entry);
@@ -122,44 +106,47 @@ pub(super) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
     destroyed
 }
 
-/// Destroys the streams that were lent out when they should have been destroyed and were given back since.
+/// Destroys the streams that were lent out when they should have been destroyed and were given back
+/// since.
 fn destroy_lent(gpu: &Gpu) {
     let mut lent = gpu.lent.lock();
-    let is_back = |entry: &mut Arc<Entry>| Arc::get_mut(entry).is_some_and(Entry::take_back);
+    let is_back = |entry: &mut Arc<StreamEntry>| Arc::get_mut(entry).is_some_and(StreamEntry::take_back);
     let back: Vec<_> = lent.extract_if(.., is_back).collect();
     drop(lent);
     drop(back);
 }
 
-/// Keeps a stream of cudarc's alive as long as it is adopted. False if it is neither adopted nor one of ours.
+/// Keeps a stream of cudarc's alive as long as it is adopted. False if it is neither adopted nor
+/// one of ours.
 pub(super) fn keep(gpu: &Gpu, stream: RawStream, object: &Arc<CudaStream>) -> bool {
     let entry = gpu.streams.get(stream.0);
-    if let Some(Entry::Adopted(adopted)) = entry.as_deref() {
-        adopted.keep.get_or_init(|| object.clone());
+    if let Some(StreamEntry::Adopted(adopted)) = entry.as_deref() {
+        adopted.get_or_init(|| object.clone());
     }
     entry.is_some()
 }
 
-/// Lets calls name a stream that another library owns. A stream of this driver has its entry already.
+/// Lets calls name a stream that another library owns. A stream of this driver has its entry
+/// already.
 pub(super) fn adopt(gpu: &Gpu, stream: RawStream) {
-    let is_ours = || gpu.streams.get(stream.0).is_some_and(|entry| matches!(*entry, Entry::Owned(_)));
+    let is_ours = || gpu.streams.get(stream.0).is_some_and(|entry| matches!(*entry, StreamEntry::Owned(_)));
     if is_default(stream) || is_ours() {
         return;
     }
     // What an owner destroyed without releasing it.
     release(gpu, stream);
-    let id = if cfg!(debug_assertions) { identity(gpu, Operation::StreamId, pointer(stream.0)) } else { Ok(None) };
-    let adopted = Adopted { id: id.unwrap_or(None), keep: OnceLock::new() };
-    gpu.streams.insert(stream.0, Entry::Adopted(adopted));
+    gpu.streams.insert(stream.0, StreamEntry::Adopted(OnceLock::new()));
 }
 
 /// Ends what [`adopt`] began.
 pub(super) fn release(gpu: &Gpu, stream: RawStream) {
-    let entry = gpu.streams.take_if(stream.0, |entry| matches!(entry, Entry::Adopted(_)));
+    let entry = gpu.streams.take_if(stream.0, |entry| matches!(entry, StreamEntry::Adopted(_)));
     let Some(entry) = entry else { return };
-    // A capture that was begun here and goes on is its owner's to end: no call can name the stream here any more.
+    // A capture that was begun here and goes on is its owner's to end: no call can name the stream
+    // here any more.
     gpu.core.ongoing.end(stream);
-    // Outside of the table's lock, because the last reference to cudarc's stream may destroy it, with the context current.
+    // Outside of the table's lock, because the last reference to cudarc's stream may destroy it,
+    // with the context current.
     let _current = gpu.core.enter(Operation::DestroyStream).ok();
     let _mode = RelaxedMode::enter(gpu.core.functions(), Operation::DestroyStream).ok();
     drop(entry);

@@ -26,11 +26,12 @@ use crate::timeline::{ReusableTimelines, StreamKind, Timeline};
 use crate::unfinished;
 use crate::waits::WaitMark;
 
-/// One GPU, real or simulated: creates streams and events, and allocates plain driver memory. Cloning gives another handle of the same
-/// device.
+/// One GPU, real or simulated: creates streams and events, and allocates plain driver memory.
+/// Cloning gives another handle of the same device.
 ///
-/// [`Device::open`] opens a device by name, [`Device::best`] the best one, [`Device::new`] wraps a driver. Memory for programs comes from
-/// `aquifer-allocator`, which caches it; [`Device::alloc`] is a plain driver allocation.
+/// [`Device::open`] opens a device by name, [`Device::best`] the best one, [`Device::new`] wraps a
+/// driver. Memory for programs comes from `aquifer-allocator`, which caches it; [`Device::alloc`]
+/// is a plain driver allocation.
 ///
 /// ```
 /// use aquifer_device::Device;
@@ -42,9 +43,9 @@ use crate::waits::WaitMark;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-pub struct Device(Arc<Inner>);
+pub struct Device(Arc<DeviceInner>);
 
-pub(crate) struct Inner {
+pub(crate) struct DeviceInner {
     context: Arc<Context>,
     default_stream: Stream,
     /// The per-thread default stream of each thread that has used it.
@@ -57,7 +58,7 @@ pub(crate) struct Inner {
     choice: OnceLock<String>,
 }
 
-impl Drop for Inner {
+impl Drop for DeviceInner {
     fn drop(&mut self) {
         if fork::is_child() {
             return;
@@ -77,7 +78,8 @@ pub struct TimelineCounts {
 }
 
 impl Device {
-    /// Makes a new device driven by `driver`. A GPU that [`Device::open`] opened is another device, with streams of its own.
+    /// Makes a new device driven by `driver`. A GPU that [`Device::open`] opened is another device,
+    /// with streams of its own.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         unfinished::finish_all();
         Device::of_driver(driver)
@@ -88,7 +90,7 @@ impl Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None);
-        Device(Arc::new(Inner {
+        Device(Arc::new(DeviceInner {
             context,
             default_stream,
             per_thread: Mutex::default(),
@@ -113,9 +115,9 @@ impl Device {
         &self.0.context
     }
 
-    /// The first error that reported the device as lost, if any. It names the call that failed, its error code and, on a simulated device,
-    /// the work at fault. That work was enqueued before the call, on any stream. Every later error of the device names this one. Makes no
-    /// driver call.
+    /// The first error that reported the device as lost, if any. It names the call that failed, its
+    /// error code and, on a simulated device, the work at fault. That work was enqueued before the
+    /// call, on any stream. Every later error of the device names this one. Makes no driver call.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -163,8 +165,8 @@ impl Device {
         &*self.0.context.driver
     }
 
-    /// The checks of how memory is used, where the device is simulated and they are on. An allocator tells them of its
-    /// blocks.
+    /// The checks of how memory is used, where the device is simulated and they are on. An
+    /// allocator reports its blocks to them.
     #[doc(hidden)]
     pub fn checks(&self) -> Option<&Arc<Checks>> {
         self.0.context.checks.as_ref()
@@ -177,9 +179,9 @@ impl Device {
         self.0.context.called_from(at)
     }
 
-    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of memory. Takes them.
-    /// For the end of tests; a real device finds none. Wait for the device first: a kernel that reads its ranges in
-    /// part is checked when it runs.
+    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of
+    /// memory. Takes them. For the end of tests; a real device finds none. Wait for the device
+    /// first: a kernel that reads its ranges in part is checked when it runs.
     ///
     /// ```should_panic
     /// use aquifer_device::Device;
@@ -221,8 +223,9 @@ impl Device {
         Event::new(self.0.context.clone(), timing)
     }
 
-    /// A mark for all work enqueued on the device so far, even on streams unknown to this handle. It serves where the stream of some work
-    /// is not known. It is passed once the host has waited for the whole device. No driver call.
+    /// A mark for all work enqueued on the device so far, even on streams unknown to this handle.
+    /// It serves where the stream of some work is not known. It is passed once the host has waited
+    /// for the whole device. No driver call.
     ///
     /// ```
     /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
@@ -238,7 +241,8 @@ impl Device {
         self.0.context.waits.mark()
     }
 
-    /// Waits on the host until all work of the device is done. All ticks taken before on any of its streams are then known to be done.
+    /// Waits on the host until all work of the device is done. All ticks taken before on any of its
+    /// streams are then known to be done.
     ///
     /// # Errors
     /// When a stream captures, and errors of the driver.
@@ -246,8 +250,9 @@ impl Device {
         self.0.context.synchronize()
     }
 
-    /// Makes a plain driver allocation, which nothing caches. If the device lacks memory, everything left to be given back later is given
-    /// back, which may wait for the device ([`Device::settle`]), and the allocation is tried again.
+    /// Makes a plain driver allocation, which nothing caches. If the device lacks memory,
+    /// everything left to be given back later is given back, which may wait for the device
+    /// ([`Device::settle`]), and the allocation is tried again.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -267,15 +272,16 @@ impl Device {
     /// Frees a plain driver allocation. The driver waits for the device first.
     ///
     /// # Errors
-    /// When a stream captures, because waiting would break the capture; errors of the driver. The memory is still allocated then.
+    /// When a stream captures, because waiting would break the capture; errors of the driver. The
+    /// memory is still allocated then.
     #[track_caller]
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
         let _place = self.called_from(Location::caller());
         self.0.context.free(ptr)
     }
 
-    /// Unmaps memory, as [`Driver::unmap`] does, which waits for no work. Refused while a stream captures: CUDA does not say whether
-    /// unmapping breaks a capture.
+    /// Unmaps memory, as [`Driver::unmap`] does, which waits for no work. Refused while a stream
+    /// captures: CUDA does not say whether unmapping breaks a capture.
     ///
     /// # Errors
     /// When a stream captures; errors of the driver. The memory is still mapped then.
@@ -283,7 +289,8 @@ impl Device {
         self.0.context.unmap(ptr, bytes)
     }
 
-    /// True if any of the device's streams captures. Calls that wait for the device would break the capture.
+    /// True if any of the device's streams captures. Calls that wait for the device would break the
+    /// capture.
     pub fn is_capturing(&self) -> bool {
         self.0.context.is_capturing()
     }
@@ -292,12 +299,12 @@ impl Device {
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
 impl Device {
     /// The device, unless its last handle is gone.
-    pub(crate) fn upgrade(device: &Weak<Inner>) -> Option<Device> {
+    pub(crate) fn upgrade(device: &Weak<DeviceInner>) -> Option<Device> {
         device.upgrade().map(Device)
     }
 
     /// A reference that does not keep the device open.
-    pub(crate) fn downgrade(&self) -> Weak<Inner> {
+    pub(crate) fn downgrade(&self) -> Weak<DeviceInner> {
         Arc::downgrade(&self.0)
     }
 }

@@ -10,32 +10,35 @@ use crate::timeline::Tick;
 use crate::unfinished;
 
 impl Device {
-    /// Leaves a plain driver allocation to the device, to be freed at the next [`Device::settle`], at a [`Device::alloc`] that lacks
-    /// memory, or when the last handle of the device is dropped. Makes no driver call, so it can be used in destructors.
+    /// Leaves a plain driver allocation to the device, to be freed at the next [`Device::settle`],
+    /// at a [`Device::alloc`] that lacks memory, or when the last handle of the device is dropped.
+    /// Makes no driver call, so it can be used in destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
         self.0.context.releases.add(Object::Allocation(ptr));
     }
 
-    /// Leaves reserved addresses, and the memory mapped there, to the device, to be given back when memory of [`Device::free_later`] is.
-    /// That waits for the device, unless nothing is mapped there. Makes no driver call.
+    /// Leaves reserved addresses, and the memory mapped there, to the device, to be given back when
+    /// memory of [`Device::free_later`] is. That waits for the device, unless nothing is mapped
+    /// there. Makes no driver call.
     pub fn unreserve_later(&self, reservation: Reservation) {
         self.0.context.releases.add(Object::Reservation(reservation));
     }
 
-    /// Leaves physical memory that is mapped nowhere to the device, to be released when memory of [`Device::free_later`] is freed. Makes no
-    /// driver call.
+    /// Leaves physical memory that is mapped nowhere to the device, to be released when memory of
+    /// [`Device::free_later`] is freed. Makes no driver call.
     pub fn release_later(&self, physical: RawPhysical) {
         self.0.context.releases.add(Object::Physical(physical));
     }
 
-    /// Leaves a module of kernels to the device, to be unloaded when memory of [`Device::free_later`] is freed. That waits for the device.
-    /// Makes no driver call.
+    /// Leaves a module of kernels to the device, to be unloaded when memory of
+    /// [`Device::free_later`] is freed. That waits for the device. Makes no driver call.
     pub fn unload_later(&self, module: RawModule) {
         self.0.context.releases.add(Object::Module(module));
     }
 
-    /// Leaves page-locked memory of [`Driver::host_alloc`] to the device, to be freed once its last `uses` are known to be done: at the
-    /// next [`Device::settle_host`], at the next [`Device::settle`], which waits for the device if need be, or when the last handle of the
+    /// Leaves page-locked memory of [`Driver::host_alloc`] to the device, to be freed once its last
+    /// `uses` are known to be done: at the next [`Device::settle_host`], at the next
+    /// [`Device::settle`], which waits for the device if need be, or when the last handle of the
     /// device is dropped. Makes no driver call.
     ///
     /// Like [`Driver::host_free`], this takes memory away, so only the owner may call it:
@@ -48,42 +51,49 @@ impl Device {
     /// ```
     ///
     /// # Safety
-    /// As for [`Driver::host_free`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The ticks are
-    /// of this device, and one of its allocations starts at `ptr`, which nothing else frees.
+    /// As for [`Driver::host_free`], but for work that was enqueued before a tick in `uses` was
+    /// taken, on that tick's stream. The ticks are of this device, and one of its allocations
+    /// starts at `ptr`, which nothing else frees.
     pub unsafe fn host_free_later(&self, ptr: HostPtr, bytes: u64, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
         let memory = unsafe { HostMemory::new(ptr, bytes, None, Box::new(uses)) };
         self.0.context.releases.add(Object::Host(memory));
     }
 
-    /// Leaves registered memory to the device, to be unregistered ([`Driver::host_unregister`]) when [`Device::host_free_later`] would free
-    /// it. Then drops the `owner` of the memory, which must keep it readable and writable until then. Unregistering waits for the device,
-    /// so [`Device::settle_host`] does it only when there are more than 64 MiB. If it never succeeds, as on a lost device, the owner is
-    /// leaked, because the device may still write there. Makes no driver call.
+    /// Leaves registered memory to the device, to be unregistered ([`Driver::host_unregister`])
+    /// when [`Device::host_free_later`] would free it. Then drops the `owner` of the memory, which
+    /// must keep it readable and writable until then. Unregistering waits for the device, so
+    /// [`Device::settle_host`] does it only when there are more than 64 MiB. If it never succeeds,
+    /// as on a lost device, the owner is leaked, because the device may still write there. Makes no
+    /// driver call.
     ///
     /// # Safety
-    /// As for [`Driver::host_unregister`], but for work that was enqueued before a tick in `uses` was taken, on that tick's stream. The
-    /// ticks are of this device, and memory registered with it starts at `ptr`, which nothing else unregisters.
+    /// As for [`Driver::host_unregister`], but for work that was enqueued before a tick in `uses`
+    /// was taken, on that tick's stream. The ticks are of this device, and memory registered with
+    /// it starts at `ptr`, which nothing else unregisters.
     pub unsafe fn host_unregister_later(&self, ptr: HostPtr, bytes: u64, owner: Box<dyn Any + Send>, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
         let memory = unsafe { HostMemory::new(ptr, bytes, Some(owner), Box::new(uses)) };
         self.0.context.releases.add(Object::Host(memory));
     }
 
-    /// Asks the driver how far streams got, and gives back page-locked memory of [`Device::host_free_later`] whose uses are done, and
-    /// registered memory if there is much of it. Does nothing while a stream captures. Returns how many bytes went back.
+    /// Asks the driver how far streams got, and gives back page-locked memory of
+    /// [`Device::host_free_later`] whose uses are done, and registered memory if there is much of
+    /// it. Does nothing while a stream captures. Returns how many bytes went back.
     #[doc(hidden)]
     pub fn settle_host(&self) -> u64 {
         self.0.context.settle(Effort::MuchAtATime)
     }
 
-    /// As [`Device::settle_host`], for all such memory. Waits for the device if it may still use some of it.
+    /// As [`Device::settle_host`], for all such memory. Waits for the device if it may still use
+    /// some of it.
     pub fn wait_and_settle_host(&self) -> u64 {
         self.0.context.settle(Effort::Waiting)
     }
 
-    /// Gives back everything that was left to be given back later (`free_later` and the like). Waits for the device if it may still use
-    /// some of it. The rest stays if a call fails, and is tried again later.
+    /// Gives back everything that was left to be given back later (`free_later` and the like).
+    /// Waits for the device if it may still use some of it. The rest stays if a call fails, and is
+    /// tried again later.
     pub fn settle(&self) {
         if fork::is_child() {
             return;
@@ -93,7 +103,8 @@ impl Device {
         self.0.context.settle(Effort::Waiting);
     }
 
-    /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits for nothing.
+    /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits
+    /// for nothing.
     #[doc(hidden)]
     pub fn settle_unused(&self) {
         self.0.context.settle(Effort::WithoutWaiting);

@@ -17,7 +17,8 @@ pub(super) struct ThreadStream {
 }
 
 impl ThreadStream {
-    /// True if the thread has ended. Its timeline can serve another stream once no handle of this one is left.
+    /// True if the thread has ended. Its timeline can serve another stream once no handle of this
+    /// one is left.
     fn has_ended(&self) -> bool {
         self.runs.strong_count() == 0
     }
@@ -28,8 +29,8 @@ thread_local! {
     static RUNS: Arc<()> = Arc::default();
 }
 
-/// Number of ended threads from which on events are recorded for them. Every blocking stream waits for such an event, so they are recorded
-/// for several threads at a time.
+/// Number of ended threads from which on events are recorded for them. Every blocking stream waits
+/// for such an event, so they are recorded for several threads at a time.
 const ENDED_THREADS: usize = 16;
 
 impl Device {
@@ -38,7 +39,8 @@ impl Device {
         &self.0.default_stream
     }
 
-    /// The default stream of the calling thread: one stream for each thread, as with CUDA's per-thread default stream.
+    /// The default stream of the calling thread: one stream for each thread, as with CUDA's
+    /// per-thread default stream.
     pub fn per_thread_stream(&self) -> Stream {
         let thread = std::thread::current().id();
         if let Some(known) = self.0.per_thread.lock().get(&thread) {
@@ -55,8 +57,8 @@ impl Device {
         stream
     }
 
-    /// Records the last events of ended threads' default streams, if there are several, so that their numbers can serve other streams.
-    /// Those that fail are tried again later.
+    /// Records the last events of ended threads' default streams, if there are several, so that
+    /// their numbers can serve other streams. Those that fail are tried again later.
     fn close_streams_of_ended_threads(&self) {
         let is_over = |ended: &ThreadStream| ended.has_ended() && ended.stream.is_last_handle();
         let mut threads = self.0.per_thread.lock();
@@ -107,13 +109,15 @@ impl Device {
         Ok(stream)
     }
 
-    /// The device's [`Stream`] for a stream that another library owns, so that two libraries in one program share it: a stream created
-    /// here, one adopted before, a default stream, or else the stream is adopted now. The device keeps it until
-    /// [`Device::forget_stream`], or until the last handle of the device is dropped. Threads that ask for one handle at the same time get
+    /// The device's [`Stream`] for a stream that another library owns, so that two libraries in one
+    /// program share it: a stream created here, one adopted before, a default stream, or else the
+    /// stream is adopted now. The device keeps it until [`Device::forget_stream`], or until the
+    /// last handle of the device is dropped. Threads that ask for one handle at the same time get
     /// one stream. `cuda::stream` does the same for a stream of cudarc's.
     ///
-    /// The driver is asked whether an adopted handle still names the same stream ([`Driver::stream_id`]). If it names a new one, because
-    /// the owner destroyed the stream without forgetting it, the new one is adopted.
+    /// The driver is asked whether an adopted handle still names the same stream
+    /// ([`Driver::stream_id`]). If it names a new one, because the owner destroyed the stream
+    /// without forgetting it, the new one is adopted.
     ///
     /// ```
     /// use aquifer_device::{Device, Driver, StreamFlags};
@@ -133,16 +137,17 @@ impl Device {
     /// In a forked child.
     ///
     /// # Safety
-    /// `raw` must be a live stream of this device. If it was not created here, it must stay live until it is forgotten or the device is
-    /// closed.
+    /// `raw` must be a live stream of this device. If it was not created here, it must stay live
+    /// until it is forgotten or the device is closed.
     pub unsafe fn stream_from_raw(&self, raw: RawStream) -> Result<Stream> {
         fork::check(Operation::StreamId)?;
         // SAFETY: passed on to the caller.
         Ok(unsafe { self.find_or_adopt(raw, true) }.0)
     }
 
-    /// Releases a stream that [`Device::stream_from_raw`] adopted, before its owner destroys it. Its ticks stay answerable; calls on handles
-    /// of it fail from now on. Does nothing for other streams.
+    /// Releases a stream that [`Device::stream_from_raw`] adopted, before its owner destroys it.
+    /// Its ticks stay answerable; calls on handles of it fail from now on. Does nothing for other
+    /// streams.
     ///
     /// # Errors
     /// As those of [`ExternalStream::release`]: the stream stays adopted while it captures.
@@ -156,11 +161,13 @@ impl Device {
         released
     }
 
-    /// Adopts a stream that another library owns until the result is released or dropped, so that ticks can be taken on it and waited for.
-    /// A stream that was adopted before and released gets another number.
+    /// Adopts a stream that another library owns until the result is released or dropped, so that
+    /// ticks can be taken on it and waited for. A stream that was adopted before and released gets
+    /// another number.
     ///
-    /// If the device has the stream already, because it was created here, is a default stream, or is adopted, this returns that stream, and
-    /// releasing the result does nothing. Where several libraries use one stream, use [`Device::stream_from_raw`].
+    /// If the device has the stream already, because it was created here, is a default stream, or
+    /// is adopted, this returns that stream, and releasing the result does nothing. Where several
+    /// libraries use one stream, use [`Device::stream_from_raw`].
     ///
     /// # Safety
     /// `raw` must be a live stream of this device until it is released.
@@ -170,8 +177,8 @@ impl Device {
         external.unwrap_or_else(|| ExternalStream::of_device(stream))
     }
 
-    /// The stream with a handle that the device knows, or else one that is adopted now: until it is forgotten if the device `keeps` it, or
-    /// until the caller releases it.
+    /// The stream with a handle that the device knows, or else one that is adopted now: until it is
+    /// forgotten if the device `keeps` it, or until the caller releases it.
     ///
     /// # Safety
     /// `raw` must be a live stream of this device until it is released.
@@ -201,7 +208,8 @@ impl Device {
         (stream, given)
     }
 
-    /// Lets the timeline of a stream that its owner destroyed without forgetting it serve a later one.
+    /// Lets the timeline of a stream that its owner destroyed without forgetting it serve a later
+    /// one.
     fn note_destroyed(&self, external: ExternalStream) {
         let timeline = external.note_destroyed();
         if !timeline.is_capturing() {

@@ -1,4 +1,5 @@
-//! Facts that a driver reports about its device, its pool and its streams, and the flags of new streams.
+//! Facts that a driver reports about its device, its pool and its streams, and the flags of new
+//! streams.
 
 use std::fmt;
 
@@ -34,19 +35,21 @@ pub struct DeviceInfo {
     pub name: String,
     /// Memory of the device in bytes.
     pub total_bytes: u64,
-    /// Granularity of physical memory, reservations and mappings in bytes; `None` if the device cannot map memory.
+    /// Granularity of physical memory, reservations and mappings in bytes; `None` if the device
+    /// cannot map memory.
     pub granularity_bytes: Option<u64>,
     /// Least and greatest stream priority. As with CUDA, the greatest priority is the lower number.
     pub priorities: (i32, i32),
     /// Compute capability, major and minor number: the architecture that kernels are compiled for.
     pub compute_capability: (u32, u32),
-    /// The newest CUDA version that the driver knows, major and minor number; `None` for the simulated device. There is no version of the
-    /// CUDA runtime: nothing here calls or needs one.
+    /// The newest CUDA version that the driver knows, major and minor number; `None` for the
+    /// simulated device. There is no version of the CUDA runtime: nothing here calls or needs one.
     pub driver_version: Option<(u32, u32)>,
 }
 
 impl DeviceInfo {
-    /// Describes a device that cannot map memory, has one stream priority and compute capability 0.0. Set the other fields as they apply.
+    /// Describes a device that cannot map memory, has one stream priority and compute capability
+    /// 0.0. Set the other fields as they apply.
     pub fn new(kind: DriverKind, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
         DeviceInfo {
             kind,
@@ -111,9 +114,11 @@ pub enum Attribute {
     VirtualMemoryManagement,
     /// 1 if the driver has a stream-ordered pool, otherwise 0.
     MemoryPools,
-    /// 1 if physical memory can be created for RDMA ([`crate::PhysicalOptions::rdma`]), otherwise 0.
+    /// 1 if physical memory can be created for RDMA ([`crate::PhysicalOptions::rdma`]), otherwise
+    /// 0.
     GpuDirectRdmaWithVmm,
-    /// 1 if physical memory can be exported as a file descriptor ([`crate::PhysicalOptions::exportable`]), otherwise 0.
+    /// 1 if physical memory can be exported as a file descriptor
+    /// ([`crate::PhysicalOptions::exportable`]), otherwise 0.
     PosixFdHandles,
     /// 1 if one call can enqueue many copies ([`crate::Driver::copy_batch`]), otherwise 0.
     BatchedCopies,

@@ -1,12 +1,15 @@
-//! Forwards calls of a driver to another one. This is the one list of the signatures for all drivers that decorate one.
+//! Forwards calls of a driver to another one. This is the one list of the signatures for all
+//! drivers that decorate one.
 
-/// Implements methods of [`Driver`](crate::Driver) for a driver in front of another one, in its `impl`:
-/// `forward_calls! { alloc free … }`. Write the methods that behave differently by hand next to it.
+/// Implements methods of [`Driver`](crate::Driver) for a driver in front of another one, in its
+/// `impl`: `forward_calls! { alloc free … }`. Write the methods that behave differently by hand
+/// next to it.
 ///
-/// The driver has two methods of its own. `below(&self) -> &dyn Driver` returns the driver that it forwards to.
-/// `call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T>` makes a call there,
-/// with whatever comes before and after it. Methods that make no driver call use `below`. The types of the signatures must
-/// be in scope.
+/// The driver has two methods of its own. `below(&self) -> &dyn Driver` returns the driver that it
+/// forwards to.
+/// `call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T>`
+/// makes a call there, with whatever comes before and after it. Methods that make no driver call
+/// use `below`. The types of the signatures must be in scope.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! forward_calls {

@@ -9,7 +9,8 @@ use std::ops::Range;
 pub struct DevicePtr(pub u64);
 
 impl DevicePtr {
-    /// The address `bytes` bytes above this one, or the highest of all where that would be beyond it: calls refuse that one.
+    /// The address `bytes` bytes above this one, or the highest of all where that would be beyond
+    /// it: calls refuse that one.
     #[must_use]
     pub const fn offset(self, bytes: u64) -> DevicePtr {
         DevicePtr(self.0.saturating_add(bytes))
@@ -33,7 +34,8 @@ impl fmt::Display for DevicePtr {
     }
 }
 
-/// The address of page-locked host memory. It is a number, not a pointer, so that handles stay `Send`.
+/// The address of page-locked host memory. It is a number, not a pointer, so that handles stay
+/// `Send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HostPtr(pub usize);
 
@@ -68,10 +70,11 @@ raw_handles! {
 }
 
 impl RawStream {
-    /// The legacy default stream: it waits for every blocking stream of the device, and every blocking stream waits for it. Handle 0 means
-    /// the same.
+    /// The legacy default stream: it waits for every blocking stream of the device, and every
+    /// blocking stream waits for it. Handle 0 means the same.
     pub const LEGACY: RawStream = RawStream(1);
-    /// The per-thread default stream: each calling thread has a blocking stream of its own behind this handle.
+    /// The per-thread default stream: each calling thread has a blocking stream of its own behind
+    /// this handle.
     pub const PER_THREAD: RawStream = RawStream(2);
 
     /// Whether it stands for the legacy default stream.

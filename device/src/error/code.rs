@@ -8,8 +8,9 @@ pub struct Code(pub u32);
 
 /// The driver's codes, but for those of its profiler: value, CUDA name, kind.
 ///
-/// Source: the `CUresult` enumeration of the CUDA driver API. A device is taken for lost where that says that the process must be
-/// terminated to go on with CUDA, that the context cannot be used any more, or that the hardware failed.
+/// Source: the `CUresult` enumeration of the CUDA driver API. A device is taken for lost where that
+/// says that the process must be terminated to go on with CUDA, that the context cannot be used any
+/// more, or that the hardware failed.
 const CODES: &[(u32, &str, ErrorKind)] = &[
     (1, "CUDA_ERROR_INVALID_VALUE", ErrorKind::InvalidUse),
     (2, "CUDA_ERROR_OUT_OF_MEMORY", ErrorKind::OutOfMemory),

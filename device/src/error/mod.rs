@@ -1,7 +1,8 @@
-//! Errors of the device layer: which driver call failed, with which raw code, and what kind of failure that is.
+//! Errors of the device layer: which driver call failed, with which raw code, and what kind of
+//! failure that is.
 //!
-//! The raw code is always kept, so nothing the driver said is lost; [`ErrorKind`] is our reading of it, which is what
-//! callers branch on. Formatting an error never calls the driver.
+//! The raw code is always kept, so no information of the driver is lost; [`ErrorKind`] is our reading of
+//! it, which is what callers branch on. Formatting an error never calls the driver.
 
 mod code;
 mod request;
@@ -153,7 +154,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// What kind of failure a driver code stands for, and so who is at fault.
+/// The kind of failure that a driver code stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -165,8 +166,9 @@ pub enum ErrorKind {
     InvalidUse,
     /// The work asked about has not finished. Ask again later.
     NotReady,
-    /// The device or its context is gone and every later call fails too. Restart the process. The first such error of a
-    /// device ([`crate::Device::lost`]) says most about why; later ones name it.
+    /// The device or its context is gone and every later call fails too. Restart the process. The
+    /// first such error of a device ([`crate::Device::lost`]) says most about why; later ones name
+    /// it.
     DeviceLost,
     /// This device or driver cannot do that. Ask for the capability first.
     Unsupported,
@@ -174,8 +176,8 @@ pub enum ErrorKind {
     Unavailable,
     /// The call is not allowed in the present state of graph capture.
     Capture,
-    /// The process was forked after a device was opened, and this is the child: no device can be used in it. Fork before a device is opened,
-    /// or start another program (`exec`).
+    /// The process was forked after a device was opened, and this is the child: no device can be
+    /// used in it. Fork before a device is opened, or start another program (`exec`).
     Forked,
     /// Anything else; see the raw code.
     Other,
@@ -189,9 +191,11 @@ pub enum Attempt {
     Call,
     /// Another function of the driver, which the operation needs, was called and returned the code.
     Function(&'static str),
-    /// The driver was not called, because the call could not succeed or would do harm. The code is the one that fits best.
+    /// The driver was not called, because the call could not succeed or would do harm. The code is
+    /// the one that fits best.
     Refused,
-    /// The request is no driver call, and was not served. The text says so, such as "the stream was not adopted". The code is the one that fits best.
+    /// The request is no driver call, and was not served. The text says so, such as "the stream was
+    /// not adopted". The code is the one that fits best.
     Request(&'static str),
 }
 
@@ -207,7 +211,8 @@ pub struct DeviceError {
     pub code: Code,
     /// Our reading of the code.
     pub kind: ErrorKind,
-    /// The device that was asked; `None` for what was refused before a driver was, and for errors of a bare [`crate::Driver`].
+    /// The device that was asked; `None` for what was refused before a driver was, and for errors
+    /// of a bare [`crate::Driver`].
     pub device: Option<DeviceLabel>,
     /// What was asked for and what to do, where that helps. Boxed: errors travel on fast paths.
     pub detail: Option<Box<str>>,
@@ -219,7 +224,8 @@ impl DeviceError {
         DeviceError { operation, attempt: Attempt::Call, code, kind: code.kind(), device: None, detail: None }
     }
 
-    /// An error of `operation`, for which the driver was not called. The code is the one that fits best.
+    /// An error of `operation`, for which the driver was not called. The code is the one that fits
+    /// best.
     ///
     /// ```
     /// use aquifer_device::{Code, DeviceError, Operation};
@@ -230,7 +236,8 @@ impl DeviceError {
         DeviceError { attempt: Attempt::Refused, ..DeviceError::new(operation, code) }
     }
 
-    /// The same error of a request that is no driver call: `not_done` says what was not done, such as "the stream was not adopted".
+    /// The same error of a request that is no driver call: `not_done` says what was not done, such
+    /// as "the stream was not adopted".
     #[must_use]
     pub fn of_request(self, not_done: &'static str) -> Self {
         DeviceError { attempt: Attempt::Request(not_done), ..self }

@@ -2,12 +2,13 @@
 
 use crate::label::DeviceMismatch;
 
-/// A request that cannot be served as the caller made it. Nothing was done. The errors of all crates contain this one.
+/// A request that cannot be served as the caller made it. Nothing was done. The errors of all
+/// crates contain this one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
-    /// The caller passed a stream or memory of another device. Use one of the device that is needed, or copy the memory
-    /// there.
+    /// The caller passed a stream or memory of another device. Use one of the device that is
+    /// needed, or copy the memory there.
     #[error("the {what} belongs to {devices}")]
     WrongDevice {
         /// What was passed.
@@ -15,7 +16,8 @@ pub enum RequestError {
         /// Its device, and the one that was needed.
         devices: Box<DeviceMismatch>,
     },
-    /// The caller asked for a range that is reversed or reaches beyond the end. Check it against the length.
+    /// The caller asked for a range that is reversed or reaches beyond the end. Check it against
+    /// the length.
     #[error("the range {start}..{end} is out of bounds for {len} elements")]
     OutOfBounds {
         /// First element asked for.
@@ -33,7 +35,8 @@ pub enum RequestError {
         /// Size of one.
         size: u64,
     },
-    /// The device, or the driver, cannot do what the caller asked for. Do it another way, or use another device.
+    /// The device, or the driver, cannot do what the caller asked for. Do it another way, or use
+    /// another device.
     #[error("not supported here: this needs {what}")]
     Unsupported {
         /// What is missing.
@@ -42,7 +45,8 @@ pub enum RequestError {
 }
 
 impl RequestError {
-    /// The caller passed what belongs to the device with the identity `is`, where that with `needed` was needed.
+    /// The caller passed what belongs to the device with the identity `is`, where that with
+    /// `needed` was needed.
     #[doc(hidden)]
     #[cold]
     pub fn wrong_device(what: &'static str, is: u32, needed: u32) -> RequestError {

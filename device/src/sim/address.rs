@@ -1,10 +1,11 @@
 //! The device's address space: plain allocations, and reservations with the mappings in them.
 //!
-//! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that is free; so do
-//! reservations in theirs. What is live here is what the *program* may use: a range freed on a stream is marked at the
-//! call, and goes when the stream gets there.
+//! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that
+//! is free; so do reservations in theirs. What is live here is what the *program* may use: a range
+//! freed on a stream is marked at the call, and goes when the stream gets there.
 //!
-//! Invariants: nothing overlaps; every mapping lies in one reservation; every allocation and mapping has a store.
+//! Invariants: nothing overlaps; every mapping lies in one reservation; every allocation and
+//! mapping has a store.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,10 +24,12 @@ pub(super) const GRANULARITY: u64 = 2 << 20;
 const PLAIN_BASE: u64 = 0x7000_0000_0000;
 /// First address of reservations of device 0.
 const RESERVED_BASE: u64 = 0x4_0000_0000_0000;
-/// Length of either zone: above the largest capacity, and the zones of one device fit below the next one's.
+/// Length of either zone: above the largest capacity, and the zones of one device fit below the
+/// next one's.
 const ZONE_BYTES: u64 = 1 << 49;
-/// Addresses can be reserved for so many times the memory of the device, at most a zone. Real devices have hundreds of TiB of them: a
-/// bound that programs can reach shows whether they give addresses back.
+/// Addresses can be reserved for so many times the memory of the device, at most a zone. Real
+/// devices have hundreds of TiB of them: a bound that programs can reach shows whether they give
+/// addresses back.
 const ADDRESSES_FOR_MEMORY: u64 = 64;
 /// Distance between the zones of two devices.
 const DEVICE_SHIFT: u32 = 51;
@@ -171,7 +174,8 @@ impl AddressSpace {
         Some(allocation)
     }
 
-    /// Reserves addresses, the first of them a multiple of `alignment`, where that is more than the granularity.
+    /// Reserves addresses, the first of them a multiple of `alignment`, where that is more than the
+    /// granularity.
     pub(super) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<u64> {
         let out = |reservable| {
             let detail = format!("{bytes} bytes of addresses asked for, {reservable} left to reserve");
@@ -214,7 +218,8 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Maps physical memory, which is mapped nowhere, at `ptr`, if it fits there. No device may touch it yet.
+    /// Maps physical memory, which is mapped nowhere, at `ptr`, if it fits there. No device may
+    /// touch it yet.
     pub(super) fn map(&mut self, ptr: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !ptr.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{ptr:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));
@@ -253,7 +258,8 @@ impl AddressSpace {
         Ok(count)
     }
 
-    /// Removes the mapping that starts at `ptr`, and returns the number of its memory, for [`AddressSpace::unmapped`].
+    /// Removes the mapping that starts at `ptr`, and returns the number of its memory, for
+    /// [`AddressSpace::unmapped`].
     pub(super) fn unmap(&mut self, ptr: u64) -> Option<(u64, Mapping)> {
         self.mappings.unmap(ptr)
     }

@@ -1,4 +1,5 @@
-//! Calls about streams, copies, kernels and page-locked memory: what they check, enqueue and wait for.
+//! Calls about streams, copies, kernels and page-locked memory: what they check, enqueue and wait
+//! for.
 
 use std::sync::Arc;
 
@@ -12,7 +13,8 @@ use crate::driver::{DevicePtr, HostPtr, RawModule, RawStream, StreamFlags};
 use crate::error::{Code, Operation};
 use crate::launch::{AccessKind, Launch};
 
-/// Host memory copies at about this rate when pageable memory is staged; order of magnitude of one core.
+/// Host memory copies at about this rate when pageable memory is staged; order of magnitude of one
+/// core.
 const STAGING_BYTES_PER_NS: u64 = 10;
 
 /// Most threads of a block, on every card that can be simulated.
@@ -226,7 +228,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Work that uses the memory is waited for: the memory is the caller's, and may be gone after this.
+    /// Work that uses the memory is waited for: the memory is the caller's, and may be gone after
+    /// this.
     pub(super) fn host_unregister(&mut self, ptr: HostPtr) -> Answer<()> {
         self.refuse_device_wait()?;
         let range = self.host.registered(ptr.0)?;

@@ -1,8 +1,9 @@
 //! Graph capture: work that is recorded instead of run, and the rules of what a capture may touch.
 //!
-//! A capture has one origin stream; a stream that waits for one of its events joins it. Inside a capture order is kept
-//! with clocks of its own, so unordered accesses of one graph are found while it is captured. A graph then runs as the
-//! work was captured, one after the other on the stream it is launched on, which is one of the orders it allows.
+//! A capture has one origin stream; a stream that waits for one of its events joins it. Inside a
+//! capture order is kept with clocks of its own, so unordered accesses of one graph are found while
+//! it is captured. A graph then runs as the work was captured, one after the other on the stream it
+//! is launched on, which is one of the orders it allows.
 //!
 //! Invariant: a stream has a membership exactly while it is a member of a live capture.
 
@@ -25,7 +26,8 @@ fn unsupported(detail: impl Into<String>) -> Refused {
 }
 
 impl Machine {
-    /// Refuses work on the legacy stream while a blocking stream captures, and on a stream whose capture broke.
+    /// Refuses work on the legacy stream while a blocking stream captures, and on a stream whose
+    /// capture broke.
     pub(super) fn capture_allows(&mut self, id: u32) -> Answer<()> {
         if !self.has_captures() {
             return Ok(());
@@ -72,7 +74,8 @@ impl Machine {
         Err(unsupported("the driver's pool cannot be used in a capture here"))
     }
 
-    /// Refuses what would wait for the whole device while anything captures, and breaks all captures.
+    /// Refuses what would wait for the whole device while anything captures, and breaks all
+    /// captures.
     pub(super) fn capture_forbids_device_wait(&mut self) -> Answer<()> {
         let refused = self.refuse_device_wait();
         if refused.is_err() {
@@ -81,7 +84,8 @@ impl Machine {
         refused
     }
 
-    /// Refuses what would wait for the whole device while anything captures, before it breaks a capture.
+    /// Refuses what would wait for the whole device while anything captures, before it breaks a
+    /// capture.
     pub(super) fn refuse_device_wait(&mut self) -> Answer<()> {
         if !self.has_captures() {
             return Ok(());
@@ -89,7 +93,8 @@ impl Machine {
         Err(unsupported("this waits for the device, which is not possible while a stream captures"))
     }
 
-    /// Whether any capture is live. Those that began on the default stream of a thread that has ended are gone with it.
+    /// Whether any capture is live. Those that began on the default stream of a thread that has
+    /// ended are gone with it.
     fn has_captures(&mut self) -> bool {
         if self.captures.is_empty() {
             return false;
@@ -121,7 +126,8 @@ impl Machine {
         }
     }
 
-    /// Takes a destroyed stream out of its capture, which is broken by that; without its origin it is gone.
+    /// Takes a destroyed stream out of its capture, which is broken by that; without its origin it
+    /// is gone.
     pub(super) fn leave_capture(&mut self, id: u32, member: &Membership) {
         self.invalidate(member.capture);
         let Some(capture) = self.captures.get_mut(&member.capture) else { return };
@@ -235,8 +241,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Adds work to the capture that the stream is part of. Returns the work when the stream captures nothing. `is_new`
-    /// unless it was captured before, in a graph that is launched.
+    /// Adds work to the capture that the stream is part of. Returns the work when the stream
+    /// captures nothing. `is_new` unless it was captured before, in a graph that is launched.
     pub(super) fn capture_work(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Body>> {
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_none() {

@@ -1,23 +1,27 @@
-//! Checks of how work uses memory: the bounds and lives of blocks, and bytes that nothing has written.
+//! Checks of how work uses memory: the bounds and lives of blocks, and bytes that nothing has
+//! written.
 //!
-//! A caching allocator holds memory that no block uses at the moment, and blocks lie side by side in one allocation of
-//! the driver. So a device cannot see that work goes beyond its block, or uses a block that was dropped. The allocator
-//! tells a simulated device ([`Device::checks`](crate::Device::checks)) which ranges it hands out in blocks, and the
-//! bounds and the life of each block.
+//! A caching allocator holds memory that no block uses at the moment, and blocks lie side by side
+//! in one allocation of the driver. So a device cannot see that work goes beyond its block, or uses
+//! a block that was dropped. The allocator reports to a simulated device
+//! ([`Device::checks`](crate::Device::checks)) which ranges it hands out in blocks, and the bounds
+//! and the life of each block.
 //!
-//! Work is checked in program order, when it is enqueued, as the race detector does. Each range that work touches must
-//! lie in one live block, as it was requested: rounding is not part of it. Work that was enqueued before a block was
-//! dropped may run later. Work in a graph is checked when it is captured; a launch only needs those blocks that are not
-//! the graph's own (`PrivatePool`) to be live still. Memory that no allocator manages, such as a plain allocation of
-//! the driver, is checked by the address space alone, and counts as written.
+//! Work is checked in program order, when it is enqueued, as the race detector does. Each range
+//! that work touches must lie in one live block, as it was requested: rounding is not part of it.
+//! Work that was enqueued before a block was dropped may run later. Work in a graph is checked when
+//! it is captured; a launch only needs those blocks that are not the graph's own (`PrivatePool`) to
+//! be live still. Memory that no allocator manages, such as a plain allocation of the driver, is
+//! checked by the address space alone, and counts as written.
 //!
-//! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and downloads must not
-//! read such bytes; copies within the device carry them along. A kernel with a host implementation is checked as it
-//! runs where it may leave unwritten bytes alone: in a range that is written in part, such as rows with gaps, and in a
-//! range that it writes.
+//! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and
+//! downloads must not read such bytes; copies within the device carry them along. A kernel with a
+//! host implementation is checked as it runs where it may leave unwritten bytes alone: in a range
+//! that is written in part, such as rows with gaps, and in a range that it writes.
 //!
-//! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work enqueued so far.
-//! The lock is a leaf, taken under that of the machine, so blocks may be dropped while a kernel runs.
+//! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work
+//! enqueued so far. The lock is a leaf, taken under that of the machine, so blocks may be dropped
+//! while a kernel runs.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -47,7 +51,8 @@ pub struct NewBlock {
     pub at: Option<&'static Location<'static>>,
 }
 
-/// What the allocators of a simulated device tell it of their memory, and which bytes were never written.
+/// What the allocators of a simulated device tell it of their memory, and which bytes were never
+/// written.
 #[derive(Debug, Default)]
 pub struct Checks {
     state: Mutex<State>,
@@ -68,7 +73,8 @@ struct State {
     /// Blocks in managed memory. One that was dropped stays until another takes its place.
     blocks: IntervalMap<Held>,
     unwritten: IntervalMap<Origin>,
-    /// Page-locked memory with contents that were moved there and were never written, by host address.
+    /// Page-locked memory with contents that were moved there and were never written, by host
+    /// address.
     unwritten_host: IntervalMap<Origin>,
 }
 
@@ -108,7 +114,8 @@ pub(super) struct Misuse {
     pub(super) why: String,
 }
 
-/// A block that a graph uses, and that is not the graph's own: its address and number, and the end of what is used.
+/// A block that a graph uses, and that is not the graph's own: its address and number, and the end
+/// of what is used.
 pub(super) type Needed = (u64, u64, u64);
 
 /// Unwritten bytes that work reads.
@@ -189,8 +196,8 @@ impl Checks {
         self.state.lock().blocks.at(at, u64::MAX).0.map(|held| held.0.shown.clone())
     }
 
-    /// Checks that a range lies in one live block, where an allocator manages the memory. Returns the block if a graph
-    /// needs it.
+    /// Checks that a range lies in one live block, where an allocator manages the memory. Returns
+    /// the block if a graph needs it.
     pub(super) fn check(&self, range: &Range<u64>) -> Result<Option<Needed>, Box<Misuse>> {
         let state = self.state.lock();
         if state.managed.at(range.start, u64::MAX).0.is_none() || thread::moves_contents() {
@@ -302,7 +309,8 @@ impl State {
         self.blocks.insert(held.shown.ptr.0..held.end(), Held(Arc::new(block)));
     }
 
-    /// Names the live block that begins in the memory of one that was dropped, and ends last before an address.
+    /// Names the live block that begins in the memory of one that was dropped, and ends last before
+    /// an address.
     fn in_place_of(&self, dropped: &Block, at: u64) -> String {
         let pieces = self.blocks.overlapping(dropped.shown.ptr.0..at);
         let live = pieces.filter(|(_, held)| held.0.is_live()).last();

@@ -1,4 +1,5 @@
-//! Vector clocks: for each stream, of whichever device, up to which of its operations something is ordered after.
+//! Vector clocks: for each stream, of whichever device, up to which of its operations something is
+//! ordered after.
 //!
 //! A clock is sparse: a stream that is not listed stands at 0, before its first operation.
 

@@ -22,18 +22,21 @@ pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SimConfig {
-    /// Memory of the device in bytes, 1 to [`CAPACITY_BYTES_MAX`]. All of it can be allocated. Addresses can be reserved for 64 times as
-    /// much, or for 512 TiB if that is less.
+    /// Memory of the device in bytes, 1 to [`CAPACITY_BYTES_MAX`]. All of it can be allocated.
+    /// Addresses can be reserved for 64 times as much, or for 512 TiB if that is less.
     pub capacity_bytes: u64,
     /// The card whose speed the device has.
     pub preset: Preset,
-    /// Speed of the link to the host, each way, in GB/s (bytes a virtual ns); `None` for that of the card.
+    /// Speed of the link to the host, each way, in GB/s (bytes a virtual ns); `None` for that of
+    /// the card.
     pub link_gb_s: Option<u64>,
     /// Ordinal among the devices of the process.
     pub ordinal: u32,
-    /// Seed of everything that chance decides: durations, the order of unordered work, random faults.
+    /// Seed of everything that chance decides: durations, the order of unordered work, random
+    /// faults.
     pub seed: u64,
-    /// Whether durations vary, with occasional long stalls, so that seeds explore different interleavings.
+    /// Whether durations vary, with occasional long stalls, so that seeds explore different
+    /// interleavings.
     pub jitter: bool,
     /// Whether the device can map physical memory at reserved addresses.
     pub vmm: bool,
@@ -41,13 +44,15 @@ pub struct SimConfig {
     pub export: bool,
     /// Bytes of the device that another process holds.
     pub other_process_bytes: u64,
-    /// Whether a violation panics. Work that goes beyond its memory, or uses memory that is gone, panics in the call
-    /// that enqueues it. Anything else, such as a race, panics in the next call that waits for a stream, an event or
-    /// the device, or when the last handle of the device is dropped. Nothing panics on a thread that panics already. A
-    /// violation that was taken does not panic.
+    /// Whether a violation panics. Work that goes beyond its memory, or uses memory that is gone,
+    /// panics in the call that enqueues it. Anything else, such as a race, panics in the next call
+    /// that waits for a stream, an event or the device, or when the last handle of the device is
+    /// dropped. Nothing panics on a thread that panics already. A violation that was taken does not
+    /// panic.
     pub panic_on_violation: bool,
-    /// Whether the device checks the bounds and lives of the blocks that allocators hand out, and reads of memory that
-    /// was never written. On by default; programs that measure time turn it off. The race detector works without.
+    /// Whether the device checks the bounds and lives of the blocks that allocators hand out, and
+    /// reads of memory that was never written. On by default; programs that measure time turn it
+    /// off. The race detector works without.
     pub checks: bool,
     /// Faults to inject from the start.
     pub faults: Vec<Fault>,
@@ -80,7 +85,8 @@ impl Default for SimConfig {
 }
 
 impl SimConfig {
-    /// A device with `capacity_bytes` of memory, at most [`CAPACITY_BYTES_MAX`], and the speed of an H100.
+    /// A device with `capacity_bytes` of memory, at most [`CAPACITY_BYTES_MAX`], and the speed of
+    /// an H100.
     pub fn new(capacity_bytes: u64) -> Self {
         SimConfig { capacity_bytes: capacity_bytes.clamp(1, CAPACITY_BYTES_MAX), ..SimConfig::default() }
     }
@@ -103,9 +109,11 @@ impl SimConfig {
         }
     }
 
-    /// Reads the part of a device string after `sim:`: `[SIZE|PRESET][,key=value]…`, where the whole may be empty.
+    /// Reads the part of a device string after `sim:`: `[SIZE|PRESET][,key=value]…`, where the
+    /// whole may be empty.
     ///
-    /// Sizes are bytes or take a unit (`KiB`, `MiB`, `GiB`, `TiB`, or decimal `KB`, `MB`, `GB`, `TB`).
+    /// Sizes are bytes or take a unit (`KiB`, `MiB`, `GiB`, `TiB`, or decimal `KB`, `MB`, `GB`,
+    /// `TB`).
     ///
     /// | key | value | meaning |
     /// | --- | --- | --- |

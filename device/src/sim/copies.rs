@@ -1,4 +1,5 @@
-//! Copies of rows and batches of copies in the simulator. Each is one piece of work that touches many ranges.
+//! Copies of rows and batches of copies in the simulator. Each is one piece of work that touches
+//! many ranges.
 
 use super::calls::range;
 use super::machine::Machine;
@@ -20,7 +21,8 @@ impl Machine {
             return Ok(());
         }
         let too_long = || Refused::value(format!("{height} rows of {width} bytes are more than the device holds"));
-        // At least one end is on the device, so rows that do not overlap there hold no more than the device does.
+        // At least one end is on the device, so rows that do not overlap there hold no more than
+        // the device does.
         let bytes = width.checked_mul(height).filter(|&bytes| bytes <= self.memory.total()).ok_or_else(too_long)?;
         let parts = if dst_pitch == width && src_pitch == width {
             vec![self.part(dst, src, bytes)?]

@@ -28,6 +28,15 @@ impl SimDriver {
     }
 }
 
+/// Implements calls that the machine answers.
+macro_rules! by_machine {
+    ($($operation:ident => $method:ident($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
+        fn $method(&self, $($arg: $type),*) -> Result<$result> {
+            self.call(Operation::$operation, 0, |machine| machine.$method($($arg),*))
+        }
+    )*};
+}
+
 impl Driver for SimDriver {
     fn info(&self) -> &DeviceInfo {
         &self.info
@@ -67,16 +76,8 @@ impl Driver for SimDriver {
         self.call(Operation::Alloc, bytes, |machine| machine.alloc(bytes))
     }
 
-    fn free(&self, ptr: DevicePtr) -> Result<()> {
-        self.call(Operation::Free, 0, |machine| machine.free(ptr))
-    }
-
     fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
         self.call(Operation::AllocAsync, bytes, |machine| machine.alloc_async(bytes, stream))
-    }
-
-    fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
-        self.call(Operation::FreeAsync, 0, |machine| machine.free_async(ptr, stream))
     }
 
     fn reserve(&self, bytes: u64, alignment: u64) -> Result<DevicePtr> {
@@ -161,52 +162,12 @@ impl Driver for SimDriver {
         self.call(Operation::CreateStream, 0, |machine| Ok(machine.create_stream(flags)))
     }
 
-    fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        self.call(Operation::DestroyStream, 0, |machine| machine.destroy_stream(stream))
-    }
-
-    fn synchronize_stream(&self, stream: RawStream) -> Result<()> {
-        self.call(Operation::SynchronizeStream, 0, |machine| machine.synchronize_stream(stream))
-    }
-
-    fn query_stream(&self, stream: RawStream) -> Result<bool> {
-        self.call(Operation::QueryStream, 0, |machine| machine.query_stream(stream))
-    }
-
     fn create_event(&self, timing: bool) -> Result<RawEvent> {
         self.call(Operation::CreateEvent, 0, |machine| Ok(machine.create_event(timing)))
     }
 
-    fn destroy_event(&self, event: RawEvent) -> Result<()> {
-        self.call(Operation::DestroyEvent, 0, |machine| machine.destroy_event(event))
-    }
-
-    fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        self.call(Operation::Record, 0, |machine| machine.record(event, stream))
-    }
-
-    fn wait(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        self.call(Operation::Wait, 0, |machine| machine.wait(stream, event))
-    }
-
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
         self.wait_for_event_of(peer, stream, event)
-    }
-
-    fn query_event(&self, event: RawEvent) -> Result<bool> {
-        self.call(Operation::QueryEvent, 0, |machine| machine.query_event(event))
-    }
-
-    fn synchronize_event(&self, event: RawEvent) -> Result<()> {
-        self.call(Operation::SynchronizeEvent, 0, |machine| machine.synchronize_event(event))
-    }
-
-    fn elapsed_ms(&self, start: RawEvent, end: RawEvent) -> Result<f64> {
-        self.call(Operation::ElapsedTime, 0, |machine| machine.elapsed_ms(start, end))
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.call(Operation::Synchronize, 0, |machine| machine.synchronize())
     }
 
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
@@ -219,7 +180,8 @@ impl Driver for SimDriver {
 
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
         self.call(Operation::CopyToHost, 0, |machine| {
-            // SAFETY: the caller vouches that the target is writable during this call, for as many bytes as are given.
+            // SAFETY: the caller vouches that the target is writable during this call, for as many
+            // bytes as are given.
             let give = |taken: &[u8]| unsafe { host::give(dst, taken) };
             machine.copy_to_host(dst.addr(), src, bytes, stream, give)
         })
@@ -250,28 +212,12 @@ impl Driver for SimDriver {
         self.call(Operation::CopyBatch, 0, |machine| machine.copy_batch(copies, stream))
     }
 
-    fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
-        self.call(Operation::Memset, 0, |machine| machine.memset(ptr, value, bytes, stream))
-    }
-
     fn load_module(&self, ptx: &str) -> Result<RawModule> {
         self.call(Operation::LoadModule, 0, |machine| machine.load_module(ptx, self.card.capability))
     }
 
-    fn unload_module(&self, module: RawModule) -> Result<()> {
-        self.call(Operation::UnloadModule, 0, |machine| machine.unload_module(module))
-    }
-
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
         self.call(Operation::Launch, 0, |machine| machine.launch(launch, stream))
-    }
-
-    fn begin_capture(&self, stream: RawStream) -> Result<()> {
-        self.call(Operation::BeginCapture, 0, |machine| machine.begin_capture(stream))
-    }
-
-    fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
-        self.call(Operation::CaptureStatus, 0, |machine| machine.capture_status(stream))
     }
 
     fn stream_id(&self, stream: RawStream) -> Result<Option<u64>> {
@@ -304,23 +250,33 @@ impl Driver for SimDriver {
         self.call(Operation::CanAccessPeer, 0, |_| made::check(peer).map(|()| peer != self.info.ordinal))
     }
 
-    fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
-        self.call(Operation::EndCapture, 0, |machine| machine.end_capture(stream))
-    }
-
-    fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()> {
-        self.call(Operation::LaunchGraph, 0, |machine| machine.launch_graph(graph, stream))
-    }
-
-    fn destroy_graph(&self, graph: RawGraph) -> Result<()> {
-        self.call(Operation::DestroyGraph, 0, |machine| machine.destroy_graph(graph))
-    }
-
     fn checks(&self) -> Option<Arc<Checks>> {
         self.machine.lock().checks().cloned()
     }
 
     fn take_violation(&self) -> Option<String> {
         self.machine.lock().detector.take_first().map(|violation| violation.to_string())
+    }
+
+    by_machine! {
+        Free => free(ptr: DevicePtr) -> ();
+        FreeAsync => free_async(ptr: DevicePtr, stream: RawStream) -> ();
+        DestroyStream => destroy_stream(stream: RawStream) -> ();
+        SynchronizeStream => synchronize_stream(stream: RawStream) -> ();
+        QueryStream => query_stream(stream: RawStream) -> bool;
+        DestroyEvent => destroy_event(event: RawEvent) -> ();
+        Record => record(event: RawEvent, stream: RawStream) -> ();
+        Wait => wait(stream: RawStream, event: RawEvent) -> ();
+        QueryEvent => query_event(event: RawEvent) -> bool;
+        SynchronizeEvent => synchronize_event(event: RawEvent) -> ();
+        ElapsedTime => elapsed_ms(start: RawEvent, end: RawEvent) -> f64;
+        Synchronize => synchronize() -> ();
+        Memset => memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> ();
+        UnloadModule => unload_module(module: RawModule) -> ();
+        BeginCapture => begin_capture(stream: RawStream) -> ();
+        CaptureStatus => capture_status(stream: RawStream) -> CaptureStatus;
+        EndCapture => end_capture(stream: RawStream) -> RawGraph;
+        LaunchGraph => launch_graph(graph: RawGraph, stream: RawStream) -> ();
+        DestroyGraph => destroy_graph(graph: RawGraph) -> ();
     }
 }

@@ -1,11 +1,13 @@
 //! When work runs in virtual time.
 //!
-//! A piece of work is scheduled when it is enqueued: it starts once its stream gets there and its engine is free, after a
-//! start delay, and takes what the card takes for it. Delays and durations vary with the seed, with occasional long
-//! stalls, so that seeds explore the orders that CUDA allows. As all dependencies of work are enqueued before it, its
-//! time is known at once and nothing can wait for ever.
+//! A piece of work is scheduled when it is enqueued: it starts once its stream gets there and its
+//! engine is free, after a start delay, and takes what the card takes for it. Delays and durations
+//! vary with the seed, with occasional long stalls, so that seeds explore the orders that CUDA
+//! allows. As all dependencies of work are enqueued before it, its time is known at once and
+//! nothing can wait for ever.
 //!
-//! Invariant: work takes at least a nanosecond, so work that depends on other work finishes strictly later.
+//! Invariant: work takes at least a nanosecond, so work that depends on other work finishes
+//! strictly later.
 
 use std::collections::VecDeque;
 
@@ -37,8 +39,9 @@ pub(super) struct Cost {
 
 /// For how long each part of a simulated device was booked, in virtual ns since the start.
 ///
-/// Work is booked when it is enqueued, for the whole time from its start to its end, start delay included: once all work is done,
-/// these are the times that the parts were busy. What a part was idle in between is the time that passed less these.
+/// Work is booked when it is enqueued, for the whole time from its start to its end, start delay
+/// included: once all work is done, these are the times that the parts were busy. What a part was
+/// idle in between is the time that passed less these.
 ///
 /// ```
 /// use aquifer_device::sim::{SimConfig, SimDriver};
@@ -55,12 +58,13 @@ pub(super) struct Cost {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EngineTimes {
-    /// The copy engine that copies to the device, from the host or a peer: one piece of work at a time.
+    /// The copy engine that copies to the device, from the host or a peer: one piece of work at a
+    /// time.
     pub to_device_busy_ns: u64,
     /// The copy engine that copies to the host: one piece of work at a time.
     pub to_host_busy_ns: u64,
-    /// Kernels, fills and copies within the device, added up. Those of different streams overlap, so this may be more than
-    /// the time that passed.
+    /// Kernels, fills and copies within the device, added up. Those of different streams overlap,
+    /// so this may be more than the time that passed.
     pub compute_busy_ns: u64,
 }
 

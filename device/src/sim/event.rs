@@ -1,6 +1,7 @@
 //! Events: a record is a moment in virtual time and a copy of the clock that its stream had then.
 //!
-//! Invariant: a wait takes the record that the event has at the call; recording again changes no earlier wait.
+//! Invariant: a wait takes the record that the event has at the call; recording again changes no
+//! earlier wait.
 
 use std::sync::Arc;
 
@@ -67,7 +68,8 @@ impl Machine {
         }
     }
 
-    /// When the event's latest record is reached, with what the host knows then. `None` if there is no record.
+    /// When the event's latest record is reached, with what the host knows then. `None` if there is
+    /// no record.
     fn reached(&self, event: RawEvent) -> Answer<Option<(u64, Arc<Clock>)>> {
         match &self.event(event)?.record {
             Record::Never => Ok(None),

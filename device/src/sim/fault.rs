@@ -10,9 +10,9 @@ use crate::error::{Code, ErrorKind, Operation};
 
 /// A fault to inject.
 ///
-/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from the start). They
-/// are added to a [`super::SimConfig`] in code ([`super::SimConfig::fault`]) or as text ([`super::SimConfig::parse`]),
-/// or to a device that is in use:
+/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from
+/// the start). They are added to a [`super::SimConfig`] in code ([`super::SimConfig::fault`]) or as
+/// text ([`super::SimConfig::parse`]), or to a device that is in use:
 ///
 /// ```
 /// use aquifer_device::sim::{Fault, SimConfig, SimDriver};
@@ -37,8 +37,8 @@ use crate::error::{Code, ErrorKind, Operation};
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// The `nth` call (from 1) of `operation`, or of all operations where it is `None`, fails with `code`.
-    /// A code of kind [`ErrorKind::DeviceLost`] loses the device.
+    /// The `nth` call (from 1) of `operation`, or of all operations where it is `None`, fails with
+    /// `code`. A code of kind [`ErrorKind::DeviceLost`] loses the device.
     Nth {
         /// Which calls are counted; `None` counts all.
         operation: Option<Operation>,
@@ -56,12 +56,14 @@ pub enum Fault {
         /// What they fail with.
         code: Code,
     },
-    /// Allocations that would bring the bytes held from the device above `bytes` fail with `OUT_OF_MEMORY`.
+    /// Allocations that would bring the bytes held from the device above `bytes` fail with
+    /// `OUT_OF_MEMORY`.
     OutOfMemoryAt {
         /// Most bytes that can be held, page-locked host memory not counted.
         bytes: u64,
     },
-    /// At the `nth` call (from 1) of all operations the device is lost: that call and all later ones fail.
+    /// At the `nth` call (from 1) of all operations the device is lost: that call and all later
+    /// ones fail.
     LostAt {
         /// Which call, from 1.
         nth: u64,
@@ -99,7 +101,8 @@ pub struct Verdict {
     pub spike_ns: u64,
 }
 
-/// Faults in force, with what they counted so far: for a driver whose calls fail as those of the simulated device do.
+/// Faults in force, with what they counted so far: for a driver whose calls fail as those of the
+/// simulated device do.
 ///
 /// ```
 /// use aquifer_device::sim::{Fault, FaultPlan};
@@ -140,8 +143,9 @@ impl FaultPlan {
         limits.min().unwrap_or(u64::MAX)
     }
 
-    /// Counts a call and tells what happens to it. Of several faults the first that was added decides the code. After one that loses
-    /// the device ([`ErrorKind::DeviceLost`]) it is for the driver to let every call fail.
+    /// Counts a call and returns what happens to it. Of several faults the first that was added
+    /// decides the code. After one that loses the device ([`ErrorKind::DeviceLost`]) it is for the
+    /// driver to let every call fail.
     #[inline]
     pub fn strike(&mut self, operation: Operation) -> Verdict {
         if self.faults.is_empty() { Verdict::default() } else { self.strike_one(operation) }

@@ -1,4 +1,5 @@
-//! Tables of driver handles that reuse values as drivers do: a new object gets the lowest value that is free.
+//! Tables of driver handles that reuse values as drivers do: a new object gets the lowest value
+//! that is free.
 //!
 //! Reuse is deliberate: code that takes a handle for a lasting identity goes wrong here at once.
 

@@ -1,10 +1,11 @@
-//! Page-locked host memory: real memory of the simulator's own, which pending copies keep alive, or memory of the caller's that
-//! was registered.
+//! Page-locked host memory: real memory of the simulator's own, which pending copies keep alive, or
+//! memory of the caller's that was registered.
 //!
-//! All reads and writes of host memory through raw pointers happen in this file. Invariant: a block's bytes are
-//! initialised and stay allocated until the last [`Arc`] of it is gone; every access checks the range first. A registered
-//! block's bytes are there until it is unregistered, and nothing accesses them after that: pending work was run then, and later
-//! work finds the block in `gone`.
+//! All reads and writes of host memory through raw pointers happen in this file. Invariant: a
+//! block's bytes are initialised and stay allocated until the last [`Arc`] of it is gone; every
+//! access checks the range first. A registered block's bytes are there until it is unregistered,
+//! and nothing accesses them after that: pending work was run then, and later work finds the block
+//! in `gone`.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -75,7 +76,8 @@ impl HostBlock {
     /// Reads from the block; out of range reads nothing.
     pub(super) fn read(&self, offset: usize, into: &mut [u8]) {
         if let Some(from) = self.at(offset, into.len()) {
-            // SAFETY: `from` and the length lie inside this live block, and `into` is the simulator's own buffer.
+            // SAFETY: `from` and the length lie inside this live block, and `into` is the
+            // simulator's own buffer.
             unsafe { ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
         }
     }
@@ -83,7 +85,8 @@ impl HostBlock {
     /// Writes to the block; out of range writes nothing.
     pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
         if let Some(to) = self.at(offset, bytes.len()) {
-            // SAFETY: `to` and the length lie inside this live block, and `bytes` is the simulator's own buffer.
+            // SAFETY: `to` and the length lie inside this live block, and `bytes` is the
+            // simulator's own buffer.
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         }
     }
@@ -102,7 +105,7 @@ impl Drop for HostBlock {
 #[derive(Debug, Default)]
 pub(super) struct HostMemory {
     blocks: BTreeMap<usize, Arc<HostBlock>>,
-    /// Freed blocks that pending copies or graphs may still hold, with who freed them.
+    /// Freed blocks that pending copies or graphs may still hold, with the operation that freed them.
     gone: Vec<(Arc<HostBlock>, OpRef)>,
 }
 

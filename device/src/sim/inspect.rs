@@ -1,5 +1,5 @@
-//! Inspection and control of the simulated device, for drivers and tests built on it, without driver calls: nothing is
-//! counted, no time passes and no fault occurs.
+//! Inspection and control of the simulated device, for drivers and tests built on it, without
+//! driver calls: nothing is counted, no time passes and no fault occurs.
 
 use std::ops::Range;
 
@@ -17,7 +17,8 @@ pub struct CaptureRef {
     pub broken: bool,
 }
 
-/// How many objects of each kind a program has made and not given back, apart from memory of the device.
+/// How many objects of each kind a program has made and not given back, apart from memory of the
+/// device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LiveObjects {
@@ -69,7 +70,8 @@ impl SimDriver {
         self.machine.lock().events.get(event.0).is_some()
     }
 
-    /// Bytes of the device that this program holds: allocations, the driver's pool, and physical memory.
+    /// Bytes of the device that this program holds: allocations, the driver's pool, and physical
+    /// memory.
     pub fn held_bytes(&self) -> u64 {
         self.machine.lock().memory.used()
     }

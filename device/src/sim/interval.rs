@@ -1,7 +1,7 @@
 //! A map from disjoint ranges of `u64` to values.
 //!
-//! Invariants: ranges are not empty, do not overlap, and two touching ranges never hold equal values (they are merged
-//! on insertion), so that the map stays as small as its content allows.
+//! Invariants: ranges are not empty, do not overlap, and two touching ranges never hold equal
+//! values (they are merged on insertion), so that the map stays as small as its content allows.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -99,7 +99,8 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         self.entries.range(from..until).map(move |(&start, (end, value))| (start.max(low)..(*end).min(high), value))
     }
 
-    /// The value at `at` with the end of the range that holds it; without a value, the end of the gap (at most `limit`).
+    /// The value at `at` with the end of the range that holds it; without a value, the end of the
+    /// gap (at most `limit`).
     pub(super) fn at(&self, at: u64, limit: u64) -> (Option<&V>, u64) {
         if let Some((_, (end, value))) = self.entries.range(..=at).next_back()
             && *end > at

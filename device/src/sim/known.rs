@@ -1,10 +1,12 @@
-//! What the host knows to be complete. All threads of the program together count as one host, which may learn from one device what it
-//! needs to know about another.
+//! What the host knows to be complete. All threads of the program together count as one host, which
+//! may learn from one device what it needs to know about another.
 //!
-//! Every device has a [`Ledger`] of its own work. Devices that interacted share theirs: a clock names streams of a device only where that
-//! device's ledger is at hand, so that what the host learns by waiting on one device counts on all of them at once.
+//! Every device has a [`Ledger`] of its own work. Devices that interacted share theirs: a clock
+//! names streams of a device only where that device's ledger is at hand, so that what the host
+//! learns by waiting on one device counts on all of them at once.
 //!
-//! Locks: a ledger's is a leaf. It is the only lock of one device that is taken under another one's.
+//! Locks: a ledger's is a leaf. It is the only lock of one device that is taken under another
+//! one's.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -83,7 +85,8 @@ impl Known {
         }
     }
 
-    /// The device is lost or gone. Its work counts as complete, because the rest of it never happens.
+    /// The device is lost or gone. Its work counts as complete, because the rest of it never
+    /// happens.
     pub(super) fn end(&self) {
         self.own.0.lock().over = true;
     }

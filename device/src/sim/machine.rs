@@ -1,9 +1,12 @@
-//! The simulated device as one state machine: its parts, its virtual clock, and how work enters and leaves.
+//! The simulated device as one state machine: its parts, its virtual clock, and how work enters and
+//! leaves.
 //!
-//! Each driver call enters through [`Machine::enter`], which counts it, injects faults, advances virtual time and runs
-//! the work that is due. Work is checked when it is enqueued and takes effect when it finishes.
+//! Each driver call enters through [`Machine::enter`], which counts it, injects faults, advances
+//! virtual time and runs the work that is due. Work is checked when it is enqueued and takes effect
+//! when it finishes.
 //!
-//! Invariants: virtual time never goes back; pending work finishes after `now`; once `lost` is set nothing runs.
+//! Invariants: virtual time never goes back; pending work finishes after `now`; once `lost` is set
+//! nothing runs.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -50,7 +53,8 @@ impl Lost {
     }
 }
 
-/// When scheduled work finishes; then, among work that finishes at the same time, its lot and its number.
+/// When scheduled work finishes; then, among work that finishes at the same time, its lot and its
+/// number.
 type Turn = (u64, u64, u64);
 
 /// Everything that changes in a simulated device.
@@ -62,7 +66,8 @@ pub(super) struct Machine {
     pub(super) horizon: u64,
     /// Driver calls so far.
     pub(super) calls: u64,
-    /// Virtual ns that driver calls cost the host so far, without waits and without injected delays.
+    /// Virtual ns that driver calls cost the host so far, without waits and without injected
+    /// delays.
     pub(super) in_calls: u64,
     lost: Option<Lost>,
     /// Ordinal of the device.
@@ -144,7 +149,8 @@ impl Machine {
         }
     }
 
-    /// Forgets of streams that are gone what the host knows complete: clocks would grow with every stream that there ever was.
+    /// Forgets of streams that are gone what the host knows complete: clocks would grow with every
+    /// stream that there ever was.
     fn forget_known_streams(&mut self) {
         let known = &self.detector.known;
         self.streams.forget_known(|stream, seq| known.knows(stream, seq));
@@ -161,8 +167,8 @@ impl Machine {
         self.lost.as_ref().map_or(Ok(()), |lost| Err(lost.refusal()))
     }
 
-    /// Loses the device, and tells what calls are answered then. What was pending never happens, so nothing can meet it
-    /// in memory any more.
+    /// Loses the device, and returns the answer of calls from then on. What was pending never happens, so
+    /// nothing can meet it in memory any more.
     pub(super) fn lose(&mut self, code: Code, why: &str) -> Refused {
         self.pending.clear();
         self.detector.end();
@@ -277,8 +283,8 @@ impl Machine {
         self.detector.checks.as_ref()
     }
 
-    /// Checks that each range of device memory lies in one live block. Returns the blocks that a graph of this work
-    /// needs.
+    /// Checks that each range of device memory lies in one live block. Returns the blocks that a
+    /// graph of this work needs.
     pub(super) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
         let Some(checks) = self.checks().cloned() else { return Vec::new() };
         let mut needed = Vec::new();
@@ -295,8 +301,8 @@ impl Machine {
         needed
     }
 
-    /// Notes what work does to memory that was never written, and reports what it reads of it. Returns what it may read
-    /// when it runs.
+    /// Notes what work does to memory that was never written, and reports what it reads of it.
+    /// Returns what it may read when it runs.
     fn check_written(&mut self, op: OpRef, body: &Body) -> Unwritten {
         let Some(reads) = self.checks().map(|checks| checks.run(body)) else { return Vec::new() };
         self.report_unwritten(op, reads.all);
@@ -316,7 +322,8 @@ impl Machine {
         self.detector.report(Violation { kind, first: None, second: op, range, missing, block });
     }
 
-    /// Enqueues work on a stream, or captures it. Returns when it will be done, unless it was captured.
+    /// Enqueues work on a stream, or captures it. Returns when it will be done, unless it was
+    /// captured.
     pub(super) fn submit(&mut self, id: u32, body: Body) -> Answer<Option<Submitted>> {
         self.submit_checked(id, body, true)
     }

@@ -1,5 +1,6 @@
-//! Which simulated devices there are, by ordinal: those that the process has made so far. One whose driver is dropped counts on, as a GPU does
-//! that no handle has open; so what was given access to it stays valid.
+//! Which simulated devices there are, by ordinal: those that the process has made so far. One whose
+//! driver is dropped counts on, as a GPU does that no handle has open; so what was given access to
+//! it stays valid.
 
 use std::collections::BTreeSet;
 

@@ -1,11 +1,12 @@
 //! Reservations of addresses, and the mappings in them.
 //!
-//! A reservation has a place for each granule. So what is mapped at an address is found at once however much is mapped. A piece of
-//! physical memory is mapped once at most, so a mapping goes by the number of its memory: mapping and unmapping look for no
-//! vacant number, and allocate nothing once there was as much memory before.
+//! A reservation has a place for each granule. So what is mapped at an address is found at once
+//! however much is mapped. A piece of physical memory is mapped once at most, so a mapping goes by
+//! the number of its memory: mapping and unmapping look for no vacant number, and allocate nothing
+//! once there was as much memory before.
 //!
-//! Invariants: every mapping lies in one reservation; its number stands in each place that it covers and nowhere else, so no two
-//! overlap.
+//! Invariants: every mapping lies in one reservation; its number stands in each place that it
+//! covers and nowhere else, so no two overlap.
 
 use std::ops::Range;
 
@@ -78,7 +79,8 @@ impl Mappings {
         Mappings { reservations: Vec::new(), mapped: Vec::new(), access: vec![Vec::new()] }
     }
 
-    /// Adds a reservation, a multiple of [`GRANULARITY`] in start and length, that overlaps no other.
+    /// Adds a reservation, a multiple of [`GRANULARITY`] in start and length, that overlaps no
+    /// other.
     pub(super) fn reserve(&mut self, start: u64, bytes: u64) {
         let places = Vec::with_capacity(usize::try_from(bytes / GRANULARITY).unwrap_or(0));
         let at = self.reservations.partition_point(|reservation| reservation.start < start);
@@ -157,7 +159,8 @@ impl Mappings {
         })
     }
 
-    /// Adds a mapping of physical memory that is mapped nowhere, if there is room for it. No device may touch it yet.
+    /// Adds a mapping of physical memory that is mapped nowhere, if there is room for it. No device
+    /// may touch it yet.
     pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Result<(), NoRoom> {
         let to = self.reservations_to(start);
         let Some(reservation) = self.reservations[..to].last_mut() else { return Err(NoRoom::Unreserved) };
@@ -183,7 +186,7 @@ impl Mappings {
         Ok(())
     }
 
-    /// Removes the mapping that starts at `start`; tells the number of its memory.
+    /// Removes the mapping that starts at `start`; returns the number of its memory.
     pub(super) fn unmap(&mut self, start: u64) -> Option<(u64, Mapping)> {
         let to = self.reservations_to(start);
         let reservation = self.reservations[..to].last_mut()?;

@@ -1,11 +1,12 @@
 //! Physical memory of the device: real bytes, held sparsely.
 //!
-//! A [`Store`] is one piece of physical memory. It holds bytes in pages where single bytes were written, and fills
-//! (byte value by range) where memory was set; anything else is poison. So a fill of any size costs one entry, and a
-//! device of any capacity costs the host only what programs write to it: a store that was never written to is three words.
+//! A [`Store`] is one piece of physical memory. It holds bytes in pages where single bytes were
+//! written, and fills (byte value by range) where memory was set; anything else is poison. So a
+//! fill of any size costs one entry, and a device of any capacity costs the host only what programs
+//! write to it: a store that was never written to is three words.
 //!
-//! Invariants: where a page exists it alone counts, and fills below it mean nothing. `used` is the sum of the sizes of
-//! all stores, and never exceeds the capacity.
+//! Invariants: where a page exists it alone counts, and fills below it mean nothing. `used` is the
+//! sum of the sizes of all stores, and never exceeds the capacity.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -2,40 +2,49 @@
 //!
 //! [`SimDriver`] implements [`Driver`] without a GPU. It finds errors that real hardware hides:
 //!
-//! * **Time is virtual.** Driver calls and work cost what they cost on a real card, to an order of magnitude (see
-//!   [`Preset`]). The device only makes progress as calls advance the clock. The same seed and calls give the same run.
+//! * **Time is virtual.** Driver calls and work cost what they cost on a real card, to an order of
+//!   magnitude (see [`Preset`]). The device only makes progress as calls advance the clock. The
+//!   same seed and calls give the same run.
 //! * **Order is random.** Work that nothing orders finishes in an order that the seed picks.
-//! * **Data is real.** Copies, fills and kernels take effect when they finish. Memory that was never written reads as `0xCD`.
-//!   Host memory is used for what programs write, not for what they allocate.
-//! * **Every access is checked** in program order, by happens-before between streams, events and the host. A
-//!   [`Violation`] names two operations and the missing order, whatever the seed. The detector never changes results.
-//! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped, or that reads what
-//!   nothing has written. See [`Checks`]; `checks=off` ([`SimConfig::checks`]) turns it off.
-//! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that touches memory
-//!   which is not there loses the device, as on hardware; all errors from then on say which work, where and why.
+//! * **Data is real.** Copies, fills and kernels take effect when they finish. Memory that was
+//!   never written reads as `0xCD`. Host memory is used for what programs write, not for what they
+//!   allocate.
+//! * **Every access is checked** in program order, by happens-before between streams, events and
+//!   the host. A [`Violation`] names two operations and the missing order, whatever the seed. The
+//!   detector never changes results.
+//! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped,
+//!   or that reads what nothing has written. See [`Checks`]; `checks=off` ([`SimConfig::checks`])
+//!   turns it off.
+//! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that
+//!   touches memory which is not there loses the device, as on hardware; all errors from then on
+//!   say which work, where and why.
 //! * **Faults can be injected**: see [`Fault`].
 //! * **The device may lag** behind the host by a number of events: see [`Lagging`].
 //!
 //! Its parts:
 //!
-//! * **What it is like**: `config`, read from text by `parse`, with costs from `preset` and faults from `fault`; `made` knows which devices
-//!   there are.
-//! * **Calls**: `driver` names them and hands them on to `calls` (streams, copies, kernels), `vmm` (memory), `capture`, `copies` (many
-//!   ranges at once), `peer` (two devices), `module`; `refused` is why one is refused. `inspect` looks inside without a call.
-//! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory` and `host` the bytes; `queue`, `event` and
-//!   `handle` streams, events and their handles; `interval` a map of ranges.
-//! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race` finds what nothing
-//!   orders, by `clock` and by what the host has `known`, and reports a `violation`. `checks` finds misuse of memory;
-//!   `thread` knows where calls come from. `lag` makes the device lag behind.
+//! * **What it is like**: `config`, read from text by `parse`, with costs from `preset` and faults
+//!   from `fault`; `made` knows which devices there are.
+//! * **Calls**: `driver` names them and hands them on to `calls` (streams, copies, kernels), `vmm`
+//!   (memory), `capture`, `copies` (many ranges at once), `peer` (two devices), `module`; `refused`
+//!   is why one is refused. `inspect` looks inside without a call.
+//! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory`
+//!   and `host` the bytes; `queue`, `event` and `handle` streams, events and their handles;
+//!   `interval` a map of ranges.
+//! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race`
+//!   finds what nothing orders, by `clock` and by what the host has `known`, and reports a
+//!   `violation`. `checks` finds misuse of memory; `thread` knows where calls come from. `lag`
+//!   makes the device lag behind.
 //!
-//! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The legacy stream's implicit waits
-//! apply to work, records and waits; synchronising with it on the host covers only what was enqueued on it. Stream
-//! priorities are accepted and have no effect.
+//! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The
+//! legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
+//! host covers only what was enqueued on it. Stream priorities are accepted and have no effect.
 //!
-//! Each device has its own address space and virtual clock. Devices wait for each other's events ([`Driver::wait_peer`]) and copy
-//! from each other's memory ([`Driver::copy_peer`]). Their race detectors work together, and each reports races in its own
-//! device's memory. Access that a mapping gives to others is recorded ([`SimDriver::mapping_at`]), but no kernel can reach
-//! another device's memory.
+//! Each device has its own address space and virtual clock. Devices wait for each other's events
+//! ([`Driver::wait_peer`]) and copy from each other's memory ([`Driver::copy_peer`]). Their race
+//! detectors work together, and each reports races in its own device's memory. Access that a
+//! mapping gives to others is recorded ([`SimDriver::mapping_at`]), but no kernel can reach another
+//! device's memory.
 //!
 //! ```
 //! use aquifer_device::sim::{SimConfig, SimDriver};
@@ -139,7 +148,8 @@ impl fmt::Debug for SimDriver {
 }
 
 impl SimDriver {
-    /// A device as `config` describes it. It shares nothing with others but that each can be another one's peer, by its ordinal.
+    /// A device as `config` describes it. It shares nothing with others but that each can be
+    /// another one's peer, by its ordinal.
     pub fn new(mut config: SimConfig) -> Arc<SimDriver> {
         config.capacity_bytes = config.capacity_bytes.clamp(1, CAPACITY_BYTES_MAX);
         made::note(config.ordinal);
@@ -171,7 +181,8 @@ impl SimDriver {
         self.machine.lock().spend(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
-    /// Keeps a stream from starting later work for `time` from the end of its present work, as long work would.
+    /// Keeps a stream from starting later work for `time` from the end of its present work, as long
+    /// work would.
     ///
     /// # Errors
     /// When the stream is not live.
@@ -186,9 +197,9 @@ impl SimDriver {
         self.machine.lock().memory.set_other(bytes);
     }
 
-    /// The bytes that the driver keeps from now on although nothing uses them, until it is asked to give them back: in
-    /// its stream-ordered pool, as another part of the process may leave there, and for graphs with allocations of
-    /// their own.
+    /// The bytes that the driver keeps from now on although nothing uses them, until it is asked to
+    /// give them back: in its stream-ordered pool, as another part of the process may leave there,
+    /// and for graphs with allocations of their own.
     pub fn set_kept_bytes(&self, pool: u64, graphs: u64) {
         self.machine.lock().memory.kept = memory::Kept { pool, graphs };
     }
@@ -198,12 +209,13 @@ impl SimDriver {
         self.machine.lock().calls
     }
 
-    /// Virtual time that driver calls cost the host so far, in ns: without waiting for work and without injected delays.
+    /// Virtual time that driver calls cost the host so far, in ns: without waiting for work and
+    /// without injected delays.
     pub fn time_in_calls_ns(&self) -> u64 {
         self.machine.lock().in_calls
     }
 
-    /// What is mapped at an address, and who may touch it. Makes no driver call.
+    /// What is mapped at an address, and which devices may touch it. Makes no driver call.
     pub fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
         self.machine.lock().mapping_at(ptr)
     }
@@ -230,7 +242,8 @@ impl SimDriver {
         self.machine.lock().detector.take()
     }
 
-    /// A driver call without effect: it is counted, takes its time, and fails where a fault strikes.
+    /// A driver call without effect: it is counted, takes its time, and fails where a fault
+    /// strikes.
     fn ask(&self, operation: Operation) -> Result<()> {
         self.call(operation, 0, |_| Ok(()))
     }

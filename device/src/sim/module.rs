@@ -1,8 +1,8 @@
 //! Modules of kernels: what the driver checks of PTX text before it compiles it.
 //!
-//! The simulator runs a kernel's host implementation, so of the text only the header and the names of the entries count. The
-//! syntax is that of NVIDIA's "Parallel Thread Execution ISA", chapters "PTX Module Directives" and "Kernel and Function
-//! Directives".
+//! The simulator runs a kernel's host implementation, so of the text only the header and the names
+//! of the entries count. The syntax is that of NVIDIA's "Parallel Thread Execution ISA", chapters
+//! "PTX Module Directives" and "Kernel and Function Directives".
 
 use std::collections::BTreeSet;
 
@@ -54,7 +54,8 @@ impl Module {
     }
 }
 
-/// `sm_75` and such; digits before the last are the major number. A suffix (`a`, `f`) is part of the name only.
+/// `sm_75` and such; digits before the last are the major number. A suffix (`a`, `f`) is part of
+/// the name only.
 fn architecture(target: &str) -> Option<(u64, u64)> {
     let digits = target.strip_prefix("sm_")?.trim_end_matches(|c: char| c.is_ascii_lowercase());
     let number: u64 = digits.parse().ok()?;

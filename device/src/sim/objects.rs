@@ -1,4 +1,5 @@
-//! The objects of a simulated device that calls name by handles: events, captures and their graphs, physical memory.
+//! The objects of a simulated device that calls name by handles: events, captures and their graphs,
+//! physical memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -94,7 +95,8 @@ impl Physicals {
         physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
     }
 
-    /// Notes that memory was unmapped which such work may still use; tells whether it is gone by that.
+    /// Notes that memory was unmapped which such work may still use; returns whether it is gone by
+    /// that.
     pub(super) fn unmapped(&mut self, number: u64, unfinished: Vec<Epoch>) -> bool {
         if self.released.remove(&number) {
             return true;

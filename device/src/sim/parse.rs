@@ -1,4 +1,5 @@
-//! Reading a [`SimConfig`] from text. Every refusal names the offending text, its place, and what was expected.
+//! Reading a [`SimConfig`] from text. Every refusal names the offending text, its place, and what
+//! was expected.
 
 use std::io::Read;
 use std::time::Duration;
@@ -39,7 +40,8 @@ const ORDINALS: u32 = 4096;
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
 
-/// The least memory that a text gives a device: with less there would be nothing to do, and who writes 24 means 24 GiB.
+/// The least memory that a text gives a device: with less there would be nothing to do, and who
+/// writes 24 means 24 GiB.
 const CAPACITY_BYTES_MIN: u64 = 1 << 20;
 
 /// A piece of the text and where it starts.
@@ -267,7 +269,8 @@ const FAULT_FILE_BYTES_MAX: u64 = 1 << 20;
 fn read_faults(path: &str) -> std::io::Result<String> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(FAULT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
-    // A character that was cut in two at the end is no reason to call the file anything but too long.
+    // A character that was cut in two at the end is no reason to call the file anything but too
+    // long.
     match String::from_utf8(bytes) {
         Err(error) if error.as_bytes().len() as u64 <= FAULT_FILE_BYTES_MAX => {
             Err(std::io::Error::new(std::io::ErrorKind::InvalidData, "it is no text"))
@@ -285,7 +288,8 @@ fn file(config: &mut SimConfig, path: Part<'_>) -> Result<()> {
         Err(error) => return path.refuse(format!("a file that can be read ({error})")),
     };
     for line in (Part { text: &text, offset: 0 }).split('\n') {
-        // A fault has a `#` of its own, so only one at the start of a line or after a blank opens a comment.
+        // A fault has a `#` of its own, so only one at the start of a line or after a blank opens a
+        // comment.
         let end = line.text.find(" #").unwrap_or(line.text.len());
         let line = Part { text: &line.text[..end], ..line }.trim();
         if line.text.is_empty() || line.text.starts_with('#') {

@@ -1,13 +1,16 @@
-//! Calls in which two devices take part: waiting for another one's event, and copying from its memory.
+//! Calls in which two devices take part: waiting for another one's event, and copying from its
+//! memory.
 //!
-//! Each device has a virtual clock of its own, and never two are locked at once: such a call is a series of steps, each on one
-//! device.
+//! Each device has a virtual clock of its own, and never two are locked at once: such a call is a
+//! series of steps, each on one device.
 //!
-//! * A *wait* lets the other device run until it reaches the event, which is one of the schedules that CUDA allows, and takes the
-//!   event's clock over. It costs the waiting stream no virtual time.
-//! * A *copy* takes the source's bytes when it is enqueued, which in a program without races are there already: whatever wrote
-//!   them is waited for. It occupies the link to the host, like a copy from there. The race detector of the device that the
-//!   source is on notes that it was read, so that work there that should have waited for the copy is found.
+//! * A *wait* lets the other device run until it reaches the event, which is one of the schedules
+//!   that CUDA allows, and takes the event's clock over. It costs the waiting stream no virtual
+//!   time.
+//! * A *copy* takes the source's bytes when it is enqueued, which in a program without races are
+//!   there already: whatever wrote them is waited for. It occupies the link to the host, like a
+//!   copy from there. The race detector of the device that the source is on notes that it was read,
+//!   so that work there that should have waited for the copy is found.
 
 use std::ops::Range;
 use std::ptr;
@@ -31,7 +34,8 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
 use crate::launch::AccessKind;
 
-/// What a device tells another one of an event: what came before its record, and whose work that may name.
+/// What a device tells another one of an event: what came before its record, and whose work that
+/// may name.
 struct Reached {
     clock: Arc<Clock>,
     peers: Peers,

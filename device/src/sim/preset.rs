@@ -1,4 +1,5 @@
-//! The cards that the simulator can stand for, and what calls and work cost on them in virtual time.
+//! The cards that the simulator can stand for, and what calls and work cost on them in virtual
+//! time.
 //!
 //! | figure | H100 SXM | H200 SXM | A100 SXM 80 GB | RTX 4090 | source |
 //! | --- | --- | --- | --- | --- | --- |
@@ -10,15 +11,18 @@
 //! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | usable of 63 and 31.5 GB/s raw, each way; see below |
 //! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
 //!
-//! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for page-locked memory (cuda-oxide issue 976: 22.5–23.9 to and 25.4–26.6
-//! from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the device), of PCIe 5 x16 about twice that, 50 to 55 GB/s.
-//! [`super::SimConfig::link_gb_s`] sets another speed.
+//! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for page-locked memory (cuda-oxide issue
+//! 976: 22.5–23.9 to and 25.4–26.6 from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the
+//! device), of PCIe 5 x16 about twice that, 50 to 55 GB/s. [`super::SimConfig::link_gb_s`] sets
+//! another speed.
 //!
-//! Costs of memory calls, in µs. Those of Hopper were measured on an H200 with driver 580.159 in a virtual machine
-//! (`docs/hardware/`, `aquifer-stress calls`), and fit its medians for 2 MiB to 2 GiB and for 1 to 64 mappings within a third.
-//! The other cards have estimates: V is the table of latencies in vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the
-//! table in GMLake (ASPLOS 2024), for 2 GiB in chunks of 2 MiB, 128 MiB and 1 GiB relative to one `cuMemAlloc` of 2 GiB, which is
-//! taken as 1 ms. Both are quoted from memory; where they differ the dearer one counts.
+//! Costs of memory calls, in µs. Those of Hopper were measured on an H200 with driver 580.159 in a
+//! virtual machine (`docs/hardware/`, `aquifer-stress calls`), and fit its medians for 2 MiB to 2
+//! GiB and for 1 to 64 mappings within a third. The other cards have estimates: V is the table of
+//! latencies in vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the table in GMLake
+//! (ASPLOS 2024), for 2 GiB in chunks of 2 MiB, 128 MiB and 1 GiB relative to one `cuMemAlloc` of 2
+//! GiB, which is taken as 1 ms. Both are quoted from memory; where they differ the dearer one
+//! counts.
 //!
 //! | call | Hopper: fixed, a mapping, a MiB | estimate | source of the estimate |
 //! | --- | --- | --- | --- |
@@ -32,11 +36,12 @@
 //! | `cuMemRelease` | 30, 0, 0.54 | 23 | V: 23 |
 //! | `cuMemGetInfo` | 27 | 5 | |
 //!
-//! `cuMemSetAccess` and `cuMemUnmap` cost by the mapping rather than by the call, as a note in PyTorch's allocator says (pull
-//! request 96995) and the H200 confirmed: a call over many mappings saves little.
+//! `cuMemSetAccess` and `cuMemUnmap` cost by the mapping rather than by the call, as a note in
+//! PyTorch's allocator says (pull request 96995) and the H200 confirmed: a call over many mappings
+//! saves little.
 //!
-//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB, loading a module 1 ms:
-//! orders of magnitude.
+//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB,
+//! loading a module 1 ms: orders of magnitude.
 
 use crate::error::Operation;
 
@@ -128,7 +133,8 @@ impl Card {
         measured.unwrap_or_else(|| estimated(operation))
     }
 
-    /// Virtual nanoseconds that the host spends in a call about `bytes` bytes; [`Card::mappings_cost_ns`] comes on top.
+    /// Virtual nanoseconds that the host spends in a call about `bytes` bytes;
+    /// [`Card::mappings_cost_ns`] comes on top.
     pub(super) fn call_cost_ns(self, operation: Operation, bytes: u64) -> u64 {
         let (fixed, _, ns_per_mib) = self.costs(operation);
         (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
@@ -140,7 +146,8 @@ impl Card {
     }
 }
 
-/// What calls about memory cost on Hopper: nanoseconds fixed, a mapping, and a MiB. `None` for calls that were not measured.
+/// What calls about memory cost on Hopper: nanoseconds fixed, a mapping, and a MiB. `None` for
+/// calls that were not measured.
 const fn on_hopper(operation: Operation) -> Option<(u64, u64, u64)> {
     Some(match operation {
         Operation::Alloc => (85_000, 0, 70),

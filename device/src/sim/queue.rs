@@ -1,10 +1,11 @@
 //! Streams: their identity, where they stand in virtual time, and what they are ordered after.
 //!
-//! Handles are reused, identities are not. The legacy default stream (identity 0) waits for all blocking streams and
-//! they for it; each thread has a blocking default stream of its own.
+//! Handles are reused, identities are not. The legacy default stream (identity 0) waits for all
+//! blocking streams and they for it; each thread has a blocking default stream of its own.
 //!
-//! Invariants: a stream's clock holds its own operations; what a destroyed stream left, or the default stream of a thread that
-//! has ended, is in `ended`, so that the legacy stream and device-wide waits still cover it.
+//! Invariants: a stream's clock holds its own operations; what a destroyed stream left, or the
+//! default stream of a thread that has ended, is in `ended`, so that the legacy stream and
+//! device-wide waits still cover it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Weak};
@@ -173,12 +174,14 @@ impl Streams {
         ended.map(|of_thread| of_thread.id).collect()
     }
 
-    /// Whether so many streams are gone that [`Streams::forget_known`], which visits all, takes constant time for each.
+    /// Whether so many streams are gone that [`Streams::forget_known`], which visits all, takes
+    /// constant time for each.
     pub(super) fn are_many_gone(&self) -> bool {
         self.gone > self.live.len()
     }
 
-    /// Forgets what every stream is ordered after by the host's knowledge alone, of streams that are gone.
+    /// Forgets what every stream is ordered after by the host's knowledge alone, of streams that
+    /// are gone.
     pub(super) fn forget_known(&mut self, knows: impl Fn(StreamKey, u64) -> bool) {
         self.gone = 0;
         let keep = |stream, seq| !knows(stream, seq);
@@ -191,7 +194,8 @@ impl Streams {
         }
     }
 
-    /// A live stream by identity. Identities come from [`Streams::find`] in the same call, so they are live.
+    /// A live stream by identity. Identities come from [`Streams::find`] in the same call, so they
+    /// are live.
     pub(super) fn get(&mut self, id: u32) -> Answer<&mut Stream> {
         self.live.get_mut(&id).ok_or_else(|| Refused::handle("stream", u64::from(id)))
     }

@@ -1,13 +1,15 @@
-//! The race detector: happens-before by vector clocks, checked in program order when work is enqueued.
+//! The race detector: happens-before by vector clocks, checked in program order when work is
+//! enqueued.
 //!
-//! Because only the order of calls counts, never virtual time, a race is found under every seed. Every stream has a
-//! clock, the host has one (`known.rs`), and each byte of memory remembers its last write and the reads since. An access must be
-//! ordered after the accesses it conflicts with: their operation numbers must be within the clock of its stream, or known to
-//! the host. Work of another device that reads memory of this one is noted here, with the clock that it has there.
+//! Because only the order of calls counts, never virtual time, a race is found under every seed.
+//! Every stream has a clock, the host has one (`known.rs`), and each byte of memory remembers its
+//! last write and the reads since. An access must be ordered after the accesses it conflicts with:
+//! their operation numbers must be within the clock of its stream, or known to the host. Work of
+//! another device that reads memory of this one is noted here, with the clock that it has there.
 //!
-//! Invariants: a cell's reads are pairwise unordered and all later than its write, so a cell holds at most one read per
-//! stream; dropping a cell that the host knows complete changes no verdict; `foreign` is set while a cell may hold an access
-//! of another device.
+//! Invariants: a cell's reads are pairwise unordered and all later than its write, so a cell holds
+//! at most one read per stream; dropping a cell that the host knows complete changes no verdict;
+//! `foreign` is set while a cell may hold an access of another device.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -94,7 +96,8 @@ impl Shadow {
         conflicts
     }
 
-    /// The accesses of `range` that `known` does not list as complete; with `writes_only`, only writes.
+    /// The accesses of `range` that `known` does not list as complete; with `writes_only`, only
+    /// writes.
     pub(super) fn pending(
         &self,
         range: Range<u64>,
@@ -176,15 +179,17 @@ impl Detector {
         }
     }
 
-    /// The device is lost: what was pending never happens, so nothing can meet it in memory any more.
+    /// The device is lost: what was pending never happens, so nothing can meet it in memory any
+    /// more.
     pub(super) fn end(&mut self) {
         self.known.end();
         self.device.cells.clear();
         self.host.cells.clear();
     }
 
-    /// Forgets the accesses of this device's own work, once the host knows all of it complete: nothing can conflict with it
-    /// any more. Work of other devices stays until it is known complete, too.
+    /// Forgets the accesses of this device's own work, once the host knows all of it complete:
+    /// nothing can conflict with it any more. Work of other devices stays until it is known
+    /// complete, too.
     pub(super) fn forget_own(&mut self) {
         self.host.cells.clear();
         if self.foreign {
@@ -232,8 +237,8 @@ impl Detector {
         });
     }
 
-    /// Reports work that the host does not know complete, in memory that `second` takes away or touches.
-    /// Returns what was found.
+    /// Reports work that the host does not know complete, in memory that `second` takes away or
+    /// touches. Returns what was found.
     pub(super) fn check_known(
         &mut self,
         space: Space,
@@ -290,7 +295,8 @@ impl Detector {
         (!self.violations.is_empty()).then(|| self.violations.remove(0))
     }
 
-    /// The violations that did not panic yet and were not taken, in words, now that one is to panic.
+    /// The violations that did not panic yet and were not taken, in words, now that one is to
+    /// panic.
     pub(super) fn raise(&mut self) -> Option<String> {
         let count = self.found - self.raised;
         let kept = usize::try_from(count).unwrap_or(usize::MAX).min(self.violations.len());

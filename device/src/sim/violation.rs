@@ -1,4 +1,5 @@
-//! What the simulator reports: the operation that broke a rule, the one before it, the memory, and the remedy.
+//! What the simulator reports: the operation that broke a rule, the one before it, the memory, and
+//! the remedy.
 
 use std::fmt;
 use std::ops::Range;
@@ -8,13 +9,14 @@ use std::sync::Arc;
 use crate::driver::{DevicePtr, RawStream};
 use crate::error::Operation;
 
-/// A stream as the simulator tells it apart: by a number that never comes back, unlike the handle.
+/// The identity of a stream: a number that is never reused, unlike the handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct StreamRef {
     /// Number of the stream on its device; 0 is the legacy default stream.
     pub id: u32,
-    /// The handle that it has or had; [`RawStream::PER_THREAD`] for each thread's own default stream.
+    /// The handle that it has or had; [`RawStream::PER_THREAD`] for each thread's own default
+    /// stream.
     pub handle: RawStream,
 }
 
@@ -148,7 +150,8 @@ pub struct DropRef {
     pub at: Option<&'static Location<'static>>,
     /// Name of the thread that gave it back.
     pub thread: Option<Arc<str>>,
-    /// The last place that this thread enqueued work or allocated at before a destructor gave it back.
+    /// The last place that this thread enqueued work or allocated at before a destructor gave it
+    /// back.
     pub after: Option<&'static Location<'static>>,
 }
 
@@ -213,15 +216,16 @@ impl fmt::Display for ViolationKind {
 }
 
 impl ViolationKind {
-    /// True if the call that enqueues the work knows it by what the program did so far on this thread: a wrong pointer
-    /// or length.
+    /// True if the call that enqueues the work knows it by what the program did so far on this
+    /// thread: a wrong pointer or length.
     pub(super) fn is_of_the_call(self) -> bool {
         use ViolationKind::{NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
         matches!(self, UseAfterFree | OutOfBounds | NotAllocated | NoAccess)
     }
 }
 
-/// A broken rule: two operations that met in memory without the order they need, or one that must not touch the memory.
+/// A broken rule: two operations that met in memory without the order they need, or one that must
+/// not touch the memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Violation {
@@ -235,7 +239,8 @@ pub struct Violation {
     pub range: Range<u64>,
     /// What was missing between the two, or what is wrong, in words.
     pub missing: String,
-    /// The allocator's block that the memory belongs to, where the allocator reported it to the device.
+    /// The allocator's block that the memory belongs to, where the allocator reported it to the
+    /// device.
     pub block: Option<BlockRef>,
 }
 

@@ -1,8 +1,9 @@
-//! Memory calls: plain allocations, the driver's pool, and physical memory mapped at reserved addresses.
+//! Memory calls: plain allocations, the driver's pool, and physical memory mapped at reserved
+//! addresses.
 //!
-//! The rules of mapping are enforced as the driver has them: one mapping a handle, whole handles, whole mappings, no
-//! access before it is given, and no waiting for work. Invariant: a piece of physical memory lives while its handle or
-//! its mapping does.
+//! The rules of mapping are enforced as the driver has them: one mapping a handle, whole handles,
+//! whole mappings, no access before it is given, and no waiting for work. Invariant: a piece of
+//! physical memory lives while its handle or its mapping does.
 
 use super::machine::Machine;
 use super::memory::StoreId;
@@ -33,7 +34,8 @@ pub struct Mapped {
 }
 
 impl Machine {
-    /// Memory for an allocation; when it runs short, pending frees of the driver's pool are waited for.
+    /// Memory for an allocation; when it runs short, pending frees of the driver's pool are waited
+    /// for.
     fn create_store(&mut self, bytes: u64) -> Answer<StoreId> {
         loop {
             match self.memory.create(bytes, self.faults.bytes_max()) {

@@ -206,8 +206,8 @@ impl Body {
         Cost { unit, bytes, operations, busy_ns }
     }
 
-    /// Does the work. Pool frees are the caller's business. Also returns what a kernel read first of the memory listed
-    /// as unwritten.
+    /// Does the work. Pool frees are the caller's business. Also returns what a kernel read first
+    /// of the memory listed as unwritten.
     pub(super) fn run(
         &self,
         memory: &mut Memory,

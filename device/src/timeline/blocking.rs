@@ -1,12 +1,14 @@
 //! Work that uses borrowed memory: blocking copies from and to the caller's slices.
 //!
-//! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any more. The driver's result for enqueuing
-//! says nothing about that, because part of a failed copy may be under way. So the host also waits after an error, for as long as it takes,
-//! unless nothing runs on the device any more: it is lost, or waiting for it keeps failing although nothing captures. Such persistent
-//! errors are those of a broken context, whose work has ended.
+//! Invariant: a borrow ends at return, so at return nothing that was enqueued uses the memory any
+//! more. The driver's result for enqueuing says nothing about that, because part of a failed copy
+//! may be under way. So the host also waits after an error, for as long as it takes, unless nothing
+//! runs on the device any more: it is lost, or waiting for it keeps failing although nothing
+//! captures. Such persistent errors are those of a broken context, whose work has ended.
 //!
-//! A capture would break the invariant, because the graph would use the memory whenever it is launched. So nothing is enqueued on a stream
-//! that captures, or during a capture that forbids waiting for the stream, and this library begins no capture on the stream meanwhile.
+//! A capture would break the invariant, because the graph would use the memory whenever it is
+//! launched. So nothing is enqueued on a stream that captures, or during a capture that forbids
+//! waiting for the stream, and this library begins no capture on the stream meanwhile.
 
 use std::thread;
 use std::time::Duration;
@@ -21,7 +23,8 @@ use crate::error::{ErrorKind, Operation, Result};
 /// How long the host sleeps between two attempts to wait.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// How often waiting may fail, for another reason than a capture, before the device counts as one where nothing runs any more.
+/// How often waiting may fail, for another reason than a capture, before the device counts as one
+/// where nothing runs any more.
 const REFUSALS_MAX: u32 = 64;
 
 /// A guard: work that uses borrowed memory is under way while it lives.
@@ -35,11 +38,12 @@ impl Drop for Borrow<'_> {
 }
 
 impl Timeline {
-    /// Calls `enqueue`, which enqueues work that uses borrowed memory, and waits on the host until that work is done, whether `enqueue`
-    /// succeeds or fails.
+    /// Calls `enqueue`, which enqueues work that uses borrowed memory, and waits on the host until
+    /// that work is done, whether `enqueue` succeeds or fails.
     ///
     /// # Errors
-    /// When the call is refused; the error of `enqueue`; when the device is lost. Nothing uses the memory any more then.
+    /// When the call is refused; the error of `enqueue`; when the device is lost. Nothing uses the
+    /// memory any more then.
     pub(crate) fn run_and_wait(
         &self,
         operation: Operation,
@@ -71,8 +75,9 @@ impl Timeline {
         }
     }
 
-    /// Refuses a stream that another library captures, or that cannot be waited for because of such a capture: this very thread may be the
-    /// one that is to end it. So the driver is asked about every stream, even of simulated devices, and even the legacy stream.
+    /// Refuses a stream that another library captures, or that cannot be waited for because of such
+    /// a capture: this very thread may be the one that is to end it. So the driver is asked about
+    /// every stream, even of simulated devices, and even the legacy stream.
     fn refuse_capture_of_others(&self, raw: RawStream) -> Result<()> {
         match self.context.driver.capture_status(raw)? {
             CaptureStatus::None => Ok(()),
@@ -80,9 +85,9 @@ impl Timeline {
         }
     }
 
-    /// Waits on the host until the work enqueued on the stream is done, by waiting for the stream or, if that fails, for the device. Tries
-    /// again while a capture of another library forbids it, because that ends some time. Fails only if nothing runs on the device any
-    /// more.
+    /// Waits on the host until the work enqueued on the stream is done, by waiting for the stream
+    /// or, if that fails, for the device. Tries again while a capture of another library forbids
+    /// it, because that ends some time. Fails only if nothing runs on the device any more.
     fn wait_for_work(&self, raw: RawStream, operation: Operation, held_off: Option<BlockingHeldOff<'_>>) -> Result<()> {
         let driver = &self.context.driver;
         let (reached, mut refusals) = (self.begin_wait(), 0);
@@ -91,7 +96,8 @@ impl Timeline {
             let waited = held_off.and_then(|_held_off| driver.synchronize_stream(raw));
             let waited = waited.or_else(|error| match error.kind {
                 ErrorKind::DeviceLost | ErrorKind::Capture => Err(error),
-                // This very thread may be the one that captures, so the end of such a capture is not waited for here.
+                // This very thread may be the one that captures, so the end of such a capture is
+                // not waited for here.
                 _ => match self.context.capturing.hold_off() {
                     Some(_held_off) => driver.synchronize(),
                     None => Err(error),
@@ -111,8 +117,8 @@ impl Timeline {
                 Err(error) => refusals += u32::from(error.kind != ErrorKind::Capture),
             }
             thread::sleep(PAUSE);
-            // Captures are not held off while the host sleeps: the thread that ends a capture in the way may have to begin another one
-            // first.
+            // Captures are not held off while the host sleeps: the thread that ends a capture in
+            // the way may have to begin another one first.
             held_off = self.protect_captures(raw, operation);
         }
     }

@@ -1,8 +1,9 @@
-//! Timelines during captures: the capture that a stream is part of, and the calls that are refused meanwhile (T5).
+//! Timelines during captures: the capture that a stream is part of, and the calls that are refused
+//! meanwhile (T5).
 
 use std::sync::Arc;
 
-use super::{GONE, State, StreamKind, Timeline};
+use super::{GONE, StreamKind, Timeline, TimelineState};
 use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
@@ -38,7 +39,8 @@ impl Timeline {
         self.state.lock().capture.is_some()
     }
 
-    /// Keeps the stream from becoming part of a capture while the result lives. `None` if it is part of one.
+    /// Keeps the stream from becoming part of a capture while the result lives. `None` if it is
+    /// part of one.
     pub(crate) fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
         let mut state = self.state.lock();
         if state.capture.is_some() {
@@ -50,7 +52,7 @@ impl Timeline {
     }
 
     /// Locks the timeline once no guard holds captures off.
-    fn lock_to_capture(&self) -> MutexGuard<'_, State> {
+    fn lock_to_capture(&self) -> MutexGuard<'_, TimelineState> {
         let mut state = self.state.lock();
         while state.held_off > 0 {
             state = self.may_capture.wait(state);
@@ -63,8 +65,9 @@ impl Timeline {
         self.state.lock().capture.clone()
     }
 
-    /// Fails if the stream captures unannounced. It is for slow paths, which would break a capture that another library began, or give its
-    /// graph memory that others reuse. Asks the driver, on devices where other libraries can begin captures.
+    /// Fails if the stream captures unannounced. It is for slow paths, which would break a capture
+    /// that another library began, or give its graph memory that others reuse. Asks the driver, on
+    /// devices where other libraries can begin captures.
     ///
     /// # Errors
     /// When the stream captures unannounced; errors of the driver.
@@ -73,10 +76,10 @@ impl Timeline {
         self.refuse_unannounced(&self.state.lock())
     }
 
-    pub(super) fn refuse_unannounced(&self, state: &State) -> Result<()> {
+    pub(super) fn refuse_unannounced(&self, state: &TimelineState) -> Result<()> {
         let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
-        // The legacy stream never captures, the driver cannot be asked about another thread's stream, and the handle of a stream that is
-        // gone names no stream.
+        // The legacy stream never captures, the driver cannot be asked about another thread's
+        // stream, and the handle of a stream that is gone names no stream.
         if !others_capture
             || self.kind == StreamKind::Legacy
             || self.is_foreign()
@@ -91,8 +94,8 @@ impl Timeline {
         }
     }
 
-    /// Calls `begin` to begin a capture, once no call is under way that would break it. This happens under the timeline's lock, so that no
-    /// event is recorded into the capture by mistake.
+    /// Calls `begin` to begin a capture, once no call is under way that would break it. This
+    /// happens under the timeline's lock, so that no event is recorded into the capture by mistake.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -105,7 +108,8 @@ impl Timeline {
         begun.inspect_err(|_| self.context.capturing.leave(blocking))
     }
 
-    /// As [`Timeline::begin_capture`], for a capture that another library has begun, if `ask` finds it.
+    /// As [`Timeline::begin_capture`], for a capture that another library has begun, if `ask` finds
+    /// it.
     pub(crate) fn announce_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -141,8 +145,9 @@ impl Timeline {
         Ok(())
     }
 
-    /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream joins the capture. If the capture has
-    /// ended, the driver is not called, because its result is not documented.
+    /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream
+    /// joins the capture. If the capture has ended, the driver is not called, because its result is
+    /// not documented.
     pub(crate) fn join_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -184,7 +189,7 @@ impl Timeline {
         Ok(joins)
     }
 
-    fn take_part(&self, state: &mut State, scope: &Arc<Scope>) {
+    fn take_part(&self, state: &mut TimelineState, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
         self.serves.store(NO_DEVICE, Ordering::Release);
     }
@@ -199,8 +204,8 @@ impl Timeline {
         }
     }
 
-    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5). No such capture begins while the result
-    /// lives.
+    /// Refuses a call on the legacy stream that would break the capture of a blocking stream (T5).
+    /// No such capture begins while the result lives.
     pub(super) fn protect_captures(&self, raw: RawStream, operation: Operation) -> Result<Option<BlockingHeldOff<'_>>> {
         if StreamKind::of_unknown(raw) != StreamKind::Legacy {
             return Ok(None);
@@ -216,7 +221,8 @@ pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
     DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
-/// The error for a stream that captures according to the driver, but whose capture was not announced.
+/// The error for a stream that captures according to the driver, but whose capture was not
+/// announced.
 pub(super) fn unannounced_error() -> DeviceError {
     capture_error(
         Operation::CaptureStatus,

@@ -1,14 +1,14 @@
 //! Vector clocks over streams: what a stream is already ordered after.
 //!
-//! This is the clock of timelines, which count recorded events; the simulator's race detector has its own, which counts
-//! operations and must not trust this one.
+//! This is the clock of timelines, which count recorded events; the simulator's race detector has
+//! its own, which counts operations and must not trust this one.
 
 use crate::stream_map::StreamMap;
 
 /// For each stream, up to which tick everything is known to come before.
 ///
-/// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means 0. A clock is copied at each recorded
-/// event; copies share what is equal.
+/// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means
+/// 0. A clock is copied at each recorded event; copies share what is equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clock(StreamMap);
 

@@ -1,49 +1,55 @@
 //! Timelines and ticks, by which all order between streams is kept.
 //!
-//! A *tick* `(stream, n)` stands for all work enqueued on a stream so far; `n` is how many events were recorded there.
-//! Taking a tick is an atomic load. An event is recorded only when something must be ordered after a tick, and that event
-//! covers every tick taken before it. Each stream remembers what it is already ordered after (a vector clock), so a
-//! dependency is paid for once.
+//! A *tick* `(stream, n)` stands for all work enqueued on a stream so far; `n` is how many events
+//! were recorded there. Taking a tick is an atomic load. An event is recorded only when something
+//! must be ordered after a tick, and that event covers every tick taken before it. Each stream
+//! remembers what it is already ordered after (a vector clock), so a dependency is paid for once.
 //!
 //! Invariants (numbered as in ARCHITECTURE.md):
-//! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks below the raised value,
-//!   no more. A tick that still shows the old count was taken before the raise, so its work was enqueued before the
-//!   record. The same holds when the host waits for the whole stream or device. The last event of a destroyed stream also
-//!   covers the ticks taken after it, because no work comes after it.
-//! * **T2** An event keeps a copy of its stream's clock as of the recording. A waiter merges that copy, never the stream's present
-//!   clock, and only after the driver's wait succeeded. A failed record or wait changes no clock. A waiter on another device
-//!   notes what the event covers, and no more, because a clock is about the streams of one device.
-//! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait and recycling happen under
-//!   the timeline's own lock, or while a reference keeps the event alive.
-//! * **T4** A stream is identified by a number of our own on its device, never by the driver's handle. A number stands for one stream
-//!   after another: that of a destroyed stream goes to a new one once all its work is known to be done, and its ticks count on. The
-//!   same holds for the default stream of a thread that has ended, and for an adopted stream that was released. A stream is destroyed
-//!   after its last event; if the driver refuses to record one, its ticks are known to be done once the host has waited for the device.
-//!   The handle of a per-thread stream means another stream on every thread, so only its owner makes driver calls with it; when another
-//!   thread needs its ticks, an event on the legacy stream covers them. The handle of a released stream may come to mean another
-//!   stream, so no driver call names it.
-//! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record on it nor make it wait, and its
-//!   clock does not change. Ticks that were open when the capture began stay open unless they were covered. Waiting for an event
-//!   recorded in a capture changes no clock. This holds until the driver has ended the capture, or no call can end it any more.
+//! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks
+//!   below the raised value, no more. A tick that still shows the old count was taken before the
+//!   raise, so its work was enqueued before the record. The same holds when the host waits for the
+//!   whole stream or device. The last event of a destroyed stream also covers the ticks taken after
+//!   it, because no work comes after it.
+//! * **T2** An event keeps a copy of its stream's clock as of the recording. A waiter merges that
+//!   copy, never the stream's present clock, and only after the driver's wait succeeded. A failed
+//!   record or wait changes no clock. A waiter on another device notes what the event covers, and
+//!   no more, because a clock is about the streams of one device.
+//! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait
+//!   and recycling happen under the timeline's own lock, or while a reference keeps the event
+//!   alive.
+//! * **T4** A stream is identified by a number of our own on its device, never by the driver's
+//!   handle. A number stands for one stream after another: that of a destroyed stream goes to a new
+//!   one once all its work is known to be done, and its ticks count on. The same holds for the
+//!   default stream of a thread that has ended, and for an adopted stream that was released. A
+//!   stream is destroyed after its last event; if the driver refuses to record one, its ticks are
+//!   known to be done once the host has waited for the device. The handle of a per-thread stream
+//!   means another stream on every thread, so only its owner makes driver calls with it; when
+//!   another thread needs its ticks, an event on the legacy stream covers them. The handle of a
+//!   released stream may come to mean another stream, so no driver call names it.
+//! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record
+//!   on it nor make it wait, and its clock does not change. Ticks that were open when the capture
+//!   began stay open unless they were covered. Waiting for an event recorded in a capture changes
+//!   no clock. This holds until the driver has ended the capture, or no call can end it any more.
 //!
-//! Locks: a timeline's lock may be taken under the lock of a user's [`crate::Event`], and under those of orders of launches. Under it
-//! only leaf locks are taken: that of a capture's scope, and that of holding captures off. Two timelines are never locked at once. The
-//! lock is held across driver calls on events of this one stream, together with the stream that waits for one; across the destruction of
-//! events that could not be recycled, before a record; and across the calls that begin or join a capture, or ask whether the stream
-//! captures.
+//! Locks: a timeline's lock may be taken under the lock of a user's [`crate::Event`], and under
+//! those of orders of launches. Under it only leaf locks are taken: that of a capture's scope, and
+//! that of holding captures off. Two timelines are never locked at once. The lock is held across
+//! driver calls on events of this one stream, together with the stream that waits for one; across
+//! the destruction of events that could not be recycled, before a record; and across the calls that
+//! begin or join a capture, or ask whether the stream captures.
 
 mod blocking;
 mod capturing;
 mod clock;
 mod owner;
-mod peers;
 mod recording;
 mod reuse;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 mod tick;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
@@ -60,19 +66,21 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use capturing::capture_error;
 pub(crate) use owner::Owner;
 use owner::OwnerCell;
-use peers::Peers;
 pub(crate) use reuse::ReusableTimelines;
 
-/// The order of events on one stream: which of its [`Tick`]s are done, and how other work is ordered after them.
+/// The order of events on one stream: which of its [`Tick`]s are done, and how other work is
+/// ordered after them.
 ///
-/// A timeline outlives its stream: ticks of a destroyed stream stay valid, and a later stream continues the same timeline.
+/// A timeline outlives its stream: ticks of a destroyed stream stay valid, and a later stream
+/// continues the same timeline.
 #[derive(Debug)]
 pub struct Timeline {
     id: u32,
     /// The driver's handle of the stream that the timeline serves now.
     raw: AtomicU64,
     kind: StreamKind,
-    /// For a per-thread default stream, the only thread that can use it; no thread once the stream is gone.
+    /// For a per-thread default stream, the only thread that can use it; no thread once the stream
+    /// is gone.
     owner: OwnerCell,
     /// Events recorded so far, or about to be: the `n` of a tick taken now.
     count: AtomicU64,
@@ -81,7 +89,7 @@ pub struct Timeline {
     context: Arc<Context>,
     /// The value of [`Timeline::device_id_unless_capturing`].
     serves: AtomicU32,
-    state: Mutex<State>,
+    state: Mutex<TimelineState>,
     /// Notified when captures of the stream are held off no more.
     may_capture: Condvar,
 }
@@ -98,18 +106,20 @@ pub(crate) enum StreamKind {
 }
 
 impl StreamKind {
-    /// The kind of a stream of which only the handle is known: blocking, unless it is the legacy stream itself.
+    /// The kind of a stream of which only the handle is known: blocking, unless it is the legacy
+    /// stream itself.
     pub(crate) fn of_unknown(raw: RawStream) -> StreamKind {
         if matches!(raw, RawStream(0) | RawStream::LEGACY) { StreamKind::Legacy } else { StreamKind::Blocking }
     }
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct TimelineState {
     /// The ticks that later work of this stream is ordered after.
     clock: Clock,
-    /// The same for streams of other devices.
-    peers: Peers,
+    /// The same for streams of other devices: ticks smaller than the number come before. It is not
+    /// passed on to streams that wait: they wait for the other device themselves.
+    peers: HashMap<(u32, u32), u64>,
     /// Recorded events not yet known complete, oldest first.
     events: VecDeque<Recorded>,
     /// True once the stream was destroyed or released: nothing can be recorded on it.
@@ -160,8 +170,9 @@ impl Timeline {
         timeline
     }
 
-    /// The number by which this library identifies the stream, dense per device. A stream may have the number of one that was destroyed:
-    /// all work of that one was known to be done before, and ticks count on.
+    /// The number by which this library identifies the stream, dense per device. A stream may have
+    /// the number of one that was destroyed: all work of that one was known to be done before, and
+    /// ticks count on.
     #[inline]
     pub fn id(&self) -> u32 {
         self.id
@@ -173,8 +184,9 @@ impl Timeline {
         RawStream(self.raw.load(Ordering::Relaxed))
     }
 
-    /// The handle for a driver call of this thread (T4). Fails for another thread's per-thread default stream, whose handle would mean this
-    /// thread's stream, and for a stream that is gone, whose handle may mean a later stream.
+    /// The handle for a driver call of this thread (T4). Fails for another thread's per-thread
+    /// default stream, whose handle would mean this thread's stream, and for a stream that is gone,
+    /// whose handle may mean a later stream.
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
         fork::check(operation)?;
@@ -197,7 +209,8 @@ impl Timeline {
         self.context.device_id
     }
 
-    /// Identity of the device or, while the stream captures, a number that no device has. So one read answers both questions.
+    /// Identity of the device or, while the stream captures, a number that no device has. So one
+    /// read answers both questions.
     #[doc(hidden)]
     #[inline]
     pub fn device_id_unless_capturing(&self) -> u32 {
@@ -236,7 +249,8 @@ impl Timeline {
         !self.state.lock().closed
     }
 
-    /// Asks the driver about the oldest events until one is not complete, and returns whether tick `n` is done.
+    /// Asks the driver about the oldest events until one is not complete, and returns whether tick
+    /// `n` is done.
     ///
     /// # Errors
     /// Errors of the driver's event query.
@@ -248,8 +262,9 @@ impl Timeline {
         Ok(self.is_known_done(n))
     }
 
-    /// Makes sure that an event covers tick `n`, recording one if need be: a *milestone*. Recording one also asks the driver about earlier
-    /// ones, so that [`Timeline::frontier`] follows the device.
+    /// Makes sure that an event covers tick `n`, recording one if need be: a *milestone*. Recording
+    /// one also asks the driver about earlier ones, so that [`Timeline::frontier`] follows the
+    /// device.
     ///
     /// # Errors
     /// Errors of the driver's event calls; a closed or capturing stream cannot record.
@@ -263,9 +278,10 @@ impl Timeline {
         self.ask_about_half(&mut state)
     }
 
-    /// Takes the lock; `None` if tick `n` is known to be done. That is checked under the lock, too: while this thread waits for the lock,
-    /// another one may learn it and recycle the event that covers the tick, and on a closed stream no other event could take its place.
-    fn lock_unless_done(&self, n: u64) -> Option<MutexGuard<'_, State>> {
+    /// Takes the lock; `None` if tick `n` is known to be done. That is checked under the lock, too:
+    /// while this thread waits for the lock, another one may learn it and recycle the event that
+    /// covers the tick, and on a closed stream no other event could take its place.
+    fn lock_unless_done(&self, n: u64) -> Option<MutexGuard<'_, TimelineState>> {
         if self.is_known_done(n) {
             return None;
         }
@@ -275,7 +291,8 @@ impl Timeline {
 
     /// Waits on the host until tick `n` is done, recording an event if none covers it.
     ///
-    /// If the stream is gone and no event covers the tick (its last record failed), this waits for the whole device.
+    /// If the stream is gone and no event covers the tick (its last record failed), this waits for
+    /// the whole device.
     ///
     /// # Errors
     /// Errors of the driver's event and synchronisation calls.
@@ -300,18 +317,20 @@ impl Timeline {
         Ok(())
     }
 
-    /// A copy of this stream's clock, to be read where no lock may be taken: the ticks that later work of this stream is ordered after.
+    /// A copy of this stream's clock, to be read where no lock may be taken: the ticks that later
+    /// work of this stream is ordered after.
     pub fn clock(&self) -> Clock {
         self.state.lock().clock.clone()
     }
 
-    /// True if work enqueued later on this stream is known to come after tick `n` of `other`. Makes no driver call.
+    /// True if work enqueued later on this stream is known to come after tick `n` of `other`. Makes
+    /// no driver call.
     pub fn is_ordered_after(&self, other: &Timeline, n: u64) -> bool {
         other.is_known_done(n)
             || if self.is_on_device_of(other) {
                 self.id == other.id || n < self.state.lock().clock.of(other.id)
             } else {
-                n < self.state.lock().peers.of(other.place())
+                self.state.lock().peers.get(&other.place()).is_some_and(|&covered| n < covered)
             }
     }
 
@@ -329,12 +348,13 @@ impl Timeline {
         (self.context.device_id, self.id)
     }
 
-    /// Orders work enqueued later on this stream after tick `n` of `other`, which may be of another device. If that order is known already,
-    /// this does nothing; otherwise it costs at most one event recorded there and one wait here.
+    /// Orders work enqueued later on this stream after tick `n` of `other`, which may be of another
+    /// device. If that order is known already, this does nothing; otherwise it costs at most one
+    /// event recorded there and one wait here.
     ///
     /// # Errors
-    /// When this is another thread's default stream, or the devices are of different kinds; errors of the driver's event and wait calls.
-    /// Nothing is ordered then, and no clock changes.
+    /// When this is another thread's default stream, or the devices are of different kinds; errors
+    /// of the driver's event and wait calls. Nothing is ordered then, and no clock changes.
     pub fn wait_for(&self, other: &Timeline, n: u64) -> Result<()> {
         fork::check(Operation::Wait)?;
         if self.is_ordered_after(other, n) {
@@ -372,8 +392,9 @@ impl Timeline {
         Ok(())
     }
 
-    /// Notes that this stream now waits for an event of `other` that covers its ticks below `covers` (T2). While the stream captures, only
-    /// a node of a graph waits, so nothing is noted (T5).
+    /// Notes that this stream now waits for an event of `other` that covers its ticks below
+    /// `covers` (T2). While the stream captures, only a node of a graph waits, so nothing is noted
+    /// (T5).
     pub(crate) fn absorb(&self, other: &Timeline, covers: u64, clock: &Clock) {
         let mut state = self.state.lock();
         if state.capture.is_some() {
@@ -383,13 +404,15 @@ impl Timeline {
             state.clock.merge(clock);
             state.clock.raise(other.id, covers);
         } else {
-            state.peers.raise(other.place(), covers);
+            let covered = state.peers.entry(other.place()).or_default();
+            *covered = covers.max(*covered);
         }
     }
 }
 
 impl Waited for Timeline {
-    /// The counter of a destroyed stream stays: its last event covers every tick, and so does this wait.
+    /// The counter of a destroyed stream stays: its last event covers every tick, and so does this
+    /// wait.
     fn begin_wait(&self) -> u64 {
         let state = self.state.lock();
         if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }

@@ -24,8 +24,9 @@ impl Owner {
     }
 }
 
-/// The owner of a stream, if it has one. It changes when the stream's number goes to another stream. A stream that is gone counts as
-/// another thread's for every thread, so that one check finds both.
+/// The owner of a stream, if it has one. It changes when the stream's number goes to another
+/// stream. A stream that is gone counts as another thread's for every thread, so that one check
+/// finds both.
 #[derive(Debug)]
 pub(super) struct OwnerCell(AtomicU64);
 

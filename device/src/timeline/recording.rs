@@ -1,18 +1,19 @@
 //! The events of a timeline: recording, querying and recycling them (T1 to T3).
 
 use super::capturing::capture_error;
-use super::{Owner, Recorded, Recording, State, Timeline};
+use super::{Owner, Recorded, Recording, Timeline, TimelineState};
 use crate::context::Waited;
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::atomic::Ordering;
 
-/// Number of events on one timeline from which on the driver is asked about them as more are recorded.
+/// Number of events on one timeline from which on the driver is asked about them as more are
+/// recorded.
 const MANY: usize = 64;
 
 impl Timeline {
-    /// Raises the counter, calls `record` to record an event, and returns the ticks that the event covers and the clock that it carries
-    /// (T1, T2).
+    /// Raises the counter, calls `record` to record an event, and returns the ticks that the event
+    /// covers and the clock that it carries (T1, T2).
     pub(crate) fn record_with(&self, record: impl FnOnce() -> Result<()>) -> Result<Recording> {
         let state = self.state.lock();
         // An event recorded in an unannounced capture would seem to cover work enqueued before.
@@ -22,8 +23,9 @@ impl Timeline {
         record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
     }
 
-    /// Records the last event of an adopted stream that is released, by which all its ticks can still be asked about, and closes the
-    /// timeline, also if the driver refuses. A stream that captures stays open, unless `even_capturing`.
+    /// Records the last event of an adopted stream that is released, by which all its ticks can
+    /// still be asked about, and closes the timeline, also if the driver refuses. A stream that
+    /// captures stays open, unless `even_capturing`.
     pub(crate) fn close_released(&self, even_capturing: bool) -> Result<()> {
         let mut state = self.state.lock();
         if state.capture.is_some() && !even_capturing {
@@ -39,8 +41,9 @@ impl Timeline {
         last.map(drop)
     }
 
-    /// Records the last event of a stream on which no work is enqueued any more, so that it covers ticks taken later, too, and closes the
-    /// timeline. The timeline stays open if the event cannot be recorded now. Any thread may call it.
+    /// Records the last event of a stream on which no work is enqueued any more, so that it covers
+    /// ticks taken later, too, and closes the timeline. The timeline stays open if the event cannot
+    /// be recorded now. Any thread may call it.
     pub(crate) fn close(&self) -> Result<()> {
         let mut state = self.state.lock();
         self.record(&mut state)?;
@@ -57,8 +60,9 @@ impl Timeline {
         self.owner.close();
     }
 
-    /// Makes the timeline serve a new stream from now on, if all work of the earlier stream, which is gone, is done; returns whether it
-    /// does. Ticks count on, so that those of the earlier stream stay done, and those of the new stream are not done.
+    /// Makes the timeline serve a new stream from now on, if all work of the earlier stream, which
+    /// is gone, is done; returns whether it does. Ticks count on, so that those of the earlier
+    /// stream stay done, and those of the new stream are not done.
     pub(super) fn reopen(&self, raw: RawStream, owner: Option<Owner>) -> Result<bool> {
         let mut state = self.state.lock();
         self.poll(&mut state)?;
@@ -68,12 +72,12 @@ impl Timeline {
         self.count.fetch_add(1, Ordering::AcqRel);
         self.raw.store(raw.0, Ordering::Relaxed);
         self.owner.set(owner);
-        *state = State::default();
+        *state = TimelineState::default();
         Ok(true)
     }
 
     /// Returns the oldest event that covers tick `n`; records one if there is none.
-    pub(super) fn covering(&self, state: &mut State, n: u64) -> Result<Recorded> {
+    pub(super) fn covering(&self, state: &mut TimelineState, n: u64) -> Result<Recorded> {
         let first = state.events.partition_point(|recorded| recorded.covers <= n);
         match state.events.get(first) {
             Some(recorded) => Ok(recorded.clone()),
@@ -81,7 +85,7 @@ impl Timeline {
         }
     }
 
-    pub(super) fn record(&self, state: &mut State) -> Result<Recorded> {
+    pub(super) fn record(&self, state: &mut TimelineState) -> Result<Recorded> {
         if state.closed {
             let detail = "the stream was destroyed or released and its last event could not be recorded; once the host has waited \
                           for the device (`Tick::synchronize`, `Device::synchronize`) its work is known to be done";
@@ -105,7 +109,8 @@ impl Timeline {
         Ok(recorded)
     }
 
-    /// The error for a stream that is gone. Streams of a lost device are destroyed without a last event.
+    /// The error for a stream that is gone. Streams of a lost device are destroyed without a last
+    /// event.
     pub(super) fn closed_error(&self, operation: Operation, detail: &str) -> DeviceError {
         let driver = &self.context.driver;
         match driver.lost() {
@@ -114,7 +119,7 @@ impl Timeline {
         }
     }
 
-    pub(super) fn poll(&self, state: &mut State) -> Result<()> {
+    pub(super) fn poll(&self, state: &mut TimelineState) -> Result<()> {
         while let Some(oldest) = state.events.front() {
             if !oldest.event.query()? {
                 break;
@@ -125,9 +130,10 @@ impl Timeline {
         Ok(())
     }
 
-    /// Asks about events whenever their number reaches a power of two, so that they do not pile up on a stream that others wait for and that
-    /// no thread asks about. That is one query for dozens of events, and fewer while the device lags behind.
-    fn keep_few(&self, state: &mut State) {
+    /// Asks about events whenever their number reaches a power of two, so that they do not pile up
+    /// on a stream that others wait for and that no thread asks about. That is one query for dozens
+    /// of events, and fewer while the device lags behind.
+    fn keep_few(&self, state: &mut TimelineState) {
         let count = state.events.len();
         if count >= MANY
             && count.is_power_of_two()
@@ -137,10 +143,10 @@ impl Timeline {
         }
     }
 
-    /// Asks the driver about the middle one of the events, and recycles all up to it if it is complete. So one query for each milestone
-    /// shows roughly how far a stream got, and milestones do not pile up if nothing else asks. The last event, just recorded, says nothing
-    /// yet.
-    pub(super) fn ask_about_half(&self, state: &mut State) -> Result<()> {
+    /// Asks the driver about the middle one of the events, and recycles all up to it if it is
+    /// complete. So one query for each milestone shows roughly how far a stream got, and milestones
+    /// do not pile up if nothing else asks. The last event, just recorded, says nothing yet.
+    pub(super) fn ask_about_half(&self, state: &mut TimelineState) -> Result<()> {
         let Some(half) = state.events.len().checked_sub(2).map(|others| others / 2) else { return Ok(()) };
         let newest = &state.events[half];
         if newest.event.query()? {
@@ -151,9 +157,9 @@ impl Timeline {
     }
 }
 
-/// Makes the last event of a stream without further work cover ticks that are taken later, too. These show the present count, which is not
-/// raised any more.
-fn cover_later_ticks(state: &mut State) {
+/// Makes the last event of a stream without further work cover ticks that are taken later, too.
+/// These show the present count, which is not raised any more.
+fn cover_later_ticks(state: &mut TimelineState) {
     if let Some(last) = state.events.back_mut() {
         last.covers += 1;
     }

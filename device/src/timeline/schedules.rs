@@ -1,8 +1,9 @@
-//! Models of timelines under a scheduler that explores interleavings; every driver call and atomic access is a point where
-//! another thread may run. Run by `ci/schedules`.
+//! Models of timelines under a scheduler that explores interleavings; every driver call and atomic
+//! access is a point where another thread may run. Run by `ci/schedules`.
 //!
-//! The simulated device judges: its race detector knows the true order of enqueued work, so an event that claims to cover
-//! work enqueued after it shows as a race of the access that relied on the claim.
+//! The simulated device judges: its race detector knows the true order of enqueued work, so an
+//! event that claims to cover work enqueued after it shows as a race of the access that relied on
+//! the claim.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -27,7 +28,8 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
     shuttle::check_pct(move || again(), 1500, 3);
 }
 
-/// A device whose memory is cells of one writer each, and the cells written so far with the ticks after them.
+/// A device whose memory is cells of one writer each, and the cells written so far with the ticks
+/// after them.
 struct World {
     sim: Arc<SimDriver>,
     device: Device,
@@ -270,7 +272,8 @@ fn t5_captures_begin_and_end_while_others_wait() {
     });
 }
 
-/// One thread enqueues on a stream that another one captures: its work runs once, or is refused, and is in no graph.
+/// One thread enqueues on a stream that another one captures: its work runs once, or is refused,
+/// and is in no graph.
 #[test]
 fn t5_what_is_enqueued_while_captures_are_held_off_is_in_no_graph() {
     explore(|| {
@@ -302,7 +305,8 @@ fn t5_what_is_enqueued_while_captures_are_held_off_is_in_no_graph() {
     });
 }
 
-/// One thread captures while others make the calls that would break that: each comes before the capture, after it, or is refused.
+/// One thread captures while others make the calls that would break that: each comes before the
+/// capture, after it, or is refused.
 #[test]
 fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
     explore(|| {

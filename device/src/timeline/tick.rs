@@ -7,10 +7,11 @@ use super::Timeline;
 use crate::error::Result;
 use crate::release::Uses;
 
-/// A point on a stream's timeline, which stands for all work enqueued on the stream until the tick was taken.
+/// A point on a stream's timeline, which stands for all work enqueued on the stream until the tick
+/// was taken.
 ///
-/// Taking and holding a tick costs no driver call: an event is recorded only when something must wait for the tick. See
-/// [`crate::Stream::tick`] and [`crate::Stream::wait_for`].
+/// Taking and holding a tick costs no driver call: an event is recorded only when something must
+/// wait for the tick. See [`crate::Stream::tick`] and [`crate::Stream::wait_for`].
 #[derive(Clone, Debug)]
 pub struct Tick {
     pub(crate) timeline: Arc<Timeline>,
@@ -29,8 +30,9 @@ impl Tick {
         self.n
     }
 
-    /// True if the work is known to be done. Asks the driver about events recorded so far and records none, so a tick that no event covers
-    /// is never known to be done: call [`Tick::cover`] first.
+    /// True if the work is known to be done. Asks the driver about events recorded so far and
+    /// records none, so a tick that no event covers is never known to be done: call [`Tick::cover`]
+    /// first.
     ///
     /// # Errors
     /// Errors of the driver's event query.
@@ -41,8 +43,9 @@ impl Tick {
     /// Makes sure an event covers the tick, recording one if need be.
     ///
     /// # Errors
-    /// When the stream is gone without a last event, because it captured, was lent, was destroyed by its owner, or the driver refused to
-    /// record, until the host has waited for the device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver's event calls.
+    /// When the stream is gone without a last event, because it captured, was lent, was destroyed
+    /// by its owner, or the driver refused to record, until the host has waited for the device
+    /// ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver's event calls.
     pub fn cover(&self) -> Result<()> {
         self.timeline.cover(self.n)
     }

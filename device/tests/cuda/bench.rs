@@ -42,11 +42,6 @@ impl Bench {
         Bench::on("1GiB", missing)
     }
 
-    /// A device as a text describes it.
-    pub(crate) fn of(config: &str) -> Bench {
-        Bench::on(config, &[])
-    }
-
     fn on(config: &str, missing: &[&str]) -> Bench {
         let device = standin().add_device(config).unwrap();
         let driver = CudaDriver::open_without(device.ordinal(), missing).unwrap();

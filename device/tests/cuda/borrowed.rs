@@ -1,4 +1,5 @@
-//! Blocking copies whose calls fail: the memory is the caller's again when they return, so nothing may use it any more.
+//! Blocking copies whose calls fail: the memory is the caller's again when they return, so nothing
+//! may use it any more.
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ const BYTES: usize = 2 * HALF;
 /// Which function fails, at which of its calls from now on, and with what.
 type Order = (&'static str, u64, Code);
 
-/// Host memory of which the first half is page-locked, so that it is copied in two pieces and read when the first is done.
+/// Host memory of which the first half is page-locked, so that it is copied in two pieces and read
+/// when the first is done.
 struct Copies {
     bench: Bench,
     device: Device,

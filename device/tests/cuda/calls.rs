@@ -111,7 +111,8 @@ fn copies_move_bytes_between_all_kinds_of_memory() {
     // SAFETY: the memory is page-locked and not touched until the stream was waited for.
     unsafe { driver.copy_to_host(pinned.as_ptr(), two, 256, stream) }.unwrap();
     driver.synchronize_stream(stream).unwrap();
-    // SAFETY: freshly allocated memory of 4096 bytes, the first 256 just written and no work pending.
+    // SAFETY: freshly allocated memory of 4096 bytes, the first 256 just written and no work
+    // pending.
     assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr(), 256) }, bytes);
     // SAFETY: as above.
     unsafe { driver.copy_to_device(one.offset(1024), pinned.as_ptr(), 256, stream) }.unwrap();
@@ -330,34 +331,6 @@ fn host_memory_may_be_page_locked_in_parts() {
 }
 
 #[test]
-fn rows_may_lie_further_apart_than_one_call_allows() {
-    let bench = Bench::of("24GiB");
-    let (driver, stream) = (&*bench.driver, bench.stream());
-    let (pitch, far) = (3 << 30, driver.alloc(9 << 30).unwrap());
-    let (near, pinned) = (driver.alloc(4096).unwrap(), driver.host_alloc(4096).unwrap());
-    bench.upload(near, b"aaaabbbbcccc", stream).unwrap();
-    let (dst, src) = (CopyEnd::Device(far), CopyEnd::Device(near));
-    let there = Copy2d { dst, dst_pitch: pitch, src, src_pitch: 4, width: 4, height: 3 };
-    let back = Copy2d { dst: CopyEnd::Host(pinned), dst_pitch: 4, src: dst, src_pitch: pitch, width: 4, height: 3 };
-    for copy in [there, back] {
-        // SAFETY: the page-locked memory is not touched until the stream was waited for.
-        unsafe { driver.copy_2d(&copy, stream) }.unwrap();
-    }
-    driver.synchronize_stream(stream).unwrap();
-    // SAFETY: no work uses the memory.
-    assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr(), 12) }, b"aaaabbbbcccc");
-    // Rows without gaps are one piece, however long.
-    let (dst, src) = (CopyEnd::Device(far.offset(5 << 30)), CopyEnd::Device(far));
-    let dense = Copy2d { dst, dst_pitch: 2 << 30, src, src_pitch: 2 << 30, width: 2 << 30, height: 2 };
-    // SAFETY: both ends are on the device.
-    unsafe { driver.copy_2d(&dense, stream) }.unwrap();
-    assert_eq!(bench.download(far.offset((5 << 30) + pitch), 4, stream).unwrap(), b"bbbb");
-    // SAFETY: nobody uses the memory any more.
-    unsafe { driver.host_free(pinned) }.unwrap();
-    bench.assert_no_violation();
-}
-
-#[test]
 fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
     let bench = Bench::new();
     let (driver, stream) = (&*bench.driver, bench.stream());
@@ -378,12 +351,11 @@ fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
         // SAFETY: nobody uses the memory any more.
         unsafe { driver.host_free(host) }.unwrap();
     }
-    // Memory that nobody freed goes with the driver. A piece that could not be freed when it should be is tried again.
+    // What the caller did not free goes with the driver. A piece that could not be freed when it
+    // should be is freed at the second attempt.
     driver.host_alloc(10).unwrap();
     bench.device.inject("fault=cuMemFreeHost#1:unknown").unwrap();
     driver.host_alloc(10).unwrap();
-    assert_eq!(bench.device.number(Number::PinnedBytes), 2 * (10 + 4096) + 10);
-    driver.synchronize().unwrap();
     assert_eq!(bench.device.number(Number::PinnedBytes), 2 * (10 + 4096));
     let Bench { driver, device } = bench;
     drop(driver);

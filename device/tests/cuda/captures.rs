@@ -1,4 +1,5 @@
-//! Captures: what breaks one is refused before it reaches the driver, and the calls around it leave it alone.
+//! Captures: what breaks one is refused before it reaches the driver, and the calls around it leave
+//! it alone.
 
 use std::time::Duration;
 
@@ -150,7 +151,8 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     driver.record(event, other).unwrap();
     let peer = Bench::new();
     let from = peer.driver.alloc(4096).unwrap();
-    // The strictest mode: in it, every thread's potentially unsafe calls fail and break the capture.
+    // The strictest mode: in it, every thread's potentially unsafe calls fail and break the
+    // capture.
     theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     let memory = driver.alloc(4 * MIB).unwrap();
     let (start, physical) =
@@ -166,7 +168,8 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     // SAFETY: nobody uses the memory.
     unsafe { driver.host_free(pinned) }.unwrap();
     driver.unmap(start, 2 * MIB).unwrap();
-    // The thread's own mode is as it was: cudarc's allocation would still break the capture, and ours did not.
+    // The thread's own mode is as it was: cudarc's allocation would still break the capture, and
+    // ours did not.
     assert!(theirs.capture_status().is_ok());
     let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
     theirs.end_capture(flags).expect("the capture was not broken");

@@ -1,4 +1,5 @@
-//! Every call of the driver's functions fails once: no panic, nothing leaked, and all is usable after it.
+//! Every call of the driver's functions fails once: no panic, nothing leaked, and all is usable
+//! after it.
 
 use aquifer_device::cuda::CudaDriver;
 use aquifer_device::{
@@ -83,7 +84,8 @@ fn copied(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<(
     let (device, host) = (CopyEnd::Device(memory), CopyEnd::Host(pinned));
     let rows = Copy2d { dst: device, dst_pitch: 128, src: host, src_pitch: 64, width: 64, height: 4 };
     let part = CopyPart { dst: device, src: host, bytes: 64 };
-    // SAFETY: nobody touches the page-locked memory, which the device is waited for before it is freed.
+    // SAFETY: nobody touches the page-locked memory, which the device is waited for before it is
+    // freed.
     let outcome = unsafe { driver.copy_2d(&rows, stream) };
     // SAFETY: as above.
     let outcome = outcome.and_then(|()| unsafe { driver.copy_batch(&[part], stream) });
@@ -214,7 +216,8 @@ fn codes_that_others_cause_are_explained() {
     let standin = standin();
     let device = standin.add_device("1GiB").unwrap();
     let driver = CudaDriver::open(device.ordinal()).unwrap();
-    // A child that was forked; a device that another process has; a context that somebody destroyed.
+    // A child that was forked; a device that another process has; a context that somebody
+    // destroyed.
     for (code, words) in [(3, "forked"), (46, "another process"), (709, "destroyed or reset")] {
         standin.fail("cuMemAlloc_v2", 1, Code(code)).unwrap();
         let told = driver.alloc(MIB).unwrap_err().to_string();

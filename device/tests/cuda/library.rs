@@ -1,4 +1,5 @@
-//! The choice of the driver's library, in a process of its own, because it comes before anything else.
+//! The choice of the driver's library, in a process of its own, because it comes before anything
+//! else.
 
 use std::env;
 use std::os::unix::fs::symlink;

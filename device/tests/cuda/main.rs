@@ -1,7 +1,8 @@
-//! The CUDA driver, call by call, on the stand-in driver: the simulated device behind the CUDA driver's C interface.
+//! The CUDA driver, call by call, on the stand-in driver: the simulated device behind the CUDA
+//! driver's C interface.
 //!
-//! Each test has a device of its own, so they run side by side. What concerns the whole process (no driver, no device, an old
-//! one) is tested in processes of their own in `tests/tests/cuda`.
+//! Each test has a device of its own, so they run side by side. What concerns the whole process (no
+//! driver, no device, an old one) is tested in processes of their own in `tests/tests/cuda`.
 #![cfg(all(target_os = "linux", feature = "cuda"))]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 

@@ -1,4 +1,5 @@
-//! Two devices: waits for each other's events, copies between them, and what of both sides is checked.
+//! Two devices: waits for each other's events, copies between them, and what of both sides is
+//! checked.
 
 use std::sync::Arc;
 

@@ -108,7 +108,8 @@ fn memory_of_another_owner_is_known_by_the_driver() {
     other.free(theirs).unwrap();
 }
 
-/// The driver takes all of a reservation for one piece of device memory, and knows the memory of every device.
+/// The driver takes all of a reservation for one piece of device memory, and knows the memory of
+/// every device.
 #[test]
 fn reserved_addresses_and_memory_of_other_devices_are_no_memory_of_this_one() {
     let (bench, elsewhere) = (Bench::new(), Bench::new());

@@ -36,7 +36,8 @@ fn t5_a_stream_that_captures_stays_adopted_until_that_is_over() {
     assert_eq!((cost(&bench.device), bench.driver.violations()), ((1, 0), vec![]));
 }
 
-/// What a graph keeps may be the stream that it was captured on, and go as soon as the capture has ended.
+/// What a graph keeps may be the stream that it was captured on, and go as soon as the capture has
+/// ended.
 #[test]
 fn an_adopted_stream_that_its_own_graph_keeps_goes_with_it() {
     let bench = Bench::new();
@@ -188,7 +189,8 @@ fn t4_a_stream_adopted_again_has_another_number() {
     bench.assert_no_violation();
 }
 
-/// A program that adopts default streams for each of its calls has those of the device, which go on when they are released.
+/// A program that adopts default streams for each of its calls has those of the device, which go on
+/// when they are released.
 #[test]
 fn t4_default_streams_that_are_adopted_are_the_devices_own() {
     let bench = Bench::new();

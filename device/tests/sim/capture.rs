@@ -90,7 +90,8 @@ fn events_recorded_in_a_capture_cannot_be_waited_for_outside() {
     driver.synchronize_event(event).unwrap();
 }
 
-/// Begins a capture on a stream, makes a forbidden call, and checks that the capture is broken by it.
+/// Begins a capture on a stream, makes a forbidden call, and checks that the capture is broken by
+/// it.
 fn breaks(expected: Code, call: impl Fn(&SimDriver, RawStream) -> aquifer_device::Result<()>) {
     let driver = device(0);
     let stream = driver.blocking_stream();

@@ -93,7 +93,8 @@ pub(crate) trait Short: Driver {
 
     /// Copies from page-locked memory.
     fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize, stream: RawStream) {
-        // SAFETY: page-locked memory of the simulator stays valid until its copies ran; tests leave its bytes alone.
+        // SAFETY: page-locked memory of the simulator stays valid until its copies ran; tests leave
+        // its bytes alone.
         unsafe { self.copy_to_device(dst, src.as_ptr(), bytes, stream) }.unwrap();
     }
 
@@ -128,7 +129,8 @@ pub(crate) trait Short: Driver {
         let accesses = accesses.iter().map(|&(ptr, bytes, kind)| Access { ptr, bytes, kind }).collect();
         let launch =
             Launch { name, block: [32, 1, 1], args: vec![KernelArg::U32(1)], accesses, host, ..Launch::default() };
-        // SAFETY: the kernels of the tests keep to what they declare, or test what happens when they do not.
+        // SAFETY: the kernels of the tests keep to what they declare, or test what happens when
+        // they do not.
         unsafe { self.launch(&launch, stream) }
     }
 }

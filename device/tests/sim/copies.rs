@@ -1,4 +1,5 @@
-//! Copies of rows and batches of copies, registered host memory, modules, and what the driver tells about pools and captures.
+//! Copies of rows and batches of copies, registered host memory, modules, and what the driver tells
+//! about pools and captures.
 
 use aquifer_device::AccessKind::Write;
 use aquifer_device::sim::ViolationKind;
@@ -136,7 +137,8 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
     let mut own = vec![7u8; 4096];
     let start = own.as_mut_ptr();
-    // SAFETY: the vector lives to the end of the test, and is unregistered before it is touched again.
+    // SAFETY: the vector lives to the end of the test, and is unregistered before it is touched
+    // again.
     let host = unsafe { driver.host_register(start, 4096) }.unwrap();
     // SAFETY: refused, since the memory is registered.
     assert_eq!(code(unsafe { driver.host_register(start.wrapping_add(100), 8) }), Code(712));
@@ -146,8 +148,8 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
     driver.stall(stream, std::time::Duration::from_millis(1)).unwrap();
     driver.kernel("later", &[(memory, 100, Write)], None, stream).unwrap();
     driver.download(host, memory.offset(4096), 16, stream);
-    // It was not waited for, so that is a violation; the work ran all the same while the memory was there.
-    // SAFETY: it was registered above, and only the simulator counts on that.
+    // It was not waited for, so that is a violation; the work ran all the same while the memory was
+    // there. SAFETY: it was registered above, and only the simulator counts on that.
     unsafe { driver.host_unregister(host) }.unwrap();
     assert_eq!(driver.take_violations()[0].kind, ViolationKind::PendingWork);
     assert_eq!(own[..16], [0xCD; 16]);

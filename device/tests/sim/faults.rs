@@ -65,7 +65,8 @@ fn every_call_of_a_program_can_be_made_to_fail() {
     }
 }
 
-/// Makes the driver call of an operation. A fault strikes before it does anything, so handles need not be live.
+/// Makes the driver call of an operation. A fault strikes before it does anything, so handles need
+/// not be live.
 fn call(driver: &SimDriver, operation: Operation) -> Result<()> {
     let (ptr, stream, event, host) = (DevicePtr(GRANULE), RawStream::LEGACY, RawEvent(1), HostPtr(4096));
     let mut byte = [0_u8];

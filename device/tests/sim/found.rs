@@ -11,8 +11,9 @@ use crate::common::{Bench, MIB, kind};
 
 /// The device's stream for a handle.
 fn find(bench: &Bench, raw: RawStream) -> Stream {
-    // SAFETY: streams of these tests live until they are forgotten or their device is closed; those of the test of streams that do not
-    // are destroyed while nothing uses them, and the simulated device checks handles.
+    // SAFETY: streams of these tests live until they are forgotten or their device is closed; those
+    // of the test of streams that do not are destroyed while nothing uses them, and the simulated
+    // device checks handles.
     unsafe { bench.device.stream_from_raw(raw) }.unwrap()
 }
 
@@ -92,7 +93,8 @@ fn a_handle_that_came_back_for_another_stream_finds_that_one() {
     assert!(!tick.timeline().is_open() && new.timeline().is_open());
     assert_eq!(kind(old.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse);
     assert_eq!(find(&bench, raw).id(), new.id());
-    // Nothing covers the work of the old one, so nothing says that it is done before the device was waited for.
+    // Nothing covers the work of the old one, so nothing says that it is done before the device was
+    // waited for.
     assert!(!tick.is_done().unwrap());
     tick.synchronize().unwrap();
     bench.fill(&new);
@@ -242,7 +244,8 @@ fn threads_that_ask_for_a_handle_at_the_same_time_get_one_stream() {
     assert_eq!(distinct.len(), raws.len(), "and one of its own for each handle");
 }
 
-/// A thread may hold a stream that another one forgets: its calls are refused then, and nothing else happens.
+/// A thread may hold a stream that another one forgets: its calls are refused then, and nothing
+/// else happens.
 #[test]
 fn streams_may_be_forgotten_and_found_on_several_threads() {
     let bench = Bench::new();
@@ -269,7 +272,8 @@ fn streams_may_be_forgotten_and_found_on_several_threads() {
     bench.assert_no_violation();
 }
 
-/// Whoever asks while the stream is released gets one that takes calls, unless that is the one being released.
+/// Whoever asks while the stream is released gets one that takes calls, unless that is the one
+/// being released.
 #[test]
 fn a_stream_may_be_found_while_a_caller_releases_it() {
     let bench = Bench::new();

@@ -1,5 +1,5 @@
-//! The race detector against a model that keeps, instead of clocks, the set of all operations that something is ordered
-//! after.
+//! The race detector against a model that keeps, instead of clocks, the set of all operations that
+//! something is ordered after.
 
 use std::collections::BTreeSet;
 
@@ -87,7 +87,8 @@ proptest! {
     fn the_first_race_is_found_exactly(
         steps in prop::collection::vec(step(), 1..50),
         seed in any::<u64>(),
-        // How many other streams come and go before each stream is made, so that identities are close together or far apart.
+        // How many other streams come and go before each stream is made, so that identities are
+        // close together or far apart.
         others in prop_oneof![Just(0), Just(20), Just(60)],
     ) {
         let driver = device(seed);

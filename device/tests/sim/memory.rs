@@ -1,4 +1,5 @@
-//! Plain memory, page-locked memory and the driver's pool: addresses, capacity, content, and what they cost the host.
+//! Plain memory, page-locked memory and the driver's pool: addresses, capacity, content, and what
+//! they cost the host.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -177,7 +178,8 @@ fn page_locked_copies_take_effect_when_they_run() {
     driver.memset(memory, 7, MIB, stream).unwrap();
     driver.stall(stream, std::time::Duration::from_millis(1)).unwrap();
     driver.download(host, memory, 4096, stream);
-    // SAFETY: page-locked memory is initialised, and nobody else touches it while the lock-step program is here.
+    // SAFETY: page-locked memory is initialised, and nobody else touches it while the lock-step
+    // program is here.
     let byte = || unsafe { host.as_ptr().read() };
     assert_eq!(byte(), 0, "the copy has not run yet");
     driver.synchronize_stream(stream).unwrap();

@@ -1,5 +1,5 @@
-//! The race detectors of two devices against a model that keeps, instead of clocks, the set of all operations that something is
-//! ordered after, and the bytes that a program without races leaves.
+//! The race detectors of two devices against a model that keeps, instead of clocks, the set of all
+//! operations that something is ordered after, and the bytes that a program without races leaves.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -41,7 +41,8 @@ struct Model {
 }
 
 impl Model {
-    /// Adds an operation; tells on which device's memory it conflicts with an earlier one that it is not ordered after.
+    /// Adds an operation; tells on which device's memory it conflicts with an earlier one that it
+    /// is not ordered after.
     fn enqueue(&mut self, (device, stream): (usize, usize), touched: &[(usize, u64, u64, bool)]) -> [bool; 2] {
         self.count += 1;
         let op = self.count;

@@ -1,4 +1,5 @@
-//! Waits and copies between devices: what is right is silent and arrives, what is wrong is found where the memory is.
+//! Waits and copies between devices: what is right is silent and arrives, what is wrong is found
+//! where the memory is.
 
 use std::sync::Arc;
 

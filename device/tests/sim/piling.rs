@@ -1,4 +1,5 @@
-//! Programs that run for long hold no more events than the device is behind, although the host never asks about their streams.
+//! Programs that run for long hold no more events than the device is behind, although the host
+//! never asks about their streams.
 
 use std::time::Duration;
 

@@ -21,7 +21,8 @@ fn leave_in_flight(bench: &Bench) {
     unsafe { bench.device.host_free_later(host, 4096, vec![bench.stream.tick()]) };
 }
 
-/// Leaves registered memory to the device, with an owner who tells that it is there while the answer can be upgraded.
+/// Leaves registered memory to the device, with an owner who tells that it is there while the
+/// answer can be upgraded.
 fn leave_registered(bench: &Bench, bytes: usize, uses: Vec<Tick>) -> std::sync::Weak<()> {
     let (mut memory, life) = (vec![0_u8; bytes], Arc::new(()));
     let there = Arc::downgrade(&life);

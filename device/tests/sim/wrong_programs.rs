@@ -1,4 +1,5 @@
-//! Programs with one ordering mistake each: found under every seed, and nothing is found in their corrected twins.
+//! Programs with one ordering mistake each: found under every seed, and nothing is found in their
+//! corrected twins.
 
 use std::sync::mpsc;
 use std::thread;
@@ -12,8 +13,8 @@ use crate::common::{GRANULE, MIB, Short, device};
 
 const SEEDS: u64 = 1000;
 
-/// Runs `program(driver, correct)` both ways under every seed. A violation of the wrong one must name both operations with their streams,
-/// where they met, and what was missing between them.
+/// Runs `program(driver, correct)` both ways under every seed. A violation of the wrong one must
+/// name both operations with their streams, where they met, and what was missing between them.
 fn check(kind: ViolationKind, first: &str, second: &str, program: impl Fn(&SimDriver, bool)) {
     for seed in 0..SEEDS {
         let wrong = device(seed);
@@ -114,7 +115,8 @@ fn memory_unmapped_while_work_is_pending() {
 fn physical_memory_released_while_work_is_pending() {
     check(ViolationKind::PendingWork, "'kernel fill #1'", "'cuMem", |driver, correct| {
         let (stream, (memory, physical)) = (driver.stream(), driver.mapped());
-        // Work that found its memory unmapped would lose the device before the second mistake is made.
+        // Work that found its memory unmapped would lose the device before the second mistake is
+        // made.
         driver.stall(stream, Duration::from_secs(1)).unwrap();
         driver.kernel("fill", &[(memory, GRANULE, Write)], None, stream).unwrap();
         if correct {

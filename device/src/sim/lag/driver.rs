@@ -1,5 +1,5 @@
-//! [`Driver`] for a device that lags: calls about order are answered by the position, memory that goes is checked, and
-//! everything is passed on.
+//! [`Driver`] for a device that lags: calls about order are answered by the position, memory that
+//! goes is checked, and everything is passed on.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -25,15 +25,16 @@ impl Lagging {
         make(&*self.inner)
     }
 
-    /// Whether work is done that was enqueued at `event`, asking the simulator once the device has reached it. Asking has its
-    /// price before that, too.
+    /// Whether work is done that was enqueued at `event`, asking the simulator once the device has
+    /// reached it. Asking has its price before that, too.
     fn answer(&self, operation: Operation, event: u64, done: impl FnOnce() -> Result<bool>) -> Result<bool> {
         if self.has_reached(event) { done() } else { self.inner.ask(operation).map(|()| false) }
     }
 }
 
 impl Driver for Lagging {
-    // The simulator answers `wait_peer` at once, whatever the peer's position is: only what the host learns lags.
+    // The simulator answers `wait_peer` at once, whatever the peer's position is: only what the
+    // host learns lags.
     crate::forward_calls! {
         info as_any capturing_streams adopt_stream release_stream host_access checks
         memory_info attribute reserve unreserve create_physical release_physical map set_access

@@ -2,13 +2,15 @@
 //!
 //! [`Lagging`] says how far the device has got.
 //!
-//! The device also checks memory, independently of the allocator. The program reports which addresses its allocations cover and
-//! when each was last used, and reports a hazard, as the race detector reports its own (`take_violation`), when
-//! memory is unmapped that is live or whose last use the device has not reached, when plain memory is freed that is live, and
-//! when the same address is given out twice. Releasing physical memory needs no check of its own, because memory is gone only once it is
-//! unmapped.
+//! The device also checks memory, independently of the allocator. The program reports which
+//! addresses its allocations cover and when each was last used, and reports a hazard, as the race
+//! detector reports its own (`take_violation`), when memory is unmapped that is live or whose last
+//! use the device has not reached, when plain memory is freed that is live, and when the same
+//! address is given out twice. Releasing physical memory needs no check of its own, because memory
+//! is gone only once it is unmapped.
 //!
-//! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under it.
+//! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under
+//! it.
 
 mod driver;
 mod uses;
@@ -29,18 +31,21 @@ const KEPT_MAX: usize = 4096;
 
 /// A simulated device that lags behind the host by a number of events of a program.
 ///
-/// The simulated device is fast, and a replayed program enqueues no work, so its memory is always done with. A real
-/// device lags. This one stands before the simulator and answers as if the device were behind: the program counts its
-/// events ([`Lagging::advance`]), its *now*, and the device stands at
+/// The simulated device is fast, and a replayed program enqueues no work, so its memory is always
+/// done with. A real device lags. This one stands before the simulator and answers as if the device
+/// were behind: the program counts its events ([`Lagging::advance`]), its *now*, and the device
+/// stands at
 ///
 /// > position = max(the latest event that the host waited for, now − lag)
 ///
-/// An event (of the driver) is complete if it was recorded at or before the position. Waiting for it moves the position
-/// there, and counts as a *stall* ([`Lagging::stalls`]) if that moved anything. Streams and the device as a whole are
-/// taken to be busy up to now. Calls that wait for the device, such as `cuMemFree`, do so here.
+/// An event (of the driver) is complete if it was recorded at or before the position. Waiting for
+/// it moves the position there, and counts as a *stall* ([`Lagging::stalls`]) if that moved
+/// anything. Streams and the device as a whole are taken to be busy up to now. Calls that wait for
+/// the device, such as `cuMemFree`, do so here.
 ///
-/// It also watches over memory, independently of an allocator: from reports of which addresses are live and when they were last
-/// used, it reports as a violation what is unmapped too early, freed while live, or given out twice.
+/// It also watches over memory, independently of an allocator: from reports of which addresses are
+/// live and when they were last used, it reports as a violation what is unmapped too early, freed
+/// while live, or given out twice.
 ///
 /// ```
 /// use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
@@ -63,11 +68,11 @@ pub struct Lagging {
     /// The latest event that the host waited for.
     waited: AtomicU64,
     stalls: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<LagState>,
 }
 
 #[derive(Default)]
-struct State {
+struct LagState {
     /// When each live event was last recorded.
     recorded: HashMap<RawEvent, u64>,
     /// Bytes of each plain allocation.
@@ -76,7 +81,7 @@ struct State {
     hazards: VecDeque<String>,
 }
 
-impl State {
+impl LagState {
     fn report(&mut self, hazard: String) {
         if self.hazards.len() < KEPT_MAX {
             self.hazards.push_back(hazard);
@@ -108,7 +113,8 @@ impl Lagging {
         })
     }
 
-    /// The program goes on to its next event; to be called before the event takes place. Events count from 1.
+    /// The program goes on to its next event; to be called before the event takes place. Events
+    /// count from 1.
     #[inline]
     pub fn advance(&self) {
         // One program drives this, so a plain store will do; others only read it.
@@ -147,13 +153,14 @@ impl Lagging {
         self.state.lock().uses.touch(ptr.0, self.now(), true);
     }
 
-    /// The program gives the live allocation that starts at `ptr` back; this counts as its last use.
+    /// The program gives the live allocation that starts at `ptr` back; this counts as its last
+    /// use.
     pub fn freed(&self, ptr: DevicePtr) {
         self.state.lock().uses.touch(ptr.0, self.now(), false);
     }
 
-    /// The program gives the live allocation that starts at `ptr` back, and used it before for the last time: its stream is
-    /// gone, for instance.
+    /// The program gives the live allocation that starts at `ptr` back, and used it before for the
+    /// last time: its stream is gone, for instance.
     pub fn given_back(&self, ptr: DevicePtr) {
         self.state.lock().uses.touch(ptr.0, 0, false);
     }

@@ -1,6 +1,7 @@
 //! Which addresses a program's allocations cover, and when each was last used.
 //!
-//! Invariants: ranges do not overlap; a live range is exactly one allocation, unless it was reported.
+//! Invariants: ranges do not overlap; a live range is exactly one allocation, unless it was
+//! reported.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +19,8 @@ pub(super) struct Use {
 pub(super) struct Uses(BTreeMap<u64, Use>);
 
 impl Uses {
-    /// Adds an allocation over whatever was there. Returns a live allocation that it overlaps, if there is one.
+    /// Adds an allocation over whatever was there. Returns a live allocation that it overlaps, if
+    /// there is one.
     pub(super) fn allocate(&mut self, range: Range<u64>, now: u64) -> Option<Range<u64>> {
         if range.is_empty() {
             return None;
@@ -28,7 +30,8 @@ impl Uses {
         overlapped.map(|found| found.range)
     }
 
-    /// Notes a use of the live allocation that starts at `start`, 0 for none; with `live` false there is none after it.
+    /// Notes a use of the live allocation that starts at `start`, 0 for none; with `live` false
+    /// there is none after it.
     pub(super) fn touch(&mut self, start: u64, now: u64, live: bool) {
         if let Some(found) = self.0.get_mut(&start).filter(|found| found.live) {
             (found.last, found.live) = (found.last.max(now), live);

@@ -224,16 +224,14 @@ fn t5_captures_wait_for_no_other_device_and_no_other_device_joins_them() {
 }
 
 #[test]
-fn many_streams_of_another_device_cost_again_at_worst() {
+fn each_of_many_streams_of_another_device_costs_once() {
     let pair = Pair::new();
     let streams: Vec<_> = (0..40).map(|_| pair.devices[0].stream().unwrap()).collect();
     let ticks: Vec<_> = streams.iter().map(Stream::tick).collect();
     ticks.iter().for_each(|tick| pair.streams[1].wait_for(tick).unwrap());
     assert_eq!(pair.cost(), [(40, 0), (0, 40)]);
-    ticks.iter().rev().take(20).for_each(|tick| pair.streams[1].wait_for(tick).unwrap());
-    assert_eq!(pair.cost(), [(40, 0), (0, 40)], "those met last are remembered");
-    pair.streams[1].wait_for(&ticks[0]).unwrap();
-    assert_eq!(pair.cost(), [(40, 0), (0, 41)], "one that was forgotten costs a wait, and no event");
+    ticks.iter().for_each(|tick| pair.streams[1].wait_for(tick).unwrap());
+    assert_eq!(pair.cost(), [(40, 0), (0, 40)]);
 }
 
 #[test]
