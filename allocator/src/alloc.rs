@@ -30,13 +30,13 @@ const ALIGNMENT_MAX: u64 = 2 << 20;
 #[track_caller]
 #[inline]
 pub(crate) fn alloc_bytes(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-    // The handle is put together here, from registers, whichever way its words came. If a callee
-    // wrote it, the caller would copy it with wider loads than it was written with, which stall
-    // until the stores are through: longer than all else takes.
+    // Build the handle in the caller so that it stays in registers. A handle written by a callee is
+    // read back with wider loads than it was written with, and these stall until the stores retire:
+    // longer than the rest of a hit takes.
     let at = Location::caller();
     let Granted { arena, block, addr } = match grant_cached(allocator, bytes, stream, at, false) {
         Ok(granted) => granted,
-        Err(searched) => grant_the_long_way(allocator, bytes, stream, searched, at)?,
+        Err(searched) => grant_uncached(allocator, bytes, stream, searched, at)?,
     };
     Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, DevicePtr(addr), bytes))
 }
@@ -80,8 +80,8 @@ pub(crate) fn alloc_bytes_zeroed(allocator: &Allocator, bytes: u64, stream: &Str
     Ok(allocation)
 }
 
-/// A free block that the stream may reuse at once, to be given out by its address alone if it is
-/// `raw`. If there is none, whether it was searched for.
+/// Takes a free block that the stream may reuse at once. With `raw`, its address alone identifies
+/// it. The error says whether the heap was searched.
 #[inline]
 pub(crate) fn grant_cached(
     allocator: &Allocator,
@@ -95,9 +95,9 @@ pub(crate) fn grant_cached(
     if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
 }
 
-/// Takes a free block that the stream may reuse at once: its number and address. If there is none,
-/// [`BlockId::NONE`] and whether it was searched for. One function serves both kinds: what it calls
-/// is compiled into it only where it has no other caller.
+/// Takes a free block that the stream may reuse at once, and returns its number and address. If
+/// there is none, returns [`BlockId::NONE`] and whether the heap was searched (1). One function
+/// serves handles and raw pointers, because its callees are inlined only if they have one caller.
 #[inline(never)]
 fn take_cached(
     allocator: &Allocator,
@@ -137,10 +137,11 @@ fn take_cached(
 }
 
 /// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a
-/// request that no free block serves, anything special.
+/// request that no free block serves, or any special bit. `searched` says whether the fast path
+/// searched the heap.
 #[cold]
 #[inline(never)]
-pub(crate) fn grant_the_long_way(
+pub(crate) fn grant_uncached(
     allocator: &Allocator,
     bytes: u64,
     stream: &Stream,
@@ -157,8 +158,7 @@ pub(crate) fn grant_the_long_way(
     Ok(granted)
 }
 
-/// Grants a block of `size` bytes, a result of rounding, for a request of `bytes` that was looked
-/// at, and perhaps searched for in vain.
+/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`.
 fn grant_rounded(
     allocator: &Allocator,
     bytes: u64,
@@ -169,19 +169,19 @@ fn grant_rounded(
     let inner = &**allocator.inner();
     let state = inner.state;
     if state.special().load(Ordering::Relaxed) != 0 {
-        return alloc_specially(allocator, bytes, size, stream);
+        return grant_special(allocator, bytes, size, stream);
     }
     refuse_capture(stream)?;
     let pool = inner.classes.pool(size) as u16;
     let is_regular = size == inner.classes.round(bytes);
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular };
-    let hopeless = searched && !state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
-    let granted = if hopeless { None } else { state.enter(stream).take_own(&request) };
+    let nothing_new = searched && !state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    let granted = if nothing_new { None } else { state.enter(stream).take_own(&request) };
     granted.map_or_else(|| climb(allocator, &request), Ok)
 }
 
-/// The arena of a request of zero bytes; refuses what is too large, or for a stream of another
-/// device.
+/// Returns the arena for a request of zero bytes. Refuses requests that are too large, and streams
+/// of another device.
 #[cold]
 fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
     if stream.device_id() != allocator.inner().device.id() {
@@ -196,11 +196,11 @@ fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<
 /// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags
 /// come from spans, or nothing is cached.
 #[cold]
-fn alloc_specially(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
+fn grant_special(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
     let state = allocator.inner().state;
     if state.has_deferred_frees() {
-        // Taking the locks applies what was left.
+        // Taking the locks applies deferred frees.
         drop(state.lock(None));
     }
     let special = state.special().load(Ordering::Relaxed);
@@ -222,18 +222,18 @@ fn alloc_specially(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream
         }
         let pool = private.unwrap_or(kind as u16);
         let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular: false };
-        let granted = serve_specially(allocator, &request, stream, special, waits && !asked)?;
+        let granted = serve_special(allocator, &request, stream, special, waits && !asked)?;
         if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
             return Ok(granted);
         }
-        // Nobody has used it.
+        // The block was not used: give it back and search the pool that captures do not use.
         granted.arena.free(granted.block, None, bytes);
     }
 }
 
-/// Serves a request that was routed; `asks` whether blocks that wait are asked about if there is
-/// nothing for it.
-fn serve_specially(
+/// Serves a request whose pool is known. With `asks`, waiting blocks are polled if no block serves
+/// it.
+fn serve_special(
     allocator: &Allocator,
     request: &Request,
     stream: &Stream,

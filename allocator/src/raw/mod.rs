@@ -18,7 +18,7 @@ use std::panic::Location;
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::alloc::grant_cached;
-use crate::alloc::grant_the_long_way;
+use crate::alloc::grant_uncached;
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::heap::BlockId;
@@ -66,7 +66,7 @@ pub(crate) fn alloc_raw(allocator: &Allocator, bytes: u64, stream: &Stream) -> R
         Ok(granted) => return Ok(DevicePtr(granted.addr)),
         Err(searched) => searched,
     };
-    let Granted { arena, block, addr } = grant_the_long_way(allocator, bytes, stream, searched, at)?;
+    let Granted { arena, block, addr } = grant_uncached(allocator, bytes, stream, searched, at)?;
     if block != BlockId::NONE {
         arena.look(|_| arena.add_raw(addr, block));
     }
