@@ -36,12 +36,12 @@ impl Device {
         self.0.context.releases.add(Object::Module(module));
     }
 
-    /// Leaves page-locked memory of [`Driver::host_alloc`] to the device, to be freed once its last
-    /// `uses` are known to be done: at the next [`Device::settle_host`], at the next
+    /// Leaves page-locked memory of [`crate::Driver::host_alloc`] to the device, to be freed once
+    /// its last `uses` are known to be done: at the next [`Device::settle_host`], at the next
     /// [`Device::settle`], which waits for the device if need be, or when the last handle of the
     /// device is dropped. Makes no driver call.
     ///
-    /// Like [`Driver::host_free`], this takes memory away, so only the owner may call it:
+    /// Like [`crate::Driver::host_free`], this takes memory away, so only the owner may call it:
     ///
     /// ```compile_fail,E0133
     /// use aquifer_device::{Device, HostPtr};
@@ -51,8 +51,8 @@ impl Device {
     /// ```
     ///
     /// # Safety
-    /// As for [`Driver::host_free`], but for work that was enqueued before a tick in `uses` was
-    /// taken, on that tick's stream. The ticks are of this device, and one of its allocations
+    /// As for [`crate::Driver::host_free`], but for work that was enqueued before a tick in `uses`
+    /// was taken, on that tick's stream. The ticks are of this device, and one of its allocations
     /// starts at `ptr`, which nothing else frees.
     pub unsafe fn host_free_later(&self, ptr: HostPtr, bytes: u64, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
@@ -60,17 +60,17 @@ impl Device {
         self.0.context.releases.add(Object::Host(memory));
     }
 
-    /// Leaves registered memory to the device, to be unregistered ([`Driver::host_unregister`])
-    /// when [`Device::host_free_later`] would free it. Then drops the `owner` of the memory, which
-    /// must keep it readable and writable until then. Unregistering waits for the device, so
-    /// [`Device::settle_host`] does it only when there are more than 64 MiB. If it never succeeds,
-    /// as on a lost device, the owner is leaked, because the device may still write there. Makes no
-    /// driver call.
+    /// Leaves registered memory to the device, to be unregistered
+    /// ([`crate::Driver::host_unregister`]) when [`Device::host_free_later`] would free it. Then
+    /// drops the `owner` of the memory, which must keep it readable and writable until then.
+    /// Unregistering waits for the device, so [`Device::settle_host`] does it only when there are
+    /// more than 64 MiB. If it never succeeds, as on a lost device, the owner is leaked, because
+    /// the device may still write there. Makes no driver call.
     ///
     /// # Safety
-    /// As for [`Driver::host_unregister`], but for work that was enqueued before a tick in `uses`
-    /// was taken, on that tick's stream. The ticks are of this device, and memory registered with
-    /// it starts at `ptr`, which nothing else unregisters.
+    /// As for [`crate::Driver::host_unregister`], but for work that was enqueued before a tick in
+    /// `uses` was taken, on that tick's stream. The ticks are of this device, and memory registered
+    /// with it starts at `ptr`, which nothing else unregisters.
     pub unsafe fn host_unregister_later(&self, ptr: HostPtr, bytes: u64, owner: Box<dyn Any + Send>, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
         let memory = unsafe { HostMemory::new(ptr, bytes, Some(owner), Box::new(uses)) };

@@ -5,7 +5,7 @@
 //! handle, pointer or range that is not live, an implementation must return a typed error
 //! (`INVALID_HANDLE` or `INVALID_VALUE`), and never cause undefined behaviour. As with CUDA, a new
 //! object may get the handle of a destroyed one, so code that needs a lasting identity must keep
-//! its own (see [`crate::Timeline::id`]). Only calls that take raw host pointers, take host memory
+//! its own (see [`crate::Stream::id`]). Only calls that take raw host pointers, take host memory
 //! away, or run foreign code, are `unsafe`.
 //!
 //! All calls may be made from any thread.
