@@ -1,4 +1,5 @@
-//! Two devices: each has its own allocator and streams, and buffers are copied from one to the other.
+//! Two devices: each has its own allocator and streams, and buffers are copied from one to the
+//! other.
 use aquifer::prelude::*;
 
 fn main() -> Result<(), aquifer::Error> {
@@ -16,7 +17,8 @@ fn main() -> Result<(), aquifer::Error> {
         parts.push(y);
     }
 
-    // The second part goes to the first device, over the link between them or by way of the host, and is added there.
+    // The second part goes to the first device, over the link between them or by way of the host,
+    // and is added there.
     let arrived = parts[1].to(&memory[0], &streams[0])?;
     parts[0].add_assign(&arrived, &streams[0])?;
     assert_eq!(parts[0].sum(&streams[0])?.item(&streams[0])?, 30.0 * 1024.0);

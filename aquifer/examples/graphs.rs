@@ -21,7 +21,8 @@ fn main() -> Result<(), aquifer::Error> {
     drop(route);
 
     for _ in 0..10 {
-        // The graph uses its buffers like any other work: this orders it with what other streams do with them.
+        // The graph uses its buffers like any other work: this orders it with what other streams do
+        // with them.
         stream.with([read(&gradient), write(&mut weights)], |stream, _| graph.launch(stream))?;
     }
     assert_eq!(weights.slice(..1).item(&stream)?, -0.5 - 10.0 * 0.25);

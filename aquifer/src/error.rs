@@ -15,7 +15,8 @@ pub enum Error {
     /// A device could not be named or opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// A request cannot be served as the caller made it: a wrong device, a range out of bounds, something unsupported.
+    /// A request cannot be served as the caller made it: a wrong device, a range out of bounds,
+    /// something unsupported.
     #[error(transparent)]
     Request(#[from] RequestError),
     /// A driver call failed, or was refused.
@@ -46,7 +47,8 @@ impl Error {
         }
     }
 
-    /// Whether the device is gone, so that every later call fails too. [`Device::lost`](crate::Device::lost) says why.
+    /// Whether the device is gone, so that every later call fails too.
+    /// [`Device::lost`](crate::Device::lost) says why.
     pub fn is_device_lost(&self) -> bool {
         self.device().is_some_and(DeviceError::is_device_lost)
     }

@@ -1,5 +1,5 @@
-//! GPU memory for Rust programs: a caching allocator, transfers, tensors and a small kernel set, on NVIDIA GPUs or on a
-//! simulated one.
+//! GPU memory for Rust programs: a caching allocator, transfers, tensors and a small kernel set, on
+//! NVIDIA GPUs or on a simulated one.
 //!
 //! | I want to | start at |
 //! | --- | --- |
@@ -15,12 +15,15 @@
 //! | share a context or a stream with cudarc | `device::cuda` |
 //! | find what I know from PyTorch or cudarc | the guide, `docs/guide.md` |
 //!
-//! [`prelude`] has what programs import. The modules hold what libraries and adapters need beside it.
+//! [`prelude`] has what programs import. The modules hold what libraries and adapters need beside
+//! it.
 //!
 //! # Allocate
 //!
-//! A device has one allocator in a process ([`Device::allocator`](memory::DeviceAllocator::allocator)), which all parts of
-//! the program share. A [`Buffer`] can be dropped at any time: its memory is reused once the device is done with it.
+//! A device has one allocator in a process
+//! ([`Device::allocator`](memory::DeviceAllocator::allocator)), which all parts of the program
+//! share. A [`Buffer`] can be dropped at any time: its memory is reused once the device is done
+//! with it.
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -35,10 +38,10 @@
 //!
 //! # Copy
 //!
-//! The verbs `upload`, `download`, `copy_from`, `to_vec` and `item` take any source or target: slices and vectors,
-//! page-locked memory, files, buffers and their views, of any device, and strided regions of these. `upload` and
-//! `download` return a [`Pending`], which can be waited for, awaited or dropped; `to_vec`, `item` and
-//! `download_blocking` wait.
+//! The verbs `upload`, `download`, `copy_from`, `to_vec` and `item` take any source or target:
+//! slices and vectors, page-locked memory, files, buffers and their views, of any device, and
+//! strided regions of these. `upload` and `download` return a [`Pending`], which can be waited for,
+//! awaited or dropped; `to_vec`, `item` and `download_blocking` wait.
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -56,8 +59,8 @@
 //!
 //! # Streams
 //!
-//! Each call takes the stream that it runs on, and comes after everything that was enqueued on its buffers before, on any
-//! stream. Work of one's own is ordered by `with`:
+//! Each call takes the stream that it runs on, and comes after everything that was enqueued on its
+//! buffers before, on any stream. Work of one's own is ordered by `with`:
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -102,8 +105,9 @@
 //!
 //! # Out of memory
 //!
-//! An allocation that finds no memory has tried everything first: it gives cached memory back, waits for streams, and moves
-//! free memory to where it is needed. The error carries a report, and everything still works.
+//! An allocation that finds no memory has tried everything first: it gives cached memory back,
+//! waits for streams, and moves free memory to where it is needed. The error carries a report, and
+//! everything still works.
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -124,8 +128,8 @@
 //!
 //! # Statistics
 //!
-//! Names and meanings are PyTorch's. [`Allocator::snapshot`] has every block; saved to a file, PyTorch's memory viewer opens
-//! it.
+//! Names and meanings are PyTorch's. [`Allocator::snapshot`] has every block; saved to a file,
+//! PyTorch's memory viewer opens it.
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -144,10 +148,11 @@
 //!
 //! # Test without a GPU
 //!
-//! A simulated device runs the same program on real data, in virtual time. It finds races between streams, work beyond
-//! the bounds of a block or after its end, and reads of memory that was never written. With `violations=panic` such
-//! work panics in the call that enqueues it, and a race in the next call that waits, or when the device is dropped; the
-//! text names both places. Without it, `device.assert_no_violations()` tells:
+//! A simulated device runs the same program on real data, in virtual time. It finds races between
+//! streams, work beyond the bounds of a block or after its end, and reads of memory that was never
+//! written. With `violations=panic` such work panics in the call that enqueues it, and a race in
+//! the next call that waits, or when the device is dropped; the text names both places. Without it,
+//! `device.assert_no_violations()` tells:
 //!
 //! ```should_panic
 //! use aquifer::prelude::*;
@@ -205,7 +210,8 @@ pub mod device {
     }
 }
 
-/// Memory of a device: configuration, statistics, private pools for graphs, and what adapters build on.
+/// Memory of a device: configuration, statistics, private pools for graphs, and what adapters build
+/// on.
 pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{

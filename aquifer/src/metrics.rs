@@ -1,9 +1,11 @@
 //! Statistics for the recorders of the [`metrics`] crate, such as its exporter for Prometheus.
 //!
-//! The allocator counts in any case; these functions hand the counts on. Call them as often as they should be recorded,
-//! for example once a step or from a thread that sleeps between calls. Allocations and frees do nothing for them.
+//! The allocator counts in any case; these functions hand the counts on. Call them as often as they
+//! should be recorded, for example once a step or from a thread that sleeps between calls.
+//! Allocations and frees do nothing for them.
 //!
-//! Every metric has the label `device`, such as `cuda:0`. Values that fall are gauges, the others are counters.
+//! Every metric has the label `device`, such as `cuda:0`. Values that fall are gauges, the others
+//! are counters.
 //!
 //! | metric | unit | what it is |
 //! | --- | --- | --- |
@@ -96,7 +98,8 @@ mod tests {
     use crate::prelude::*;
     use crate::transfer::PinnedConfig;
 
-    /// Keeps every value under its name and labels. The facade stores gauges as the bits of an `f64`.
+    /// Keeps every value under its name and labels. The facade stores gauges as the bits of an
+    /// `f64`.
     #[derive(Default)]
     struct Values(Mutex<BTreeMap<String, Arc<AtomicU64>>>);
 

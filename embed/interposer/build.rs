@@ -1,5 +1,5 @@
-//! Names the library as the CUDA driver's, and makes the driver a dependency of it by a name that only `aquifer-stress
-//! run` gives it. The linker needs a library of that name: an empty one.
+//! Names the library as the CUDA driver's, and makes the driver a dependency of it by a name that
+//! only `aquifer-stress run` gives it. The linker needs a library of that name: an empty one.
 
 use std::env;
 use std::fs;

@@ -61,11 +61,11 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
                         `calls` tells, nor in modelled times of driver calls
   faults=FILE           a file with a fault a line, written as above";
 
-/// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments memory, runs out of it,
-/// and measures the allocator.
+/// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments
+/// memory, runs out of it, and measures the allocator.
 ///
-/// Without a command it runs the demonstration. Results go to standard output, as tables or, with --json, as one JSON object per line.
-/// Everything else goes to standard error.
+/// Without a command it runs the demonstration. Results go to standard output, as tables or, with
+/// --json, as one JSON object per line. Everything else goes to standard error.
 #[derive(Debug, Parser)]
 #[command(name = "aquifer-stress", version, max_term_width = 100, after_long_help = format!("{EXAMPLES}\n\n{SIMULATED}\n\n{CODES}"))]
 pub struct Cli {
@@ -83,9 +83,11 @@ pub struct Cli {
 pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///
-    /// Presets: h100, h200, a100, rtx4090. Examples: sim:80GiB, sim:h100, sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is
-    /// one, else sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their default is always sim:80GiB; on a
-    /// GPU, fit and compare use limits of several sizes. The choice is reported.
+    /// Presets: h100, h200, a100, rtx4090. Examples: sim:80GiB, sim:h100,
+    /// sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is one, else
+    /// sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their
+    /// default is always sim:80GiB; on a GPU, fit and compare use limits of several sizes. The
+    /// choice is reported.
     ///
     /// `aquifer-stress --help` lists the settings of simulated devices.
     #[arg(long, global = true, value_name = "SPEC")]
@@ -93,13 +95,15 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'backing:segments,max_split_size_mb:128'; '' stands for the defaults. The commands replay, fit, compare, fragmentation
-    /// and demo use each in turn; other commands take only one. The environment is not read: to use its options, pass them with
-    /// --config "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
+    /// For example 'backing:segments,max_split_size_mb:128'; '' stands for the defaults. The
+    /// commands replay, fit, compare, fragmentation and demo use each in turn; other commands take
+    /// only one. The environment is not read: to use its options, pass them with --config
+    /// "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
-    /// Seed of everything random: the simulated device (unless its SPEC sets seed=) and generated workloads.
+    /// Seed of everything random: the simulated device (unless its SPEC sets seed=) and generated
+    /// workloads.
     #[arg(long, global = true, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
@@ -124,7 +128,8 @@ pub enum Command {
     Calls(CallsArgs),
     /// Measure copies between host and device, by every available method.
     Transfer(TransferArgs),
-    /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many threads.
+    /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many
+    /// threads.
     Soak(SoakArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
@@ -132,9 +137,11 @@ pub enum Command {
     Oom(OomArgs),
     /// List the options of allocators, which --config and AQUIFER_ALLOC_CONF take.
     Options,
-    /// Run a program that is already built, with its GPU memory from this allocator, and report on it.
+    /// Run a program that is already built, with its GPU memory from this allocator, and report on
+    /// it.
     Run(RunArgs),
-    /// Demonstrate on recorded programs why memory runs out while much of it is free, and what helps (the default).
+    /// Demonstrate on recorded programs why memory runs out while much of it is free, and what
+    /// helps (the default).
     Demo(DemoArgs),
 }
 
@@ -226,19 +233,22 @@ pub struct ReplayArgs {
     #[command(flatten)]
     pub passes: PassArgs,
 
-    /// Also time the crate offset-allocator (the yardstick) on the same events: a bare index without accounting, locks or streams.
+    /// Also time the crate offset-allocator (the yardstick) on the same events: a bare index
+    /// without accounting, locks or streams.
     #[arg(long)]
     pub yardstick: bool,
 
-    /// Also replay the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the same device, after the allocator.
+    /// Also replay the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the
+    /// same device, after the allocator.
     #[arg(long)]
     pub driver_pool: bool,
 
-    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end of a pass of its own, before what the program
-    /// leaves allocated is freed, with the history of that pass.
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end of a
+    /// pass of its own, before what the program leaves allocated is freed, with the history of that
+    /// pass.
     ///
-    /// This command, `fit`, `compare` and PyTorch's memory viewer read it. For one program and one --config, in which history:N keeps only
-    /// the latest N entries.
+    /// This command, `fit`, `compare` and PyTorch's memory viewer read it. For one program and one
+    /// --config, in which history:N keeps only the latest N entries.
     #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
     pub snapshot: Option<PathBuf>,
 }
@@ -250,9 +260,11 @@ pub struct PassArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub repeat: u32,
 
-    /// Let the simulated device lag N events of the program behind the host: allocations, frees and uses on other streams.
+    /// Let the simulated device lag N events of the program behind the host: allocations, frees and
+    /// uses on other streams.
     ///
-    /// The device has reached event max(the latest that the host waited for, now - N), and work enqueued later is not done.
+    /// The device has reached event max(the latest that the host waited for, now - N), and work
+    /// enqueued later is not done.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub lag: u64,
 }
@@ -283,7 +295,8 @@ size: smaller sizes were tried near this boundary, not everywhere.";
 #[derive(Debug, Args)]
 #[command(after_long_help = BENCH_KEYS)]
 pub struct BenchArgs {
-    /// Run only the benchmark of this name, or those whose names contain it; with --scale, the series.
+    /// Run only the benchmark of this name, or those whose names contain it; with --scale, the
+    /// series.
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
 
@@ -291,8 +304,9 @@ pub struct BenchArgs {
     #[arg(long)]
     pub quick: bool,
 
-    /// Measure how the time of operations grows with the number of streams, private pools, growables, graphs, waiting blocks and live
-    /// blocks, and how long a cached allocation of another thread takes meanwhile.
+    /// Measure how the time of operations grows with the number of streams, private pools,
+    /// growables, graphs, waiting blocks and live blocks, and how long a cached allocation of
+    /// another thread takes meanwhile.
     #[arg(long)]
     pub scale: bool,
 }

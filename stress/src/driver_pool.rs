@@ -1,9 +1,11 @@
-//! The driver's own stream-ordered pool (`cuMemAllocAsync`) as a subject for recorded programs, for comparison with programs that
-//! leave their memory to the driver.
+//! The driver's own stream-ordered pool (`cuMemAllocAsync`) as a subject for recorded programs, for
+//! comparison with programs that leave their memory to the driver.
 //!
-//! A block that another stream uses is freed on its own stream after that use. The pool is the device's default one with the driver's
-//! settings: its release threshold is 0, so unused memory goes back to the device whenever the host waits, which no pass
-//! does. PyTorch (`backend:cudaMallocAsync`) and RMM raise the threshold to the maximum; here no call of a [`Driver`] sets it.
+//! A block that another stream uses is freed on its own stream after that use. The pool is the
+//! device's default one with the driver's settings: its release threshold is 0, so unused memory
+//! goes back to the device whenever the host waits, which no pass does. PyTorch
+//! (`backend:cudaMallocAsync`) and RMM raise the threshold to the maximum; here no call of a
+//! [`Driver`] sets it.
 //!
 //! [`Driver`]: aquifer_device::Driver
 

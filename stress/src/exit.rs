@@ -173,8 +173,8 @@ impl Failure {
     }
 }
 
-/// Whether a request was refused for lack of memory. A driver may also say that memory is lacking in calls that are to give some back, or
-/// take none; that is a failure of the driver.
+/// Whether a request was refused for lack of memory. A driver may also say that memory is lacking
+/// in calls that are to give some back, or take none; that is a failure of the driver.
 pub(crate) fn is_refusal(error: &AllocError) -> bool {
     matches!(error, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
 }

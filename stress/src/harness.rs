@@ -1,7 +1,7 @@
 //! Replays recorded programs to an allocator.
 //!
-//! Before the clock starts, a program is converted to a list of events whose blocks live in numbered slots. So what is timed is a match,
-//! access to a slot, and the allocator.
+//! Before the clock starts, a program is converted to a list of events whose blocks live in
+//! numbered slots. So what is timed is a match, access to a slot, and the allocator.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,8 @@ pub struct Player<'a, S: Subject> {
 pub struct Pass {
     /// How long it took.
     pub elapsed: Duration,
-    /// Requests refused for lack of memory. Their slots stayed empty, and what else happens to them was skipped.
+    /// Requests refused for lack of memory. Their slots stayed empty, and what else happens to them
+    /// was skipped.
     pub ooms: u64,
 }
 
@@ -54,8 +55,8 @@ impl<'a, S: Subject> Player<'a, S> {
         Ok(Pass { elapsed, ooms: played? })
     }
 
-    /// Plays the program once and leaves its blocks allocated for as long as the player lives. Tells how many requests were
-    /// refused for lack of memory.
+    /// Plays the program once and leaves its blocks allocated for as long as the player lives.
+    /// Tells how many requests were refused for lack of memory.
     ///
     /// # Errors
     /// As [`Player::pass`].
@@ -111,7 +112,8 @@ pub struct Times {
 }
 
 impl Times {
-    /// Adds a pass of `operations` operations. One without any has no time an operation, and is left out.
+    /// Adds a pass of `operations` operations. One without any has no time an operation, and is
+    /// left out.
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52, and a rounded one would do")]
     pub fn add(&mut self, elapsed: Duration, operations: u64) {
         self.all += elapsed;

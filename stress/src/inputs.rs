@@ -1,7 +1,8 @@
-//! Inputs of a program: blocks whose head the host fills by transfers, and reads back when they are freed.
+//! Inputs of a program: blocks whose head the host fills by transfers, and reads back when they are
+//! freed.
 //!
-//! Copies run on the block's own stream, so that no block waits for another stream because of them. Beginning a copy waits neither for the
-//! copy nor for its page-locked memory.
+//! Copies run on the block's own stream, so that no block waits for another stream because of them.
+//! Beginning a copy waits neither for the copy nor for its page-locked memory.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -10,7 +11,8 @@ use aquifer::{Allocator, Buffer, Pending, PinnedBuffer, Stream};
 
 /// Of so many blocks one is an input.
 const EVERY: u64 = 8;
-/// Bytes at its start that the host fills: a simulated device keeps what is written to it, so blocks of gigabytes are not filled whole.
+/// Bytes at its start that the host fills: a simulated device keeps what is written to it, so
+/// blocks of gigabytes are not filled whole.
 const HEAD_MOST: usize = 64 << 10;
 /// Blocks that may be on their way back.
 const ARRIVING_MOST: usize = 8;
@@ -81,7 +83,8 @@ impl Inputs {
         Ok(())
     }
 
-    /// How many blocks were filled, and how many of those that were freed did not come back as they went.
+    /// How many blocks were filled, and how many of those that were freed did not come back as they
+    /// went.
     ///
     /// # Errors
     /// Those of the transfers that are still under way.

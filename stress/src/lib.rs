@@ -1,10 +1,12 @@
-//! The stress program as a library: it replays recorded programs, measures the allocator, and makes it fail on purpose.
+//! The stress program as a library: it replays recorded programs, measures the allocator, and makes
+//! it fail on purpose.
 //!
-//! A run goes as follows: [`cli`] reads the command line; a [`session::Session`] holds the device, the options and where output goes; one
-//! of the [`commands`] runs; [`exit`] defines how it ended.
+//! A run goes as follows: [`cli`] reads the command line; a [`session::Session`] holds the device,
+//! the options and where output goes; one of the [`commands`] runs; [`exit`] defines how it ended.
 //!
-//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`] replays them to an allocator, to an
-//! allocator that is [`observe`]d, or to the [`yardstick`]. [`room`] and [`map`] show what memory they leave free.
+//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`]
+//! replays them to an allocator, to an allocator that is [`observe`]d, or to the [`yardstick`].
+//! [`room`] and [`map`] show what memory they leave free.
 #![forbid(unsafe_code)]
 
 pub mod cli;
@@ -43,7 +45,8 @@ pub fn run(cli: &Cli) -> Outcome {
     told(dispatch(cli))
 }
 
-/// Writes what the command line was answered instead of a run: help, the version, or what is wrong with it.
+/// Writes what the command line was answered instead of a run: help, the version, or what is wrong
+/// with it.
 pub fn answer(answer: &clap::Error) -> Outcome {
     if answer.use_stderr() {
         // As in `told`: it is wrong whether or not that can be said.
@@ -54,7 +57,8 @@ pub fn answer(answer: &clap::Error) -> Outcome {
     told(written.map(|()| Outcome::Done).map_err(Failure::from))
 }
 
-/// How it ended, after a failure was told on standard error. Where that cannot be written, the exit code tells all the same.
+/// How it ended, after a failure was told on standard error. Where that cannot be written, the exit
+/// code tells all the same.
 fn told(ended: Result<Outcome, Failure>) -> Outcome {
     match ended {
         Ok(outcome) => outcome,

@@ -1,7 +1,8 @@
 //! A map of the device's memory, drawn with characters.
 //!
-//! Segments stand one after the other in the order of their addresses, then what the device has left, so the whole map is
-//! the whole device. A cell sums up what is in its share of the memory; an enlarged part shows single blocks.
+//! Segments stand one after the other in the order of their addresses, then what the device has
+//! left, so the whole map is the whole device. A cell sums up what is in its share of the memory;
+//! an enlarged part shows single blocks.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -57,8 +58,9 @@ const ROWS: usize = 8;
 const MARGIN: usize = 14;
 
 impl Style {
-    /// The style that fits standard output. Colours are left out where `NO_COLOR` is set. `ascii` asks for ASCII, which is
-    /// also used where the locale says that characters are not UTF-8; where it says nothing, UTF-8 is assumed.
+    /// The style that fits standard output. Colours are left out where `NO_COLOR` is set. `ascii`
+    /// asks for ASCII, which is also used where the locale says that characters are not UTF-8;
+    /// where it says nothing, UTF-8 is assumed.
     pub fn of_stdout(ascii: bool) -> Style {
         let terminal = std::io::stdout().is_terminal();
         let columns = terminal_columns().unwrap_or(80);
@@ -210,7 +212,8 @@ impl Map {
         sums.into_iter().filter(|sums| sums.iter().any(|&sum| sum > 0)).map(Cell::of).collect()
     }
 
-    /// The part, and the size of a cell, that shows most single blocks; `None` where the map itself shows as much.
+    /// The part, and the size of a cell, that shows most single blocks; `None` where the map itself
+    /// shows as much.
     fn part_to_enlarge(&self, cell: u64, columns: usize) -> Option<(u64, u64)> {
         const PLACES: usize = 16;
         const CHANGES_LEAST: usize = 5;

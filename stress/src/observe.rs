@@ -1,9 +1,10 @@
 //! An allocator whose driver calls are observed, on a device that may lag.
 //!
-//! Observing takes time, so fast operations are not timed here: a program is replayed once for its times and once to be observed, on
-//! separate devices. Only requests for which a real driver was asked are timed here, because they take long. A simulated device
-//! lags as asked for ([`Lagging`]), which also checks that no memory is taken away before the device is done with it, and its driver calls
-//! have a modelled time.
+//! Observing takes time, so fast operations are not timed here: a program is replayed once for its
+//! times and once to be observed, on separate devices. Only requests for which a real driver was
+//! asked are timed here, because they take long. A simulated device lags as asked for
+//! ([`Lagging`]), which also checks that no memory is taken away before the device is done with it,
+//! and its driver calls have a modelled time.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -34,7 +35,8 @@ pub struct Costs {
     pub driver_allocs: u64,
     /// Modelled time in driver calls; `None` on a real device.
     pub modelled: Option<Modelled>,
-    /// Time of the host in requests that asked the driver; `None` on a simulated device, where it says nothing.
+    /// Time of the host in requests that asked the driver; `None` on a simulated device, where it
+    /// says nothing.
     pub measured: Option<Measured>,
     /// How often the host waited for a device that lagged.
     pub stalls: u64,
@@ -85,7 +87,8 @@ pub struct Start {
 }
 
 impl Observed {
-    /// An allocator on a fresh device, with `streams` streams. A simulated device lags by `lag` events.
+    /// An allocator on a fresh device, with `streams` streams. A simulated device lags by `lag`
+    /// events.
     ///
     /// # Errors
     /// Those of the allocator and the driver; a real device cannot be made to lag.
@@ -206,7 +209,8 @@ pub struct Paced {
 }
 
 impl Paced {
-    /// An allocator on a fresh device, with `streams` streams. Without lag it is timed on the bare device.
+    /// An allocator on a fresh device, with `streams` streams. Without lag it is timed on the bare
+    /// device.
     ///
     /// # Errors
     /// As [`Observed::new`].

@@ -11,12 +11,14 @@ const UNIT: u64 = 512;
 
 /// The free memory that a stream's requests could get.
 ///
-/// The driver can give the same memory at any address, and free mapped memory moves to any address, so both together are one
-/// piece. Free blocks of segments that are also in use are pieces of their own.
+/// The driver can give the same memory at any address, and free mapped memory moves to any address,
+/// so both together are one piece. Free blocks of segments that are also in use are pieces of their
+/// own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Room {
-    /// What the driver would give, if every unused segment were given back first, as far as limit and headroom allow.
+    /// What the driver would give, if every unused segment were given back first, as far as limit
+    /// and headroom allow.
     pub device: u64,
     /// Free mapped memory. What is less than a granule of it cannot move.
     pub movable: u64,
@@ -83,8 +85,9 @@ impl Room {
         self.pieces.iter().copied().max().unwrap_or(0)
     }
 
-    /// The largest request that is served, given whether one of `bytes` is. `serves` tries others: rounding, the sizes of segments
-    /// and of granules, and rules about who may use what decide with the sizes of the pieces, and only the allocator knows them all.
+    /// The largest request that is served, given whether one of `bytes` is. `serves` tries others:
+    /// rounding, the sizes of segments and of granules, and rules about who may use what decide
+    /// with the sizes of the pieces, and only the allocator knows them all.
     ///
     /// # Errors
     /// Those of `serves`.
@@ -96,7 +99,8 @@ impl Room {
     ) -> Result<u64, Failure> {
         let units = bytes.div_ceil(UNIT);
         let (mut yes, mut no) = if served { (units, self.free() / UNIT + 1) } else { (0, units) };
-        // Where rules keep large blocks from smaller requests, what halving finds may be below the largest.
+        // Where rules keep large blocks from smaller requests, what halving finds may be below the
+        // largest.
         for piece in [self.whole() / UNIT, self.largest_piece() / UNIT] {
             if yes < piece && piece < no && serves(piece * UNIT)? {
                 yes = piece;
@@ -109,7 +113,8 @@ impl Room {
         Ok(yes * UNIT)
     }
 
-    /// The share of it that a request of `bytes` cannot use, 0 to 1, given the largest request that is served; 1 if it is not.
+    /// The share of it that a request of `bytes` cannot use, 0 to 1, given the largest request that
+    /// is served; 1 if it is not.
     #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
     pub fn unusable(&self, bytes: u64, largest: u64) -> f64 {
         if largest < bytes || self.free() == 0 {

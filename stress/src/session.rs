@@ -1,7 +1,7 @@
 //! A session: the device and options that every command works with, and where its output goes.
 //!
-//! Standard output carries results only: tables, or with `--json` one object per line. Messages, warnings and progress go
-//! to standard error, progress only to a terminal.
+//! Standard output carries results only: tables, or with `--json` one object per line. Messages,
+//! warnings and progress go to standard error, progress only to a terminal.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -36,7 +36,8 @@ pub struct Session {
 /// The device where there is no GPU, or none is wanted.
 const SIMULATED: &str = "sim:80GiB";
 
-/// How the allocator's warning of options without effect begins, which is told with the text that the user gave.
+/// How the allocator's warning of options without effect begins, which is told with the text that
+/// the user gave.
 const IGNORED_OPTIONS: &str = "options without effect";
 
 /// A simulated device that lags.
@@ -69,8 +70,8 @@ impl Session {
         Session::on(global, device, reason.as_deref())
     }
 
-    /// The same for a command that needs devices of several sizes: unless the user names one, it is a simulated one, also
-    /// where there is a GPU.
+    /// The same for a command that needs devices of several sizes: unless the user names one, it is
+    /// a simulated one, also where there is a GPU.
     ///
     /// # Errors
     /// When there is no such device.
@@ -117,8 +118,8 @@ impl Session {
         }
     }
 
-    /// The same session on a device that does not check how work uses memory, unless the user asked for that: for
-    /// commands that measure.
+    /// The same session on a device that does not check how work uses memory, unless the user asked
+    /// for that: for commands that measure.
     #[must_use]
     pub fn unchecked(mut self) -> Session {
         if let DeviceSpec::Sim(sim) = &mut self.device.spec
@@ -187,8 +188,9 @@ impl Session {
         }
     }
 
-    /// Opens another device than this one of the session's: another GPU, the first that can be opened, or a simulated one like it. `None` where
-    /// there is no other GPU; one that cannot be opened is told about.
+    /// Opens another device than this one of the session's: another GPU, the first that can be
+    /// opened, or a simulated one like it. `None` where there is no other GPU; one that cannot be
+    /// opened is told about.
     pub fn open_another(&self, device: &Device) -> Option<Device> {
         let own = device.info().ordinal;
         if let Some(sim) = self.sim() {
@@ -203,7 +205,8 @@ impl Session {
         None
     }
 
-    /// Opens the device so that it lags behind by `lag` events. `None` for a real device, where nothing but itself lags.
+    /// Opens the device so that it lags behind by `lag` events. `None` for a real device, where
+    /// nothing but itself lags.
     ///
     /// # Errors
     /// When a real device is to lag.
@@ -227,7 +230,8 @@ impl Session {
         Session::new(&self.global(Some(SIMULATED.parse()?)))
     }
 
-    /// The same session on a simulated device of which no other program holds memory. `None` if that is so of this one.
+    /// The same session on a simulated device of which no other program holds memory. `None` if
+    /// that is so of this one.
     pub fn without_other_programs(&self) -> Option<Session> {
         let mut device = self.device.clone();
         match &mut device.spec {
@@ -254,8 +258,8 @@ impl Session {
         }
     }
 
-    /// A device with that much memory for an allocator with these options: a simulated one of this size, or else the real one, with a
-    /// limit in the options.
+    /// A device with that much memory for an allocator with these options: a simulated one of this
+    /// size, or else the real one, with a limit in the options.
     ///
     /// # Errors
     /// When it cannot be opened.
@@ -282,7 +286,8 @@ impl Session {
         }
     }
 
-    /// Opens a simulated device with that much memory: like the session's, if that is a simulated one.
+    /// Opens a simulated device with that much memory: like the session's, if that is a simulated
+    /// one.
     pub fn open_simulated(&self, bytes: u64) -> Device {
         let mut sim = self.sim().cloned().unwrap_or_else(|| SimConfig::new(bytes));
         sim.capacity_bytes = bytes;
@@ -320,8 +325,8 @@ impl Session {
         }
     }
 
-    /// An allocator. What its making warns of, such as a device that cannot map memory or options without effect, is told once a
-    /// session.
+    /// An allocator. What its making warns of, such as a device that cannot map memory or options
+    /// without effect, is told once a session.
     ///
     /// # Errors
     /// Those of the allocator.

@@ -15,7 +15,8 @@ use crate::subject::{Refused, Subject};
 
 /// An allocator with streams that write to every block as soon as they have it.
 ///
-/// So streams are busy when blocks change hands, and the simulated device's race detector sees each of them used.
+/// So streams are busy when blocks change hands, and the simulated device's race detector sees each
+/// of them used.
 #[derive(Debug)]
 pub struct Stage {
     /// The allocator.
@@ -34,7 +35,8 @@ enum Work {
     Touch,
     /// They write to it, and the host fills the head of some of them, which are inputs.
     Feed(Box<Inputs>),
-    /// They fill it with a byte, known while it is live: what is live, by address, and the last byte.
+    /// They fill it with a byte, known while it is live: what is live, by address, and the last
+    /// byte.
     Fill(BTreeMap<u64, Filled>, u8),
 }
 
@@ -66,7 +68,8 @@ impl Stage {
         Ok(Stage { work: Work::Feed(Box::new(inputs)), ..self })
     }
 
-    /// How many inputs there were, and how many of those that were freed did not come back as they went.
+    /// How many inputs there were, and how many of those that were freed did not come back as they
+    /// went.
     ///
     /// # Errors
     /// Those of transfers that are still under way.
@@ -77,7 +80,8 @@ impl Stage {
         }
     }
 
-    /// How many live blocks there are with known content, and how many of them do not read as they were written.
+    /// How many live blocks there are with known content, and how many of them do not read as they
+    /// were written.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -142,7 +146,8 @@ impl Subject for Stage {
             Work::Touch => {}
             Work::Fill(live, _) => drop(live.remove(&block.ptr().0)),
             Work::Feed(inputs) => {
-                // What could not be read back is not compared; the next call of the device says why.
+                // What could not be read back is not compared; the next call of the device says
+                // why.
                 if let Err(error) = inputs.read_back(&block, &self.streams[usize::from(number)]) {
                     tracing::warn!(%error, "an input could not be read back");
                 }

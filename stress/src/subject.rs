@@ -1,4 +1,5 @@
-//! What is measured: an allocator behind the few operations that recorded programs and benchmarks need.
+//! What is measured: an allocator behind the few operations that recorded programs and benchmarks
+//! need.
 
 use aquifer::device::DevicePtr;
 use aquifer::memory::{AllocError, Allocation};
@@ -84,8 +85,9 @@ impl Aquifer {
 impl Subject for Aquifer {
     type Handle = Allocation;
 
-    // Always, as in a program that calls the allocator itself: a handle that is returned through memory is copied with wider loads
-    // than it was written with, and that stall takes longer than the allocation.
+    // Always, as in a program that calls the allocator itself: a handle that is returned through
+    // memory is copied with wider loads than it was written with, and that stall takes longer than
+    // the allocation.
     #[inline(always)]
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
         Ok(self.allocator.alloc_bytes(bytes, &self.streams[usize::from(stream)])?)

@@ -1,8 +1,8 @@
 //! Tables for people.
 //!
-//! A table is as wide as its terminal at most. Where it would have to break a word or a number for that, its rows are
-//! stacked instead: a block for each, its name and then what its columns say. Without a terminal a table is as wide as
-//! it likes.
+//! A table is as wide as its terminal at most. Where it would have to break a word or a number for
+//! that, its rows are stacked instead: a block for each, its name and then what its columns say.
+//! Without a terminal a table is as wide as it likes.
 
 use std::fmt;
 
@@ -70,7 +70,8 @@ impl Table {
         }
     }
 
-    /// Columns that this column needs to break no word and no number. Words of headings may stand below each other.
+    /// Columns that this column needs to break no word and no number. Words of headings may stand
+    /// below each other.
     fn least(&self, column: usize) -> usize {
         let longest_word = |text: &str| text.split_whitespace().map(columns).max().unwrap_or(0);
         let cells = self.rows.iter().filter_map(|row| row.get(column));

@@ -16,8 +16,8 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Columns that the text takes in a terminal: one a character, which holds for all that is printed here but what users
-/// bring in.
+/// Columns that the text takes in a terminal: one a character, which holds for all that is printed
+/// here but what users bring in.
 pub fn columns(text: &str) -> usize {
     text.chars().count()
 }
@@ -41,8 +41,9 @@ pub fn wrap(text: &str, width: usize) -> String {
     lines
 }
 
-/// The text in one line of at most `most` characters, of which the middle is left out where it is longer. Characters that control the
-/// terminal, or the direction of text, would act on what is around it, so they are replaced.
+/// The text in one line of at most `most` characters, of which the middle is left out where it is
+/// longer. Characters that control the terminal, or the direction of text, would act on what is
+/// around it, so they are replaced.
 pub fn one_line(text: &str, most: usize) -> String {
     let turns =
         |char| matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

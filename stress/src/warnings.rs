@@ -1,4 +1,5 @@
-//! The libraries' warnings: where they go, and showing only once those that many allocators have in common.
+//! The libraries' warnings: where they go, and showing only once those that many allocators have in
+//! common.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal, Write};
@@ -6,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tracing::Level;
 
-/// Sends the libraries' warnings to standard error, in colours only where that is a terminal and `NO_COLOR` is not set.
+/// Sends the libraries' warnings to standard error, in colours only where that is a terminal and
+/// `NO_COLOR` is not set.
 pub(crate) fn on_stderr() {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let subscriber = tracing_subscriber::fmt()

@@ -38,7 +38,8 @@ impl Sizes {
         if self.least == self.most { self.least } else { ((most - least) / (most / least).ln()) as u64 }
     }
 
-    /// The same, with the largest sizes left out as far as needed for `live` blocks to fit in `bytes`.
+    /// The same, with the largest sizes left out as far as needed for `live` blocks to fit in
+    /// `bytes`.
     #[must_use]
     pub fn within(mut self, bytes: u64, live: u32) -> Sizes {
         while self.most / 2 >= self.least && self.mean().saturating_mul(live.into()) > bytes {
@@ -83,8 +84,9 @@ impl Script {
     }
 }
 
-/// Unused bytes behind the handles of each subject: those of two threads must not share a cache line, nor two that are fetched
-/// together, or the threads are measured waiting for each other's writes.
+/// Unused bytes behind the handles of each subject: those of two threads must not share a cache
+/// line, nor two that are fetched together, or the threads are measured waiting for each other's
+/// writes.
 const APART: usize = 256;
 
 /// A subject and its live blocks, apart from those of other threads.

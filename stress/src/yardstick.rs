@@ -1,5 +1,6 @@
-//! The yardstick: the crate `offset-allocator`, a bare index over one range of numbers, without accounting, locks, streams
-//! or a device behind it. Benchmarks measure it together with the allocator, in the same loop.
+//! The yardstick: the crate `offset-allocator`, a bare index over one range of numbers, without
+//! accounting, locks, streams or a device behind it. Benchmarks measure it together with the
+//! allocator, in the same loop.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,8 +22,8 @@ impl fmt::Debug for Yardstick {
 }
 
 impl Yardstick {
-    /// A yardstick with room to spare for `live` blocks of `bytes` bytes together: four times the bytes, and the least that each block
-    /// takes, as far as it can count (2 TiB).
+    /// A yardstick with room to spare for `live` blocks of `bytes` bytes together: four times the
+    /// bytes, and the least that each block takes, as far as it can count (2 TiB).
     pub fn new(bytes: u64, live: u32) -> Yardstick {
         // A block costs a node of its own and at most one for the gap behind it.
         let nodes = live.saturating_mul(2).saturating_add(64).min(u32::MAX - 2);

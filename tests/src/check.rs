@@ -6,7 +6,8 @@ use aquifer_allocator::size_class::{PoolKind, SizeClasses};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
 use aquifer_allocator::{Allocator, MemoryStats, OomReport, PoolStats, Stat};
 
-/// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment, and its free pieces are not counted.
+/// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment, and its free
+/// pieces are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sums {
     allocation: u64,
@@ -78,8 +79,8 @@ fn pooled(stats: &MemoryStats) -> [PoolStats; 9] {
     ]
 }
 
-/// Panics unless the statistics equal those recomputed from the snapshot, agree with each other, and agree with `live`: the
-/// number of live blocks and the bytes that their holders asked for.
+/// Panics unless the statistics equal those recomputed from the snapshot, agree with each other,
+/// and agree with `live`: the number of live blocks and the bytes that their holders asked for.
 pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     let (stats, snapshot) = (allocator.stats(), allocator.snapshot());
     snapshot_is_whole(&snapshot);
@@ -147,11 +148,11 @@ pub fn readers(allocator: &Allocator) {
     assert_eq!(stats.to_map().len(), 123);
 }
 
-/// Panics if a request for `padded` bytes, alignment included, was refused although what cannot be released would have left
-/// room for it.
+/// Panics if a request for `padded` bytes, alignment included, was refused although what cannot be
+/// released would have left room for it.
 ///
-/// What cannot be released: segments and frames of which a part is live, and those of open private pools. By the time of the
-/// report everything that waited is free.
+/// What cannot be released: segments and frames of which a part is live, and those of open private
+/// pools. By the time of the report everything that waited is free.
 pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded: u64, other: u64) {
     let config = allocator.config();
     if config.fail_fast {
@@ -187,7 +188,8 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     }
 }
 
-/// The part of a segment that can be neither released nor moved; where frames have several granules, at least that part.
+/// The part of a segment that can be neither released nor moved; where frames have several
+/// granules, at least that part.
 fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 {
     let mut active = segment.blocks.iter().filter(|block| block.state.is_active()).peekable();
     match allocator.granule_bytes().filter(|_| segment.is_expandable && !is_open) {
@@ -195,7 +197,8 @@ fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 
             let touched =
                 active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
             let touched = touched.collect::<BTreeSet<u64>>();
-            // Where frames begin is not known here. At either end of what is touched one may reach beyond it.
+            // Where frames begin is not known here. At either end of what is touched one may reach
+            // beyond it.
             let beyond = frame_bytes(allocator, granule) - granule;
             let ends = touched.iter().filter(|&&at| !touched.contains(&(at + 1))).count() as u64;
             (touched.len() as u64 * granule + 2 * ends * beyond).min(segment.total_size)
@@ -205,7 +208,8 @@ fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 
     }
 }
 
-/// Bytes of the largest frame that there may be. Without the option, the small devices of tests have frames of one granule.
+/// Bytes of the largest frame that there may be. Without the option, the small devices of tests
+/// have frames of one granule.
 fn frame_bytes(allocator: &Allocator, granule: u64) -> u64 {
     allocator.config().frame.unwrap_or(granule).max(granule)
 }

@@ -7,8 +7,8 @@
 //! * [`runner`] – runs many numbered programs;
 //! * [`subject`] – the device under test, and control over it.
 //!
-//! The simulated device's race detector is on in every test. The programs order everything that they do as CUDA requires,
-//! so whatever it finds is the allocator's fault.
+//! The simulated device's race detector is on in every test. The programs order everything that
+//! they do as CUDA requires, so whatever it finds is the allocator's fault.
 #![forbid(unsafe_code)]
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests panic where a test fails")]
 
@@ -88,7 +88,8 @@ impl Bench {
         self.driver.assert_no_violation();
     }
 
-    /// Panics unless everything is given back: nothing reserved, and the device as free as at the start.
+    /// Panics unless everything is given back: nothing reserved, and the device as free as at the
+    /// start.
     pub fn assert_returned(&self) {
         self.allocator.empty_cache().unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(self.allocator.memory_reserved(), 0, "bytes are still reserved");

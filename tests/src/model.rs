@@ -1,4 +1,5 @@
-//! What a program knows of its live blocks: where they are, what they contain, and which work uses them.
+//! What a program knows of its live blocks: where they are, what they contain, and which work uses
+//! them.
 
 use aquifer_allocator::{AllocError, Allocation, Exportable, Growable};
 use aquifer_device::{Access, AccessKind, DevicePtr, Stream, Tick};
@@ -41,15 +42,16 @@ pub(crate) struct Live {
 }
 
 impl Live {
-    /// Orders `stream` after the block's other uses, those that only read if `all`. The host waits where the stream cannot:
-    /// for a stream that is gone and whose last event a fault kept from being recorded.
+    /// Orders `stream` after the block's other uses, those that only read if `all`. The host waits
+    /// where the stream cannot: for a stream that is gone and whose last event a fault kept from
+    /// being recorded.
     pub(crate) fn order(&self, stream: &Stream, all: bool) -> aquifer_device::Result<()> {
         let mut others = self.uses.iter().filter(|used| used.stream != stream.id() && (all || used.writes));
         others.try_for_each(|used| stream.wait_for(&used.tick).or_else(|_| used.tick.synchronize()))
     }
 
-    /// Uses the block on a stream, and fills it with `pattern` if it is a write. What is enqueued counts as a
-    /// use even if a later call fails.
+    /// Uses the block on a stream, and fills it with `pattern` if it is a write. What is enqueued
+    /// counts as a use even if a later call fails.
     pub(crate) fn touch(&mut self, stream: &Stream, pattern: Option<u8>, recorded: bool) -> aquifer_device::Result<()> {
         let done = match pattern {
             Some(byte) => {
@@ -63,7 +65,8 @@ impl Live {
         done
     }
 
-    /// Reads all of the block where nothing needs to be done with it, else its ends, which the host waits for.
+    /// Reads all of the block where nothing needs to be done with it, else its ends, which the host
+    /// waits for.
     fn read(&self, stream: &Stream) -> aquifer_device::Result<()> {
         let Live { ptr, bytes, .. } = *self;
         if self.pattern.is_none() {
@@ -81,7 +84,8 @@ impl Live {
     pub(crate) fn note(&mut self, stream: &Stream, writes: bool, recorded: bool) {
         let (id, tick) = (stream.id(), stream.tick());
         match self.uses.iter_mut().find(|used| used.stream == id) {
-            // Another stream may have the number of one that is gone: nothing was ordered after what it does now.
+            // Another stream may have the number of one that is gone: nothing was ordered after
+            // what it does now.
             Some(used) => {
                 (used.tick, used.writes, used.recorded) = (tick, used.writes || writes, used.recorded || recorded);
                 used.is_behind = false;

@@ -16,10 +16,12 @@ pub enum FreeHow {
     DropOn(usize),
 }
 
-/// One step of a program. Numbers pick from what there is when the step runs: streams, live blocks, pools.
+/// One step of a program. Numbers pick from what there is when the step runs: streams, live blocks,
+/// pools.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// Allocates; with a larger alignment if `align` is not 0, and on another thread if `on_thread`.
+    /// Allocates; with a larger alignment if `align` is not 0, and on another thread if
+    /// `on_thread`.
     #[expect(missing_docs, reason = "told above")]
     Alloc { stream: usize, bytes: u64, align: u32, on_thread: bool },
     /// Allocates through the raw interface.
@@ -31,13 +33,16 @@ pub enum Op {
     /// Gives a block back, after comparing its contents if `verify`.
     #[expect(missing_docs, reason = "told above")]
     Free { pick: usize, how: FreeHow, verify: bool },
-    /// Frees through the raw interface a pointer that is not live there: freed before, inside a block, or of a handle.
+    /// Frees through the raw interface a pointer that is not live there: freed before, inside a
+    /// block, or of a handle.
     FreeWrong(usize),
-    /// Gives so many blocks back, each followed by a small allocation, and looks at the allocator only after all.
+    /// Gives so many blocks back, each followed by a small allocation, and looks at the allocator
+    /// only after all.
     #[expect(missing_docs, reason = "told above")]
     Replace { pick: usize, stream: usize, blocks: usize, bytes: u64 },
-    /// Uses a block on a stream that is ordered after the block's other uses. `record` says which of the two ways makes
-    /// that known: by `record_stream`, or by making the block's own stream wait before it is given back.
+    /// Uses a block on a stream that is ordered after the block's other uses. `record` says which
+    /// of the two ways makes that known: by `record_stream`, or by making the block's own stream
+    /// wait before it is given back.
     #[expect(missing_docs, reason = "told above")]
     Use { pick: usize, stream: usize, write: bool, record: bool },
     /// Makes one stream wait for another.

@@ -1,8 +1,10 @@
-//! Runs many numbered programs. A program's number is its seed: it is printed when the program fails, and the same number
-//! gives the same program.
+//! Runs many numbered programs. A program's number is its seed: it is printed when the program
+//! fails, and the same number gives the same program.
 //!
-//! * `AQUIFER_PROGRAMS=10000` sets how many programs each test draws; else a GPU gets fewer than virtual time: [`Subject::share`];
-//! * `AQUIFER_FIRST_PROGRAM=5000` leaves out those before that number, so that several processes share the work;
+//! * `AQUIFER_PROGRAMS=10000` sets how many programs each test draws; else a GPU gets fewer than
+//!   virtual time: [`Subject::share`];
+//! * `AQUIFER_FIRST_PROGRAM=5000` leaves out those before that number, so that several processes
+//!   share the work;
 //! * `AQUIFER_PROGRAM=4711` runs only the program with that number.
 
 use std::time::Instant;

@@ -26,7 +26,8 @@ pub struct Setup {
     pub config: Config,
     /// How the program ends.
     pub ending: Ending,
-    /// How many steps of the program the device lags behind; 0 for a device that works in virtual time alone.
+    /// How many steps of the program the device lags behind; 0 for a device that works in virtual
+    /// time alone.
     pub lag: u64,
     /// How many small blocks are live when the program begins.
     pub crowd: usize,
@@ -98,7 +99,8 @@ pub fn lagging(backing: Backing) -> impl Strategy<Value = Setup> {
     (setup(backing), 1_u64..60).prop_map(|(setup, lag)| Setup { lag, ..setup })
 }
 
-/// As [`setup`], with so many small blocks that their records do not fit the processor's caches (`heap/deferred.rs` of the allocator).
+/// As [`setup`], with so many small blocks that their records do not fit the processor's caches
+/// (`heap/deferred.rs` of the allocator).
 pub fn crowded(backing: Backing) -> impl Strategy<Value = Setup> {
     (setup(backing), prop_oneof![2 => Just(0), 1 => 1_u64..60]).prop_map(|(setup, lag)| {
         let mut config = setup.config;

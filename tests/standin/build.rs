@@ -1,5 +1,6 @@
-//! Names the library as the CUDA driver's on Linux: whoever then loads `libcuda.so` gets it, if it is loaded already. Its own
-//! references to what it exports are settled when it is linked, so that symbols can be hidden from others (`src/loader.rs`).
+//! Names the library as the CUDA driver's on Linux: whoever then loads `libcuda.so` gets it, if it
+//! is loaded already. Its own references to what it exports are settled when it is linked, so that
+//! symbols can be hidden from others (`src/loader.rs`).
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,5 +1,6 @@
-//! Children that a process forks after it has opened a device: no device works there, every request says so, and nothing hangs, whatever
-//! locks other threads held. A test program of its own, because it forks.
+//! Children that a process forks after it has opened a device: no device works there, every request
+//! says so, and nothing hangs, whatever locks other threads held. A test program of its own,
+//! because it forks.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -18,8 +19,8 @@ const MIB: u64 = 1 << 20;
 /// Longer than any child takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Forks, runs `body` in the child, and panics here if that panics, or does not end. The child then leaves at once, or as programs do
-/// (`exits`).
+/// Forks, runs `body` in the child, and panics here if that panics, or does not end. The child then
+/// leaves at once, or as programs do (`exits`).
 fn in_child(name: &str, exits: bool, body: impl FnOnce()) {
     // SAFETY: the child runs nothing but the body, which is what is tested, and leaves.
     let child = unsafe { libc::fork() };
@@ -238,7 +239,8 @@ fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
     }
 }
 
-/// Nothing is refused in a child that was forked before a device was opened, or that starts another program.
+/// Nothing is refused in a child that was forked before a device was opened, or that starts another
+/// program.
 #[test]
 fn other_programs_that_are_started_are_not_concerned() {
     drop(devices());

@@ -1,5 +1,5 @@
-//! After warm-up an allocation and a free allocate no host memory. A test program of its own, because it counts what its
-//! process allocates.
+//! After warm-up an allocation and a free allocate no host memory. A test program of its own,
+//! because it counts what its process allocates.
 
 use std::error::Error;
 
@@ -41,7 +41,8 @@ fn allocations_of(options: &str) -> Result<(u64, u64), Box<dyn Error>> {
     let allocator = Allocator::new(&device, Config::parse(options)?)?;
     let stream = device.stream()?;
     let mut live: Vec<Option<Allocation>> = (0..251).map(|_| None).collect();
-    // The same program again needs no more records, bins and memory, once its memory is where it needs it.
+    // The same program again needs no more records, bins and memory, once its memory is where it
+    // needs it.
     let mut moved = None;
     for _ in 0..10 {
         churn(&allocator, &stream, &mut live, 40)?;

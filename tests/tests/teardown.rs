@@ -1,5 +1,5 @@
-//! The end of an allocator and its device. A test program of its own, because what is left to do is done by whoever makes the next
-//! allocator in the process.
+//! The end of an allocator and its device. A test program of its own, because what is left to do is
+//! done by whoever makes the next allocator in the process.
 
 use aquifer::Allocator;
 use aquifer::memory::Config;

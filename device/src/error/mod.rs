@@ -1,8 +1,8 @@
 //! Errors of the device layer: which driver call failed, with which raw code, and what kind of
 //! failure that is.
 //!
-//! The raw code is always kept, so no information of the driver is lost; [`ErrorKind`] is our reading of
-//! it, which is what callers branch on. Formatting an error never calls the driver.
+//! The raw code is always kept, so no information of the driver is lost; [`ErrorKind`] is our
+//! reading of it, which is what callers branch on. Formatting an error never calls the driver.
 
 mod code;
 mod request;

@@ -105,7 +105,8 @@ impl Drop for HostBlock {
 #[derive(Debug, Default)]
 pub(super) struct HostMemory {
     blocks: BTreeMap<usize, Arc<HostBlock>>,
-    /// Freed blocks that pending copies or graphs may still hold, with the operation that freed them.
+    /// Freed blocks that pending copies or graphs may still hold, with the operation that freed
+    /// them.
     gone: Vec<(Arc<HostBlock>, OpRef)>,
 }
 

@@ -167,8 +167,8 @@ impl Machine {
         self.lost.as_ref().map_or(Ok(()), |lost| Err(lost.refusal()))
     }
 
-    /// Loses the device, and returns the answer of calls from then on. What was pending never happens, so
-    /// nothing can meet it in memory any more.
+    /// Loses the device, and returns the answer of calls from then on. What was pending never
+    /// happens, so nothing can meet it in memory any more.
     pub(super) fn lose(&mut self, code: Code, why: &str) -> Refused {
         self.pending.clear();
         self.detector.end();

@@ -1,7 +1,8 @@
 //! CubeCL's memory management on GPU memory from Aquifer.
 //!
-//! CubeCL takes memory from a *storage* and manages it in pools of its own. [`AquiferStorage`] is such a storage.
-//! CubeCL's runtimes choose theirs themselves, so it is for servers that build their own [`MemoryManagement`].
+//! CubeCL takes memory from a *storage* and manages it in pools of its own. [`AquiferStorage`] is
+//! such a storage. CubeCL's runtimes choose theirs themselves, so it is for servers that build
+//! their own [`MemoryManagement`].
 //!
 //! ```
 //! use std::sync::Arc;
@@ -32,12 +33,14 @@
 //!
 //! # Which mode
 //!
-//! `MemoryAllocationMode::Dedicated` gives each request memory of its own from Aquifer, which reuses, splits and moves
-//! it. The other modes reserve pages and keep them. The README has figures.
+//! `MemoryAllocationMode::Dedicated` gives each request memory of its own from Aquifer, which
+//! reuses, splits and moves it. The other modes reserve pages and keep them. The README has
+//! figures.
 //!
 //! # Errors
 //!
-//! CubeCL's error for memory that ran out has no room for Aquifer's report; [`AquiferStorage::last_error`] keeps it.
+//! CubeCL's error for memory that ran out has no room for Aquifer's report;
+//! [`AquiferStorage::last_error`] keeps it.
 //!
 //! [`MemoryManagement`]: cubecl_server::memory_management::MemoryManagement
 
@@ -55,8 +58,8 @@ const ALIGNMENT: usize = 512;
 
 /// A storage of CubeCL's that takes memory from an allocator of Aquifer's, for one stream.
 ///
-/// Memory that CubeCL deallocates goes back at the next flush, in the order of the stream. CubeCL orders the other
-/// streams that use it.
+/// Memory that CubeCL deallocates goes back at the next flush, in the order of the stream. CubeCL
+/// orders the other streams that use it.
 pub struct AquiferStorage {
     allocator: Allocator,
     stream: Stream,

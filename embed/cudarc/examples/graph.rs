@@ -24,7 +24,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let graph = capture.end()?;
 
     for _ in 0..10 {
-        // The graph uses its buffers like any other work: this orders it with what other streams do with them.
+        // The graph uses its buffers like any other work: this orders it with what other streams do
+        // with them.
         ours.with([read(&gradient), write(&mut weights)], |stream, _| graph.launch(stream))?;
     }
     assert_eq!(weights.slice(..1).item(&ours)?, -5.0);

@@ -1,4 +1,5 @@
-//! cuBLAS and NCCL on memory from Aquifer. A library that is not installed is left out, and so said.
+//! cuBLAS and NCCL on memory from Aquifer. A library that is not installed is left out, and so
+//! said.
 use aquifer::prelude::*;
 use aquifer_cudarc::{AllocatorExt, Error, StreamExt};
 use cudarc::cublas::{self, CudaBlas, Gemm, GemmConfig};

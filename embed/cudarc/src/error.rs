@@ -20,15 +20,16 @@ pub enum Error {
     /// A library that the caller's work called failed: see [`Error::library`].
     #[error("a library call failed: {0}")]
     Library(String),
-    /// The caller asked for a [`PoolSlice`](crate::PoolSlice) although nothing would order its uses: cudarc's event
-    /// tracking is off, and the context has several streams. Turn it on, or use a [`Buffer`](aquifer::Buffer) with
-    /// [`StreamExt::with`](crate::StreamExt::with).
+    /// The caller asked for a [`PoolSlice`](crate::PoolSlice) although nothing would order its
+    /// uses: cudarc's event tracking is off, and the context has several streams. Turn it on, or
+    /// use a [`Buffer`](aquifer::Buffer) with [`StreamExt::with`](crate::StreamExt::with).
     #[error(
         "cudarc's event tracking is off and the context has several streams, so nothing orders what they do with a PoolSlice: turn it on, or \
          use a Buffer with StreamExt::with"
     )]
     Untracked,
-    /// The caller asked for bytes as another type, of which they are no whole number of aligned values.
+    /// The caller asked for bytes as another type, of which they are no whole number of aligned
+    /// values.
     #[error("{bytes} bytes at {ptr:#x} are not a whole number of aligned {to} values")]
     BadCast {
         /// The address.
@@ -41,8 +42,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error of a library, such as cuBLAS or NCCL, for work that calls some. Its `Debug` form is kept, as not all
-    /// of them have another one.
+    /// The error of a library, such as cuBLAS or NCCL, for work that calls some. Its `Debug` form
+    /// is kept, as not all of them have another one.
     pub fn library(error: impl fmt::Debug) -> Error {
         Error::Library(format!("{error:?}"))
     }
@@ -69,9 +70,9 @@ macro_rules! from_parts {
 }
 from_parts!(DeviceError, RequestError, AllocError, TransferError);
 
-/// For functions that return cudarc's error. It has room for a code alone: out of memory stays that, a failed driver
-/// call keeps `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes `CUDA_ERROR_INVALID_VALUE`. Log the error
-/// before, if its text matters.
+/// For functions that return cudarc's error. It has room for a code alone: out of memory stays
+/// that, a failed driver call keeps `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes
+/// `CUDA_ERROR_INVALID_VALUE`. Log the error before, if its text matters.
 impl From<Error> for DriverError {
     fn from(error: Error) -> DriverError {
         let is_out_of_memory = error.is_out_of_memory();

@@ -1,4 +1,5 @@
-//! Programs that use [cudarc] keep their context, streams, kernels and libraries, and take their memory from Aquifer.
+//! Programs that use [cudarc] keep their context, streams, kernels and libraries, and take their
+//! memory from Aquifer.
 //!
 //! ```no_run
 //! use aquifer::prelude::*;
@@ -29,20 +30,22 @@
 //! | several streams | always | while cudarc's event tracking is on, as it is by default |
 //! | several handles, statistics by tag, graphs | yes | tags |
 //!
-//! Verbs of Aquifer (`upload`, `to_vec`, `axpy`, …) take a [`Stream`]: [`stream()`] gives that of a [`CudaStream`].
+//! Verbs of Aquifer (`upload`, `to_vec`, `axpy`, …) take a [`Stream`]: [`stream()`] gives that of a
+//! [`CudaStream`].
 //!
 //! # Errors
 //!
-//! [`Error`] is an error of Aquifer's or of cudarc's, and becomes a [`DriverError`] for functions that return one.
+//! [`Error`] is an error of Aquifer's or of cudarc's, and becomes a [`DriverError`] for functions
+//! that return one.
 //!
 //! # Two pools in one process
 //!
-//! cudarc allocates from the driver's default memory pool, which keeps what was freed until a synchronisation. What
-//! Aquifer caches is not there for cudarc, and the reverse. Where both run short, call [`Allocator::empty_cache`]
-//! before cudarc allocates much, or allocate from Aquifer alone.
+//! cudarc allocates from the driver's default memory pool, which keeps what was freed until a
+//! synchronisation. What Aquifer caches is not there for cudarc, and the reverse. Where both run
+//! short, call [`Allocator::empty_cache`] before cudarc allocates much, or allocate from Aquifer
+//! alone.
 //!
-//! [cudarc]: https://docs.rs/cudarc
-//! [`Buffer`]: aquifer::Buffer
+//! [cudarc]: https://docs.rs/cudarc [`Buffer`]: aquifer::Buffer
 
 mod error;
 mod pinned;
@@ -64,8 +67,8 @@ pub use stream::{Bound, Lent, StreamExt};
 #[cfg(doc)]
 use cudarc::driver::{CudaSlice, DriverError};
 
-/// The process's allocator of a context's device: the same for everyone who asks. It is configured by the environment,
-/// or with `Device::allocator_with` before its first use.
+/// The process's allocator of a context's device: the same for everyone who asks. It is configured
+/// by the environment, or with `Device::allocator_with` before its first use.
 ///
 /// # Errors
 /// When the context's GPU cannot be asked about, or the environment configures what cannot be.

@@ -11,8 +11,8 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, HostSlice, SyncOnDrop, 
 
 use crate::Error;
 
-/// A [`PinnedBuffer`] that copies of cudarc's read and write, which return at once: the host waits for them when it
-/// looks at the content.
+/// A [`PinnedBuffer`] that copies of cudarc's read and write, which return at once: the host waits
+/// for them when it looks at the content.
 ///
 /// ```no_run
 /// use aquifer::prelude::*;
@@ -28,8 +28,8 @@ use crate::Error;
 /// # Ok::<(), aquifer_cudarc::Error>(())
 /// ```
 ///
-/// Threads cannot share it. Each copy waits for the event of the last use and then records the event anew, so of copies that
-/// two threads begin at once, one would be lost:
+/// Threads cannot share it. Each copy waits for the event of the last use and then records the
+/// event anew, so of copies that two threads begin at once, one would be lost:
 ///
 /// ```compile_fail,E0277
 /// fn shared<T: Sync>() {}
@@ -66,7 +66,8 @@ impl<T: Pod> HostPinned<T> {
     /// When the driver cannot wait, because work failed.
     pub fn as_slice(&self) -> Result<&[T], Error> {
         self.used.synchronize()?;
-        // SAFETY: the buffer has so many elements there, which copies may read but not write while `self` is borrowed.
+        // SAFETY: the buffer has so many elements there, which copies may read but not write while
+        // `self` is borrowed.
         Ok(unsafe { slice::from_raw_parts(self.start, self.len) })
     }
 
@@ -76,18 +77,21 @@ impl<T: Pod> HostPinned<T> {
     /// When the driver cannot wait, because work failed.
     pub fn as_mut_slice(&mut self) -> Result<&mut [T], Error> {
         self.used.synchronize()?;
-        // SAFETY: the buffer has so many elements there, and nothing else uses them while `self` is borrowed mutably.
+        // SAFETY: the buffer has so many elements there, and nothing else uses them while `self` is
+        // borrowed mutably.
         Ok(unsafe { slice::from_raw_parts_mut(self.start, self.len) })
     }
 
     /// Returns the buffer, once copies that use it are done.
     ///
     /// # Errors
-    /// When the driver cannot wait, because work failed. The memory is lost then, because it may be in use.
+    /// When the driver cannot wait, because work failed. The memory is lost then, because it may be
+    /// in use.
     pub fn into_inner(self) -> Result<PinnedBuffer<T>, Error> {
         let mut this = ManuallyDrop::new(self);
         let waited = this.used.synchronize();
-        // SAFETY: neither field is used afterwards, nor dropped another time: `this` is not dropped.
+        // SAFETY: neither field is used afterwards, nor dropped another time: `this` is not
+        // dropped.
         unsafe { std::ptr::drop_in_place(&raw mut this.used) };
         waited?;
         // SAFETY: as above.
@@ -96,8 +100,8 @@ impl<T: Pod> HostPinned<T> {
 }
 
 impl<T> HostPinned<T> {
-    /// Orders `stream` after the copies that used the memory before. What the caller drops once it has enqueued its
-    /// copy notes that; where cudarc does not record events, it waits instead.
+    /// Orders `stream` after the copies that used the memory before. What the caller drops once it
+    /// has enqueued its copy notes that; where cudarc does not record events, it waits instead.
     fn begin<'a>(&'a self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
         let ordered = stream.wait(&self.used);
         if ordered.is_ok() && stream.context().is_managing_stream_synchronization() {
@@ -122,7 +126,8 @@ impl<T> HostSlice<T> for HostPinned<T> {
     unsafe fn stream_synced_mut_slice<'a>(&'a mut self, stream: &'a CudaStream) -> (&'a mut [T], SyncOnDrop<'a>) {
         let (start, len) = (self.start, self.len);
         let noted = self.begin(stream);
-        // SAFETY: as above; `self` is borrowed mutably, and what notes the use does not look at the elements.
+        // SAFETY: as above; `self` is borrowed mutably, and what notes the use does not look at the
+        // elements.
         (unsafe { slice::from_raw_parts_mut(start, len) }, noted)
     }
 }

@@ -14,8 +14,8 @@ use crate::Error;
 
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
-    /// Makes a buffer of a slice that cudarc allocated. When the last handle is dropped, the slice's own stream waits
-    /// for what uses it, and cudarc frees it.
+    /// Makes a buffer of a slice that cudarc allocated. When the last handle is dropped, the
+    /// slice's own stream waits for what uses it, and cudarc frees it.
     ///
     /// # Errors
     /// A slice of another context than the allocator's.
@@ -112,16 +112,17 @@ fn is_ordered(stream: &CudaStream) -> bool {
 
 /// A slice of cudarc's in memory of Aquifer's: it goes wherever a [`CudaSlice`] goes by reference.
 ///
-/// cudarc orders the streams that use it, by the two events that each slice has while the context's event tracking is
-/// on. When it is dropped, its own stream waits for them, and then the memory goes back to the allocator. If tracking
-/// was off when it was allocated or is off then, and the context has several streams, the drop waits for the whole
-/// context instead.
+/// cudarc orders the streams that use it, by the two events that each slice has while the context's
+/// event tracking is on. When it is dropped, its own stream waits for them, and then the memory
+/// goes back to the allocator. If tracking was off when it was allocated or is off then, and the
+/// context has several streams, the drop waits for the whole context instead.
 ///
-/// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a slice, order one after
-/// the other, or the slice's own stream after both, before it is written or dropped; or use a [`Buffer`].
+/// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
+/// slice, order one after the other, or the slice's own stream after both, before it is written or
+/// dropped; or use a [`Buffer`].
 ///
-/// Do not [`std::mem::swap`] it with a slice of cudarc's own: neither is freed then, as each finds a pointer that is
-/// not its own.
+/// Do not [`std::mem::swap`] it with a slice of cudarc's own: neither is freed then, as each finds
+/// a pointer that is not its own.
 pub struct PoolSlice<T> {
     slice: ManuallyDrop<CudaSlice<T>>,
     allocator: Allocator,
@@ -130,11 +131,12 @@ pub struct PoolSlice<T> {
 }
 
 impl<T> PoolSlice<T> {
-    /// Gives up the slice and returns its address, to be freed with [`Allocator::free_raw`]. The slice's own stream
-    /// waits for what uses it.
+    /// Gives up the slice and returns its address, to be freed with [`Allocator::free_raw`]. The
+    /// slice's own stream waits for what uses it.
     pub fn leak(self) -> CUdeviceptr {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: neither field is used afterwards, nor dropped another time: `this` is not dropped.
+        // SAFETY: neither field is used afterwards, nor dropped another time: `this` is not
+        // dropped.
         let slice = unsafe { ManuallyDrop::take(&mut this.slice) };
         // SAFETY: as above.
         unsafe { std::ptr::drop_in_place(&raw mut this.allocator) };

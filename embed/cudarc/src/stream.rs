@@ -13,12 +13,12 @@ use crate::{Error, stream};
 
 /// What Aquifer adds to streams of cudarc's.
 pub trait StreamExt {
-    /// Calls `work` to enqueue work of cudarc's on the stream. It comes after everything that was enqueued on these
-    /// buffers before, on any stream, and whatever uses them next comes after it. They can be dropped when this
-    /// returns.
+    /// Calls `work` to enqueue work of cudarc's on the stream. It comes after everything that was
+    /// enqueued on these buffers before, on any stream, and whatever uses them next comes after it.
+    /// They can be dropped when this returns.
     ///
-    /// `work` gets the stream and the addresses of the buffers in the order of `accesses`. It should only enqueue:
-    /// other threads wait for it when they use the same buffers.
+    /// `work` gets the stream and the addresses of the buffers in the order of `accesses`. It
+    /// should only enqueue: other threads wait for it when they use the same buffers.
     ///
     /// ```no_run
     /// use aquifer::prelude::*;
@@ -41,9 +41,9 @@ pub trait StreamExt {
     /// ```
     ///
     /// # Errors
-    /// What `work` returns. If it was not called: a buffer of another device than the stream's, a thread that is within
-    /// such a call with one of them, an allocator that sleeps, a stream that captures and is not ordered after the
-    /// buffers' last work, or a failing driver.
+    /// What `work` returns. If it was not called: a buffer of another device than the stream's, a
+    /// thread that is within such a call with one of them, an allocator that sleeps, a stream that
+    /// captures and is not ordered after the buffers' last work, or a failing driver.
     fn with<const N: usize, R, E: Into<Error>>(
         &self,
         accesses: [Access<'_>; N],
@@ -88,11 +88,11 @@ impl<'a> Bound<'a> {
         self.bytes
     }
 
-    /// The memory as a slice of cudarc's, for its copies and libraries. What is [`read`](aquifer::memory::read) must
-    /// not be written through it.
+    /// The memory as a slice of cudarc's, for its copies and libraries. What is
+    /// [`read`](aquifer::memory::read) must not be written through it.
     ///
-    /// With cudarc's event tracking on, this creates two events, for which there is no need here: prefer
-    /// [`Bound::device_ptr`] where the address is enough.
+    /// With cudarc's event tracking on, this creates two events, for which there is no need here:
+    /// prefer [`Bound::device_ptr`] where the address is enough.
     ///
     /// # Errors
     /// [`Error::BadCast`] if the bytes are no whole number of aligned `T`.
@@ -102,7 +102,8 @@ impl<'a> Bound<'a> {
             return Err(Error::BadCast { ptr: self.ptr, bytes: self.bytes, to: std::any::type_name::<T>() });
         }
         let len = usize::try_from(self.bytes / size).unwrap_or(usize::MAX);
-        // SAFETY: the buffer has so many elements, is alive for `'a`, and `Lent` never lets the slice be freed.
+        // SAFETY: the buffer has so many elements, is alive for `'a`, and `Lent` never lets the
+        // slice be freed.
         let slice = unsafe { stream.upgrade_device_ptr(self.ptr, len) };
         Ok(Lent { slice: ManuallyDrop::new(slice), access: PhantomData })
     }

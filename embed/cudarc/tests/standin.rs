@@ -39,7 +39,8 @@ impl Gpu {
 
     /// Turns cudarc's own events off.
     fn without_tracking(self) -> Gpu {
-        // SAFETY: tests that do this look at what happens then; the stand-in's device code stays within its buffers.
+        // SAFETY: tests that do this look at what happens then; the stand-in's device code stays
+        // within its buffers.
         unsafe { self.context.disable_event_tracking() };
         self
     }

@@ -4,14 +4,15 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The caller exports memory of a simulated device, which means nothing to other libraries. Download it first.
+    /// The caller exports memory of a simulated device, which means nothing to other libraries.
+    /// Download it first.
     #[error("memory of {device}, a simulated device, means nothing to other libraries; download it first")]
     Simulated {
         /// The device.
         device: String,
     },
-    /// The caller imports memory of another device than the allocator's, which is named. Use the allocator of its
-    /// device.
+    /// The caller imports memory of another device than the allocator's, which is named. Use the
+    /// allocator of its device.
     #[error("the tensor is on DLPack device {is}, and the allocator on {needed}")]
     WrongDevice {
         /// Type and number of the tensor's device, as DLPack counts.
@@ -25,7 +26,8 @@ pub enum Error {
         /// What they are.
         dtype: String,
     },
-    /// The caller imports a tensor whose elements are not in row-major order without gaps. Make it contiguous first.
+    /// The caller imports a tensor whose elements are not in row-major order without gaps. Make it
+    /// contiguous first.
     #[error("a tensor of shape {shape:?} with strides {strides:?} cannot be imported; make it contiguous first")]
     Strided {
         /// Its extents.

@@ -12,8 +12,8 @@ use dlpark::{DlpackElement, DlpackFlags};
 
 use crate::{Dlpack, Error, data_type, typed};
 
-/// Exports a buffer as a tensor of one dimension, which shares its memory. The consumer's work on `stream` comes after
-/// all work so far.
+/// Exports a buffer as a tensor of one dimension, which shares its memory. The consumer's work on
+/// `stream` comes after all work so far.
 ///
 /// # Errors
 /// A buffer of a simulated device, a stream of another device, and as [`Buffer::ready_on`].
@@ -21,8 +21,8 @@ pub fn export_buffer<T: DlpackElement + Copy>(buffer: &Buffer<T>, stream: &Strea
     export_device(buffer, &[buffer.len()], T::DTYPE, stream)
 }
 
-/// Exports a tensor, which shares its memory. The consumer's work on `stream` comes after all work so far. A tensor on
-/// the host is exported to be read only, and needs no stream: any will do.
+/// Exports a tensor, which shares its memory. The consumer's work on `stream` comes after all work
+/// so far. A tensor on the host is exported to be read only, and needs no stream: any will do.
 ///
 /// # Errors
 /// As [`export_buffer`], and a tensor that is not contiguous.
@@ -79,7 +79,7 @@ fn finish<O: Send + 'static>(
     tensor.set_data(if is_empty { std::ptr::null_mut() } else { start });
     // SAFETY: no flag is set that promises more than what holds: the memory is shared, not copied.
     unsafe { tensor.set_flags_unchecked(flags) };
-    // SAFETY: `owner` keeps the memory, in which elements of this type and number lie in row-major order from `start`
-    // on.
+    // SAFETY: `owner` keeps the memory, in which elements of this type and number lie in row-major
+    // order from `start` on.
     Ok(unsafe { tensor.finish() })
 }

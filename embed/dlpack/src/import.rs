@@ -12,14 +12,16 @@ use crate::{Dlpack, Error, data_type, typed};
 
 /// Imports device memory as a buffer of all its elements. The data is ready on `stream`.
 ///
-/// Dropping the last handle waits on the host for work that uses the memory, and then gives it back to its producer.
+/// Dropping the last handle waits on the host for work that uses the memory, and then gives it back
+/// to its producer.
 ///
 /// # Safety
-/// The tensor is what it says: its memory is there, and nothing else writes it. What is read-only must not be written.
+/// The tensor is what it says: its memory is there, and nothing else writes it. What is read-only
+/// must not be written.
 ///
 /// # Errors
-/// A tensor on another device than the allocator's, of other elements than `T`, or not in row-major order; a stream of
-/// another device.
+/// A tensor on another device than the allocator's, of other elements than `T`, or not in row-major
+/// order; a stream of another device.
 pub unsafe fn import_buffer<T: DlpackElement + Copy>(
     dlpack: Dlpack,
     memory: &Allocator,
@@ -51,8 +53,8 @@ pub unsafe fn import_buffer<T: DlpackElement + Copy>(
     })?)
 }
 
-/// Imports a tensor, which shares the memory: device memory as [`import_buffer`] does, and host memory, which needs no
-/// stream.
+/// Imports a tensor, which shares the memory: device memory as [`import_buffer`] does, and host
+/// memory, which needs no stream.
 ///
 /// # Safety
 /// As [`import_buffer`].
@@ -84,8 +86,8 @@ fn import_typed<T: Scalar + DlpackElement>(
     Ok(Tensor::from_owner::<T, _>(OnHost { start, len, _dlpack: dlpack }, &shape)?)
 }
 
-/// Checks that the elements are in row-major order without gaps. Strides of dimensions with one element mean nothing:
-/// PyTorch sets them to 1.
+/// Checks that the elements are in row-major order without gaps. Strides of dimensions with one
+/// element mean nothing: PyTorch sets them to 1.
 fn check_compact(tensor: &TensorRef<'_>) -> Result<(), Error> {
     let (shape, strides) = (tensor.shape(), tensor.strides_or_compact()?);
     let mut expected = 1_i64;
@@ -114,7 +116,8 @@ unsafe impl<T: Sync> Sync for OnHost<T> {}
 
 impl<T> AsRef<[T]> for OnHost<T> {
     fn as_ref(&self) -> &[T] {
-        // SAFETY: the tensor has so many elements there for as long as it lives, which nothing else writes.
+        // SAFETY: the tensor has so many elements there for as long as it lives, which nothing else
+        // writes.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }

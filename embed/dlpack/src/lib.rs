@@ -15,19 +15,22 @@
 //!
 //! # Streams
 //!
-//! A DLPack tensor does not tell which stream its data is ready on; both sides agree on one. Each function here takes
-//! that stream.
+//! A DLPack tensor does not tell which stream its data is ready on; both sides agree on one. Each
+//! function here takes that stream.
 //!
-//! * **Export**: work that the consumer enqueues on `stream`, or orders after it, comes after all work on the memory so far. Later verbs on other
-//!   handles come after what is enqueued on `stream` by then. In Python's protocol it is the stream that the consumer passes to
+//! * **Export**: work that the consumer enqueues on `stream`, or orders after it, comes after all
+//!   work on the memory so far. Later verbs on other handles come after what is enqueued on
+//!   `stream` by then. In Python's protocol it is the stream that the consumer passes to
 //!   `__dlpack__`.
-//! * **Import**: the data is ready on `stream`, which is the one that was passed to the producer. Dropping the last handle of device memory
-//!   waits on the host for work that uses it, because the producer may reuse the memory at once.
+//! * **Import**: the data is ready on `stream`, which is the one that was passed to the producer.
+//!   Dropping the last handle of device memory waits on the host for work that uses it, because the
+//!   producer may reuse the memory at once.
 //!
 //! # Limits
 //!
-//! Elements lie in row-major order without gaps: make other tensors contiguous first. Device memory is that of CUDA
-//! devices; memory of a simulated device means nothing to others, and is refused. Elements are those of [`DType`].
+//! Elements lie in row-major order without gaps: make other tensors contiguous first. Device memory
+//! is that of CUDA devices; memory of a simulated device means nothing to others, and is refused.
+//! Elements are those of [`DType`].
 //!
 //! [DLPack]: https://dmlc.github.io/dlpack/latest/
 

@@ -1,4 +1,5 @@
-//! Device memory to and from other libraries, on the stand-in driver and watched by its race detector.
+//! Device memory to and from other libraries, on the stand-in driver and watched by its race
+//! detector.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 

@@ -1,5 +1,6 @@
-//! Measures pairs of an allocation and a free of 1 MiB, the least of ten rounds: the driver's functions, which the
-//! interposer serves where it stands before the driver, and with the argument `raw` Aquifer's own functions.
+//! Measures pairs of an allocation and a free of 1 MiB, the least of ten rounds: the driver's
+//! functions, which the interposer serves where it stands before the driver, and with the argument
+//! `raw` Aquifer's own functions.
 
 use std::error::Error;
 use std::time::Instant;

@@ -1,6 +1,6 @@
-//! A program of cudarc's that knows nothing of Aquifer: two streams, slices that go from one to the other, a kernel.
-//! The tests run it with the interposer before the stand-in driver, which tells at the end whether its work was
-//! ordered.
+//! A program of cudarc's that knows nothing of Aquifer: two streams, slices that go from one to the
+//! other, a kernel. The tests run it with the interposer before the stand-in driver, which tells at
+//! the end whether its work was ordered.
 
 use std::error::Error;
 use std::ffi::c_char;

@@ -39,7 +39,8 @@ impl From<DeviceError> for Instead {
     }
 }
 
-/// Writes the first error that the driver's code alone would not explain. Those after it are mostly the same one again.
+/// Writes the first error that the driver's code alone would not explain. Those after it are mostly
+/// the same one again.
 fn tell(error: &AllocError) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| eprintln!("aquifer: {error}"));
@@ -56,8 +57,8 @@ thread_local! {
 
 /// Answers a call with `serve`, or with `pass` where the driver is to answer.
 ///
-/// A driver might call functions that it exports by name and find those here, while Aquifer calls it. Such calls go
-/// back to it.
+/// A driver might call functions that it exports by name and find those here, while Aquifer calls
+/// it. Such calls go back to it.
 pub(crate) fn answer(serve: impl FnOnce() -> Served, pass: impl FnOnce(Why) -> u32) -> u32 {
     if INSIDE.replace(true) {
         return pass(Why::Inside);

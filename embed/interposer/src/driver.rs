@@ -29,8 +29,8 @@ pub(crate) struct PoolAccess {
     pub(crate) flags: c_int,
 }
 
-/// Declares the functions, and a method for each that calls it, or answers `NOT_FOUND` where the driver does not have
-/// it.
+/// Declares the functions, and a method for each that calls it, or answers `NOT_FOUND` where the
+/// driver does not have it.
 macro_rules! functions {
     ($($name:ident($($arg:ident: $type:ty),*);)*) => {
         #[allow(non_snake_case, reason = "these are the driver's names")]

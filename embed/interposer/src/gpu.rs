@@ -84,7 +84,8 @@ fn open(context: Handle) -> Served<&'static Gpu> {
         return Ok(gpu);
     }
     if !IS_CHOSEN.load(Ordering::Relaxed) {
-        // SAFETY: the library of this name is the driver that the program would have without this one.
+        // SAFETY: the library of this name is the driver that the program would have without this
+        // one.
         unsafe { cuda::set_library(NAME) }?;
         IS_CHOSEN.store(true, Ordering::Relaxed);
     }
@@ -156,8 +157,8 @@ pub(crate) fn choose_pool(device: c_int, pool: Handle) {
 }
 
 impl Gpu {
-    /// Whether an address is in a segment that the allocator holds. The driver knows these as allocations: a block that
-    /// the program frees twice must not reach it.
+    /// Whether an address is in a segment that the allocator holds. The driver knows these as
+    /// allocations: a block that the program frees twice must not reach it.
     fn has_in_segment(&self, ptr: u64) -> bool {
         let holds = || {
             let segments = self.allocator.snapshot().segments;
@@ -172,13 +173,14 @@ impl Gpu {
     }
 }
 
-/// The GPU of a stream, and Aquifer's stream for it. The driver is to answer for a stream that captures: what is
-/// allocated and freed then becomes part of the graph. It also answers for a handle that it does not know.
+/// The GPU of a stream, and Aquifer's stream for it. The driver is to answer for a stream that
+/// captures: what is allocated and freed then becomes part of the graph. It also answers for a
+/// handle that it does not know.
 pub(crate) fn stream(raw: Handle) -> Served<(&'static Gpu, Stream)> {
     let gpu = of_context(context_of(raw)?)?;
     refuse_capture(raw)?;
-    // SAFETY: the driver knows the stream, which the program keeps alive during the call; `forget` comes before its
-    // end.
+    // SAFETY: the driver knows the stream, which the program keeps alive during the call; `forget`
+    // comes before its end.
     Ok((gpu, unsafe { gpu.device.stream_from_raw(RawStream(raw)) }?))
 }
 
@@ -203,8 +205,8 @@ pub(crate) fn refuse_capture(stream: Handle) -> Served {
 pub(crate) fn forget(raw: Handle) -> Served {
     let context = context_of(raw)?;
     if let Some(gpu) = served().find(|gpu| gpu.context == context) {
-        // A stream that captures stays adopted. The driver's number of a later stream with this handle tells that it is
-        // another one.
+        // A stream that captures stays adopted. The driver's number of a later stream with this
+        // handle tells that it is another one.
         let _ = gpu.device.forget_stream(RawStream(raw));
     }
     Ok(())

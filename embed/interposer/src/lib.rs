@@ -1,32 +1,36 @@
-//! A library placed before the CUDA driver, so that a program which is already built takes its memory from Aquifer:
+//! A library placed before the CUDA driver, so that a program which is already built takes its
+//! memory from Aquifer:
 //!
 //! ```text
 //! aquifer-stress run -- PROGRAM ARGS…
 //! ```
 //!
-//! It exports the driver's functions about memory, and serves them. What it serves, passes through and refuses is
-//! listed in `docs/embedding.md`.
+//! It exports the driver's functions about memory, and serves them. What it serves, passes through
+//! and refuses is listed in `docs/embedding.md`.
 //!
 //! # How it takes the driver's place
 //!
-//! The command makes a folder with symbolic links, and puts it first on the library path of the program:
+//! The command makes a folder with symbolic links, and puts it first on the library path of the
+//! program:
 //!
 //! | name | leads to |
 //! | --- | --- |
 //! | `libcuda.so`, `libcuda.so.1` | this library, whose `SONAME` is `libcuda.so.1` |
 //! | `libaquifer_driver.so` | the driver, on which this library depends by this name (`DT_NEEDED`) |
 //!
-//! Where a program looks a function up, with `dlsym` on the library's handle or because it is linked to `libcuda.so.1`,
-//! the system's loader searches this library, then what it depends on. It finds the functions here, and all others in
-//! the driver itself: calls that pass through take no detour, those of newer drivers included, and what a driver lacks
-//! is not there. `cuGetProcAddress` is answered by the driver, and the functions here replace the driver's in its
+//! Where a program looks a function up, with `dlsym` on the library's handle or because it is
+//! linked to `libcuda.so.1`, the system's loader searches this library, then what it depends on. It
+//! finds the functions here, and all others in the driver itself: calls that pass through take no
+//! detour, those of newer drivers included, and what a driver lacks is not there.
+//! `cuGetProcAddress` is answered by the driver, and the functions here replace the driver's in its
 //! answers.
 //!
 //! Aquifer's own calls go to `libaquifer_driver.so`, so that they do not come back here.
 //!
 //! # Environment
 //!
-//! The process's allocators read their options as in any program: `AQUIFER_ALLOC_CONF`, else those of PyTorch. Also:
+//! The process's allocators read their options as in any program: `AQUIFER_ALLOC_CONF`, else those
+//! of PyTorch. Also:
 //!
 //! | variable | what it does |
 //! | --- | --- |
@@ -38,8 +42,8 @@
 //!
 //! # Order
 //!
-//! `lookup` finds functions · `memory` and `pointers` serve them · `answer` decides who answers · `gpu` knows contexts
-//! and streams · `driver` calls what is behind · `report` tells at the end.
+//! `lookup` finds functions · `memory` and `pointers` serve them · `answer` decides who answers ·
+//! `gpu` knows contexts and streams · `driver` calls what is behind · `report` tells at the end.
 //!
 //! It is built for 64-bit Linux. Elsewhere the crate is empty.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]

@@ -1,5 +1,5 @@
-//! Functions by name: `cuGetProcAddress`, through which the CUDA runtime and newer programs find the driver's
-//! functions.
+//! Functions by name: `cuGetProcAddress`, through which the CUDA runtime and newer programs find
+//! the driver's functions.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 

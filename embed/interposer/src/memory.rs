@@ -12,14 +12,14 @@ use crate::gpu::{self, Gpu};
 use crate::options::{Family, options};
 use crate::report::{self, Why};
 
-/// The legacy default stream is 0; in functions whose names end in `_ptsz`, 0 is the calling thread's, which elsewhere
-/// is 2.
+/// The legacy default stream is 0; in functions whose names end in `_ptsz`, 0 is the calling
+/// thread's, which elsewhere is 2.
 fn per_thread(stream: Handle) -> Handle {
     if stream == 0 { 2 } else { stream }
 }
 
-/// Serves an allocation, or has the driver make it. If the driver lacks memory, it gets what is cached here, and is
-/// asked again.
+/// Serves an allocation, or has the driver make it. If the driver lacks memory, it gets what is
+/// cached here, and is asked again.
 fn allocate(
     family: Family,
     out: *mut u64,
@@ -104,8 +104,8 @@ fn free_async(ptr: u64, raw: Handle) -> u32 {
     answer(serve, |_| unsafe { driver().cuMemFreeAsync(ptr, raw) })
 }
 
-/// What the program can allocate: what the device has free, and what is cached here unused, within the limit of the
-/// options.
+/// What the program can allocate: what the device has free, and what is cached here unused, within
+/// the limit of the options.
 fn free_bytes(gpu: &Gpu, free: u64) -> u64 {
     let (allocated, reserved) = (gpu.allocator.memory_allocated(), gpu.allocator.memory_reserved());
     let free = free + reserved.saturating_sub(allocated);
@@ -167,7 +167,8 @@ pub(crate) unsafe extern "C" fn cuMemAllocAsync_ptsz(ptr: *mut u64, bytes: usize
     allocate_async(ptr, bytes, per_thread(stream))
 }
 
-/// As [`cuMemAllocAsync`] for the default pool. The program's own pools have properties that only the driver knows.
+/// As [`cuMemAllocAsync`] for the default pool. The program's own pools have properties that only
+/// the driver knows.
 ///
 /// # Safety
 /// As the driver's function.
@@ -332,7 +333,8 @@ fn of_device(device: c_int) -> Option<&'static Gpu> {
     gpu::opened().find(|gpu| c_int::try_from(gpu.ordinal) == Ok(device))
 }
 
-/// Lets a device reach a GPU's memory. Memory in segments comes from the driver, which lets it in by itself.
+/// Lets a device reach a GPU's memory. Memory in segments comes from the driver, which lets it in
+/// by itself.
 fn let_in(gpu: &Gpu, device: c_int) -> Served {
     let Ok(ordinal) = u32::try_from(device) else { return Ok(()) };
     if ordinal == gpu.ordinal {

@@ -1,5 +1,5 @@
-//! What a pointer means. The driver would describe served memory as part of the whole range of addresses that Aquifer
-//! reserved.
+//! What a pointer means. The driver would describe served memory as part of the whole range of
+//! addresses that Aquifer reserved.
 
 use std::ffi::c_void;
 use std::sync::Once;
@@ -12,7 +12,8 @@ use crate::driver::{Handle, NOT_SUPPORTED, driver};
 use crate::gpu;
 use crate::report::Why;
 
-/// `CU_POINTER_ATTRIBUTE_CONTEXT`, `…_IS_LEGACY_CUDA_IPC_CAPABLE`, `…_RANGE_START_ADDR` and `…_RANGE_SIZE`.
+/// `CU_POINTER_ATTRIBUTE_CONTEXT`, `…_IS_LEGACY_CUDA_IPC_CAPABLE`, `…_RANGE_START_ADDR` and
+/// `…_RANGE_SIZE`.
 const CONTEXT: u32 = 1;
 const IPC_CAPABLE: u32 = 10;
 const RANGE_START: u32 = 11;
@@ -123,8 +124,8 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
     answer(serve, |_| code)
 }
 
-/// A handle with which another process opens memory: refused for served memory, which is mapped, or part of a larger
-/// allocation.
+/// A handle with which another process opens memory: refused for served memory, which is mapped, or
+/// part of a larger allocation.
 ///
 /// # Safety
 /// As the driver's function.

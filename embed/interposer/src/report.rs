@@ -64,8 +64,8 @@ pub(crate) fn snapshot_file() -> Option<&'static Path> {
     options().snapshot.as_deref()
 }
 
-/// Has the report written when the process ends. The first allocation asks for it, after the driver was started: so it
-/// comes before the driver's own end.
+/// Has the report written when the process ends. The first allocation asks for it, after the driver
+/// was started: so it comes before the driver's own end.
 pub(crate) fn at_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn end() {
@@ -106,8 +106,8 @@ fn write() {
     }
 }
 
-/// The file of a device's snapshot: the one that was named, and for every device after the first one its ordinal before
-/// the extension.
+/// The file of a device's snapshot: the one that was named, and for every device after the first
+/// one its ordinal before the extension.
 fn numbered(path: &Path, place: usize, ordinal: u32) -> PathBuf {
     match path.extension() {
         Some(extension) if place > 0 => path.with_extension(format!("{ordinal}.{}", extension.to_string_lossy())),

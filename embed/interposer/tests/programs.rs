@@ -1,4 +1,5 @@
-//! Programs that are already built, on the stand-in driver with the interposer before it, watched by its race detector.
+//! Programs that are already built, on the stand-in driver with the interposer before it, watched
+//! by its race detector.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 

@@ -20,8 +20,9 @@ pub struct CompareArgs {
 
     /// Also show what PyTorch's allocator needed for these programs, from a JSON file.
     ///
-    /// The file maps each program's name to {"configs": {"default": {...}, "expandable": {...}}}, with the keys options,
-    /// peak_reserved_bytes, device_allocs, ooms and, if known, smallest_device_bytes and ns_per_op_torch_2_15.
+    /// The file maps each program's name to {"configs": {"default": {...}, "expandable": {...}}},
+    /// with the keys options, peak_reserved_bytes, device_allocs, ooms and, if known,
+    /// smallest_device_bytes and ns_per_op_torch_2_15.
     #[arg(long, value_name = "FILE")]
     pub pytorch: Option<PathBuf>,
 }

@@ -42,7 +42,8 @@ pub struct SoakArgs {
     #[arg(long, value_name = "N", value_parser = minutes)]
     pub minutes: Option<f64>,
 
-    /// Operations for each seed, of all threads together. By default 20000, or unlimited if --minutes is given.
+    /// Operations for each seed, of all threads together. By default 20000, or unlimited if
+    /// --minutes is given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub ops: Option<u64>,
 
@@ -54,19 +55,23 @@ pub struct SoakArgs {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub streams: u16,
 
-    /// Number of seeds, counted from --seed. They run one after the other, each with a new allocator.
+    /// Number of seeds, counted from --seed. They run one after the other, each with a new
+    /// allocator.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub seeds: u64,
 
-    /// Memory to use, in MiB, at most what the device has. By default half of what is free, but at most 24 MiB or 12 granules on a
-    /// simulated device, because there everything is written to host memory.
+    /// Memory to use, in MiB, at most what the device has. By default half of what is free, but at
+    /// most 24 MiB or 12 granules on a simulated device, because there everything is written to
+    /// host memory.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=u64::MAX >> 20))]
     pub limit_mb: Option<u64>,
 
-    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end, or where the run failed, with the latest 1000000
-    /// entries of history. At the end all blocks are free, so what is of interest is the history.
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end, or
+    /// where the run failed, with the latest 1000000 entries of history. At the end all blocks are
+    /// free, so what is of interest is the history.
     ///
-    /// `replay` and PyTorch's memory viewer read it. For one seed. history:N in --config keeps the latest N entries.
+    /// `replay` and PyTorch's memory viewer read it. For one seed. history:N in --config keeps the
+    /// latest N entries.
     #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
     pub snapshot: Option<PathBuf>,
 }

@@ -11,11 +11,11 @@ use super::snapshot_path;
 #[derive(Debug, Args)]
 #[command(after_long_help = RUN)]
 pub struct RunArgs {
-    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file, when the program ends, with the latest 1000000
-    /// entries of history.
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file, when the program ends, with
+    /// the latest 1000000 entries of history.
     ///
-    /// `replay` and PyTorch's memory viewer read it. Of several devices, every one after the first has its ordinal in
-    /// the file's name. history:N in --config keeps the latest N entries.
+    /// `replay` and PyTorch's memory viewer read it. Of several devices, every one after the first
+    /// has its ordinal in the file's name. history:N in --config keeps the latest N entries.
     #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
     pub snapshot: Option<PathBuf>,
 
@@ -23,12 +23,14 @@ pub struct RunArgs {
     #[arg(long, value_name = "NAME", value_parser = ["cuMemAlloc", "cuMemAllocPitch", "cuMemAllocAsync", "cuMemAllocFromPoolAsync"])]
     pub pass: Vec<String>,
 
-    /// The interposer's library, if it is not where this program finds it: in its folder, or in `deps` there.
+    /// The interposer's library, if it is not where this program finds it: in its folder, or in
+    /// `deps` there.
     #[arg(long = "library", value_name = "PATH")]
     pub interposer: Option<PathBuf>,
 
-    /// The CUDA driver's library. By default the one that the program would load: AQUIFER_CUDA_LIBRARY if it is a path,
-    /// else libcuda.so.1 on LD_LIBRARY_PATH or where the system's loader finds it.
+    /// The CUDA driver's library. By default the one that the program would load:
+    /// AQUIFER_CUDA_LIBRARY if it is a path, else libcuda.so.1 on LD_LIBRARY_PATH or where the
+    /// system's loader finds it.
     #[arg(long, value_name = "PATH")]
     pub driver: Option<PathBuf>,
 

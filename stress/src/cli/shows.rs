@@ -71,8 +71,8 @@ pub struct OomArgs {
     #[arg(long)]
     pub list: bool,
 
-    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory when the request has just been refused, with the history up
-    /// to there.
+    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory when the request
+    /// has just been refused, with the history up to there.
     ///
     /// `replay` and PyTorch's memory viewer read it. For one --way.
     #[arg(long, value_name = "OUT", value_parser = snapshot_path())]

@@ -10,7 +10,8 @@ pub struct TransferArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=65_536))]
     pub max_mb: u64,
 
-    /// How often each measurement is taken, after a first one that does not count; the median is reported.
+    /// How often each measurement is taken, after a first one that does not count; the median is
+    /// reported.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub rounds: u32,
 

@@ -1,6 +1,7 @@
 //! `calls`: what driver calls cost on this device.
 //!
-//! On a real device they are timed; on a simulated one the simulator's model of costs is read, so both can be laid side by side.
+//! On a real device they are timed; on a simulated one the simulator's model of costs is read, so
+//! both can be laid side by side.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -50,7 +51,8 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened, a call fails for another reason than lack of memory, or standard output cannot be written.
+/// When the device cannot be opened, a call fails for another reason than lack of memory, or
+/// standard output cannot be written.
 pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
     session.without_allocator();
     let (device, simulated) = session.open_with_simulator()?;
@@ -144,8 +146,9 @@ impl Meter {
         Ok(())
     }
 
-    /// The driver's pool: cold, when it has just given everything back to the device, and warm, when it has got back a block of the
-    /// same size in stream order. Nothing waits in between, as by default the pool gives back what it does not use when the host waits.
+    /// The driver's pool: cold, when it has just given everything back to the device, and warm,
+    /// when it has got back a block of the same size in stream order. Nothing waits in between, as
+    /// by default the pool gives back what it does not use when the host waits.
     fn pool(&mut self, bytes: u64) -> Result<(), DeviceError> {
         let stream = self.device.default_stream().raw();
         self.device.synchronize()?;

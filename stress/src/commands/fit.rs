@@ -1,4 +1,5 @@
-//! `fit`: the smallest device on which a recorded program finishes. A real device has one size, so there it is the smallest limit.
+//! `fit`: the smallest device on which a recorded program finishes. A real device has one size, so
+//! there it is the smallest limit.
 
 use std::num::NonZero;
 use std::sync::Mutex;
@@ -103,8 +104,9 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
     results.into_iter().filter_map(|result| result.into_inner().ok().flatten()).collect()
 }
 
-/// Searches for the smallest device. Whether a program finishes is not quite monotonic in the size: a larger device may let
-/// it fragment more. So what halving finds is a boundary, and lower ones are looked for near it.
+/// Searches for the smallest device. Whether a program finishes is not quite monotonic in the size:
+/// a larger device may let it fragment more. So what halving finds is a boundary, and lower ones
+/// are looked for near it.
 fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failure> {
     let attempt = |bytes| {
         bar.set_message(format!("{} {}", job.name, Bytes(bytes)));
@@ -164,7 +166,8 @@ fn fits_nowhere(session: &Session, job: &Job<'_>, most: u64) -> String {
     }
 }
 
-/// Sizes at which the program fails and finishes, found by growing from one at which it fails; `None` if it finishes at none.
+/// Sizes at which the program fails and finishes, found by growing from one at which it fails;
+/// `None` if it finishes at none.
 fn grow(
     mut fails: u64,
     most: u64,
@@ -185,7 +188,8 @@ fn grow(
     Ok(None)
 }
 
-/// Plays the program on a device of that size; if it finishes, tells how often all cached memory was released.
+/// Plays the program on a device of that size; if it finishes, tells how often all cached memory
+/// was released.
 fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
     let (device, config) = session.sized(bytes, job.config)?;
     let mut subject = Aquifer::new(session, &device, &config, job.program.streams.len())?;

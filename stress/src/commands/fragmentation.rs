@@ -66,7 +66,8 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When there is no such scenario, the device cannot be opened, the allocator fails, or standard output cannot be written.
+/// When there is no such scenario, the device cannot be opened, the allocator fails, or standard
+/// output cannot be written.
 pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failure> {
     if args.list {
         return list(session);
@@ -314,7 +315,8 @@ mod tests {
                 let says = |part| row.verdict.contains(part);
                 assert_eq!(says("full"), !probe_fits && free_bytes < request_bytes, "{row:?}");
                 assert!(!says("kept back") || row.policy.contains("max_split_size"), "{row:?}");
-                // The driver then has nothing that a request could be refused for but what is scattered.
+                // The driver then has nothing that a request could be refused for but what is
+                // scattered.
                 let roomy = device == "sim:1GiB" && !row.policy.contains("headroom") && !row.policy.contains("limit");
                 assert!(!roomy || probe_fits || says("fragmented") || says("stuck"), "{row:?}");
             }

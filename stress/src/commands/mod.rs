@@ -24,8 +24,9 @@ use crate::input::{self, Program};
 use crate::session::Session;
 use crate::text::one_line;
 
-/// Reads the programs that one of `files` holds, with the names to report them under, and passes on what the reader noted. Where files have
-/// the same name in different folders, or in different formats, their paths follow the names.
+/// Reads the programs that one of `files` holds, with the names to report them under, and passes on
+/// what the reader noted. Where files have the same name in different folders, or in different
+/// formats, their paths follow the names.
 ///
 /// # Errors
 /// When the file cannot be read or is damaged.

@@ -54,8 +54,8 @@ struct Broken {
 /// Runs the command.
 ///
 /// # Errors
-/// When there is no such way, several configs are given, a snapshot is to be saved of several ways, the device cannot be opened or is too small, or standard output cannot
-/// be written.
+/// When there is no such way, several configs are given, a snapshot is to be saved of several ways,
+/// the device cannot be opened or is too small, or standard output cannot be written.
 pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     if args.list {
         return list(session);

@@ -1,4 +1,5 @@
-//! Runs a program with its GPU memory from this allocator: a library that stands before the CUDA driver serves it.
+//! Runs a program with its GPU memory from this allocator: a library that stands before the CUDA
+//! driver serves it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -66,8 +67,8 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     Ok(Outcome::Program(code(status)))
 }
 
-/// Lets signals end the program and not this process, which then reports and removes its folder. The terminal interrupts
-/// both. Other signals are for this process alone, and are passed on.
+/// Lets signals end the program and not this process, which then reports and removes its folder.
+/// The terminal interrupts both. Other signals are for this process alone, and are passed on.
 ///
 /// Called once the program runs: signals that were ignored before stay ignored there.
 #[cfg(unix)]
@@ -84,7 +85,8 @@ fn outlive(program: &std::process::Child) -> io::Result<()> {
     Ok(())
 }
 
-/// The exit code of a program: 128 and the signal's number where a signal ended it, as shells have it.
+/// The exit code of a program: 128 and the signal's number where a signal ended it, as shells have
+/// it.
 fn code(status: ExitStatus) -> u8 {
     #[cfg(unix)]
     if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
@@ -102,7 +104,8 @@ fn library(given: Option<&Path>) -> Result<PathBuf, Failure> {
     let folder = program.parent().unwrap_or(Path::new(""));
     let searched = match given {
         Some(path) => vec![path.to_owned()],
-        // Cargo renews the one in `deps` when it builds this program, and the other one only when that is asked for.
+        // Cargo renews the one in `deps` when it builds this program, and the other one only when
+        // that is asked for.
         None => vec![folder.join("deps").join(LIBRARY), folder.join(LIBRARY)],
     };
     found(&searched).ok_or_else(|| {
@@ -159,7 +162,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Result<Folder, Failure> {
-        // One that was left behind may have the same process's number: in a container they come again.
+        // One that was left behind may have the same process's number: in a container they come
+        // again.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
         let path = env::temp_dir().join(format!("aquifer-run-{}-{now}", std::process::id()));
         let mut builder = fs::DirBuilder::new();

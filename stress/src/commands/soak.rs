@@ -48,8 +48,9 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When several configs are given, a snapshot is to be saved of several seeds, the device cannot be opened, something fails for another reason than lack of memory, or standard
-/// output cannot be written.
+/// When several configs are given, a snapshot is to be saved of several seeds, the device cannot be
+/// opened, something fails for another reason than lack of memory, or standard output cannot be
+/// written.
 pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     session.config()?;
     if args.snapshot.is_some() && args.seeds > 1 {
@@ -126,7 +127,8 @@ fn one(
     Ok(())
 }
 
-/// How much memory to use: what was asked for, or what the options say, or half of what is free, and little on a simulated device.
+/// How much memory to use: what was asked for, or what the options say, or half of what is free,
+/// and little on a simulated device.
 fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Allocator) -> Result<u64, Failure> {
     let total = device.info().total_bytes;
     if let Some(limit) = args.limit_mb.map(|mib| mib << 20) {

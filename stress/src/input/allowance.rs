@@ -8,19 +8,23 @@ use super::error::{Damage, Reason};
 
 /// Memory for any input.
 const FOR_ANY: usize = 32 << 20;
-/// Memory for each byte of the content. A snapshot takes 3 to 6, a trace 1 to 5; data that was made to takes 100.
+/// Memory for each byte of the content. A snapshot takes 3 to 6, a trace 1 to 5; data that was made
+/// to takes 100.
 const FOR_A_BYTE: usize = 32;
 /// What is made of the content, as this decides how much it takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Made {
-    /// The values of a snapshot. It takes some 400 bytes for an entry of its history, which is stored in at least ten.
+    /// The values of a snapshot. It takes some 400 bytes for an entry of its history, which is
+    /// stored in at least ten.
     Values,
-    /// The events of a line each. Recorded traces take 5 to 6 bytes for a byte that gzip stores, and at most 20 for one that xz does.
+    /// The events of a line each. Recorded traces take 5 to 6 bytes for a byte that gzip stores,
+    /// and at most 20 for one that xz does.
     Events,
 }
 
 impl Made {
-    /// Memory for each byte that is stored. Compressed data that was made to could take a hundred times as much.
+    /// Memory for each byte that is stored. Compressed data that was made to could take a hundred
+    /// times as much.
     fn for_a_stored_byte(self) -> usize {
         match self {
             Self::Values => 512,
@@ -28,8 +32,8 @@ impl Made {
         }
     }
 
-    /// Content of any input, and for each byte that is stored. gzip makes at most 1032 bytes of one. JSON has the same call stacks
-    /// again and again; lines compress to a 20th at best.
+    /// Content of any input, and for each byte that is stored. gzip makes at most 1032 bytes of
+    /// one. JSON has the same call stacks again and again; lines compress to a 20th at best.
     fn content(self) -> [u64; 2] {
         match self {
             Self::Values => [256 << 20, 1032],

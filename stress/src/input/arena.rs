@@ -84,7 +84,8 @@ pub(super) fn digest(before: u64, text: &[u8]) -> u64 {
 /// The digest that a text begins with.
 pub(super) const START: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// How many numbers and words of a list are kept: the numbers of a pool are two, and a third tells a list that is no such pair.
+/// How many numbers and words of a list are kept: the numbers of a pool are two, and a third tells
+/// a list that is no such pair.
 const FEW: usize = 3;
 
 #[derive(Debug, Default)]
@@ -115,7 +116,8 @@ struct Node {
 /// Ends a dictionary's links.
 const NONE: u32 = u32::MAX;
 
-/// How many keys of the outermost dictionary are kept to tell what it is, and how many texts they are looked up among.
+/// How many keys of the outermost dictionary are kept to tell what it is, and how many texts they
+/// are looked up among.
 const SHOWN: usize = 3;
 const TEXTS: usize = 16;
 /// The longest text of those.
@@ -123,9 +125,9 @@ pub(super) const TEXT: usize = 32;
 
 /// The lists and dictionaries.
 ///
-/// Of a dictionary it keeps the entries whose key is a word, of a list the dictionaries of use, the lists and the first numbers, and
-/// of everything else only a digest of its content. Indices stand for references, so that shared and cyclic ones
-/// cost nothing.
+/// Of a dictionary it keeps the entries whose key is a word, of a list the dictionaries of use, the
+/// lists and the first numbers, and of everything else only a digest of its content. Indices stand
+/// for references, so that shared and cyclic ones cost nothing.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
     lists: Vec<List>,
@@ -174,8 +176,8 @@ impl Arena {
         None
     }
 
-    /// The items of a list that are of use, and [`Value::Other`] where the first was that is not. A list gives them once only: no
-    /// snapshot has the same one twice.
+    /// The items of a list that are of use, and [`Value::Other`] where the first was that is not. A
+    /// list gives them once only: no snapshot has the same one twice.
     pub(super) fn take(&mut self, list: u32) -> Vec<Value> {
         let list = &mut self.lists[list as usize];
         let mut items = std::mem::take(&mut list.items);

@@ -12,18 +12,21 @@ pub(super) const LAYERS_MAX: u32 = 4;
 pub(super) const LINE_MAX: usize = 64 << 10;
 /// The most header lines of a trace.
 pub(super) const HEADERS_MAX: usize = 1024;
-/// The longest error in characters, and the longest name of a file in it. With what stands before it, an error has at most 300.
+/// The longest error in characters, and the longest name of a file in it. With what stands before
+/// it, an error has at most 300.
 const LONGEST: usize = 280;
 const LONGEST_PATH: usize = 120;
 
-/// An input that cannot be used; displays as `FILE:PLACE: reason`, in one line of at most 280 characters.
+/// An input that cannot be used; displays as `FILE:PLACE: reason`, in one line of at most 280
+/// characters.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[error("{}", one_line(&self.whole(), LONGEST))]
 pub struct InputError {
     /// The file.
     pub path: PathBuf,
-    /// Which part of the file: `/NAME` in an archive, `[RANK]` in a list of snapshots; otherwise empty.
+    /// Which part of the file: `/NAME` in an archive, `[RANK]` in a list of snapshots; otherwise
+    /// empty.
     pub part: String,
     /// Where in the file.
     pub location: Location,

@@ -37,8 +37,8 @@ impl<R: BufRead> BufRead for Used<R> {
     }
 }
 
-/// Decompresses what one or several programs wrote one after the other. The library's reader of several does not tell where one that is cut
-/// off ends, nor it from other bytes that follow.
+/// Decompresses what one or several programs wrote one after the other. The library's reader of
+/// several does not tell where one that is cut off ends, nor it from other bytes that follow.
 pub(super) struct Members<R: BufRead> {
     /// `None` after the last.
     member: Option<GzDecoder<Used<R>>>,

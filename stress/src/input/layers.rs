@@ -11,13 +11,15 @@ use super::allowance::Allowance;
 use super::error::{Damage, Fault, LAYERS_MAX, Reason};
 use super::gzip::Members;
 
-/// The most memory for what was unpacked and may be referred to. xz takes 64 MiB for its highest level, zstd 128 MiB with `--long`.
+/// The most memory for what was unpacked and may be referred to. xz takes 64 MiB for its highest
+/// level, zstd 128 MiB with `--long`.
 const WINDOW: u64 = 128 << 20;
 
 /// Bytes that may be unpacked.
 pub(super) type Content<'a> = Box<dyn Read + 'a>;
 
-/// The content below all compression, and how many layers lie around it, with `layers` of them around what is given.
+/// The content below all compression, and how many layers lie around it, with `layers` of them
+/// around what is given.
 pub(super) fn open<'a>(
     mut content: Content<'a>,
     mut layers: u32,
@@ -53,7 +55,8 @@ pub(super) fn head(content: &mut impl Read, most: u64) -> Result<Vec<u8>, Fault>
     }
 }
 
-/// A decoder of a library, whose errors are told as damage of the file, and which is not asked again after one.
+/// A decoder of a library, whose errors are told as damage of the file, and which is not asked
+/// again after one.
 struct Decoder<R> {
     what: &'static str,
     inner: R,

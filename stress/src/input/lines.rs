@@ -65,7 +65,8 @@ impl<R: BufRead> Lines<R> {
         }
     }
 
-    /// Whether the line handed out last has an end. The last line of a program that was killed may have none.
+    /// Whether the line handed out last has an end. The last line of a program that was killed may
+    /// have none.
     pub(super) fn ended(&self) -> bool {
         self.ended
     }

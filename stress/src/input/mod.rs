@@ -9,12 +9,13 @@
 //! | a page of PyTorch's `_memory_viz` | those of the snapshots in it |
 //! | an RMM log (CSV, with a header or without) | one per device |
 //!
-//! Each may be compressed with gzip, xz or zstd, and any number of them may lie in a zip archive. Files are read as streams, archives
-//! whole. Memory grows with what a file holds, never with what it only claims to hold nor beyond what a recording of its size takes
-//! (`allowance.rs`), and a damaged file gives an [`InputError`].
+//! Each may be compressed with gzip, xz or zstd, and any number of them may lie in a zip archive.
+//! Files are read as streams, archives whole. Memory grows with what a file holds, never with what
+//! it only claims to hold nor beyond what a recording of its size takes (`allowance.rs`), and a
+//! damaged file gives an [`InputError`].
 //!
-//! Pickles and JSON are read into the same values (`arena.rs`), in which `structure.rs` finds snapshots. `recording.rs` completes
-//! recordings that begin later than the program or have gaps.
+//! Pickles and JSON are read into the same values (`arena.rs`), in which `structure.rs` finds
+//! snapshots. `recording.rs` completes recordings that begin later than the program or have gaps.
 
 mod allowance;
 mod archive;
@@ -57,7 +58,8 @@ const STANDARD_INPUT: &str = "-";
 ///
 /// # Errors
 ///
-/// The file cannot be read, is of no known format, or is damaged; the error names the place and the reason.
+/// The file cannot be read, is of no known format, or is damaged; the error names the place and the
+/// reason.
 pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
     if path == Path::new(STANDARD_INPUT) {
         return read(Path::new("standard input"), std::io::stdin().lock());
@@ -68,7 +70,8 @@ pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
     }
 }
 
-/// The name of a file's program, unless it has one of its own: the file's without what only tells the format.
+/// The name of a file's program, unless it has one of its own: the file's without what only tells
+/// the format.
 pub fn stem(path: &Path) -> String {
     if path == Path::new(STANDARD_INPUT) { "standard input".into() } else { sniff::stem(path) }
 }

@@ -13,8 +13,8 @@ pub(crate) trait FromObject {
     const NAME: &'static str;
 }
 
-/// Read from an object alone. An implementation that is derived also takes a list, of the values in the order of the fields, and tells of
-/// what it wants by the names of Rust's types.
+/// Read from an object alone. An implementation that is derived also takes a list, of the values in
+/// the order of the fields, and tells of what it wants by the names of Rust's types.
 #[derive(Debug)]
 pub(crate) struct Object<T>(pub(crate) T);
 

@@ -236,7 +236,8 @@ impl Builder {
         Ok(())
     }
 
-    /// The dense number of a stream; programs stay on a stream for long, so the last one is remembered.
+    /// The dense number of a stream; programs stay on a stream for long, so the last one is
+    /// remembered.
     fn dense(&mut self, stream: u64) -> Result<u16, Reason> {
         if self.last_stream.0 != stream {
             let dense = match self.dense.get(&stream) {

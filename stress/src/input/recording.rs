@@ -7,8 +7,8 @@ use super::program::{Builder, Live};
 
 /// Puts a program together from blocks that the recording names by address.
 ///
-/// A free of an address that did not occur before tells of a block that was allocated before the recording starts. It is allocated
-/// first of all. Memory that is allocated again was free.
+/// A free of an address that did not occur before tells of a block that was allocated before the
+/// recording starts. It is allocated first of all. Memory that is allocated again was free.
 #[derive(Debug)]
 pub(super) struct Recording {
     pub(super) builder: Builder,
@@ -51,7 +51,8 @@ impl Recording {
         self.builder.alloc(addr, size, stream).map(|_| ())
     }
 
-    /// The block that a free tells of, which may be one from before the recording. `None` if it was freed already.
+    /// The block that a free tells of, which may be one from before the recording. `None` if it was
+    /// freed already.
     pub(super) fn freed(&mut self, addr: u64, size: u64, stream: u64) -> Result<Option<Live>, Reason> {
         if !self.ranges.contains_key(&addr) && !self.found(addr, size, stream)? {
             self.lost_allocs += 1;
@@ -76,7 +77,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Adds a block that was allocated before the recording starts, unless the address occurred: then gives `false`.
+    /// Adds a block that was allocated before the recording starts, unless the address occurred:
+    /// then gives `false`.
     pub(super) fn found(&mut self, addr: u64, size: u64, stream: u64) -> Result<bool, Reason> {
         self.seen.try_reserve(1)?;
         if !self.seen.insert(addr) {

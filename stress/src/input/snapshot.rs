@@ -1,8 +1,8 @@
 //! From the history in a PyTorch memory snapshot to programs.
 //!
-//! A history tells allocations and frees as the program made them, but not on which streams a block was used
-//! (`record_stream`). It shows in how a free ends: a block that other streams used is not free at once, but when a
-//! later allocation finds that those streams are done. See [`waited`].
+//! A history tells allocations and frees as the program made them, but not on which streams a block
+//! was used (`record_stream`). It shows in how a free ends: a block that other streams used is not
+//! free at once, but when a later allocation finds that those streams are done. See [`waited`].
 
 use super::error::{Fault, Location, Reason};
 use super::program::{Builder, Program};
@@ -104,8 +104,8 @@ impl Action {
     }
 }
 
-/// The least time from a free's request to its completion, in microseconds, that tells a wait. Without one,
-/// the two are recorded right after one another.
+/// The least time from a free's request to its completion, in microseconds, that tells a wait.
+/// Without one, the two are recorded right after one another.
 const WAIT_US: u64 = 10;
 
 /// The programs of all devices with a history.
@@ -145,7 +145,8 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
                 }
                 recording.free(addr).map_err(fault)?;
             }
-            // The end of a free whose request the history has, or of one that was requested before the history starts.
+            // The end of a free whose request the history has, or of one that was requested before
+            // the history starts.
             Action::FreeCompleted if kinds.requested && !recording.is_live(entry.addr) => recording.saw(entry.addr),
             Action::FreeCompleted => {
                 let (addr, size) = place(entry).map_err(fault)?;
@@ -179,7 +180,8 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
     recording.builder.finish().map_err(Fault::file)
 }
 
-/// Which kinds of entries the history has: PyTorch and Aquifer leave out those that they are told to skip.
+/// Which kinds of entries the history has: PyTorch and Aquifer leave out those that they are told
+/// to skip.
 struct Kinds {
     allocs: usize,
     requested: bool,
@@ -274,10 +276,10 @@ fn positive(field: &'static str, size: u64) -> Result<u64, Reason> {
 
 /// Whether the free requested by the first entry waited for another stream.
 ///
-/// A free that does not wait is completed by the very next entry. One that waits is completed by a later allocation,
-/// whose entry follows the completion. When nothing else happened in between, the two look alike but for the
-/// call stacks, which are the free's in one case and the allocation's in the other, or, if none were recorded,
-/// the time that passed.
+/// A free that does not wait is completed by the very next entry. One that waits is completed by a
+/// later allocation, whose entry follows the completion. When nothing else happened in between, the
+/// two look alike but for the call stacks, which are the free's in one case and the allocation's in
+/// the other, or, if none were recorded, the time that passed.
 fn waited(trace: &[Entry], several_streams: bool) -> bool {
     let [request, completion, rest @ ..] = trace else { return true };
     if completion.action != Action::FreeCompleted || completion.addr != request.addr {
@@ -314,8 +316,8 @@ impl Streams {
         }
     }
 
-    /// Side streams hand their blocks to the default stream, and that one to the side stream at work. One that
-    /// never allocates has no number in the history, and gets 1.
+    /// Side streams hand their blocks to the default stream, and that one to the side stream at
+    /// work. One that never allocates has no number in the history, and gets 1.
     fn other(&self, stream: u64) -> u64 {
         if stream != 0 { 0 } else { self.side.unwrap_or(1) }
     }
@@ -395,7 +397,8 @@ mod tests {
         assert_eq!(program.events[1], Event::RecordStream { slot: 0, stream: 1 });
     }
 
-    /// Allocations and frees of a program without gaps: three blocks are live at most, one free waits.
+    /// Allocations and frees of a program without gaps: three blocks are live at most, one free
+    /// waits.
     fn whole() -> Vec<Entry> {
         let freed = |addr, time| [entry(FreeRequested, addr, 0, time, 0), entry(FreeCompleted, addr, 0, time, 0)];
         let mut trace = Vec::new();

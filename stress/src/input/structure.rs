@@ -19,7 +19,8 @@ pub(super) const JSON: Nouns = Nouns { dict: "an object", dicts: "objects", list
 /// How many dictionaries with the key `snapshot` may lie within each other.
 const WRAPPERS: u32 = 3;
 
-/// The programs of a snapshot, of several in a list, one for each rank, or of those that a dictionary has under `snapshot`.
+/// The programs of a snapshot, of several in a list, one for each rank, or of those that a
+/// dictionary has under `snapshot`.
 pub(super) fn programs(top: Value, arena: &mut Arena, nouns: Nouns, name: &str) -> Result<Vec<Program>, Fault> {
     let top = unwrap(arena, top);
     let Value::List(list) = top else {
@@ -168,7 +169,8 @@ fn block(arena: &Arena, value: Value) -> Result<SegmentBlock, Reason> {
     })
 }
 
-/// What the program asked for. Older versions tell it in the latest entry of the block's own history.
+/// What the program asked for. Older versions tell it in the latest entry of the block's own
+/// history.
 fn requested(arena: &Arena, block: u32) -> Result<Option<u64>, Reason> {
     let latest = match arena.get(block, Word::History) {
         Some(Value::List(history)) => arena.first(history),

@@ -216,7 +216,8 @@ fn recorded_traces() {
     assert_eq!((gnn.operations(), gnn.peak_requested_bytes), (21_072, 21_218_858_568));
 }
 
-/// A trace without what its snapshot does not tell: iterations, and when before its free a block was used.
+/// A trace without what its snapshot does not tell: iterations, and when before its free a block
+/// was used.
 fn as_history(program: &Program) -> Vec<Event> {
     let mut used = vec![None; program.slots as usize];
     let mut events = Vec::new();
@@ -305,7 +306,8 @@ fn errors_are_one_short_line() {
     }
 }
 
-/// A snapshot as PyTorch's allocator in one stream gives it: rounds of an allocation and its free, with call stacks.
+/// A snapshot as PyTorch's allocator in one stream gives it: rounds of an allocation and its free,
+/// with call stacks.
 fn snapshot(frames: &str) -> String {
     let mut entries = Vec::new();
     for round in 0..4_u64 {

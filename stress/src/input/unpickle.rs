@@ -1,7 +1,8 @@
 //! A pickle machine for data, protocols 2 to 5.
 //!
-//! Snapshots are mostly call stacks, of which only digests are needed: see [`Arena`] for what is kept. Everything else is
-//! read past, objects of classes included: no class is looked up and no code runs. The machine never recurses.
+//! Snapshots are mostly call stacks, of which only digests are needed: see [`Arena`] for what is
+//! kept. Everything else is read past, objects of classes included: no class is looked up and no
+//! code runs. The machine never recurses.
 
 use std::collections::HashMap;
 use std::io::BufRead;
@@ -30,7 +31,8 @@ pub(super) fn run(content: impl BufRead, allowance: &Allowance) -> Result<(Value
     }
 }
 
-/// A class or function of Python, by its name. A dictionary with a default or an order is a dictionary; no other object matters.
+/// A class or function of Python, by its name. A dictionary with a default or an order is a
+/// dictionary; no other object matters.
 const OBJECT: Value = Value::Other(3);
 const DICT_CLASS: Value = Value::Other(4);
 const MARK_MISSING: Reason = Reason::Pickle("a mark is missing");

@@ -1,4 +1,5 @@
-//! JSON on its way to the parser, which holds one text at a time and a byte for each level of what it skips, however many there are.
+//! JSON on its way to the parser, which holds one text at a time and a byte for each level of what
+//! it skips, however many there are.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, BufRead, Read};
@@ -55,7 +56,8 @@ pub(super) struct Watched<'l, R> {
     rest: &'static [u8],
     /// What is to be handed on first.
     pending: &'static [u8],
-    /// What is wrong with what follows. It is told when the parser asks for that: it may find a fault of its own before.
+    /// What is wrong with what follows. It is told when the parser asks for that: it may find a
+    /// fault of its own before.
     next: Option<Fault>,
 }
 

@@ -1,7 +1,8 @@
 //! Programs that fragment memory, made up: small models of what real programs do.
 //!
-//! Each is sized by the memory that it may use, so it shows the same on a small device and a large one, and is the same for
-//! the same seed. It ends with blocks live and a *probe*: one more request, no larger than what is free by then.
+//! Each is sized by the memory that it may use, so it shows the same on a small device and a large
+//! one, and is the same for the same seed. It ends with blocks live and a *probe*: one more
+//! request, no larger than what is free by then.
 
 mod alternating;
 mod images;

@@ -57,8 +57,8 @@ impl Findings {
         Ok(self.compared.len() >= LOOK_AFTER)
     }
 
-    /// Waits for the stream and looks. What differs is told with the block that the first address lies in: the last that was
-    /// compared there, if several had the address one after the other.
+    /// Waits for the stream and looks. What differs is told with the block that the first address
+    /// lies in: the last that was compared there, if several had the address one after the other.
     pub(super) fn look(
         &mut self,
         kernels: &Kernels,

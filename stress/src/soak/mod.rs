@@ -1,14 +1,18 @@
-//! Soak: threads that allocate, write patterns, pass memory on, copy, verify and free, for as long as one likes.
+//! Soak: threads that allocate, write patterns, pass memory on, copy, verify and free, for as long
+//! as one likes.
 //!
-//! Every word of a pattern depends on its address and on the operation that wrote it. So memory that has two owners at a time, that
-//! is used before it was written, or whose writes are lost, does not read as it should. Everything that is written is verified by the device
-//! itself, at the latest when it is freed. Streams are shared by all threads, and blocks move between streams and threads, so most
-//! operations on a block run on another stream than the previous one; their order is kept by the buffers
-//! ([`aquifer::memory::Turn`]).
+//! Every word of a pattern depends on its address and on the operation that wrote it. So memory
+//! that has two owners at a time, that is used before it was written, or whose writes are lost,
+//! does not read as it should. Everything that is written is verified by the device itself, at the
+//! latest when it is freed. Streams are shared by all threads, and blocks move between streams and
+//! threads, so most operations on a block run on another stream than the previous one; their order
+//! is kept by the buffers ([`aquifer::memory::Turn`]).
 //!
-//! Small blocks are also written and read by the host, through transfers that are still in flight when the next operations begin.
+//! Small blocks are also written and read by the host, through transfers that are still in flight
+//! when the next operations begin.
 //!
-//! With one thread on a simulated device, the same seed always gives the same run. Several threads are scheduled by the system.
+//! With one thread on a simulated device, the same seed always gives the same run. Several threads
+//! are scheduled by the system.
 
 mod block;
 mod tally;
@@ -73,10 +77,12 @@ impl Shared<'_> {
     }
 }
 
-/// Runs a soak on an allocator that is used for nothing else, whose limit is set. All memory is freed in the end.
+/// Runs a soak on an allocator that is used for nothing else, whose limit is set. All memory is
+/// freed in the end.
 ///
 /// # Errors
-/// When something fails for another reason than lack of memory. Damage is no error: it is in the tally.
+/// When something fails for another reason than lack of memory. Damage is no error: it is in the
+/// tally.
 pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
     let device = allocator.device();
     let mut streams = vec![device.default_stream().clone()];
@@ -132,7 +138,8 @@ mod tests {
             for threads in [1, 3] {
                 let (tally, allocator) = soaked(seed, threads, options);
                 assert_eq!((tally.operations, &tally.mismatches[..]), (600, &[][..]), "seed {seed}, {options}");
-                // Whether several threads hold too much at a time depends on how they happen to run.
+                // Whether several threads hold too much at a time depends on how they happen to
+                // run.
                 assert!(
                     (tally.ooms > 0 || threads > 1)
                         && tally.blocks_verified > 100

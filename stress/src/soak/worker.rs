@@ -219,7 +219,8 @@ impl<'a> Worker<'a> {
         self.receive(ARRIVING_MOST)
     }
 
-    /// Waits for what arrives at the host and compares it, until at most `left` blocks are in flight.
+    /// Waits for what arrives at the host and compares it, until at most `left` blocks are in
+    /// flight.
     fn receive(&mut self, left: usize) -> Result<(), Failure> {
         while self.arriving.len() > left
             && let Some((arriving, compared, pattern)) = self.arriving.pop_front()

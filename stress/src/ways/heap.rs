@@ -38,7 +38,8 @@ fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
     const BLOCK: u64 = 4 << 20;
     // Five blocks share a segment.
     let segment = stand.allocator.config().large_segment_size;
-    // Half of the device at most, but for one segment at least, and no more blocks than can be checked in a moment.
+    // Half of the device at most, but for one segment at least, and no more blocks than can be
+    // checked in a moment.
     let segments = ((stand.room / 2).min(16 << 30) / segment).max(1);
     let weights = stand.fill("weights", stand.room.saturating_sub(segments * segment))?.end;
     for _ in 0..segments * (segment / BLOCK) {

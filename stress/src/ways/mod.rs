@@ -1,7 +1,7 @@
 //! Ways to run out of memory, and out of it again.
 //!
-//! Each sets memory up, asks for more than it can get, and does what the report advises. Nothing of that may harm what was
-//! written before, or the allocator.
+//! Each sets memory up, asks for more than it can get, and does what the report advises. Nothing of
+//! that may harm what was written before, or the allocator.
 
 mod device;
 mod heap;
@@ -23,7 +23,8 @@ pub struct Way {
     pub summary: &'static str,
     /// Why it needs a simulated device, if it does.
     pub needs_simulator: Option<&'static str>,
-    /// Whether its request is served in the end, by what the allocator does about the lack of memory itself.
+    /// Whether its request is served in the end, by what the allocator does about the lack of
+    /// memory itself.
     pub served: bool,
     /// The options that it sets.
     pub options: fn(&Given) -> String,
@@ -59,7 +60,8 @@ impl Way {
     /// Goes this way.
     ///
     /// # Errors
-    /// When something other than a lack of memory comes up; when memory runs out too early, or not at all.
+    /// When something other than a lack of memory comes up; when memory runs out too early, or not
+    /// at all.
     pub fn go(&self, stand: &mut Stand) -> Result<Story, Failure> {
         let story = match (self.run)(stand) {
             Err(failure) if failure.outcome() == Outcome::OutOfMemory => return Err(too_early(&failure)),

@@ -17,7 +17,8 @@ pub(super) const SPILL: Way = Way {
 
 /// Caches that can be spilled.
 const CACHES: u64 = 8;
-/// The largest of them: what is spilled takes host memory, of which there is less than a device has.
+/// The largest of them: what is spilled takes host memory, of which there is less than a device
+/// has.
 const CACHE_MAX: u64 = 32 << 20;
 
 fn spill(stand: &mut Stand) -> Result<Story, Failure> {
@@ -27,7 +28,8 @@ fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     let spare = stand.percent(2).clamp(16 << 20, 64 << 20);
     stand.fill("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
     if stand.spare > 0 {
-        // The caches are small beside what nobody knows whether it can be had, so that must not decide.
+        // The caches are small beside what nobody knows whether it can be had, so that must not
+        // decide.
         stand.allocator.set_limit(Some(stand.room));
     }
     let mut caches = Vec::new();

@@ -16,7 +16,8 @@ use crate::exit::Failure;
 use crate::session::Session;
 use crate::text::Bytes;
 
-/// What there must be to use: with less, granules, segments and what spilling needs leave no room for what the ways do.
+/// What there must be to use: with less, granules, segments and what spilling needs leave no room
+/// for what the ways do.
 const ROOM_MIN: u64 = 32 << 20;
 /// The same in segments, which the least blocks of the ways then have for themselves.
 const ROOM_MIN_IN_SEGMENTS: u64 = 400 << 20;
@@ -26,15 +27,16 @@ const STEP: u64 = 2 << 20;
 /// For less than this a block shares a segment, or has one that is larger.
 const ALONE: u64 = 16 << 20;
 
-/// What is left alone of what a real device has free: this share of it, and no less than so many bytes.
+/// What is left alone of what a real device has free: this share of it, and no less than so many
+/// bytes.
 const SPARE_SHARE: u64 = 64;
 const SPARE_MIN: u64 = 256 << 20;
 
 /// An allocator on a device of its own, and blocks with known content.
 #[derive(Debug)]
 pub struct Stand {
-    /// First, so that blocks are dropped before the allocator. An allocator that is dropped with live
-    /// blocks gives its memory back only when the next one is made.
+    /// First, so that blocks are dropped before the allocator. An allocator that is dropped with
+    /// live blocks gives its memory back only when the next one is made.
     marked: Vec<Marked>,
     /// The allocator.
     pub allocator: Allocator,
@@ -44,7 +46,8 @@ pub struct Stand {
     pub simulator: Option<Arc<SimDriver>>,
     /// Bytes of the device that were free at the start.
     pub free: u64,
-    /// What of them is to be used: no more than the user's options allow, and less what is left alone.
+    /// What of them is to be used: no more than the user's options allow, and less what is left
+    /// alone.
     pub room: u64,
     /// The options that the way sets.
     pub options: String,
@@ -93,7 +96,8 @@ impl Stand {
     /// A device of its own, and an allocator with the session's options and those given.
     ///
     /// # Errors
-    /// Those of the device and the allocator, and a device that is too small to tell the ways apart.
+    /// Those of the device and the allocator, and a device that is too small to tell the ways
+    /// apart.
     pub fn new(session: &Session, options: fn(&Given) -> String) -> Result<Stand, Failure> {
         let (device, simulator) = session.open_with_simulator()?;
         let memory = device.memory_info()?;
@@ -121,8 +125,8 @@ impl Stand {
         self.room / 100 * percent
     }
 
-    /// The largest size of a block that takes no more than `bytes` when it is rounded up: with `roundup_power2_divisions` a block of that
-    /// size may take much more.
+    /// The largest size of a block that takes no more than `bytes` when it is rounded up: with
+    /// `roundup_power2_divisions` a block of that size may take much more.
     pub fn unrounded(&self, bytes: u64) -> u64 {
         let classes = SizeClasses::new(self.allocator.config());
         let most = bytes / STEP * STEP;
@@ -138,7 +142,8 @@ impl Stand {
         yes
     }
 
-    /// Fills memory with blocks named `name`, as few as take about `bytes` together and no more. Tells their numbers.
+    /// Fills memory with blocks named `name`, as few as take about `bytes` together and no more.
+    /// Tells their numbers.
     ///
     /// # Errors
     /// Those of the allocator and the driver.
@@ -155,8 +160,8 @@ impl Stand {
         }
     }
 
-    /// Allocates a block named `name` and fills it with a byte that no block before had, as far as there are bytes. Tells
-    /// its number.
+    /// Allocates a block named `name` and fills it with a byte that no block before had, as far as
+    /// there are bytes. Tells its number.
     ///
     /// # Errors
     /// Those of the allocator and the driver.
@@ -221,7 +226,8 @@ impl Stand {
         Ok(true)
     }
 
-    /// Frees everything, and tells whether the allocator gives all of it back and serves nine tenths of what it may.
+    /// Frees everything, and tells whether the allocator gives all of it back and serves nine
+    /// tenths of what it may.
     ///
     /// # Errors
     /// Those of the allocator and the driver.

@@ -1,8 +1,9 @@
-//! The CUDA driver on the first real GPU, of which every test gets a ration of memory. A dry run does the same on a large device of
-//! the stand-in, so that what is here is tested where there is no GPU.
+//! The CUDA driver on the first real GPU, of which every test gets a ration of memory. A dry run
+//! does the same on a large device of the stand-in, so that what is here is tested where there is
+//! no GPU.
 //!
-//! All tests of a process share the GPU and its context. Long times are cut short, since nobody wants to wait for them: see
-//! [`in_truth`].
+//! All tests of a process share the GPU and its context. Long times are cut short, since nobody
+//! wants to wait for them: see [`in_truth`].
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -21,9 +22,10 @@ const SECOND: Duration = Duration::from_millis(100);
 /// Longer than the work of any test takes, stalls left out.
 const SHORT: Duration = Duration::from_millis(5);
 
-/// What a stall of `time` takes in truth: a tenth for a second, and with the square root more for those that are shorter, because
-/// what a test does on the host in five milliseconds of a simulated device may take as long on a real one. Longer stays longer.
-/// A stall that must outlast work on the host is of a second: pinning memory in a virtual machine takes tens of milliseconds.
+/// What a stall of `time` takes in truth: a tenth for a second, and with the square root more for
+/// those that are shorter, because what a test does on the host in five milliseconds of a simulated
+/// device may take as long on a real one. Longer stays longer. A stall that must outlast work on
+/// the host is of a second: pinning memory in a virtual machine takes tens of milliseconds.
 fn in_truth(time: Duration) -> Duration {
     SECOND.mul_f64(time.as_secs_f64().sqrt())
 }
@@ -33,7 +35,8 @@ fn in_truth(time: Duration) -> Duration {
 struct Gpu {
     driver: Arc<CudaDriver>,
     spin: Spin,
-    /// The device behind the driver in a dry run, whose time passes only where somebody waits for it.
+    /// The device behind the driver in a dry run, whose time passes only where somebody waits for
+    /// it.
     standin: Option<StandinDevice>,
 }
 
@@ -73,7 +76,8 @@ impl Gpu {
     }
 }
 
-/// Does once what makes the driver load code of its own the first time, which may wait for work under way.
+/// Does once what makes the driver load code of its own the first time, which may wait for work
+/// under way.
 fn warm_up(driver: &CudaDriver, spin: &Spin) -> Result<()> {
     const BYTES: u64 = 1 << 20;
     let memory = Driver::alloc(driver, 2 * BYTES)?;
@@ -114,7 +118,8 @@ impl OnHardware {
 }
 
 impl Controls for OnHardware {
-    /// A GPU does not tell. In a dry run the device behind it does, of all tests: [`open`] takes what those before did.
+    /// A GPU does not tell. In a dry run the device behind it does, of all tests: [`open`] takes
+    /// what those before did.
     fn violations(&self) -> Vec<String> {
         self.gpu.standin.as_ref().map(StandinDevice::violations).unwrap_or_default()
     }
@@ -137,7 +142,8 @@ impl Controls for OnHardware {
         u64::try_from(Duration::from_secs_f64(passed).as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Waits for all that was enqueued, where the time is enough for every stall, else as long as a stall of that time takes.
+    /// Waits for all that was enqueued, where the time is enough for every stall, else as long as a
+    /// stall of that time takes.
     fn advance(&self, time: Duration) {
         let mut stalls = self.stalls.lock();
         let done = stalls.extract_if(.., |stall| self.gpu.driver.query_event(stall.end).is_ok_and(|done| done));

@@ -1,6 +1,7 @@
 //! The device that a test runs on, and what the test does to it behind the allocator's back.
 //!
-//! The same tests run on several drivers. The environment variable `AQUIFER_TEST_DRIVER` says which:
+//! The same tests run on several drivers. The environment variable `AQUIFER_TEST_DRIVER` says
+//! which:
 //!
 //! | value | driver | control over the device |
 //! | --- | --- | --- |
@@ -69,8 +70,8 @@ trait Controls: fmt::Debug + Send + Sync {
     fn advance(&self, time: Duration);
     /// Keeps a stream busy for so long from the end of its present work.
     fn stall(&self, stream: &Stream, time: Duration) -> Result<()>;
-    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were made and not given back, where that is
-    /// known.
+    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were
+    /// made and not given back, where that is known.
     fn live_objects(&self) -> Option<u64> {
         None
     }
@@ -93,7 +94,8 @@ pub struct Mapped {
     pub devices: Vec<u32>,
 }
 
-/// A device under test: its driver, which outlives every [`Device`] made of it, and control over it.
+/// A device under test: its driver, which outlives every [`Device`] made of it, and control over
+/// it.
 #[derive(Clone, Debug)]
 pub struct Subject {
     driver: Arc<dyn Driver>,
@@ -115,7 +117,8 @@ impl Subject {
         }
     }
 
-    /// Whether tests run on the simulated device itself, whose time they can read and which they can make lag.
+    /// Whether tests run on the simulated device itself, whose time they can read and which they
+    /// can make lag.
     pub fn is_simulated() -> bool {
         Kind::chosen() == Kind::Simulated
     }
@@ -125,39 +128,44 @@ impl Subject {
         !Kind::chosen().is_shared()
     }
 
-    /// Whether stalls and pauses take what the test says, to the microsecond. On a GPU they are about as long, and longer stays longer.
+    /// Whether stalls and pauses take what the test says, to the microsecond. On a GPU they are
+    /// about as long, and longer stays longer.
     pub fn keeps_time() -> bool {
         !Kind::chosen().is_shared()
     }
 
-    /// Whether the work of a device that a fault loses is lost with it. A GPU, which is lost in name only, goes on with it.
+    /// Whether the work of a device that a fault loses is lost with it. A GPU, which is lost in
+    /// name only, goes on with it.
     pub fn loses_work() -> bool {
         !Kind::chosen().is_shared()
     }
 
-    /// Whether it is known that the driver gives the handle of a destroyed stream to the next new one, whatever is pending on it.
+    /// Whether it is known that the driver gives the handle of a destroyed stream to the next new
+    /// one, whatever is pending on it.
     pub fn reuses_handles() -> bool {
         !Kind::chosen().is_shared()
     }
 
-    /// Whether it is known how wrong calls fail that our own code passes on. Of a real driver it is documented in part.
+    /// Whether it is known how wrong calls fail that our own code passes on. Of a real driver it is
+    /// documented in part.
     pub fn has_known_errors() -> bool {
         !Kind::chosen().is_shared()
     }
 
-    /// How many of `n` repetitions or programs to run: all where only virtual time passes, one in thirty on a GPU, so that all tests
-    /// together take a few minutes there.
+    /// How many of `n` repetitions or programs to run: all where only virtual time passes, one in
+    /// thirty on a GPU, so that all tests together take a few minutes there.
     pub fn share(n: u64) -> u64 {
         if Kind::chosen().is_shared() { n.div_ceil(30) } else { n }
     }
 
-    /// A device that lags behind the program, which only the simulated device itself can be made to.
+    /// A device that lags behind the program, which only the simulated device itself can be made
+    /// to.
     pub fn lagging(config: &SimConfig, lag: u64) -> (Subject, Arc<Lagging>) {
         simulated::lagging(config, lag)
     }
 
-    /// Other devices that can be given access to this one's memory, with ordinals above 0 and of their own. None on a GPU:
-    /// tests count on one.
+    /// Other devices that can be given access to this one's memory, with ordinals above 0 and of
+    /// their own. None on a GPU: tests count on one.
     pub fn peers(count: u32) -> Vec<Subject> {
         match Kind::chosen() {
             kind if kind.is_shared() => Vec::new(),
@@ -180,8 +188,9 @@ impl Subject {
         self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).free
     }
 
-    /// Asserts that all memory is free, once nobody has a handle of the device or an allocator of it. Whichever thread next lets go of
-    /// some allocator closes the device, so a test beside this one may be about to: it is given ten seconds.
+    /// Asserts that all memory is free, once nobody has a handle of the device or an allocator of
+    /// it. Whichever thread next lets go of some allocator closes the device, so a test beside this
+    /// one may be about to: it is given ten seconds.
     pub fn assert_all_free(&self) {
         let total = self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).total;
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -202,8 +211,8 @@ impl Subject {
         assert!(found.is_empty(), "the race detector found: {}", found.join("\n"));
     }
 
-    /// How many bytes of addresses can be reserved: [`ADDRESSES_FOR_MEMORY`] times the device's memory. `None` where memory cannot be mapped.
-    /// A GPU has more of them.
+    /// How many bytes of addresses can be reserved: [`ADDRESSES_FOR_MEMORY`] times the device's
+    /// memory. `None` where memory cannot be mapped. A GPU has more of them.
     pub fn addresses(&self) -> Option<u64> {
         let info = self.driver.info();
         Some(ADDRESSES_FOR_MEMORY * info.total_bytes.next_multiple_of(info.granularity_bytes?))
@@ -236,8 +245,8 @@ impl Subject {
         self.controls.now_ns()
     }
 
-    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were made and not given back, where that is
-    /// known.
+    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were
+    /// made and not given back, where that is known.
     pub fn live_objects(&self) -> Option<u64> {
         self.controls.live_objects()
     }

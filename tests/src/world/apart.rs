@@ -1,4 +1,5 @@
-//! What programs do with memory apart from blocks, and with that of all: exportable and growable memory, pins, sleep.
+//! What programs do with memory apart from blocks, and with that of all: exportable and growable
+//! memory, pins, sleep.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -126,8 +127,8 @@ impl World {
 
     /// Sleeps and wakes up. What was not saved is not compared any more.
     pub(super) fn nap(&mut self, save: bool, frees: usize) {
-        // What another process was said to hold, and what is not there, it would take now. And who watches over the memory of a device
-        // that lags does not know of sleep.
+        // What another process was said to hold, and what is not there, it would take now. And who
+        // watches over the memory of a device that lags does not know of sleep.
         let is_lacking = self.allocator.memory_reserved() + self.other > self.device.info().total_bytes;
         if is_lacking || self.lagging.is_some() {
             return;

@@ -34,7 +34,8 @@ impl World {
         recorded.unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Makes a block fit to be given back: its own stream waits for uses that the allocator was not told of.
+    /// Makes a block fit to be given back: its own stream waits for uses that the allocator was not
+    /// told of.
     pub(super) fn settle(&self, live: &mut Live) {
         let own = self.streams.iter().find(|stream| stream.id() == live.own);
         let untold = live.uses.iter().filter(|used| !used.recorded && !used.is_behind);

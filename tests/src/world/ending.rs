@@ -8,8 +8,8 @@ use crate::op::FreeHow;
 use crate::setup::Ending;
 
 impl World {
-    /// Ends the program: takes faults back, frees what is live, and checks that the allocator still works and that all
-    /// memory is back on the device.
+    /// Ends the program: takes faults back, frees what is live, and checks that the allocator still
+    /// works and that all memory is back on the device.
     pub fn finish(mut self, ending: Ending) {
         self.driver.clear_faults();
         self.driver.set_other_process_bytes(0);

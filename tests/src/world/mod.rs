@@ -1,8 +1,9 @@
 //! Runs a program, step by step, beside a model that knows what must hold.
 //!
-//! After every step: no live blocks overlap, the race detector is silent, the statistics agree with the blocks that are
-//! live, limit and headroom are kept, and only faults on order lead to other errors than lack of memory. At the end
-//! everything is back on the device. Blocks that are compared still hold what was last written to them.
+//! After every step: no live blocks overlap, the race detector is silent, the statistics agree with
+//! the blocks that are live, limit and headroom are kept, and only faults on order lead to other
+//! errors than lack of memory. At the end everything is back on the device. Blocks that are
+//! compared still hold what was last written to them.
 
 mod apart;
 mod blocks;
@@ -46,7 +47,8 @@ pub struct World {
 }
 
 impl World {
-    /// A device and an allocator. Stream 0 is the legacy stream, 1 that of this thread, 2 and 3 are streams of their own.
+    /// A device and an allocator. Stream 0 is the legacy stream, 1 that of this thread, 2 and 3 are
+    /// streams of their own.
     pub fn new(setup: &Setup) -> World {
         let config = SimConfig::new(setup.capacity).seed(setup.seed);
         let (driver, lagging) = match setup.lag {
@@ -219,7 +221,8 @@ impl World {
         }
     }
 
-    /// Panics if the race detector found anything, or who watches over the memory of a device that lags.
+    /// Panics if the race detector found anything, or who watches over the memory of a device that
+    /// lags.
     fn assert_no_hazard(&self) {
         self.driver.assert_no_violation();
         let hazard = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());
@@ -273,7 +276,8 @@ impl World {
         }
     }
 
-    /// An allocation, or `None` where it was right to refuse it; `padded` is what alignment makes of `bytes`.
+    /// An allocation, or `None` where it was right to refuse it; `padded` is what alignment makes
+    /// of `bytes`.
     fn served<T>(&self, outcome: Result<T, AllocError>, bytes: u64, padded: u64) -> Option<T> {
         match outcome {
             Ok(served) => return Some(served),

@@ -1,9 +1,10 @@
-//! How a function of the CUDA driver's C ABI is declared: its name, the CUDA version that brought it, and a body that answers
-//! with a code.
+//! How a function of the CUDA driver's C ABI is declared: its name, the CUDA version that brought
+//! it, and a body that answers with a code.
 //!
-//! Invariants: no panic leaves the library (it becomes `CUDA_ERROR_UNKNOWN`); a null pointer where a value must go is
-//! `CUDA_ERROR_INVALID_VALUE`; nothing is written through an output pointer unless the function succeeds, except where CUDA
-//! documents otherwise; no code leaves the library that bindings could not know.
+//! Invariants: no panic leaves the library (it becomes `CUDA_ERROR_UNKNOWN`); a null pointer where
+//! a value must go is `CUDA_ERROR_INVALID_VALUE`; nothing is written through an output pointer
+//! unless the function succeeds, except where CUDA documents otherwise; no code leaves the library
+//! that bindings could not know.
 
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -56,14 +57,16 @@ pub(crate) struct Entry {
 
 /// Declares functions of the C ABI, and lists them in `ENTRIES`.
 ///
-/// `since NAME(call, argument: type, …) { body }`: the body sees the call and evaluates to an [`Answer`].
+/// `since NAME(call, argument: type, …) { body }`: the body sees the call and evaluates to an
+/// [`Answer`].
 macro_rules! abi {
     ($($(#[$doc:meta])* $since:literal $name:ident($call:ident $(, $arg:ident: $type:ty)* $(,)?) $body:block)*) => {
         $(
             $(#[$doc])*
             ///
             /// # Safety
-            /// Pointers must be null or point to what the CUDA driver's documentation of this function asks for.
+            /// Pointers must be null or point to what the CUDA driver's documentation of this
+            /// function asks for.
             #[unsafe(no_mangle)]
             unsafe extern "C" fn $name($($arg: $type),*) -> u32 {
                 $crate::abi::answer(stringify!($name), |$call: &$crate::abi::Call| -> $crate::abi::Answer { $body })
@@ -83,13 +86,14 @@ pub(crate) use abi;
 /// Answers a call: the code of what `body` comes to, 0 for success.
 pub(crate) fn answer(name: &'static str, body: impl FnOnce(&Call) -> Answer) -> u32 {
     let run = || fail::strike(name).and_then(|()| body(&Call { name }));
-    // What a panic may leave half done is the simulated device's own state, which it repairs no better or worse than the
-    // caller could: the tests that see the code fail anyway.
+    // What a panic may leave half done is the simulated device's own state, which it repairs no
+    // better or worse than the caller could: the tests that see the code fail anyway.
     let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or(Err(UNKNOWN));
     outcome.map_or_else(|code| presentable(code).0, |()| 0)
 }
 
-/// Bindings may hold codes in an enumeration, where a value that is not in it would be undefined behaviour.
+/// Bindings may hold codes in an enumeration, where a value that is not in it would be undefined
+/// behaviour.
 fn presentable(code: Code) -> Code {
     if crate::errors::is_known(code) { code } else { UNKNOWN }
 }
@@ -118,8 +122,8 @@ impl Call {
         Ok(life)
     }
 
-    /// As [`Call::life`], for a call that CUDA counts among the potentially unsafe ones while something captures; see
-    /// [`crate::capture`].
+    /// As [`Call::life`], for a call that CUDA counts among the potentially unsafe ones while
+    /// something captures; see [`crate::capture`].
     pub(crate) fn guarded_life(&self) -> Answer<Arc<Life>> {
         let life = self.life()?;
         life.forbid_in_capture()?;

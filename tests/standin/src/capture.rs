@@ -1,22 +1,29 @@
-//! Capture: what is recorded into a graph is the simulated device's business; here is who may call what meanwhile.
+//! Capture: what is recorded into a graph is the simulated device's business; here is who may call
+//! what meanwhile.
 //!
-//! A capture has a *mode*, given when it begins, and so has each thread (`cuThreadExchangeStreamCaptureMode`). While something
-//! captures, some calls are *potentially unsafe*: they may wait for work that is being recorded and never runs. A thread must
-//! not make them
+//! A capture has a *mode*, given when it begins, and so has each thread
+//! (`cuThreadExchangeStreamCaptureMode`). While something captures, some calls are *potentially
+//! unsafe*: they may wait for work that is being recorded and never runs. A thread must not make
+//! them
 //!
 //! * in mode `RELAXED`: never mind;
-//! * in mode `THREAD_LOCAL`: if a capture goes on that this thread began in another mode than `RELAXED`;
-//! * in mode `GLOBAL`, which threads begin with: as before, and if any thread has a capture that began in mode `GLOBAL`.
+//! * in mode `THREAD_LOCAL`: if a capture goes on that this thread began in another mode than
+//!   `RELAXED`;
+//! * in mode `GLOBAL`, which threads begin with: as before, and if any thread has a capture that
+//!   began in mode `GLOBAL`.
 //!
-//! Such a call fails with `STREAM_CAPTURE_UNSUPPORTED` and breaks the captures that forbid it (CUDA driver API, documentation of
-//! `cuThreadExchangeStreamCaptureMode` and `cuStreamBeginCapture`). That documentation does not list the calls. Counted among
-//! them here: `cuMemAlloc`, `cuMemFree`, `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister`, `cuMemHostUnregister`,
-//! `cuEventQuery`, `cuEventSynchronize`, `cuStreamQuery`, `cuStreamSynchronize`, `cuModuleLoadData`, `cuModuleUnload`, and
-//! `cuMemcpyPeerAsync`, which may go through memory of the driver's on the host. Not counted: calls about mappings and address space,
-//! which PyTorch makes while it captures.
+//! Such a call fails with `STREAM_CAPTURE_UNSUPPORTED` and breaks the captures that forbid it (CUDA
+//! driver API, documentation of `cuThreadExchangeStreamCaptureMode` and `cuStreamBeginCapture`).
+//! That documentation does not list the calls. Counted among them here: `cuMemAlloc`, `cuMemFree`,
+//! `cuMemHostAlloc`, `cuMemFreeHost`, `cuMemHostRegister`, `cuMemHostUnregister`, `cuEventQuery`,
+//! `cuEventSynchronize`, `cuStreamQuery`, `cuStreamSynchronize`, `cuModuleLoadData`,
+//! `cuModuleUnload`, and `cuMemcpyPeerAsync`, which may go through memory of the driver's on the
+//! host. Not counted: calls about mappings and address space, which PyTorch makes while it
+//! captures.
 //!
-//! CUDA looks at all captures of the process, this library at those of the same device, so that tests in parallel do not
-//! disturb each other. Calls that wait for a stream which captures, or for its device, fail in any mode.
+//! CUDA looks at all captures of the process, this library at those of the same device, so that
+//! tests in parallel do not disturb each other. Calls that wait for a stream which captures, or for
+//! its device, fail in any mode.
 
 use std::thread::{self, ThreadId};
 
@@ -92,7 +99,8 @@ impl Life {
             return Ok(());
         }
         for ongoing in broken {
-            // The default stream of another thread cannot be named from here; only that thread's own calls break its capture.
+            // The default stream of another thread cannot be named from here; only that thread's
+            // own calls break its capture.
             if ongoing.began_on(ongoing.stream) {
                 self.sim.break_capture(RawStream(ongoing.stream));
             }
@@ -146,7 +154,8 @@ impl Life {
         })
     }
 
-    /// Status and number of the capture that the stream is part of. The number is left alone where there is none.
+    /// Status and number of the capture that the stream is part of. The number is left alone where
+    /// there is none.
     fn capture_info(&self, stream: Handle, status: Out<'_, u32>, number: Out<'_, u64>) -> Answer {
         let out = needed(status)?;
         out.write(self.capture_status(stream)?);
@@ -157,7 +166,8 @@ impl Life {
     }
 }
 
-/// Parts of a graph under construction cannot be had here: whoever asks is told that there are none.
+/// Parts of a graph under construction cannot be had here: whoever asks is told that there are
+/// none.
 fn nothing_inside(graph: Out<'_, Handle>, dependencies: Out<'_, Handle>, count: Out<'_, usize>) {
     offer(graph, 0);
     offer(dependencies, 0);

@@ -1,6 +1,7 @@
 //! Contexts: the primary one of each device, those that programs create, and which one is current.
 //!
-//! A created context shares memory, streams and handles with the other contexts of its device; see [`crate::process`].
+//! A created context shares memory, streams and handles with the other contexts of its device; see
+//! [`crate::process`].
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -12,7 +13,8 @@ use crate::abi::{Answer, Handle, INVALID_CONTEXT, Out, abi, check_flags, code, n
 use crate::process::{Context, Process};
 use crate::thread;
 
-/// Flags of contexts: how threads wait, mapping of host memory, and others that change nothing here.
+/// Flags of contexts: how threads wait, mapping of host memory, and others that change nothing
+/// here.
 const FLAGS: u32 = 0xff;
 
 fn create(process: &Process, out: Out<'_, Handle>, flags: u32, ordinal: i32) -> Answer {
@@ -122,7 +124,8 @@ abi! {
         create(call.process()?, context, flags, device)
     }
 
-    /// Destroys a context that was created. Other threads where it is current get `CONTEXT_IS_DESTROYED` from then on.
+    /// Destroys a context that was created. Other threads where it is current get
+    /// `CONTEXT_IS_DESTROYED` from then on.
     4000 cuCtxDestroy_v2(call, context: Handle) {
         let process = call.process()?;
         destroy(process, &*process.context(context)?)
@@ -207,8 +210,8 @@ abi! {
         call.life()?.sim.synchronize().map_err(code)
     }
 
-    /// Lets the current context reach the plain memory of another device's. Noted for the whole device, and nothing else: copies
-    /// between devices work without it.
+    /// Lets the current context reach the plain memory of another device's. Noted for the whole
+    /// device, and nothing else: copies between devices work without it.
     4000 cuCtxEnablePeerAccess(call, peer: Handle, flags: u32) {
         check_flags(flags, 0)?;
         let (peer, life) = (call.process()?.context(peer)?.life()?, call.life()?);

@@ -1,7 +1,9 @@
-//! The exported functions that steer the stand-in, for tests: C ABI, names `standin_*`, used through [`crate::load`].
+//! The exported functions that steer the stand-in, for tests: C ABI, names `standin_*`, used
+//! through [`crate::load`].
 //!
-//! They make no driver call: nothing is counted, no virtual time passes, no fault strikes. Text goes into a caller's buffer
-//! with a closing NUL, cut to fit; how long it is in full is returned, so that a caller can come again with more room.
+//! They make no driver call: nothing is counted, no virtual time passes, no fault strikes. Text
+//! goes into a caller's buffer with a closing NUL, cut to fit; how long it is in full is returned,
+//! so that a caller can come again with more room.
 
 use std::ffi::c_char;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,7 +19,8 @@ use crate::environment;
 use crate::fail::{self, Order};
 use crate::process::{Device, Process};
 
-/// Changes whenever these functions do, so that a loader does not talk to another version's library.
+/// Changes whenever these functions do, so that a loader does not talk to another version's
+/// library.
 pub(crate) const PROTOCOL: u32 = 3;
 
 /// Separates entries of a list in text.
@@ -46,8 +49,8 @@ pub enum Number {
     Peers = 7,
     /// Events created so far for which a waiting host would spin, not sleep.
     SpinningEvents = 8,
-    /// Objects that were made and not given back, beside memory of the device: streams, events, captures, graphs, modules, page-locked
-    /// memory.
+    /// Objects that were made and not given back, beside memory of the device: streams, events,
+    /// captures, graphs, modules, page-locked memory.
     LiveObjects = 9,
 }
 
@@ -147,7 +150,8 @@ macro_rules! control {
         $(#[$doc])*
         ///
         /// # Safety
-        /// Pointers must be null or valid, text must end with NUL, and buffers must have their capacity.
+        /// Pointers must be null or valid, text must end with NUL, and buffers must have their
+        /// capacity.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name($($arg: $type),*) -> u32 {
             run(|| -> Answer { $body })
@@ -174,7 +178,8 @@ control! {
         }
     }
 
-    /// Adds a device as configured, and tells its ordinal. `INVALID_VALUE` and why, if it cannot be understood.
+    /// Adds a device as configured, and tells its ordinal. `INVALID_VALUE` and why, if it cannot be
+    /// understood.
     fn standin_add_device(config: *const c_char, ordinal: Out<'_, u32>, error: Option<&mut Buffer>) {
         // SAFETY: the caller vouches for the text.
         let config = unsafe { string(config) }?;
@@ -197,7 +202,8 @@ control! {
         if Process::get().remove_device(ordinal) { Ok(()) } else { Err(Code::INVALID_DEVICE) }
     }
 
-    /// Adds faults, as settings of a simulated device. `INVALID_VALUE` and why, if they cannot be understood.
+    /// Adds faults, as settings of a simulated device. `INVALID_VALUE` and why, if they cannot be
+    /// understood.
     fn standin_inject(ordinal: u32, faults: *const c_char, error: Option<&mut Buffer>) {
         let life = device(ordinal)?.life();
         // SAFETY: the caller vouches for the text.
@@ -221,8 +227,8 @@ control! {
         Ok(())
     }
 
-    /// What the race detector found, separated by the record separator (0x1E). `take` other than 0 forgets what is returned
-    /// whole.
+    /// What the race detector found, separated by the record separator (0x1E). `take` other than 0
+    /// forgets what is returned whole.
     fn standin_violations(ordinal: u32, take: u32, text: Option<&mut Buffer>) {
         let device = device(ordinal)?;
         let buffer = needed(text)?;
@@ -300,7 +306,8 @@ control! {
         Ok(())
     }
 
-    /// How many such orders of the calling thread are not carried out yet. They are forgotten if `clear` is not null.
+    /// How many such orders of the calling thread are not carried out yet. They are forgotten if
+    /// `clear` is not null.
     fn standin_orders_left(left: Out<'_, u64>, clear: In<'_, u32>) {
         needed(left)?.write(fail::left() as u64);
         if clear.is_some() {

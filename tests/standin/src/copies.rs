@@ -81,11 +81,12 @@ impl Side {
     }
 }
 
-/// Host addresses end here: the user half of a 47-bit address space. Those of most simulated devices begin above.
+/// Host addresses end here: the user half of a 47-bit address space. Those of most simulated
+/// devices begin above.
 const HOST_END: u64 = 1 << 47;
 
-/// What an address of the one space of host and device means. Pageable memory is refused, and with it an address of device 0
-/// where nothing is any more, which looks the same.
+/// What an address of the one space of host and device means. Pageable memory is refused, and with
+/// it an address of device 0 where nothing is any more, which looks the same.
 fn place(life: &Life, address: u64) -> Answer<CopyEnd> {
     if let Some(address) = usize::try_from(address).ok().filter(|&address| life.pinned.holding(address).is_some()) {
         return Ok(CopyEnd::Host(HostPtr(address)));
@@ -95,8 +96,8 @@ fn place(life: &Life, address: u64) -> Answer<CopyEnd> {
     if address >= HOST_END || known() { Ok(CopyEnd::Device(ptr)) } else { Err(Code::NOT_SUPPORTED) }
 }
 
-/// Refuses host memory in a batch that the device knows by another address, or that is not in one piece. A device reaches for it all the
-/// same, and is lost.
+/// Refuses host memory in a batch that the device knows by another address, or that is not in one
+/// piece. A device reaches for it all the same, and is lost.
 fn check_address(life: &Life, end: CopyEnd, bytes: usize) -> Answer {
     let CopyEnd::Host(ptr) = end else { return Ok(()) };
     let fits = life.pinned.holding(ptr.0).is_none_or(|block| !block.is_registered);
@@ -109,7 +110,8 @@ impl Life {
         self.sim.synchronize_stream(RawStream::LEGACY).map_err(code)
     }
 
-    /// Refuses host memory of which a part is page-locked, or in several pieces (CUDA driver API, "API synchronization behavior").
+    /// Refuses host memory of which a part is page-locked, or in several pieces (CUDA driver API,
+    /// "API synchronization behavior").
     fn check_uniform(&self, start: usize, bytes: usize) -> Answer {
         if self.pinned.is_uniform(start, bytes) { Ok(()) } else { Err(Code::INVALID_VALUE) }
     }

@@ -67,7 +67,8 @@ fn uuid(device: &Device) -> [u8; 16] {
     uuid
 }
 
-/// Finds a function by its symbol or, without a version suffix, the newest one that a program of `version` may know.
+/// Finds a function by its symbol or, without a version suffix, the newest one that a program of
+/// `version` may know.
 fn address(name: &str, version: i32) -> Result<u64, Missing> {
     let process = Process::get();
     let Ok(environment) = process.environment() else { return Err(Missing::Unknown) };
@@ -113,7 +114,8 @@ fn proc_address(symbol: &str, out: Out<'_, *mut c_void>, version: i32, flags: u6
 }
 
 abi! {
-    /// Starts the driver: `NO_DEVICE` where the environment has none, `UNKNOWN` (and why, on standard error) where it is wrong.
+    /// Starts the driver: `NO_DEVICE` where the environment has none, `UNKNOWN` (and why, on
+    /// standard error) where it is wrong.
     2000 cuInit(_call, flags: u32) {
         check_flags(flags, 0)?;
         Process::get().start()
@@ -135,7 +137,8 @@ abi! {
         proc_address(symbol, function, version, flags, None)
     }
 
-    /// A function by its name without a version suffix, as a program built for `version` expects it.
+    /// A function by its name without a version suffix, as a program built for `version` expects
+    /// it.
     12000 cuGetProcAddress_v2(
         _call, symbol: *const c_char, function: Out<'_, *mut c_void>, version: i32, flags: u64, status: Out<'_, u32>,
     ) {

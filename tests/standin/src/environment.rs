@@ -1,20 +1,24 @@
-//! What the environment says about the driver: which devices there are, how old it is, what it lacks, what fails.
+//! What the environment says about the driver: which devices there are, how old it is, what it
+//! lacks, what fails.
 
 use aquifer_device::sim::SimConfig;
 
 use crate::fail::Order;
 
-/// Devices, separated by `;`: each as after `sim:`, such as `24GiB,seed=7;h100`, with or without that prefix. `none` for none.
+/// Devices, separated by `;`: each as after `sim:`, such as `24GiB,seed=7;h100`, with or without
+/// that prefix. `none` for none.
 pub(crate) const DEVICES: &str = "AQUIFER_STANDIN_DEVICES";
 /// The CUDA version that the driver claims, as `1000 * major + 10 * minor`.
 pub(crate) const VERSION: &str = "AQUIFER_STANDIN_VERSION";
 /// Functions that the driver lacks beside those newer than its version, separated by commas.
 pub(crate) const WITHOUT: &str = "AQUIFER_STANDIN_WITHOUT";
-/// Faults that every device of the environment has from the start, as settings of a simulated device: `fault=…,lost_at=…`.
+/// Faults that every device of the environment has from the start, as settings of a simulated
+/// device: `fault=…,lost_at=…`.
 pub(crate) const FAULTS: &str = "AQUIFER_STANDIN_FAULTS";
 /// Functions that fail, separated by `;`: `FUNCTION#N:CODE`.
 pub(crate) const FAIL: &str = "AQUIFER_STANDIN_FAIL";
-/// Which of the devices are visible, as CUDA has it: ordinals separated by commas; what follows an unknown one is invisible.
+/// Which of the devices are visible, as CUDA has it: ordinals separated by commas; what follows an
+/// unknown one is invisible.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// The device there is by default.

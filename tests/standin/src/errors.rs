@@ -28,14 +28,16 @@ pub(crate) fn is_known(code: Code) -> bool {
 }
 
 abi! {
-    /// The name of a code, such as `CUDA_ERROR_OUT_OF_MEMORY`; null and `INVALID_VALUE` for one that is not known.
+    /// The name of a code, such as `CUDA_ERROR_OUT_OF_MEMORY`; null and `INVALID_VALUE` for one
+    /// that is not known.
     6000 cuGetErrorName(_call, error: u32, text: Out<'_, *const c_char>) {
         let found = TEXTS.get(&error);
         needed(text)?.write(found.map_or(std::ptr::null(), |(name, _)| name.as_ptr()));
         found.map(|_| ()).ok_or(Code::INVALID_VALUE)
     }
 
-    /// The text of a code, such as `out of memory`; null and `INVALID_VALUE` for one that is not known.
+    /// The text of a code, such as `out of memory`; null and `INVALID_VALUE` for one that is not
+    /// known.
     6000 cuGetErrorString(_call, error: u32, text: Out<'_, *const c_char>) {
         let found = TEXTS.get(&error);
         needed(text)?.write(found.map_or(std::ptr::null(), |(_, text)| text.as_ptr()));

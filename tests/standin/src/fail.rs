@@ -1,9 +1,11 @@
-//! Functions that fail on order, by their CUDA name: for what the simulated device never hears of, such as `cuInit` or
-//! `cuCtxSetCurrent`, and for programs that are to see each of their calls fail once.
+//! Functions that fail on order, by their CUDA name: for what the simulated device never hears of,
+//! such as `cuInit` or `cuCtxSetCurrent`, and for programs that are to see each of their calls fail
+//! once.
 //!
-//! Orders belong to the thread that gave them, so tests in parallel do not disturb each other; those of the environment
-//! (`AQUIFER_STANDIN_FAIL`) hold for all threads. A call that fails on order does nothing else, and a code of a lost device
-//! loses nothing: for that there are the simulated device's own faults.
+//! Orders belong to the thread that gave them, so tests in parallel do not disturb each other;
+//! those of the environment (`AQUIFER_STANDIN_FAIL`) hold for all threads. A call that fails on
+//! order does nothing else, and a code of a lost device loses nothing: for that there are the
+//! simulated device's own faults.
 
 use std::cell::RefCell;
 
@@ -24,7 +26,8 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// The `nth` call (from 1) of `function`, or of `any`, fails with `code`. `None` for an order that could not be meant.
+    /// The `nth` call (from 1) of `function`, or of `any`, fails with `code`. `None` for an order
+    /// that could not be meant.
     pub(crate) fn new(function: &str, nth: u64, code: Code) -> Option<Order> {
         let sensible = nth > 0 && code.0 != 0 && crate::errors::is_known(code);
         let known = function == "any" || crate::exports::find(function).is_some();
@@ -66,7 +69,8 @@ impl Orders {
         Orders(orders)
     }
 
-    /// Counts a call against all orders. The first that strikes decides the code; those that struck are done.
+    /// Counts a call against all orders. The first that strikes decides the code; those that struck
+    /// are done.
     fn strike(&mut self, name: &str) -> Option<Code> {
         let mut struck = None;
         self.0.retain_mut(|order| match order.count(name) {

@@ -13,7 +13,8 @@ const LEGACY: Handle = RawStream::LEGACY.0;
 const CHUNK: usize = 64 << 10;
 
 impl Life {
-    /// Fills `count` times with a pattern. What is not the same byte throughout is a kernel of the simulated device.
+    /// Fills `count` times with a pattern. What is not the same byte throughout is a kernel of the
+    /// simulated device.
     fn fill(&self, ptr: u64, pattern: &'static str, value: &[u8], count: usize, stream: Handle) -> Answer {
         let bytes = count.checked_mul(value.len()).ok_or(Code::INVALID_VALUE)? as u64;
         if !ptr.is_multiple_of(value.len() as u64) {

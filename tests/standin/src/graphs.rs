@@ -1,4 +1,5 @@
-//! Graphs: the result of a capture, and executables made from it. Each of them keeps the captured work alive.
+//! Graphs: the result of a capture, and executables made from it. Each of them keeps the captured
+//! work alive.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,7 +12,8 @@ use crate::process::Life;
 /// First handle of graphs and executables.
 const FIRST: Handle = 0x6A_0000_0000_0000;
 
-/// All flags of an instantiation: free memory on launch, upload, launch from the device, node priorities.
+/// All flags of an instantiation: free memory on launch, upload, launch from the device, node
+/// priorities.
 const FLAGS: u64 = 0xf;
 /// An executable that the device launches by itself.
 const DEVICE_LAUNCH: u64 = 4;
@@ -26,7 +28,8 @@ enum Kind {
     Executable,
 }
 
-/// The live graphs and executables, by handle. The lock is held while the simulated device destroys work.
+/// The live graphs and executables, by handle. The lock is held while the simulated device destroys
+/// work.
 #[derive(Debug, Default)]
 pub(crate) struct Graphs(Mutex<Table>);
 
@@ -62,7 +65,8 @@ impl Graphs {
         self.0.lock().get(handle, kind)
     }
 
-    /// The work of an executable that is launched. Refused while another thread launches it, where CUDA would do anything.
+    /// The work of an executable that is launched. Refused while another thread launches it, where
+    /// CUDA would do anything.
     fn begin_launch(&self, executable: Handle) -> Answer<RawGraph> {
         let mut table = self.0.lock();
         let work = table.get(executable, Kind::Executable)?;

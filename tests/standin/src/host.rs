@@ -13,7 +13,8 @@ use crate::process::Life;
 const ALLOC_FLAGS: u32 = 7;
 /// Portable, mapped, I/O memory, read-only.
 const REGISTER_FLAGS: u32 = 0xf;
-/// Pieces smaller than this come from within pages that others have pieces of, too, and start here in one.
+/// Pieces smaller than this come from within pages that others have pieces of, too, and start here
+/// in one.
 const SHARED_BELOW: usize = 64 << 10;
 const WITHIN: usize = 512;
 /// Memory of another device, which is not there to be registered.
@@ -64,7 +65,8 @@ impl Pinned {
         self.0.lock().insert(start, Block { start, bytes, flags, within: 0, is_registered: true });
     }
 
-    /// How far behind the start of the simulated device's allocation the piece starts that starts here.
+    /// How far behind the start of the simulated device's allocation the piece starts that starts
+    /// here.
     fn within(&self, start: usize) -> usize {
         self.0.lock().get(&start).map_or(0, |block| block.within)
     }
@@ -87,7 +89,8 @@ impl Life {
 }
 
 abi! {
-    /// Allocates page-locked memory. All of it is cached and of this device alone, whatever the flags ask for.
+    /// Allocates page-locked memory. All of it is cached and of this device alone, whatever the
+    /// flags ask for.
     2020 cuMemHostAlloc(call, ptr: Out<'_, usize>, bytes: usize, flags: u32) {
         call.guarded_life()?.host_alloc(ptr, bytes, flags)
     }

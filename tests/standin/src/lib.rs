@@ -1,10 +1,11 @@
-//! The simulated device behind the CUDA driver's C ABI, so that code which calls the CUDA driver runs, unmodified, where there
-//! is no GPU. For tests only.
+//! The simulated device behind the CUDA driver's C ABI, so that code which calls the CUDA driver
+//! runs, unmodified, where there is no GPU. For tests only.
 //!
-//! This crate is two things. As a C library (`libaquifer_standin.so`) it exports the driver's functions, and beside them
-//! `standin_*` functions that steer the simulated devices. As a Rust library it loads that one: [`load`] opens it before
-//! anything calls the driver, and its `SONAME` makes everybody who then asks for `libcuda.so` get it. No file of that name is
-//! made, because cargo puts its target folder where programs look for libraries.
+//! This crate is two things. As a C library (`libaquifer_standin.so`) it exports the driver's
+//! functions, and beside them `standin_*` functions that steer the simulated devices. As a Rust
+//! library it loads that one: [`load`] opens it before anything calls the driver, and its `SONAME`
+//! makes everybody who then asks for `libcuda.so` get it. No file of that name is made, because
+//! cargo puts its target folder where programs look for libraries.
 //!
 //! ```no_run
 //! let standin = aquifer_standin::load()?;
@@ -13,11 +14,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The two are built from the same source and share no state: each has its own copy of every static.
+//! The two are built from the same source and share no state: each has its own copy of every
+//! static.
 //!
-//! In the order in which calls go: `abi` declares functions · `process` and `thread` know devices and contexts · each family of
-//! functions has a file · `ptx` reads modules · `control` steers · `environment` and `fail` set things up and make them fail ·
-//! `loader` and `steering` are for tests.
+//! In the order in which calls go: `abi` declares functions · `process` and `thread` know devices
+//! and contexts · each family of functions has a file · `ptx` reads modules · `control` steers ·
+//! `environment` and `fail` set things up and make them fail · `loader` and `steering` are for
+//! tests.
 #![cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "the library can only be loaded on Linux"))]
 
 mod abi;

@@ -91,10 +91,11 @@ impl fmt::Debug for Standin {
     }
 }
 
-/// Loads the stand-in, once for the process, for ever. It must come before anything calls the CUDA driver.
+/// Loads the stand-in, once for the process, for ever. It must come before anything calls the CUDA
+/// driver.
 ///
-/// Symbols that a driver of the version in `AQUIFER_STANDIN_VERSION` lacks, and those in `AQUIFER_STANDIN_WITHOUT`, are not
-/// there to be found.
+/// Symbols that a driver of the version in `AQUIFER_STANDIN_VERSION` lacks, and those in
+/// `AQUIFER_STANDIN_WITHOUT`, are not there to be found.
 ///
 /// # Errors
 /// When the library is not there or cannot be loaded, or the environment makes no sense.
@@ -160,7 +161,8 @@ fn described(error: libloading::Error) -> String {
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-/// A copy of the library in which some symbols have another name, so that nobody finds them: how an older driver looks.
+/// A copy of the library in which some symbols have another name, so that nobody finds them: how an
+/// older driver looks.
 #[cfg(target_os = "linux")]
 fn without(path: &Path, symbols: &[&str]) -> Result<PathBuf, String> {
     let mut image = std::fs::read(path).map_err(|error| error.to_string())?;
@@ -188,8 +190,8 @@ macro_rules! functions {
             fn of(library: &'static Library) -> Result<Functions, String> {
                 Ok(Functions {$(
                     $name: {
-                        // SAFETY: the library is never unloaded, and `standin_protocol` tells whether it has these functions
-                        // in this shape; that one never changes.
+                        // SAFETY: the library is never unloaded, and `standin_protocol` tells
+                        // whether it has these functions in this shape; that one never changes.
                         let found = unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) };
                         *found.map_err(|error| error.to_string())?
                     },
@@ -248,7 +250,8 @@ impl Standin {
         .map(|_| ())
     }
 
-    /// Adds a device, configured as after `sim:`, such as `24GiB,seed=7`. It is removed when the result is dropped.
+    /// Adds a device, configured as after `sim:`, such as `24GiB,seed=7`. It is removed when the
+    /// result is dropped.
     ///
     /// # Errors
     /// When the configuration cannot be understood, or there are too many devices.
@@ -264,10 +267,12 @@ impl Standin {
         Ok(StandinDevice { standin: self, ordinal, removed_on_drop: true })
     }
 
-    /// As [`Standin::add_device`], with a device like `config`. Its ordinal is not that of the configuration.
+    /// As [`Standin::add_device`], with a device like `config`. Its ordinal is not that of the
+    /// configuration.
     ///
     /// # Errors
-    /// When the device would panic on violations, which no panic could tell beyond the library, or there are too many devices.
+    /// When the device would panic on violations, which no panic could tell beyond the library, or
+    /// there are too many devices.
     pub fn add_device_like(&'static self, config: &SimConfig) -> Result<StandinDevice, Refused> {
         let unsaid = "text cannot say this configuration";
         self.add_device(&text::config(config).ok_or_else(|| unsupported("standin_add_device", unsaid))?)
@@ -278,8 +283,8 @@ impl Standin {
         StandinDevice { standin: self, ordinal, removed_on_drop: false }
     }
 
-    /// Makes the nth call (from 1) of a function of the CUDA driver, or of `any`, fail in the calling thread. Such a call does
-    /// nothing else.
+    /// Makes the nth call (from 1) of a function of the CUDA driver, or of `any`, fail in the
+    /// calling thread. Such a call does nothing else.
     ///
     /// # Errors
     /// When there is no such function or code, or `nth` is 0.

@@ -1,4 +1,5 @@
-//! Plain allocations and the driver's stream-ordered pool, through which memory is allocated and freed in the order of a stream.
+//! Plain allocations and the driver's stream-ordered pool, through which memory is allocated and
+//! freed in the order of a stream.
 
 use aquifer_device::{Code, DevicePtr, Driver as _, RawStream};
 

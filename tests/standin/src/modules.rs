@@ -1,9 +1,9 @@
 //! Modules of kernels, and their launches.
 //!
-//! A module is loaded by the simulated device, which checks its text. A launch runs the host implementation of the kernel of
-//! the same name in [`aquifer_kernels`], fed with the arguments that its declaration describes; what it touches is taken from
-//! the declaration too. Device code is not run: a kernel that is not of that set can be loaded, and its launch is
-//! `NOT_SUPPORTED`.
+//! A module is loaded by the simulated device, which checks its text. A launch runs the host
+//! implementation of the kernel of the same name in [`aquifer_kernels`], fed with the arguments
+//! that its declaration describes; what it touches is taken from the declaration too. Device code
+//! is not run: a kernel that is not of that set can be loaded, and its launch is `NOT_SUPPORTED`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, c_char, c_void};
@@ -126,7 +126,8 @@ impl Life {
         // How many multiprocessors there are only matters to the shape, which is the caller's.
         let mut launch = kernel.launch(Some(RawModule(module)), args, 1).map_err(code)?;
         (launch.grid, launch.block, launch.shared_bytes) = (shape.grid, shape.block, shape.shared_bytes);
-        // SAFETY: the declaration names what its host implementation touches, and the arguments are of its types.
+        // SAFETY: the declaration names what its host implementation touches, and the arguments are
+        // of its types.
         unsafe { self.sim.launch(&launch, RawStream(shape.stream)) }.map_err(code)
     }
 }
@@ -164,8 +165,9 @@ unsafe fn load(call: &Call, out: Out<'_, Handle>, image: *const c_char) -> Answe
 }
 
 abi! {
-    /// Loads a module of PTX text: `INVALID_PTX` where it is none, `UNSUPPORTED_PTX_VERSION` where it is newer than the
-    /// driver, `NO_BINARY_FOR_GPU` where it is for a newer device, or compiled.
+    /// Loads a module of PTX text: `INVALID_PTX` where it is none, `UNSUPPORTED_PTX_VERSION` where
+    /// it is newer than the driver, `NO_BINARY_FOR_GPU` where it is for a newer device, or
+    /// compiled.
     2000 cuModuleLoadData(call, module: Out<'_, Handle>, image: *const c_char) {
         // SAFETY: the caller vouches for the image.
         unsafe { load(call, module, image) }

@@ -1,5 +1,6 @@
-//! What an address means: where it lies, and what it is part of. As with CUDA, an address is known whichever device's context is current,
-//! and what it is part of is all of its reservation, of which nothing need be mapped (CUDA driver API, `cuPointerGetAttribute`).
+//! What an address means: where it lies, and what it is part of. As with CUDA, an address is known
+//! whichever device's context is current, and what it is part of is all of its reservation, of
+//! which nothing need be mapped (CUDA driver API, `cuPointerGetAttribute`).
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -16,7 +17,8 @@ struct Range {
     start: u64,
     bytes: u64,
     host: bool,
-    /// The allocation or mapping that holds the address; `None` where addresses are reserved and nothing is mapped.
+    /// The allocation or mapping that holds the address; `None` where addresses are reserved and
+    /// nothing is mapped.
     memory: Option<(u64, u64)>,
 }
 
@@ -74,7 +76,8 @@ impl Life {
     }
 }
 
-/// The context of memory: the current one, which shares all that its device has, or the primary one of another device.
+/// The context of memory: the current one, which shares all that its device has, or the primary one
+/// of another device.
 fn context(life: &Life, range: &Range) -> Answer<Handle> {
     let process = Process::get();
     if range.ordinal == life.ordinal {
@@ -91,8 +94,8 @@ fn range(life: &Arc<Life>, ptr: u64) -> Answer<Range> {
 }
 
 abi! {
-    /// A fact about an address of the device or of page-locked memory: context, kind of memory, addresses, whether it is
-    /// managed, device, range, whether it is mapped.
+    /// A fact about an address of the device or of page-locked memory: context, kind of memory,
+    /// addresses, whether it is managed, device, range, whether it is mapped.
     4000 cuPointerGetAttribute(call, data: *mut c_void, attribute: u32, ptr: u64) {
         let life = call.life()?;
         let range = range(&life, ptr)?;

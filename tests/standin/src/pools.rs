@@ -1,4 +1,5 @@
-//! The driver's stream-ordered pool: each device has one, which gives memory back as soon as it is not in use.
+//! The driver's stream-ordered pool: each device has one, which gives memory back as soon as it is
+//! not in use.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +17,8 @@ const RELEASE_THRESHOLD: u32 = 4;
 /// Settings of a pool. They are kept, and change nothing: this pool reuses no memory.
 #[derive(Debug)]
 pub(crate) struct PoolSettings {
-    /// Whether memory is reused after events, opportunistically, and by inserting waits, by attribute from 1.
+    /// Whether memory is reused after events, opportunistically, and by inserting waits, by
+    /// attribute from 1.
     reuse: [AtomicBool; 3],
     release_threshold: AtomicU64,
 }

@@ -1,14 +1,17 @@
 //! What the process holds: devices, contexts, and what a device is while it has contexts.
 //!
-//! A *life* of a device begins with its first context and ends with its last; all that was made in it ends with it, a lost
-//! device is well again in the next, as with CUDA's contexts. Contexts of one device share its life: they do not have address
-//! spaces or handles of their own as CUDA's have. After its end a life can still be looked at, until the next one begins.
+//! A *life* of a device begins with its first context and ends with its last; all that was made in
+//! it ends with it, a lost device is well again in the next, as with CUDA's contexts. Contexts of
+//! one device share its life: they do not have address spaces or handles of their own as CUDA's
+//! have. After its end a life can still be looked at, until the next one begins.
 //!
-//! Devices of the environment are counted by `cuDeviceGetCount`. Those that a test adds come after them and are not counted,
-//! so that tests in parallel do not see each other's; they are opened by ordinal like any other.
+//! Devices of the environment are counted by `cuDeviceGetCount`. Those that a test adds come after
+//! them and are not counted, so that tests in parallel do not see each other's; they are opened by
+//! ordinal like any other.
 //!
-//! Locks, in the order in which they may be held together: devices · ghosts · a device's life · contexts · a life's tables. None is held
-//! across a call of the simulated device, but the one on modules and graphs where that is said.
+//! Locks, in the order in which they may be held together: devices · ghosts · a device's life ·
+//! contexts · a life's tables. None is held across a call of the simulated device, but the one on
+//! modules and graphs where that is said.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -41,8 +44,8 @@ pub(crate) struct Process {
     orders: Option<Mutex<Orders>>,
     started: AtomicBool,
     devices: RwLock<Vec<Option<Arc<Device>>>>,
-    /// Removed devices whose primary context somebody still retains, and how often. Their ordinals are not used again until it
-    /// is released, which would else release another device's.
+    /// Removed devices whose primary context somebody still retains, and how often. Their ordinals
+    /// are not used again until it is released, which would else release another device's.
     ghosts: Mutex<BTreeMap<u32, u32>>,
     contexts: RwLock<BTreeMap<Handle, Arc<Context>>>,
     next_context: AtomicU64,
@@ -121,7 +124,8 @@ impl Process {
         devices.into_iter().filter(move |device| device.ordinal != own).filter_map(|device| device.present_life())
     }
 
-    /// Adds a device at the lowest ordinal that is free, behind those of the environment. `None` when there are too many.
+    /// Adds a device at the lowest ordinal that is free, behind those of the environment. `None`
+    /// when there are too many.
     pub(crate) fn add_device(&self, config: SimConfig) -> Option<u32> {
         let mut devices = self.devices.write();
         let ghosts = self.ghosts.lock();
@@ -141,13 +145,15 @@ impl Process {
         Some(ordinal)
     }
 
-    /// Removes a device that was added. Its contexts are destroyed. False when there is none, or it is the environment's.
+    /// Removes a device that was added. Its contexts are destroyed. False when there is none, or it
+    /// is the environment's.
     pub(crate) fn remove_device(&self, ordinal: u32) -> bool {
         let place = ordinal as usize;
         if place < self.device_count() {
             return false;
         }
-        // Held to the end: the next device with this ordinal must not meet what is left of this one.
+        // Held to the end: the next device with this ordinal must not meet what is left of this
+        // one.
         let mut devices = self.devices.write();
         let Some(device) = devices.get_mut(place).and_then(Option::take) else { return false };
         let retained = *device.primary.retained.lock();

@@ -1,7 +1,7 @@
 //! What of PTX text a launch needs to know: its version, and the sizes of each kernel's parameters.
 //!
-//! Syntax and versions: NVIDIA, "Parallel Thread Execution ISA", chapters "PTX Module Directives", "Kernel and Function
-//! Directives" and "Release Notes".
+//! Syntax and versions: NVIDIA, "Parallel Thread Execution ISA", chapters "PTX Module Directives",
+//! "Kernel and Function Directives" and "Release Notes".
 
 use std::collections::BTreeMap;
 
@@ -38,7 +38,8 @@ const VERSIONS: &[(u32, (u32, u32))] = &[
     (13010, (9, 1)),
 ];
 
-/// The newest PTX version that a driver of a CUDA version loads. Of versions later than the table, the last one's.
+/// The newest PTX version that a driver of a CUDA version loads. Of versions later than the table,
+/// the last one's.
 pub(crate) fn newest_version(driver: u32) -> (u32, u32) {
     let known = VERSIONS.iter().rev().find(|(version, _)| *version <= driver);
     known.map_or((6, 5), |&(_, ptx)| ptx)
@@ -70,7 +71,8 @@ impl Header {
     }
 }
 
-/// The size of a parameter such as `.param .u64 .ptr .global .align 4 name` or `.param .align 8 .b8 name[16]`.
+/// The size of a parameter such as `.param .u64 .ptr .global .align 4 name` or `.param .align 8 .b8
+/// name[16]`.
 fn size(param: &str) -> Option<usize> {
     let mut words = param.split_whitespace();
     if words.next()? != ".param" {

@@ -23,7 +23,8 @@ impl Spin {
         Ok(Spin { driver, module })
     }
 
-    /// Keeps a stream busy for `time` from the end of its present work, in as few launches as that takes.
+    /// Keeps a stream busy for `time` from the end of its present work, in as few launches as that
+    /// takes.
     ///
     /// # Errors
     /// Those of the driver.

@@ -42,8 +42,9 @@ impl StandinDevice {
         &self.standin.functions
     }
 
-    /// Adds faults, as settings of a simulated device: `fault=cuMemAlloc#3:out_of_memory,lost_at=9`. They count calls from now
-    /// on, and end with the contexts of the device.
+    /// Adds faults, as settings of a simulated device:
+    /// `fault=cuMemAlloc#3:out_of_memory,lost_at=9`. They count calls from now on, and end with the
+    /// contexts of the device.
     ///
     /// # Errors
     /// When they cannot be understood.
@@ -96,7 +97,8 @@ impl StandinDevice {
         self.must("standin_advance", unsafe { (self.functions().standin_advance)(self.ordinal, nanoseconds(time)) });
     }
 
-    /// Keeps a stream, by the driver's handle, from starting later work for `time` from the end of its present work.
+    /// Keeps a stream, by the driver's handle, from starting later work for `time` from the end of
+    /// its present work.
     ///
     /// # Errors
     /// When the stream is not live.
@@ -121,7 +123,8 @@ impl StandinDevice {
         self.expect(number)
     }
 
-    /// How often a function of the CUDA driver, by symbol such as `cuMemAlloc_v2`, got as far as this device.
+    /// How often a function of the CUDA driver, by symbol such as `cuMemAlloc_v2`, got as far as
+    /// this device.
     ///
     /// # Errors
     /// When there is no such function.
@@ -142,7 +145,8 @@ impl StandinDevice {
         mapped.ok()
     }
 
-    /// Tells the race detector that the host touches page-locked memory now, which CUDA cannot be told.
+    /// Tells the race detector that the host touches page-locked memory now, which CUDA cannot be
+    /// told.
     pub fn host_access(&self, ptr: usize, bytes: usize, writes: bool) {
         let tell = self.functions().standin_host_access;
         // SAFETY: takes no pointers; the address is only looked up.
@@ -190,7 +194,8 @@ pub(crate) fn out<T: Default>(
     Ok(unsafe { result.assume_init() })
 }
 
-/// Calls a control function with room for text, again with more while it says that there was too little.
+/// Calls a control function with room for text, again with more while it says that there was too
+/// little.
 pub(crate) fn with_text(what: &'static str, mut call: impl FnMut(Text<'_>) -> u32) -> Result<String, Refused> {
     let mut room = vec![0_u8; TEXT_BYTES];
     loop {

@@ -1,5 +1,5 @@
-//! Streams. Handles 0 and 1 mean the legacy default stream, 2 that of the calling thread; how these order each other is the
-//! simulated device's business.
+//! Streams. Handles 0 and 1 mean the legacy default stream, 2 that of the calling thread; how these
+//! order each other is the simulated device's business.
 
 use std::collections::HashMap;
 
@@ -64,8 +64,8 @@ abi! {
         create(&*call.life()?, stream, flags, priority)
     }
 
-    /// Destroys a stream. Its work still runs. CUDA does not say what becomes of a capture that it is part of: here nobody can end it any
-    /// more, so that nobody can wait for the device.
+    /// Destroys a stream. Its work still runs. CUDA does not say what becomes of a capture that it
+    /// is part of: here nobody can end it any more, so that nobody can wait for the device.
     4000 cuStreamDestroy_v2(call, stream: Handle) {
         let life = call.life()?;
         if life.sim.capture_of(RawStream(stream)).is_some() {
@@ -114,8 +114,9 @@ abi! {
         Ok(())
     }
 
-    /// A number of the stream that never comes back. Breaks a capture: most queries do, but for those about the capture itself (CUDA C++
-    /// core libraries, documentation of `is_stream_capturing`).
+    /// A number of the stream that never comes back. Breaks a capture: most queries do, but for
+    /// those about the capture itself (CUDA C++ core libraries, documentation of
+    /// `is_stream_capturing`).
     12000 cuStreamGetId(call, stream: Handle, id: Out<'_, u64>) {
         let life = call.life()?;
         let out = needed(id)?;

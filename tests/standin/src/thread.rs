@@ -1,6 +1,7 @@
 //! What belongs to a thread: its stack of contexts, and how it takes captures.
 //!
-//! Nothing here has a destructor, so driver calls work until a thread's very end, as with the real driver.
+//! Nothing here has a destructor, so driver calls work until a thread's very end, as with the real
+//! driver.
 
 use std::cell::Cell;
 

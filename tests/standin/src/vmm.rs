@@ -1,8 +1,9 @@
 //! Physical memory mapped at reserved addresses. The rules are the simulated device's.
 //!
-//! CUDA names a device in each property and description; here it must be the current context's, except that access may be given
-//! to others. CUDA documents no need of a current context for these calls; this library asks for one, so that code which
-//! relies on one being there by chance is found.
+//! CUDA names a device in each property and description; here it must be the current context's,
+//! except that access may be given to others. CUDA documents no need of a current context for these
+//! calls; this library asks for one, so that code which relies on one being there by chance is
+//! found.
 
 use std::ffi::c_void;
 
@@ -83,7 +84,8 @@ fn receiver(call: &Call, description: &AccessDescription) -> Answer<u32> {
     if description.location.kind != ON_DEVICE {
         return Err(Code::INVALID_VALUE);
     }
-    // Access for reading alone, and taking access away, are things that the simulated device does not know.
+    // Access for reading alone, and taking access away, are things that the simulated device does
+    // not know.
     match description.flags {
         READ_WRITE => call.device(description.location.id).map(|device| device.ordinal),
         0 | 1 => Err(Code::NOT_SUPPORTED),
@@ -185,7 +187,8 @@ abi! {
         Ok(())
     }
 
-    /// Refused: memory can be created fit for export here, but there is no other process that could take it.
+    /// Refused: memory can be created fit for export here, but there is no other process that could
+    /// take it.
     10020 cuMemExportToShareableHandle(call, out: *mut c_void, _handle: Handle, _kind: u32, flags: u64) {
         call.life()?;
         no_flags(flags)?;

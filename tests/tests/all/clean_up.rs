@@ -1,4 +1,5 @@
-//! Clean-up that a failing driver cut short is tried again until the driver recovers. Until then nothing says that it is done.
+//! Clean-up that a failing driver cut short is tried again until the driver recovers. Until then
+//! nothing says that it is done.
 
 use std::any::Any;
 
@@ -39,7 +40,8 @@ fn fail(driver: &Subject, operation: Operation, times: u64, code: Code) {
     (1..=times).for_each(|nth| driver.inject(Fault::Nth { operation: Some(operation), nth, code }));
 }
 
-/// Opens and settles a device, as any program does that goes on: what is left of other devices goes, too.
+/// Opens and settles a device, as any program does that goes on: what is left of other devices
+/// goes, too.
 fn settle_the_process() {
     Subject::new(MIB).device().settle();
 }
@@ -71,7 +73,8 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
     }
 }
 
-/// Freeing, unmapping and creating a stream recover by themselves: nobody has to settle the device first.
+/// Freeing, unmapping and creating a stream recover by themselves: nobody has to settle the device
+/// first.
 #[test]
 fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
     type Then = fn(&Bench);
@@ -199,7 +202,8 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     held
 }
 
-/// Drops one of everything while calls fail; when they fail no more, all is given back, and the device can be waited for.
+/// Drops one of everything while calls fail; when they fail no more, all is given back, and the
+/// device can be waited for.
 fn nothing_is_left(seed: u64, inject: impl FnOnce(&Subject)) {
     // Its last handle is dropped with everything else, or kept until the driver recovers.
     let with_device = seed.is_multiple_of(2);

@@ -1,7 +1,8 @@
-//! These tests again, on other drivers: the whole program is run as a child with `AQUIFER_TEST_DRIVER` set.
+//! These tests again, on other drivers: the whole program is run as a child with
+//! `AQUIFER_TEST_DRIVER` set.
 //!
-//! On a GPU, and in the dry run of that, one test goes after the other: they share a context, in which a capture keeps others from
-//! waiting for the device.
+//! On a GPU, and in the dry run of that, one test goes after the other: they share a context, in
+//! which a capture keeps others from waiting for the device.
 
 use std::io::Write;
 use std::process::Command;
@@ -10,8 +11,9 @@ use aquifer_tests::subject::DRIVER;
 
 use crate::transfers::STAGING_THREADS;
 
-/// What tests on a GPU need: queues for as many streams as they have, so that none waits in the queue of another, and all of the
-/// driver's own code at once, because loading it later may wait for work.
+/// What tests on a GPU need: queues for as many streams as they have, so that none waits in the
+/// queue of another, and all of the driver's own code at once, because loading it later may wait
+/// for work.
 const ON_A_GPU: [(&str, &str); 2] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_MODULE_LOADING", "EAGER")];
 
 /// Runs every test but these on a driver.

@@ -1,4 +1,5 @@
-//! Blocks that rest in a heap of many small ones (`heap/deferred.rs` of the allocator) are found when nothing else serves a request.
+//! Blocks that rest in a heap of many small ones (`heap/deferred.rs` of the allocator) are found
+//! when nothing else serves a request.
 
 use aquifer::Allocator;
 use aquifer::memory::{Allocation, Config};
@@ -12,7 +13,8 @@ fn what_rests_is_found_before_memory_moves() {
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.default_stream();
     let mut live: Vec<Allocation> = (0..16 * KIB).map(|_| allocator.alloc_bytes(4 * KIB, stream).unwrap()).collect();
-    // Every granule is full now, so that what is freed next is the only memory there is; and requests are smaller than it.
+    // Every granule is full now, so that what is freed next is the only memory there is; and
+    // requests are smaller than it.
     allocator.empty_cache().unwrap();
     let mapping = || {
         let calls = device.driver_calls();

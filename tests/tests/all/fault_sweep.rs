@@ -1,5 +1,6 @@
-//! A fault at every single driver call of a program, one after the other: the allocator stays consistent and usable, and
-//! nothing is leaked. What must hold is checked after every step, and at the end as after any program.
+//! A fault at every single driver call of a program, one after the other: the allocator stays
+//! consistent and usable, and nothing is leaked. What must hold is checked after every step, and at
+//! the end as after any program.
 
 use aquifer_allocator::config::Backing;
 use aquifer_device::{Code, Operation};
@@ -30,8 +31,9 @@ fn used(pick: usize, stream: usize, record: bool) -> Op {
     Op::Use { pick, stream, write: true, record }
 }
 
-/// A program that goes through every kind of driver call that the allocator makes: growth, events and waits between
-/// streams, `record_stream`, borrowing, private pools, destroyed streams, and every rung of the ladder up to out of memory.
+/// A program that goes through every kind of driver call that the allocator makes: growth, events
+/// and waits between streams, `record_stream`, borrowing, private pools, destroyed streams, and
+/// every rung of the ladder up to out of memory.
 fn program() -> Vec<Op> {
     vec![
         alloc(2, 5 * MIB),
@@ -99,8 +101,8 @@ impl Drop for At {
     }
 }
 
-/// Runs a program without a fault and counts the driver calls, then with a fault at each of them; on a GPU at some of them, at others
-/// with each code.
+/// Runs a program without a fault and counts the driver calls, then with a fault at each of them;
+/// on a GPU at some of them, at others with each code.
 fn sweep(setup: &Setup, program: &[Op]) -> u64 {
     let mut world = World::new(setup);
     let before = world.calls_made();

@@ -1,4 +1,5 @@
-//! Memory lent between streams, and allocators, pools and streams that end while memory of theirs is in use.
+//! Memory lent between streams, and allocators, pools and streams that end while memory of theirs
+//! is in use.
 
 use std::any::Any;
 use std::time::Duration;
@@ -222,7 +223,8 @@ fn streams_of_different_devices_are_ordered_by_waiting_alone() {
     other.assert_no_violation();
 }
 
-/// Keys of free blocks had room for 57 bits of address; above, blocks of one size were taken for blocks of another.
+/// Keys of free blocks had room for 57 bits of address; above, blocks of one size were taken for
+/// blocks of another.
 #[test]
 fn memory_at_the_highest_addresses_serves_as_any() {
     for backing in BACKINGS {
@@ -249,7 +251,8 @@ fn memory_at_the_highest_addresses_serves_as_any() {
     }
 }
 
-/// What was left to the device goes back when nobody needs to wait for it, or when there is no memory without it.
+/// What was left to the device goes back when nobody needs to wait for it, or when there is no
+/// memory without it.
 #[test]
 fn growth_does_not_wait_for_work_of_others() {
     for options in ["", "backing:segments"] {

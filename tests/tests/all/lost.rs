@@ -1,4 +1,5 @@
-//! A device that is lost: which call heard of it first, told by every error after it, on every driver.
+//! A device that is lost: which call heard of it first, told by every error after it, on every
+//! driver.
 
 use aquifer::Allocator;
 use aquifer::device::DevicePtr;
@@ -48,8 +49,8 @@ fn an_error_that_does_not_lose_the_device_is_no_first_cause() {
     assert_eq!(device.lost(), None);
 }
 
-/// A device hears of its loss in a call of another one. Real drivers check what would lose a device so, and no stand-in
-/// fails later.
+/// A device hears of its loss in a call of another one. Real drivers check what would lose a device
+/// so, and no stand-in fails later.
 #[test]
 fn a_loss_that_a_peer_hears_of_first_is_told_of_the_right_device() {
     if !Subject::is_simulated() {

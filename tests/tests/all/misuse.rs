@@ -392,7 +392,8 @@ struct Held {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Random programs of legal and of wrong uses, against the bounds and the written bytes of each block.
+    /// Random programs of legal and of wrong uses, against the bounds and the written bytes of each
+    /// block.
     #[test]
     fn random_uses_are_judged_as_by_a_model(
         segments in any::<bool>(),

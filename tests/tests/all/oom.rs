@@ -1,4 +1,5 @@
-//! The out-of-memory ladder: each rung alone serves a request, and the report says what would have served it.
+//! The out-of-memory ladder: each rung alone serves a request, and the report says what would have
+//! served it.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -71,7 +72,8 @@ fn garbage_younger_than_the_average_stays() {
     let held = alloc(40);
     drop(younger);
     let others = [alloc(36), alloc(50)];
-    // At the last request 126 MiB were held. The two free segments were 3 and 2 searches old, and the older one is enough.
+    // At the last request 126 MiB were held. The two free segments were 3 and 2 searches old, and
+    // the older one is enough.
     let stats = bench.allocator.stats();
     assert_eq!((stats.num_device_free, stats.reserved_bytes.all.current), (1, 146 * MIB));
     drop((held, others));

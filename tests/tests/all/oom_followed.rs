@@ -1,4 +1,5 @@
-//! Advice in the reports of random programs is true: who follows all of it is served, and its bounds hold.
+//! Advice in the reports of random programs is true: who follows all of it is served, and its
+//! bounds hold.
 
 use aquifer::device::Capture;
 use aquifer::memory::{AllocError, Allocation, Growable, OomReport, PoolOptions, PrivatePool};
@@ -160,8 +161,8 @@ impl Scene {
         true
     }
 
-    /// Frees live blocks, the oldest first, until the request is served. Returns the bytes freed, or `None` if that
-    /// does not help.
+    /// Frees live blocks, the oldest first, until the request is served. Returns the bytes freed,
+    /// or `None` if that does not help.
     fn free_until_served(&mut self) -> Option<u64> {
         let before = self.bench.allocator.memory_allocated();
         loop {
@@ -177,15 +178,16 @@ impl Scene {
     }
 }
 
-/// What becomes of the request of a program once all of the advice on it is followed; `None` where that takes another
-/// program.
+/// What becomes of the request of a program once all of the advice on it is followed; `None` where
+/// that takes another program.
 fn followed(seed: u64, report: &OomReport) -> Option<Result<(), AllocError>> {
     let lowers = report.advice.iter().any(|advice| matches!(advice, Advice::LowerHeadroom { .. }));
     let mut scene = Scene::new(seed, if lowers { report.headroom } else { 0 });
     let again = scene.request();
     let needs = |report: &OomReport| (report.from_device, report.reserved);
     if again.as_ref().err().and_then(AllocError::report).is_none_or(|again| needs(again) != needs(report)) {
-        // A larger device gives more addresses, so that memory lies elsewhere, and more of it is taken ahead of need.
+        // A larger device gives more addresses, so that memory lies elsewhere, and more of it is
+        // taken ahead of need.
         assert!(lowers, "{seed}: {report}\nand the next time {again:?}");
         return None;
     }

@@ -1,4 +1,5 @@
-//! Pools keep what is theirs, and lend what they lend, wherever on the way to running out of memory their blocks come free.
+//! Pools keep what is theirs, and lend what they lend, wherever on the way to running out of memory
+//! their blocks come free.
 
 use std::sync::{Arc, Mutex};
 

@@ -106,7 +106,8 @@ fn reach_every_rung(backing: Backing) {
     assert!(sums.borrow().iter().all(|&sum| sum > 0), "{:?}", sums.borrow());
 }
 
-/// A stream with the number of one that is gone uses a block that the other one had used: the model orders the block's end after both.
+/// A stream with the number of one that is gone uses a block that the other one had used: the model
+/// orders the block's end after both.
 #[test]
 fn a_program_may_use_a_block_on_two_streams_of_one_number() {
     let setup = Setup::new(48 * MIB, "cross_stream:wait");

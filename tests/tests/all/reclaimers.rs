@@ -1,4 +1,5 @@
-//! Reclaimers and observers of out-of-memory errors: how often they are asked, what they may do, and what becomes of their panics.
+//! Reclaimers and observers of out-of-memory errors: how often they are asked, what they may do,
+//! and what becomes of their panics.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +16,8 @@ struct Cache {
 }
 
 impl Cache {
-    /// Fills the device with blocks of 1 MiB, which are used so that no two neighbours follow each other.
+    /// Fills the device with blocks of 1 MiB, which are used so that no two neighbours follow each
+    /// other.
     fn filling(bench: &Bench) -> Cache {
         let mut blocks: Vec<_> = (0..64).map(|_| bench.allocator.alloc_bytes(MIB, &bench.stream).ok()).collect();
         let order = (0..7).flat_map(|first| (first..64).step_by(7));
@@ -77,7 +79,8 @@ fn memory_apart_is_asked_for_again_too() {
 fn a_small_request_asks_for_a_segment_in_the_second_round() {
     let bench = Bench::new(64 * MIB, "");
     let cache = Cache::filling(&bench);
-    // What is freed first is one block of two in a granule, so that 1 MiB of the large pool is free and nothing for the small one.
+    // What is freed first is one block of two in a granule, so that 1 MiB of the large pool is free
+    // and nothing for the small one.
     let registration = cache.register(&bench, 0);
     let small = bench.allocator.alloc_bytes(512, &bench.stream).unwrap();
     let asked = cache.asked();

@@ -1,5 +1,5 @@
-//! Soaks, with what watches over the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets how many seeds, each of 1000
-//! operations.
+//! Soaks, with what watches over the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets
+//! how many seeds, each of 1000 operations.
 
 use aquifer::Allocator;
 use aquifer::device::sim::SimConfig;

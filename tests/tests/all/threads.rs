@@ -1,4 +1,5 @@
-//! Programs on several OS threads. Their interleaving is the operating system's; what must hold does not depend on it.
+//! Programs on several OS threads. Their interleaving is the operating system's; what must hold
+//! does not depend on it.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -18,7 +19,8 @@ fn numbers(seed: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// Allocates, uses and gives back on a stream of its own; passes some blocks on to be freed by others.
+/// Allocates, uses and gives back on a stream of its own; passes some blocks on to be freed by
+/// others.
 fn hammer(allocator: &Allocator, stream: &Stream, seed: u64, away: &mpsc::Sender<Allocation>) {
     let mut held: Vec<Allocation> = Vec::new();
     for x in numbers(seed).take(1500) {
@@ -197,7 +199,8 @@ fn blocks_that_other_streams_used_are_given_back_by_another_thread() {
     write_on(side, place, block.bytes());
     block.record_stream(side).unwrap();
     std::thread::scope(|scope| scope.spawn(move || drop(block)).join().unwrap());
-    // A request takes note of a large block that was given back, and then of its other streams. They are idle when the next one asks.
+    // A request takes note of a large block that was given back, and then of its other streams.
+    // They are idle when the next one asks.
     let others = [(); 2].map(|()| allocator.alloc_bytes(2 * MIB, stream).unwrap());
     bench.device.synchronize().unwrap();
     let again = [(); 2].map(|()| allocator.alloc_bytes(2 * MIB, stream).unwrap());
@@ -255,7 +258,8 @@ fn limits_hold_while_threads_grow() {
     bench.assert_returned();
 }
 
-/// What goes back to the device may be counted by another thread, which gets it, before this thread could take it off its count.
+/// What goes back to the device may be counted by another thread, which gets it, before this thread
+/// could take it off its count.
 #[test]
 fn memory_that_threads_give_back_and_take_is_counted_once() {
     for options in ["", "backing:segments", "no_cache:True"] {

@@ -1,4 +1,5 @@
-//! Captures that cudarc begins: announced they are as good as our own, unannounced they are noticed where it matters.
+//! Captures that cudarc begins: announced they are as good as our own, unannounced they are noticed
+//! where it matters.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,7 +79,8 @@ fn a_capture_that_is_announced_allocates_from_its_pool() {
     gpu.assert_no_violation();
 }
 
-/// PyTorch routes a thread to a pool before it begins the capture, and says that it has begun at a second call.
+/// PyTorch routes a thread to a pool before it begins the capture, and says that it has begun at a
+/// second call.
 #[test]
 fn a_pool_may_be_chosen_before_the_capture_begins() {
     let gpu = Gpu::new();

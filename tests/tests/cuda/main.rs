@@ -1,5 +1,6 @@
-//! CUDA through the stand-in driver, from the layers above and beside cudarc: what concerns each call is tested in
-//! `device/tests/cuda`. Without the stand-in (not on Linux) there is nothing here.
+//! CUDA through the stand-in driver, from the layers above and beside cudarc: what concerns each
+//! call is tested in `device/tests/cuda`. Without the stand-in (not on Linux) there is nothing
+//! here.
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]

@@ -1,5 +1,5 @@
-//! What concerns a whole process: no driver, an old one, a stub, no GPU, several. Each of these tests runs itself in a process of
-//! its own, in an environment of its own.
+//! What concerns a whole process: no driver, an old one, a stub, no GPU, several. Each of these
+//! tests runs itself in a process of its own, in an environment of its own.
 
 use std::env;
 use std::fs;

@@ -1,5 +1,5 @@
-//! In place of the build script of candle-kernels, which calls nvcc: modules without kernels, and functions that do
-//! nothing.
+//! In place of the build script of candle-kernels, which calls nvcc: modules without kernels, and
+//! functions that do nothing.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -16,8 +16,8 @@ pub(super) const RING: u32 = 256;
 /// How often a full or empty ring is looked at before the thread gives way to another.
 const SPINS: u32 = 64;
 
-/// A subject that allocates, one that frees unless the same does both, and the ring between them. The ring is empty between
-/// rounds.
+/// A subject that allocates, one that frees unless the same does both, and the ring between them.
+/// The ring is empty between rounds.
 pub(super) struct HandOver<S: Subject> {
     giver: S,
     taker: Option<S>,

@@ -1,8 +1,9 @@
 //! `bench`: the time of a pair of an allocation and a free, compared with the yardstick.
 //!
-//! Sizes, and which blocks are freed, are drawn before the clock starts. The allocator and the yardstick run the same pairs alternately,
-//! round by round, so that other load on the machine affects both; medians are reported. Runs of several threads also alternate with one
-//! thread alone, so that their rates are comparable.
+//! Sizes, and which blocks are freed, are drawn before the clock starts. The allocator and the
+//! yardstick run the same pairs alternately, round by round, so that other load on the machine
+//! affects both; medians are reported. Runs of several threads also alternate with one thread
+//! alone, so that their rates are comparable.
 
 mod crew;
 mod handover;
@@ -26,10 +27,11 @@ use crate::yardstick::{Shared, Yardstick};
 use crew::Crew;
 use handover::HandOver;
 
-/// Memory that a simulated device has at least, so that the allocator is measured and not the lack of memory.
+/// Memory that a simulated device has at least, so that the allocator is measured and not the lack
+/// of memory.
 const SIMULATED_BYTES: u64 = 512 << 30;
-/// Rounds that are measured of each benchmark. Many that are shorter than a time slice of the operating system (1 ms), so that
-/// on a busy machine, too, most of them run undisturbed.
+/// Rounds that are measured of each benchmark. Many that are shorter than a time slice of the
+/// operating system (1 ms), so that on a busy machine, too, most of them run undisturbed.
 const ROUNDS: usize = 301;
 
 /// A row of results. `bench --help` explains the fields.
@@ -281,8 +283,8 @@ fn contest(
     mut ours: Entrant<impl Team>,
     mut theirs: Entrant<impl Team>,
 ) -> Result<[Row; 2], Failure> {
-    // Before anything is measured, about as many blocks are replaced as there are, so that freshly filled memory gets as
-    // fragmented as it will be.
+    // Before anything is measured, about as many blocks are replaced as there are, so that freshly
+    // filled memory gets as fragmented as it will be.
     for round in 0..=rounds {
         let pairs = if round == 0 { benchmark.pairs.max(benchmark.live) } else { benchmark.pairs };
         scripts.iter_mut().for_each(|script| script.draw(pairs));

@@ -1,5 +1,5 @@
-//! `bench --scale`: how the time of operations grows with what an allocator has to keep track of, and how long a cached allocation on another
-//! stream waits meanwhile.
+//! `bench --scale`: how the time of operations grows with what an allocator has to keep track of,
+//! and how long a cached allocation on another stream waits meanwhile.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -62,7 +62,8 @@ const MISSES: u64 = 64;
 const SMALL: u64 = 4 * KIB;
 /// More than any device has.
 const TOO_MUCH: u64 = 1 << 45;
-/// Pairs of a thread before it is measured. After a few of other threads, the allocator counts for each stream by itself.
+/// Pairs of a thread before it is measured. After a few of other threads, the allocator counts for
+/// each stream by itself.
 const WARM_UP: u32 = 100;
 
 /// An allocator, and what was measured of it.
@@ -197,7 +198,8 @@ impl Scale<'_> {
         Ok(done)
     }
 
-    /// Measures an operation that is repeated for a while. The closure runs it several times, and tells how often.
+    /// Measures an operation that is repeated for a while. The closure runs it several times, and
+    /// tells how often.
     fn repeatedly(
         &mut self,
         operation: &'static str,
@@ -247,8 +249,8 @@ impl Scale<'_> {
         })
     }
 
-    /// What any program does, beside what there is much of. Requests that miss may wait for the stream that blocks wait
-    /// for, so that none waits any more: then they are left out.
+    /// What any program does, beside what there is much of. Requests that miss may wait for the
+    /// stream that blocks wait for, so that none waits any more: then they are left out.
     fn beside_all_that(&mut self, may_wait: bool) -> Result<(), Failure> {
         self.repeatedly("pair", |this| {
             (0..100).try_for_each(|_| this.allocator.alloc_bytes(SMALL, &this.stream).map(drop))?;
@@ -391,7 +393,8 @@ fn waiting(scale: &mut Scale<'_>) -> Result<(), Failure> {
     // So that the device is busy for longer than this takes.
     let keep_busy = || (0..2_000).try_for_each(|_| slow.fill(large.ptr(), 1, 1 << 30));
     keep_busy()?;
-    // All at once, as a block that was given back serves the next request only when it need not wait.
+    // All at once, as a block that was given back serves the next request only when it need not
+    // wait.
     let live: Vec<Allocation> =
         (0..n).map(|_| scale.allocator.alloc_bytes(64 * KIB, &scale.stream)).collect::<Result<_, _>>()?;
     scale.once("free", n, |_| {
@@ -457,7 +460,8 @@ impl Latencies {
         self.most = ns.max(self.most);
     }
 
-    /// The least time, up to a step, that a share of all did not exceed. `None` if nothing was measured.
+    /// The least time, up to a step, that a share of all did not exceed. `None` if nothing was
+    /// measured.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,

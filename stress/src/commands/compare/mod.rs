@@ -1,4 +1,5 @@
-//! `compare`: recorded programs under several options side by side, and what PyTorch needs for them.
+//! `compare`: recorded programs under several options side by side, and what PyTorch needs for
+//! them.
 
 mod pytorch;
 mod summary;
@@ -15,7 +16,8 @@ use crate::table::{NOTHING, table};
 use crate::text::Bytes;
 use summary::{Summary, summaries};
 
-/// Options that are compared unless the user names some: PyTorch's way, memory that streams share, and mapped memory.
+/// Options that are compared unless the user names some: PyTorch's way, memory that streams share,
+/// and mapped memory.
 const CONFIGS: [&str; 3] = ["backing:segments,cross_stream:off", "backing:segments", "backing:paged"];
 
 /// A program under some options, or in PyTorch. `compare --help` explains the fields.
@@ -52,7 +54,8 @@ enum Line<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened, PyTorch's figures cannot be read, or standard output cannot be written.
+/// When the device cannot be opened, PyTorch's figures cannot be read, or standard output cannot be
+/// written.
 pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?;
     let mut configs: Vec<ConfigArg> = Vec::new();
@@ -143,7 +146,8 @@ impl Row {
         }
     }
 
-    /// Whether every request of every pass was served. What was not served took no memory either, so other figures say nothing then.
+    /// Whether every request of every pass was served. What was not served took no memory either,
+    /// so other figures say nothing then.
     fn finished(&self) -> bool {
         self.refused() == 0
     }

@@ -1,6 +1,7 @@
 //! Figures that PyTorch's own allocator gave for recorded programs, from a JSON file.
 //!
-//! The file maps a program's name to `configs`, and those a name to `options`, peaks, counts and times; other keys are skipped.
+//! The file maps a program's name to `configs`, and those a name to `options`, peaks, counts and
+//! times; other keys are skipped.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -7,7 +7,8 @@ use crate::commands::hundredths;
 use crate::commands::options;
 use crate::table::table;
 
-/// All programs under some options: geometric means, the worst, and totals. `compare --help` explains the fields.
+/// All programs under some options: geometric means, the worst, and totals. `compare --help`
+/// explains the fields.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Summary {
     config: String,
@@ -43,7 +44,8 @@ pub(super) fn summaries(rows: &[Row]) -> Vec<Summary> {
 }
 
 fn summarise(config: &str, rows: &[&Row]) -> Summary {
-    // One that did not finish took less memory and time than it needs. Where it would have fitted is known all the same.
+    // One that did not finish took less memory and time than it needs. Where it would have fitted
+    // is known all the same.
     let finished: Vec<&Row> = rows.iter().copied().filter(|row| row.finished()).collect();
     let mean = |figure| all(&finished, figure).and_then(|figures| geometric_mean(&figures));
     let worst = |figure| all(&finished, figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
@@ -72,8 +74,8 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
     }
 }
 
-/// A figure of all these programs. A mean over some of them would not compare with one over all, so `None` unless all have it, or if there
-/// are none.
+/// A figure of all these programs. A mean over some of them would not compare with one over all, so
+/// `None` unless all have it, or if there are none.
 fn all(rows: &[&Row], figure: fn(&Row) -> Option<f64>) -> Option<Vec<f64>> {
     let figures = rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
     figures.filter(|figures| !figures.is_empty())

@@ -18,7 +18,8 @@ pub(super) struct Compared {
     pub(super) trace: String,
     pub(super) config: String,
     pub(super) requested: u64,
-    /// The most that it held on a device with plenty; if requests were refused there, for what was served.
+    /// The most that it held on a device with plenty; if requests were refused there, for what was
+    /// served.
     pub(super) reserved: u64,
     pub(super) growths: u64,
     /// `None` if it finishes on no device.

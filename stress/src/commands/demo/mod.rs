@@ -1,4 +1,5 @@
-//! `demo`: a guided run, on recorded programs: why memory runs out while much of it is free, and what helps.
+//! `demo`: a guided run, on recorded programs: why memory runs out while much of it is free, and
+//! what helps.
 
 mod compare;
 mod play;
@@ -30,15 +31,16 @@ const SPARE_PERCENT: u64 = 2;
 /// Runs the command.
 ///
 /// # Errors
-/// When a device cannot be opened, the allocator fails for another reason than lack of memory, or standard output cannot be
-/// written.
+/// When a device cannot be opened, the allocator fails for another reason than lack of memory, or
+/// standard output cannot be written.
 pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     if session.sim().is_none() {
         session.message("the demonstration needs devices of several sizes, so it uses a simulated one");
         return run(&session.simulated()?, args);
     }
     if let Some(alone) = session.without_other_programs() {
-        // Devices are as large as the story needs, and what others hold of them would leave too little for it.
+        // Devices are as large as the story needs, and what others hold of them would leave too
+        // little for it.
         session.message("warning: other= has no effect here: the demonstration's devices have no other programs");
         return run(&alone, args);
     }
@@ -197,7 +199,8 @@ impl Teller<'_> {
         Ok(compared.iter().map(compare::Compared::outcome).max().unwrap_or(Outcome::Done))
     }
 
-    /// Says that a program lacked memory: the story and the rows do not tell that the run ends with it.
+    /// Says that a program lacked memory: the story and the rows do not tell that the run ends with
+    /// it.
     fn out_of_memory(&self, program: &Program, options: &str, ooms: u64, device: Bytes) {
         let (name, requests) = (&program.name, if ooms == 1 { "request was" } else { "requests were" });
         self.session.message(format_args!(

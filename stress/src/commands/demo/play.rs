@@ -176,8 +176,8 @@ pub(super) struct Moving {
     pub(super) hazards: u64,
 }
 
-/// Plays the program with the default options, until a request is refused or it ends. Blocks have known contents; those that are
-/// live after half of it are looked at then.
+/// Plays the program with the default options, until a request is refused or it ends. Blocks have
+/// known contents; those that are live after half of it are looked at then.
 pub(super) fn moving(session: &Session, program: &Program, capacity: u64) -> Result<Moving, Failure> {
     let device = session.open_with_capacity(capacity)?;
     let stage = Stage::new(session, &device, &ConfigArg::default(), program.streams.len())?;

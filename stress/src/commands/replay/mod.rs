@@ -80,7 +80,8 @@ pub struct Row {
 /// Runs the command.
 ///
 /// # Errors
-/// When standard output cannot be written, and when a snapshot is to be saved of several programs or under several options.
+/// When standard output cannot be written, and when a snapshot is to be saved of several programs
+/// or under several options.
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     let (files, configs) = (args.files.len(), session.configs().len());
     if args.snapshot.is_some() && (files, configs) != (1, 1) {
@@ -140,7 +141,8 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-/// What to say of a program that does not finish on the default device: a simulated one on which it does, tried out.
+/// What to say of a program that does not finish on the default device: a simulated one on which it
+/// does, tried out.
 fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) -> Result<String, Failure> {
     // Later passes may need a little more than the first.
     let play = |bytes| -> Result<Option<u64>, Failure> {
@@ -235,7 +237,8 @@ pub(super) fn replay(
     })
 }
 
-/// Replays a program once more and takes a snapshot, with all of the history, before its blocks are freed.
+/// Replays a program once more and takes a snapshot, with all of the history, before its blocks are
+/// freed.
 pub(crate) fn snapshot(
     session: &Session,
     program: &Program,
@@ -249,7 +252,8 @@ pub(crate) fn snapshot(
     Ok(subject.allocator().snapshot())
 }
 
-/// What was seen of some passes: their costs; statistics and refusals of the first, refusals of the later ones.
+/// What was seen of some passes: their costs; statistics and refusals of the first, refusals of the
+/// later ones.
 struct Observations {
     costs: Vec<Costs>,
     stats: MemoryStats,

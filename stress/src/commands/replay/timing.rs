@@ -1,5 +1,5 @@
-//! The passes that are timed: in turns with those of the yardstick, and before those of the driver's pool, which would else share the
-//! device's memory with what the allocator holds.
+//! The passes that are timed: in turns with those of the yardstick, and before those of the
+//! driver's pool, which would else share the device's memory with what the allocator holds.
 
 use aquifer::Device;
 use indicatif::ProgressBar;
@@ -81,8 +81,9 @@ fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Poo
     Ok(Pooled { reserved, times: pool.times, ooms })
 }
 
-/// The most that the pool held. The driver's mark of it stays for the whole process, so it only tells where it was raised since
-/// `before`. Where it was not, it is what was held at the end of a pass: nobody waits during passes, so the pool gave nothing back.
+/// The most that the pool held. The driver's mark of it stays for the whole process, so it only
+/// tells where it was raised since `before`. Where it was not, it is what was held at the end of a
+/// pass: nobody waits during passes, so the pool gave nothing back.
 fn most_held(before: u64, mark: u64, at_ends: u64) -> u64 {
     if mark > before { mark } else { at_ends }
 }

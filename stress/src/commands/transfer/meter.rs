@@ -1,5 +1,5 @@
-//! What measures: a device with transfers, and a clock. That of a simulated device is its own; on a real one it is the host's,
-//! from before the first call until the wait has returned.
+//! What measures: a device with transfers, and a clock. That of a simulated device is its own; on a
+//! real one it is the host's, from before the first call until the wait has returned.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -101,7 +101,8 @@ impl Meter {
         Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap_or(usize::MAX), &self.stream)?)
     }
 
-    /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The device is idle before each.
+    /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The
+    /// device is idle before each.
     pub(super) fn time(&self, work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
         self.time_by(|| self.now_ns(), work)
     }

@@ -13,7 +13,8 @@ use meter::Meter;
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened or fails, lacks memory for the smallest copies, or standard output cannot be written.
+/// When the device cannot be opened or fails, lacks memory for the smallest copies, or standard
+/// output cannot be written.
 pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
     let meter = Meter::new(session, args)?;
     if args.measures(Part::Copies) {

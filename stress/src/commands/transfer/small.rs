@@ -89,7 +89,8 @@ fn told(pay_below: Option<u64>) -> String {
     }
 }
 
-/// Nanoseconds of all copies: one call each from page-locked memory, and packed together from ordinary memory.
+/// Nanoseconds of all copies: one call each from page-locked memory, and packed together from
+/// ordinary memory.
 fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Failure> {
     let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
     let (pinned, ordinary) = (meter.pinned(len as u64)?, vec![1u8; len]);

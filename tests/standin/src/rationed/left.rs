@@ -1,4 +1,5 @@
-//! What callers made and did not give back. A device that is shared by many rations, one after the other, must not keep it.
+//! What callers made and did not give back. A device that is shared by many rations, one after the
+//! other, must not keep it.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,7 +22,8 @@ pub(super) struct Left {
 }
 
 impl Left {
-    /// Ends captures, and waits for the work of the device. False if that cannot be done, so that nothing may be freed.
+    /// Ends captures, and waits for the work of the device. False if that cannot be done, so that
+    /// nothing may be freed.
     pub(super) fn stop(&mut self, below: &dyn Driver) -> bool {
         for stream in self.capturing.drain() {
             if below.capture_status(stream).is_ok_and(|status| status != CaptureStatus::None) {
@@ -31,7 +33,8 @@ impl Left {
         below.synchronize().is_ok()
     }
 
-    /// Gives all of it back, with memory that takes of the ration. There is nobody to tell of errors.
+    /// Gives all of it back, with memory that takes of the ration. There is nobody to tell of
+    /// errors.
     pub(super) fn give_back(
         &mut self,
         below: &dyn Driver,
@@ -51,7 +54,8 @@ impl Left {
         self.streams.drain().for_each(|stream| drop(below.destroy_stream(stream)));
         self.modules.drain().for_each(|module| drop(below.unload_module(module)));
         for ptr in self.host.drain() {
-            // SAFETY: whoever has memory of a driver keeps the driver, so it is nobody's; the device was waited for.
+            // SAFETY: whoever has memory of a driver keeps the driver, so it is nobody's; the
+            // device was waited for.
             drop(unsafe { below.host_free(ptr) });
         }
         for ptr in self.registered.drain() {

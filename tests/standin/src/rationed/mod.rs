@@ -1,11 +1,12 @@
 //! A driver that gives out less memory than its device has, and whose calls fail on order.
 //!
-//! It counts what plain allocations and physical memory take, and answers as a device of that size would. A fault strikes before
-//! the call does anything. What changes the ration is called under the state's lock, so that a handle or address that the driver
-//! gives out again at once is not taken for the old one.
+//! It counts what plain allocations and physical memory take, and answers as a device of that size
+//! would. A fault strikes before the call does anything. What changes the ration is called under
+//! the state's lock, so that a handle or address that the driver gives out again at once is not
+//! taken for the old one.
 //!
-//! Many rations share one device, one after the other: what a caller leaves behind, because its device was lost, goes back to the
-//! device when the ration is dropped.
+//! Many rations share one device, one after the other: what a caller leaves behind, because its
+//! device was lost, goes back to the device when the ration is dropped.
 
 mod driver;
 mod left;
@@ -24,7 +25,8 @@ use parking_lot::Mutex;
 
 use left::Left;
 
-/// Addresses can be reserved for so many times the memory of the device, as on the simulated one, which says why.
+/// Addresses can be reserved for so many times the memory of the device, as on the simulated one,
+/// which says why.
 pub const ADDRESSES_FOR_MEMORY: u64 = 64;
 
 /// Plain allocations take whole pieces of this many bytes from the ration.
@@ -48,7 +50,8 @@ const ROUNDING: u64 = 512;
 pub struct Rationed {
     gpu: Arc<dyn Driver>,
     info: DeviceInfo,
-    /// Whether its physical memory can be made fit for RDMA, and be exported, as far as that depends on the configuration.
+    /// Whether its physical memory can be made fit for RDMA, and be exported, as far as that
+    /// depends on the configuration.
     rdma: bool,
     export: bool,
     state: Mutex<State>,
@@ -123,8 +126,9 @@ impl Rationed {
         &*self.gpu
     }
 
-    /// Waits until work that was enqueued here is done. While a stream captures that can be done for streams which were made here
-    /// and do not; then the answer is false, as what went before on the others may be pending.
+    /// Waits until work that was enqueued here is done. While a stream captures that can be done
+    /// for streams which were made here and do not; then the answer is false, as what went before
+    /// on the others may be pending.
     ///
     /// # Errors
     /// Those of the driver below.
@@ -232,7 +236,8 @@ impl Rationed {
         Ok(made)
     }
 
-    /// Makes a call that ends something. It is forgotten before, because the driver may give its handle out again at once.
+    /// Makes a call that ends something. It is forgotten before, because the driver may give its
+    /// handle out again at once.
     fn end<T: Copy + Eq + Hash>(
         &self,
         operation: Operation,

@@ -91,7 +91,8 @@ fn the_status_tells_active_from_broken() {
     assert_eq!(call!(cuStreamBeginCapture_v2(null_mut(), RELAXED)), 900, "not the legacy stream");
 }
 
-/// Begins a capture in a mode, makes a call, and tells its answer and whether the capture was broken.
+/// Begins a capture in a mode, makes a call, and tells its answer and whether the capture was
+/// broken.
 fn during(card: &Card, mode: Mode, make: impl FnOnce() -> u32) -> (u32, bool) {
     let stream = card.stream(1);
     assert_eq!(call!(cuStreamBeginCapture_v2(stream, mode)), 0);

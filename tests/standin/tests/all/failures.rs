@@ -93,7 +93,8 @@ fn any_function_can_be_made_to_fail_in_one_thread() {
     }
 }
 
-/// A program that makes a context, a stream, memory, a copy, and gives everything back. How far it came shows in its result.
+/// A program that makes a context, a stream, memory, a copy, and gives everything back. How far it
+/// came shows in its result.
 fn program(ordinal: usize) -> Result<Vec<u32>, DriverError> {
     let context = CudaContext::new(ordinal)?;
     let stream = context.new_stream()?;

@@ -32,7 +32,8 @@ fn every_kernel_is_in_the_module_that_it_names_as_it_is_declared() {
         assert_eq!(answer, 0, "{}", kernel.name);
         let (found, function) = function(module, kernel.name);
         assert_eq!(found, 0, "{}", kernel.name);
-        // Arguments that are missing are found only after the declaration was seen to fit: 701 where it does not.
+        // Arguments that are missing are found only after the declaration was seen to fit: 701
+        // where it does not.
         if !kernel.params.is_empty() {
             assert_eq!(launch(function, 0, &mut []), 1, "{}", kernel.name);
         }

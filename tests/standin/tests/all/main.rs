@@ -1,7 +1,8 @@
-//! The stand-in driver as programs see it: through cudarc, which loads it as if it were the CUDA driver.
+//! The stand-in driver as programs see it: through cudarc, which loads it as if it were the CUDA
+//! driver.
 //!
-//! Each test has a device of its own, so they run side by side. What concerns the process as a whole, such as a driver without
-//! devices, is tested in processes of its own (`process.rs`).
+//! Each test has a device of its own, so they run side by side. What concerns the process as a
+//! whole, such as a driver without devices, is tested in processes of its own (`process.rs`).
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail where a test fails")]
 #![cfg_attr(not(target_os = "linux"), allow(unused, reason = "the library can only be loaded on Linux"))]
 

@@ -1,4 +1,5 @@
-//! Two devices: copies from one to the other, waits for the other one's events, access to the other one's memory.
+//! Two devices: copies from one to the other, waits for the other one's events, access to the other
+//! one's memory.
 
 use aquifer_standin::Number;
 use cudarc::driver::sys::{CUcontext, CUevent, CUstream};

@@ -1,5 +1,5 @@
-//! What concerns a whole process: the environment, a driver that is old, and what is in the target folder. Each of these tests
-//! runs itself in a process of its own.
+//! What concerns a whole process: the environment, a driver that is old, and what is in the target
+//! folder. Each of these tests runs itself in a process of its own.
 
 use std::env;
 use std::ffi::CStr;

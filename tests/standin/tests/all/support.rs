@@ -1,4 +1,5 @@
-//! What the tests share: a device of the stand-in with a context on it, and the driver's answers as numbers.
+//! What the tests share: a device of the stand-in with a context on it, and the driver's answers as
+//! numbers.
 
 use std::sync::Arc;
 
@@ -11,7 +12,8 @@ pub(crate) const MIB: usize = 1 << 20;
 /// Makes a raw call of the driver: its answer as a number, 0 for success.
 macro_rules! call {
     ($name:ident($($argument:expr),* $(,)?)) => {{
-        // SAFETY: pointers are null or to live values of the function's types; handles are checked by the stand-in.
+        // SAFETY: pointers are null or to live values of the function's types; handles are checked
+        // by the stand-in.
         let answer = unsafe { cudarc::driver::sys::$name($($argument),*) };
         $crate::support::number(answer)
     }};

@@ -1,5 +1,5 @@
-//! Buffers of every kind of memory: blocks, private pools, memory that grows, memory that others have a handle of. Streams take turns
-//! with all of them in the same way.
+//! Buffers of every kind of memory: blocks, private pools, memory that grows, memory that others
+//! have a handle of. Streams take turns with all of them in the same way.
 
 use std::time::Duration;
 
@@ -231,7 +231,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: u32::try_from(Subject::share(150)).unwrap(), ..ProptestConfig::default() })]
-    /// Whatever buffers share, and whoever grows and shrinks below them: no stream meets another's work, because all take turns.
+    /// Whatever buffers share, and whoever grows and shrinks below them: no stream meets another's
+    /// work, because all take turns.
     #[test]
     fn turns_are_all_the_order_that_programs_need(steps in prop::collection::vec(step(), 1..80)) {
         let bench = Bench::new("");
@@ -245,7 +246,8 @@ proptest! {
                 Step::Shrink(cache, mib, by) => {
                     let shared = buffers.iter().any(|buffer| buffer.ptr() == caches[cache].ptr());
                     let smaller = mib * MIB < caches[cache].bytes();
-                    // Others must be ordered before the shrinking stream where they used what it gives up.
+                    // Others must be ordered before the shrinking stream where they used what it
+                    // gives up.
                     for stream in streams {
                         streams[by].wait_for(&stream.tick()).unwrap();
                     }

@@ -1,4 +1,5 @@
-//! Exportable memory: physical memory of its own that goes back once it is done, on every backing, and after every failure.
+//! Exportable memory: physical memory of its own that goes back once it is done, on every backing,
+//! and after every failure.
 
 use std::time::Duration;
 
@@ -172,7 +173,8 @@ fn it_gets_addresses_that_cached_memory_holds() {
     driver.assert_no_violation();
 }
 
-/// After the limit was lowered, and after others took their headroom: as much goes back as is in the way, not as much as is asked for.
+/// After the limit was lowered, and after others took their headroom: as much goes back as is in
+/// the way, not as much as is asked for.
 #[test]
 fn all_that_is_cached_may_go_for_it() {
     for backing in BACKINGS {

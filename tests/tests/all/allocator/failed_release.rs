@@ -28,7 +28,8 @@ fn other_streams_still_wait_for_its_last_use() {
     assert_eq!(allocator.empty_cache().unwrap(), 0, "nothing goes while somebody captures");
     driver.clear_faults();
     assert_eq!(allocator.memory_reserved(), 40 << 20);
-    // Something of another stream that must be asked for makes the search look at every stream's blocks.
+    // Something of another stream that must be asked for makes the search look at every stream's
+    // blocks.
     let three = device.stream().unwrap();
     driver.stall(&three, Duration::from_secs(1)).unwrap();
     drop(allocator.alloc_bytes(60 << 20, &three).unwrap());

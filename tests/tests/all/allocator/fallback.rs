@@ -10,7 +10,8 @@ use tracing::Level;
 
 use crate::allocator::events::Events;
 
-/// What is logged while an allocator is made on a device, and used a little, and where its memory came from.
+/// What is logged while an allocator is made on a device, and used a little, and where its memory
+/// came from.
 fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
     let warnings = Events::up_to(Level::WARN);
     let is_mapped = tracing::subscriber::with_default(warnings.clone(), || {

@@ -1,5 +1,6 @@
-//! Graphs and the memory that they use: it stays while they may be launched, and while they run, whatever happens to the pool that it
-//! is from; and nothing that the allocator does breaks a capture.
+//! Graphs and the memory that they use: it stays while they may be launched, and while they run,
+//! whatever happens to the pool that it is from; and nothing that the allocator does breaks a
+//! capture.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -150,7 +151,8 @@ fn a_pool_lends_no_memory_that_a_graph_may_use() {
     bench.end();
 }
 
-/// Whatever runs out or is given back meanwhile, the capture goes on, and errors are what they are without one.
+/// Whatever runs out or is given back meanwhile, the capture goes on, and errors are what they are
+/// without one.
 #[test]
 fn no_capture_is_broken_by_giving_memory_back() {
     type Meanwhile = fn(&Bench) -> Result<(), AllocError>;
@@ -318,7 +320,8 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
             assert!(bytes.iter().all(|&byte| byte == 9), "{options:?}: the graph wrote over it");
         }
         drop(held);
-        // Others get what is free of the pool beside what the graph uses, and captures get that of the graph.
+        // Others get what is free of the pool beside what the graph uses, and captures get that of
+        // the graph.
         let rest = bench.allocator.alloc_bytes(CAPACITY - bench.allocator.memory_reserved(), two).unwrap();
         let lent = held_on.map(|stream| bench.allocator.alloc_bytes(8 * MIB, stream).unwrap());
         assert!(matches!(bench.allocator.alloc_bytes(8 * MIB, one), Err(AllocError::OutOfMemory(_))), "{options:?}");

@@ -1,5 +1,5 @@
-//! Graphs that outlive what they need: the allocator, their pool and its place among pools. And graphs that others launch, on streams that
-//! nobody here knows.
+//! Graphs that outlive what they need: the allocator, their pool and its place among pools. And
+//! graphs that others launch, on streams that nobody here knows.
 
 use std::sync::{Arc, Mutex};
 

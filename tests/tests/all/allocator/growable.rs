@@ -1,4 +1,5 @@
-//! Growable memory: one address, memory as needed, nothing reused before it is done, nothing lost in a failure.
+//! Growable memory: one address, memory as needed, nothing reused before it is done, nothing lost
+//! in a failure.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -123,8 +124,8 @@ fn growing_again_takes_back_what_was_not_recycled() {
     setup.assert_returned();
 }
 
-/// Whichever stream uses the end before it is given up, and wherever in a granule that is: who grows it again comes later, and so does who
-/// grows further within the same granule.
+/// Whichever stream uses the end before it is given up, and wherever in a granule that is: who
+/// grows it again comes later, and so does who grows further within the same granule.
 #[test]
 fn what_it_grows_by_again_comes_after_its_last_uses() {
     for (large, small) in [(8, 4), (8, 5), (8, 7), (7, 6), (9, 5)] {
@@ -321,7 +322,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: u32::try_from(Subject::share(200)).unwrap(), ..ProptestConfig::default() })]
-    /// Growables and blocks share memory on two streams: nobody meets another's work, and the sums are right.
+    /// Growables and blocks share memory on two streams: nobody meets another's work, and the sums
+    /// are right.
     #[test]
     fn programs(steps in prop::collection::vec(step(), 1..80), faults in prop::option::weighted(0.3, 0.005..0.05_f64)) {
         let setup = setup("");
@@ -401,7 +403,8 @@ fn measures_of_fragmentation_count_it() {
     setup.assert_returned();
 }
 
-/// A full cache of frames of several granules, from which a growable takes its memory, is grown and shrunk by one granule at a time.
+/// A full cache of frames of several granules, from which a growable takes its memory, is grown and
+/// shrunk by one granule at a time.
 fn shrinks_by_granules(options: &str, capacity: u64) {
     let bench = Bench::new(capacity, options);
     drop(

@@ -1,4 +1,5 @@
-//! Everything that changes mappings at the same time, on several threads: sums agree at the end, and nobody met another's work.
+//! Everything that changes mappings at the same time, on several threads: sums agree at the end,
+//! and nobody met another's work.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,6 @@
-//! The allocator, one subject a file: memory that others know, memory that grows in place or sleeps, turns with buffers, graphs, peaks,
-//! blocks that wait, and what happens where the driver refuses.
+//! The allocator, one subject a file: memory that others know, memory that grows in place or
+//! sleeps, turns with buffers, graphs, peaks, blocks that wait, and what happens where the driver
+//! refuses.
 
 mod buffers;
 mod events;

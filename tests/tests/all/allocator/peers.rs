@@ -1,5 +1,5 @@
-//! Peers: access to every mapping, present and future, whatever moves or fails meanwhile. On one GPU there are none, and nothing to
-//! test.
+//! Peers: access to every mapping, present and future, whatever moves or fails meanwhile. On one
+//! GPU there are none, and nothing to test.
 
 use std::thread;
 

@@ -1,4 +1,5 @@
-//! What is pinned stays where it is: it is not moved, trimmed or released, whatever becomes of the allocation.
+//! What is pinned stays where it is: it is not moved, trimmed or released, whatever becomes of the
+//! allocation.
 
 use aquifer::memory::{AllocError, Allocation, Config};
 use aquifer::{Allocator, Device};

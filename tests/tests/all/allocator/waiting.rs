@@ -8,7 +8,8 @@ use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on, write_on};
 
 const LONG: Duration = Duration::from_millis(50);
 
-/// A bench whose side stream is busy with 20 MiB that the program gave back, and which are all that the device has to give.
+/// A bench whose side stream is busy with 20 MiB that the program gave back, and which are all that
+/// the device has to give.
 fn one_block_waits(backing: Backing) -> Bench {
     let bench = Bench::new(22 * MIB, &on(backing, "cross_stream:ready"));
     let block = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();

@@ -163,7 +163,8 @@ fn many_streams_and_pools_find_addresses() {
         write_on(stream, block.ptr(), bytes);
         block
     };
-    // Every stream holds on to a little in both of its pools, and then each has most of the device in turn.
+    // Every stream holds on to a little in both of its pools, and then each has most of the device
+    // in turn.
     let keeps: Vec<_> = streams.iter().flat_map(|stream| [1000, MIB + 512].map(|bytes| alloc(stream, bytes))).collect();
     check::statistics(&bench.allocator, (40, 20 * (MIB + 1512)));
     for stream in &streams {

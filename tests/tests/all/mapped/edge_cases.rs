@@ -1,4 +1,5 @@
-//! Mapped memory at its edges: mappings that fail or are stuck, devices of odd sizes, pools, captures and pins.
+//! Mapped memory at its edges: mappings that fail or are stuck, devices of odd sizes, pools,
+//! captures and pins.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -26,7 +27,8 @@ fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
     bench.stream.synchronize().unwrap();
     let late = Mutex::new(Some(used));
     let (stream, driver) = (bench.stream.clone(), bench.driver.clone());
-    // While one block is on its way back to the device, its neighbour is used and given back; and then it stays after all.
+    // While one block is on its way back to the device, its neighbour is used and given back; and
+    // then it stays after all.
     let registration = bench.allocator.observe_mappings(move |change| {
         if let (MappingChange::BeforeUnmap { .. }, Some(late)) = (change, late.lock().unwrap().take()) {
             stream.tick().cover().unwrap();
@@ -198,7 +200,8 @@ fn memory_that_a_capture_keeps_back_is_not_waited_for() {
     write_on(&bench.side, used.ptr(), used.bytes());
     drop(used);
     let capture = bench.side.begin_capture().unwrap();
-    // More than is in use would be held, and the host might wait for what is free, were it not for the capture.
+    // More than is in use would be held, and the host might wait for what is free, were it not for
+    // the capture.
     let other = block(&bench, 200);
     drop(capture.end().unwrap());
     drop(other);
@@ -253,8 +256,8 @@ fn memory_pinned_while_the_allocator_falls_asleep_stays() {
     driver.assert_no_violation();
 }
 
-/// The peaks of reserved and allocated memory of a program whose blocks are of other sizes in each phase. At the start it asks for
-/// `refused` bytes in vain, if that is not 0.
+/// The peaks of reserved and allocated memory of a program whose blocks are of other sizes in each
+/// phase. At the start it asks for `refused` bytes in vain, if that is not 0.
 fn peaks_of_phases(refused: u64) -> (u64, u64) {
     let bench = Bench::new(40 * GIB, "");
     let alloc = |mib: u64| bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();

@@ -1,4 +1,5 @@
-//! Frames of mapped memory: few driver calls where memory stays, and memory that can move whatever stays beside it.
+//! Frames of mapped memory: few driver calls where memory stays, and memory that can move whatever
+//! stays beside it.
 
 use aquifer::memory::Allocation;
 use aquifer_device::Operation;

@@ -1,4 +1,5 @@
-//! Memory that moves while devices are at work: a thousand seeds with the race detector, and devices that lag.
+//! Memory that moves while devices are at work: a thousand seeds with the race detector, and
+//! devices that lag.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -32,8 +33,9 @@ impl Drop for Seed {
     }
 }
 
-/// A program on three streams that holds up to ten blocks of up to 12 MiB on a device of 64 MiB, and has work enqueued on each
-/// when it gives it back, some on another stream. Returns how many granules moved.
+/// A program on three streams that holds up to ten blocks of up to 12 MiB on a device of 64 MiB,
+/// and has work enqueued on each when it gives it back, some on another stream. Returns how many
+/// granules moved.
 fn crowded(seed: u64) -> u64 {
     let driver = Subject::open(&SimConfig::new(64 * MIB).seed(seed));
     let device = driver.device();
@@ -91,7 +93,8 @@ fn memory_moves_without_a_race_under_1000_seeds() {
     assert!(programs > seeds / 2, "only {programs} programs moved memory");
 }
 
-/// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how many operations it made.
+/// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how
+/// many operations it made.
 fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Allocator, u64) {
     let (subject, driver) = Subject::lagging(&SimConfig::new(GIB).seed(seed), 1000);
     let device = subject.device();
@@ -120,7 +123,8 @@ fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Alloca
 
 #[test]
 fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
-    // Where streams lend each other memory, they record events for waits, too: those are not milestones.
+    // Where streams lend each other memory, they record events for waits, too: those are not
+    // milestones.
     for (streams, policy, spacing) in [(1, "ready", 100), (2, "off", 100), (2, "ready", 40)] {
         for seed in 0..2 {
             let _seed = Seed(seed);
@@ -146,8 +150,9 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
     }
 }
 
-/// Blocks go from stream to stream, as in a pipeline, while the device is 300 events behind: three times as much memory is in use as the
-/// host knows to be needed. So what may be bought instead of moved is no share of the peak in use.
+/// Blocks go from stream to stream, as in a pipeline, while the device is 300 events behind: three
+/// times as much memory is in use as the host knows to be needed. So what may be bought instead of
+/// moved is no share of the peak in use.
 #[test]
 fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     let (subject, driver) = Subject::lagging(&SimConfig::new(16 * GIB), 300);

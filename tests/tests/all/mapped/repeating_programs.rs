@@ -10,7 +10,8 @@ use aquifer_device::Operation;
 use aquifer_stress::input::{self, Event, Program};
 use aquifer_tests::{Bench, GIB, MIB, Subject};
 
-/// Plays a program once; returns the mapping calls of each iteration, what comes before the first one included as one.
+/// Plays a program once; returns the mapping calls of each iteration, what comes before the first
+/// one included as one.
 fn mapping_calls(program: &Program) -> Vec<u64> {
     let driver = Subject::new(80 * GIB);
     let device = driver.device();
@@ -64,7 +65,8 @@ fn calls_when_steady(path: &Path) -> u64 {
 fn a_program_that_repeats_stops_mapping() {
     for file in ["../stress/testdata/gpt2_fp32", "../stress/testdata/vit_l16", "testdata/llama1b_ckpt"] {
         let counts = calls_by_iteration(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("{file}.trace.gz")));
-        // What comes before the first iteration counts as one. Two repeats follow the first iteration.
+        // What comes before the first iteration counts as one. Two repeats follow the first
+        // iteration.
         assert!(counts[4..].iter().all(|&calls| calls == 0), "{file}: {counts:?}");
     }
 }
@@ -105,7 +107,8 @@ fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
     bench.assert_returned();
 }
 
-/// Mapping calls, and granules moved, in each epoch of a training program whose batches vary in length, but are the same in every epoch.
+/// Mapping calls, and granules moved, in each epoch of a training program whose batches vary in
+/// length, but are the same in every epoch.
 fn calls_by_epoch(bench: &Bench, epochs: usize) -> Vec<(u64, u64)> {
     let mut next = scrambled();
     let lengths: Vec<u64> = (0..16).map(|_| 300 + next(212)).collect();
@@ -127,7 +130,8 @@ fn mapping_calls_so_far(bench: &Bench) -> u64 {
     [Operation::CreatePhysical, Operation::Map, Operation::Unmap].map(|one| calls.of(one)).iter().sum()
 }
 
-/// Forward and backward pass of a language model. What its loss takes is larger than everything else, and lives when most is in use.
+/// Forward and backward pass of a language model. What its loss takes is larger than everything
+/// else, and lives when most is in use.
 fn train_batch(bench: &Bench, length: u64) {
     let alloc = |bytes: u64| bench.allocator.alloc_bytes(bytes * length, &bench.stream).unwrap();
     const LAYER: [u64; 7] = [80_000, 80_000, 80_000, 80_000, 320_000, 320_000, 80_000];

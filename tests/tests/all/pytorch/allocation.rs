@@ -306,7 +306,8 @@ fn kept_5_large_blocks_keep_a_rest_of_up_to_a_mebibyte() {
 fn kept_9_of_equal_blocks_the_lowest_is_reused() {
     let bench = Bench::new(GIB, "backing:segments");
     for bytes in [1000, 3 * MIB, 30 * MIB] {
-        // Six fit into one segment, and the last is kept: no freed block merges with the segment's rest.
+        // Six fit into one segment, and the last is kept: no freed block merges with the segment's
+        // rest.
         let held: Vec<_> = (0..6).map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
         let (freed, mut kept): (Vec<_>, Vec<_>) = (0..).zip(held).partition(|(number, _)| number % 2 == 0);
         let mut places: Vec<_> = freed.iter().map(|(_, block)| block.ptr()).collect();

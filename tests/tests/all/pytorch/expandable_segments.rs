@@ -1,4 +1,5 @@
-//! Defects of PyTorch's expandable segments, by the numbers of their issues, that do not occur here.
+//! Defects of PyTorch's expandable segments, by the numbers of their issues, that do not occur
+//! here.
 
 use std::time::Duration;
 
@@ -110,7 +111,8 @@ fn pytorch_159594_nothing_breaks_when_memory_is_needed_during_a_capture() {
     drop(block(&bench, 40 * MIB));
     drop(bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap());
     let capture = bench.side.begin_capture().unwrap();
-    // It needs memory of another stream, which must not be unmapped on the strength of events inside of the capture.
+    // It needs memory of another stream, which must not be unmapped on the strength of events
+    // inside of the capture.
     let during = bench.allocator.alloc_bytes(50 * MIB, &bench.stream);
     let inside = bench.allocator.alloc_bytes(20 * MIB, &bench.side);
     if let Ok(inside) = &inside {

@@ -1,4 +1,5 @@
-//! PyTorch's own tests, and defects of its expandable segments, one by one; `CHECKLIST.md` lists them all.
+//! PyTorch's own tests, and defects of its expandable segments, one by one; `CHECKLIST.md` lists
+//! them all.
 
 mod allocation;
 mod expandable_segments;

@@ -19,7 +19,8 @@ fn pool(bench: &Bench) -> PrivatePool {
 
 #[test]
 fn item_75_segments_of_a_pool() {
-    // Bytes, how many, and what is reserved for that many while they live; after all but the last, what stays.
+    // Bytes, how many, and what is reserved for that many while they live; after all but the last,
+    // what stays.
     let vectors = [
         (512, 1, 2 * MIB, 2 * MIB),
         (MIB, 2, 2 * MIB, 2 * MIB),

@@ -1,4 +1,5 @@
-//! PyTorch's tests of streams, events and `record_stream`, one by one; `CHECKLIST.md` lists them all.
+//! PyTorch's tests of streams, events and `record_stream`, one by one; `CHECKLIST.md` lists them
+//! all.
 
 use std::time::Duration;
 
@@ -181,7 +182,8 @@ fn defect_7_a_failing_query_loses_no_block() {
 
 #[test]
 fn spurious_out_of_memory_189504() {
-    // The block that fits becomes free only while the ladder waits; it is a piece of a segment that cannot be released.
+    // The block that fits becomes free only while the ladder waits; it is a piece of a segment that
+    // cannot be released.
     let bench = Bench::new(20 * MIB, "cross_stream:off");
     let keeps = bench.allocator.alloc_bytes(2 * MIB, &bench.stream).unwrap();
     let held = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap();

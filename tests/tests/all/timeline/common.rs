@@ -64,7 +64,8 @@ impl Bench {
         self.subject.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
     }
 
-    /// Drops a stream of which the driver says that somebody else destroyed it, so that no last event is ever recorded.
+    /// Drops a stream of which the driver says that somebody else destroyed it, so that no last
+    /// event is ever recorded.
     pub(super) fn drop_destroyed(&self, stream: Stream) {
         self.subject.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code::INVALID_HANDLE });
         drop(stream);

@@ -268,7 +268,8 @@ fn t3_an_event_that_is_not_complete_is_destroyed_at_a_later_call() {
     bench.stall(&one);
     bench.fill(&one);
     one.tick().cover().unwrap();
-    // A timeline goes with its stream if its number cannot go to another one, and nobody keeps a tick.
+    // A timeline goes with its stream if its number cannot go to another one, and nobody keeps a
+    // tick.
     bench.drop_destroyed(one);
     assert_eq!(bench.calls(Operation::DestroyEvent), 0, "the pending event goes without a call");
     two.tick().cover().unwrap();

@@ -1,4 +1,5 @@
-//! Ticks and events that cross devices: what is paid, what is remembered, and that the bytes of copies between devices arrive.
+//! Ticks and events that cross devices: what is paid, what is remembered, and that the bytes of
+//! copies between devices arrive.
 
 use aquifer::device::sim::{Fault, SimConfig};
 use aquifer::device::{DevicePtr, ErrorKind};

@@ -1,4 +1,5 @@
-//! T3 and T4 with several threads: per-thread default streams, and events that are waited for while others recycle.
+//! T3 and T4 with several threads: per-thread default streams, and events that are waited for while
+//! others recycle.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;

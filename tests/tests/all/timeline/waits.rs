@@ -1,4 +1,5 @@
-//! Who waits on the host for a stream, or for the device, knows what is done, and pays for it no second time.
+//! Who waits on the host for a stream, or for the device, knows what is done, and pays for it no
+//! second time.
 
 use super::common::Bench;
 
@@ -64,7 +65,8 @@ fn t4_numbers_go_to_new_streams_after_waits_for_the_device() {
         streams[1].wait_for(&streams[0].tick()).unwrap();
         bench.fill(&streams[1]);
         ids.extend(streams.each_ref().map(aquifer::Stream::id));
-        // Both orders: streams that are there when the device is waited for, and ones that are gone.
+        // Both orders: streams that are there when the device is waited for, and ones that are
+        // gone.
         let [first, second] = streams;
         drop(first);
         bench.device.synchronize().unwrap();

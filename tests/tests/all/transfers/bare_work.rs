@@ -1,5 +1,6 @@
-//! Random programs that get device memory in each public way, use it by bare work on the stream that the documentation names (fills and
-//! copies with the address, no turns), and drop it at any time, while other streams take memory and unused memory goes back.
+//! Random programs that get device memory in each public way, use it by bare work on the stream
+//! that the documentation names (fills and copies with the address, no turns), and drop it at any
+//! time, while other streams take memory and unused memory goes back.
 
 use std::any::Any;
 use std::time::Duration;
@@ -224,7 +225,8 @@ impl World {
         }
     }
 
-    /// Bare work: some that lasts, then a fill and a copy. Where others may take turns with the memory, a transfer sees what was written.
+    /// Bare work: some that lasts, then a fill and a copy. Where others may take turns with the
+    /// memory, a transfer sees what was written.
     fn work(&mut self, Held { ptr, bytes, stream, ready, .. }: &Held, long: bool) {
         self.byte = self.byte.wrapping_add(1);
         if long {
@@ -308,7 +310,8 @@ fn bare_work_on_the_documented_stream_races_with_nothing() {
     });
 }
 
-/// Batches are used by work with their address and dropped before the next one comes; then another stream takes the memory.
+/// Batches are used by work with their address and dropped before the next one comes; then another
+/// stream takes the memory.
 #[test]
 fn prefetched_batches_used_by_bare_work_are_not_overwritten() {
     for seed in 0..20 {

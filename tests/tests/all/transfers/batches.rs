@@ -185,7 +185,8 @@ fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
     other.finish();
 }
 
-/// A copy of a kind (upload, within the device, download) between two parts of a buffer: where each begins, and their length.
+/// A copy of a kind (upload, within the device, download) between two parts of a buffer: where each
+/// begins, and their length.
 type Step = (Direction, u64, u64, u64);
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {

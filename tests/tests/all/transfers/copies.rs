@@ -1,4 +1,5 @@
-//! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and borrowed memory.
+//! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and
+//! borrowed memory.
 
 use aquifer::transfer::{Owner, Region, TransferError};
 use aquifer_transfer::Direction;
@@ -146,7 +147,8 @@ impl World {
         let (buffer, content) = &mut self.devices[device];
         let bytes = pattern(seed, buffer.len());
         let begun = self.bench.transfer.upload(bytes.clone(), buffer);
-        // Threads may still meet a fault, or be told that it was cancelled: known once it was waited for.
+        // Threads may still meet a fault, or be told that it was cancelled: known once it was
+        // waited for.
         *content = (begun.is_ok() && !self.faults).then_some(bytes);
         note(&mut self.uploaded, begun.is_ok(), buffer.len() as u64);
         self.begin(begun.map(Begun::Nothing));

@@ -1,5 +1,6 @@
-//! Code of callers that the library runs (drops of owners, wakers, sources of batches, reclaimers) may wait for transfers, and for the
-//! threads that wait for transfers. Each test has a ring of one thread, and fails where it stands still.
+//! Code of callers that the library runs (drops of owners, wakers, sources of batches, reclaimers)
+//! may wait for transfers, and for the threads that wait for transfers. Each test has a ring of one
+//! thread, and fails where it stands still.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -54,7 +55,8 @@ impl<F: FnOnce()> Drop for Page<F> {
     }
 }
 
-/// An owner whose drop waits for a staged transfer, in all ways, and for all transfers of its runtime.
+/// An owner whose drop waits for a staged transfer, in all ways, and for all transfers of its
+/// runtime.
 fn waits(bench: &Bench, dropped: &Sender<()>) -> impl AsRef<[u8]> + Send + Sync + 'static {
     let (transfer, stream, dropped) = (bench.transfer.clone(), bench.stream.clone(), dropped.clone());
     Page(

@@ -64,8 +64,8 @@ impl Bench {
         drop(self.transfer);
         self.device.synchronize().unwrap();
         let waiting = std::time::Instant::now();
-        // Threads let go of chunks and buffers when they end with a transfer, which nobody waits for if it was
-        // cancelled. A prefetcher's thread may begin with one more batch.
+        // Threads let go of chunks and buffers when they end with a transfer, which nobody waits
+        // for if it was cancelled. A prefetcher's thread may begin with one more batch.
         loop {
             pinned.empty_cache().unwrap();
             allocator.empty_cache().unwrap();

@@ -1,5 +1,5 @@
-//! What goes wrong with transfers elsewhere, and cannot here; each test is named after reports of it (numbers without a name are PyTorch's).
-//! `pains_pinned.rs` has those of page-locked memory.
+//! What goes wrong with transfers elsewhere, and cannot here; each test is named after reports of
+//! it (numbers without a name are PyTorch's). `pains_pinned.rs` has those of page-locked memory.
 
 use aquifer::PinnedBuffer;
 use aquifer::device::{AccessKind, RequestError};
@@ -65,7 +65,8 @@ fn errors_name_both_devices() {
         assert!(text.contains(&is) && text.contains(&needed), "{text}");
         let mut named = [is, needed];
         named.sort_unstable();
-        // Both are opened as the same device, but on a stand-in, where each has a number of its own.
+        // Both are opened as the same device, but on a stand-in, where each has a number of its
+        // own.
         let mut both = if one.device.label() == two.device.label() {
             [opened(&one, "earlier"), opened(&two, "later")]
         } else {
@@ -148,7 +149,8 @@ fn transfers_on_a_capturing_stream_are_refused_and_the_capture_goes_on() {
 fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     let bench = Bench::new();
     let (bytes, len) = (pattern(7, 4 << 20), 4 << 20);
-    // What the stream does takes so long that the threads of the ring would ask about it during the capture.
+    // What the stream does takes so long that the threads of the ring would ask about it during the
+    // capture.
     let write = |buffer: &aquifer::Buffer<u8>| {
         let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         bench.driver.stall(&bench.stream, std::time::Duration::from_millis(1)).unwrap();
@@ -181,7 +183,8 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     bench.finish();
 }
 
-/// Chunks of a transfer that a stream's owner captured meanwhile were copied again by each launch, when they were others'.
+/// Chunks of a transfer that a stream's owner captured meanwhile were copied again by each launch,
+/// when they were others'.
 #[test]
 fn no_part_of_a_transfer_gets_into_a_graph() {
     let bench = Bench::new();
@@ -273,7 +276,8 @@ fn copies_between_devices_are_ordered_on_both() {
     let kernels = [one.transfer.kernels().unwrap(), two.transfer.kernels().unwrap()];
     let (mut source, mut target) = (one.alloc(1 << 20), two.alloc(1 << 20));
     for round in 0..8u8 {
-        // The source is written by a stream that is busy, and again right after; nobody waits on the host.
+        // The source is written by a stream that is busy, and again right after; nobody waits on
+        // the host.
         kernels[0].spin(&one.stream, std::time::Duration::from_micros(100)).unwrap();
         kernels[0].fill(&one.stream, &mut source, round).unwrap();
         kernels[1].fill(&two.stream, &mut target, 0xEEu8).unwrap();
@@ -338,8 +342,9 @@ fn a_region_that_overlaps_its_source_is_refused() {
     bench.finish();
 }
 
-/// All devices of a process shared one map of their memory, whose locks eight of them fought for. A thread that is held up in the midst of
-/// memory running out on one device holds up neither another device nor who needs nothing of that memory.
+/// All devices of a process shared one map of their memory, whose locks eight of them fought for. A
+/// thread that is held up in the midst of memory running out on one device holds up neither another
+/// device nor who needs nothing of that memory.
 #[test]
 fn a_device_that_is_held_up_holds_up_no_other_118550() {
     let (held_up, other) = (Bench::new(), Bench::seeded(1));

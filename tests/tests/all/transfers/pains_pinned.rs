@@ -6,7 +6,8 @@ use aquifer_device::Operation;
 
 use super::{Bench, pattern};
 
-/// A page-locked buffer was filled again, or given to somebody else, while a copy from it was in flight.
+/// A page-locked buffer was filled again, or given to somebody else, while a copy from it was in
+/// flight.
 #[test]
 fn page_locked_memory_in_flight_is_neither_written_nor_reused_130785() {
     let bench = Bench::new();
@@ -74,7 +75,8 @@ fn page_locked_memory_in_flight_needs_no_new_events_68906_69299() {
     bench.finish();
 }
 
-/// Each request asked about every copy in flight before it took anything, unless a thread did so all the time.
+/// Each request asked about every copy in flight before it took anything, unless a thread did so
+/// all the time.
 #[test]
 fn page_locked_memory_comes_back_without_questions_or_threads_135524() {
     let bench = Bench::new();
@@ -121,7 +123,8 @@ fn a_busy_stream_keeps_no_other_memory_back_71616_71745() {
     bench.finish();
 }
 
-/// Device memory that copies on other streams had used stayed away for long, so that programs of many copies took more and more.
+/// Device memory that copies on other streams had used stayed away for long, so that programs of
+/// many copies took more and more.
 #[test]
 fn copies_on_other_streams_do_not_keep_memory_147168_deepep_455() {
     let bench = Bench::new();

@@ -1,7 +1,8 @@
 //! Random programs of transfers.
 //!
-//! Buffers carry the ticks of what uses them, so a program that makes its calls from one thread must see their effects in the order of the
-//! calls, on whatever streams they run, whatever it drops, forgets, cancels or never waits for, wherever its buffers are spilled, and whichever
+//! Buffers carry the ticks of what uses them, so a program that makes its calls from one thread
+//! must see their effects in the order of the calls, on whatever streams they run, whatever it
+//! drops, forgets, cancels or never waits for, wherever its buffers are spilled, and whichever
 //! device they are on.
 
 use aquifer::device::sim::Fault;
@@ -44,14 +45,16 @@ fn transfer_programs_survive_faults() {
     programs(true, (runner::count(1000) / 20).max(FEWEST));
 }
 
-/// Recording an event after a copy failed: the copy is under way, and asking about it must come to an end.
+/// Recording an event after a copy failed: the copy is under way, and asking about it must come to
+/// an end.
 #[test]
 fn a_copy_that_no_event_covers_is_done_some_time() {
     let bench = Bench::new();
     let host = bench.transfer.pinned().alloc_from(&pattern(1, 1000)).unwrap();
     let mut buffer = bench.alloc(1000);
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code::OUT_OF_MEMORY });
-    // On the stream that the memory was allocated for, so that the event after the copy is the first one.
+    // On the stream that the memory was allocated for, so that the event after the copy is the
+    // first one.
     let pending = bench.transfer.on(&bench.stream).unwrap().upload(&host, &mut buffer).unwrap();
     let mut asked = 0;
     while !pending.is_done().unwrap() {
@@ -64,7 +67,8 @@ fn a_copy_that_no_event_covers_is_done_some_time() {
     bench.finish();
 }
 
-/// What was begun and dropped can be waited for as well as what is still held, wherever it runs and whatever comes of it.
+/// What was begun and dropped can be waited for as well as what is still held, wherever it runs and
+/// whatever comes of it.
 #[test]
 fn all_that_was_begun_can_be_waited_for() {
     let bench = Bench::new();
@@ -100,7 +104,8 @@ fn all_that_was_begun_can_be_waited_for() {
     bench.finish();
 }
 
-/// Nothing but what this test enqueues lets time pass: no thread works on a copy of page-locked memory.
+/// Nothing but what this test enqueues lets time pass: no thread works on a copy of page-locked
+/// memory.
 #[test]
 fn waiting_for_all_that_was_begun_is_counted_where_there_is_something_to_wait_for() {
     let bench = Bench::new();

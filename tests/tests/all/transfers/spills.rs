@@ -1,4 +1,5 @@
-//! Steps with buffers that may be spilled: handed over, spilled on request or because memory runs out, used, checked.
+//! Steps with buffers that may be spilled: handed over, spilled on request or because memory runs
+//! out, used, checked.
 
 use aquifer::Pending;
 use aquifer::memory::AllocError;

@@ -36,7 +36,8 @@ pub(super) struct World {
     pub(super) spillable: Vec<(Spillable<u8>, Content)>,
     pub(super) pinned: Vec<(PinnedBuffer<u8>, Content)>,
     begun: VecDeque<Begun>,
-    /// Whole buffers that were uploaded, which counters must tell beside others: how many, and their bytes.
+    /// Whole buffers that were uploaded, which counters must tell beside others: how many, and
+    /// their bytes.
     pub(super) uploaded: (u64, u64),
     /// Forgotten transfers keep what they own.
     forgotten: bool,
@@ -185,7 +186,8 @@ impl World {
         }
     }
 
-    /// A handle whose copies run on one of the program's streams, or on the runtime's, of one priority as often as of another.
+    /// A handle whose copies run on one of the program's streams, or on the runtime's, of one
+    /// priority as often as of another.
     pub(super) fn on(&self, on: Option<usize>) -> aquifer::transfer::Transfer {
         match on {
             Some(stream) => self.bench.transfer.on(&self.streams[stream]).unwrap(),
@@ -250,7 +252,8 @@ impl World {
         }
     }
 
-    /// Uploads the heads of some buffers together, copies each to the next, and reads all of them back.
+    /// Uploads the heads of some buffers together, copies each to the next, and reads all of them
+    /// back.
     fn batch(&mut self, devices: &[usize], seed: u64) {
         let mut batch = self.bench.transfer.batch();
         let mut expected = Vec::new();

@@ -1,5 +1,6 @@
-//! Programs that use cudarc, candle among them, take their GPU memory from Aquifer without a change: they build against
-//! a cudarc with the hook of `cudarc-0.19.10.patch`, and call [`install`] once for each context.
+//! Programs that use cudarc, candle among them, take their GPU memory from Aquifer without a
+//! change: they build against a cudarc with the hook of `cudarc-0.19.10.patch`, and call
+//! [`install`] once for each context.
 //!
 //! ```no_run
 //! let context = cudarc::driver::CudaContext::new(0)?;
@@ -17,9 +18,9 @@ use aquifer::memory::AllocError;
 use aquifer_cudarc::Error;
 use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, sys};
 
-/// Takes the memory of a context's slices from the process's allocator of its device, from now on and for as long as
-/// the context lives, which is until the process ends. Installing it again changes nothing. cudarc frees what it
-/// allocated before.
+/// Takes the memory of a context's slices from the process's allocator of its device, from now on
+/// and for as long as the context lives, which is until the process ends. Installing it again
+/// changes nothing. cudarc frees what it allocated before.
 ///
 /// cudarc's error for memory that ran out has room for a code alone; the allocator's observers
 /// (`Allocator::observe_oom`) get the report.
@@ -28,7 +29,8 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, sys}
 /// As [`aquifer_cudarc::allocator`].
 pub fn install(context: &Arc<CudaContext>) -> Result<Allocator, Error> {
     let memory = aquifer_cudarc::allocator(context)?;
-    // SAFETY: the allocator is that of the context's device, and hands each part of its memory out once.
+    // SAFETY: the allocator is that of the context's device, and hands each part of its memory out
+    // once.
     unsafe { context.set_allocator(Arc::new(Hook(memory.clone()))) };
     Ok(memory)
 }

@@ -1,5 +1,5 @@
-//! candle's tensors on Aquifer, without a change in candle: on the stand-in driver, where allocations and copies are
-//! real and kernels are not.
+//! candle's tensors on Aquifer, without a change in candle: on the stand-in driver, where
+//! allocations and copies are real and kernels are not.
 #![cfg(all(target_os = "linux", feature = "candle"))]
 
 use candle_core::backend::BackendDevice as _;

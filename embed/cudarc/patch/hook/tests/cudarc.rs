@@ -1,4 +1,5 @@
-//! An ordinary cudarc program on the patched cudarc, on the stand-in driver and watched by its race detector.
+//! An ordinary cudarc program on the patched cudarc, on the stand-in driver and watched by its race
+//! detector.
 #![cfg(target_os = "linux")]
 
 use cudarc::driver::{CudaContext, DriverError, sys};

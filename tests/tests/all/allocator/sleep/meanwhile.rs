@@ -65,7 +65,8 @@ fn nobody_gets_a_turn_with_memory_that_is_away() {
     assert!(setup.driver.violations().is_empty());
 }
 
-/// Puts the allocator to sleep on another thread, which waits for this one. Lets `work` work once others are refused.
+/// Puts the allocator to sleep on another thread, which waits for this one. Lets `work` work once
+/// others are refused.
 fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
     thread::scope(|scope| {
         let sleeper = scope.spawn(|| setup.allocator.sleep(Contents::SaveToHost).unwrap());

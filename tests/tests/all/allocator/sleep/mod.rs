@@ -1,4 +1,5 @@
-//! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses anything.
+//! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses
+//! anything.
 
 mod meanwhile;
 
@@ -373,7 +374,8 @@ fn zero_bytes_take_no_memory_that_sleeps() {
     setup.assert_usable_and_returned();
 }
 
-/// What shrinks or goes while the allocator sleeps has its memory again when it wakes up, and gives that back later.
+/// What shrinks or goes while the allocator sleeps has its memory again when it wakes up, and gives
+/// that back later.
 #[test]
 fn snapshots_show_what_growable_memory_gave_up_meanwhile() {
     for shrinks in [false, true] {
