@@ -59,9 +59,9 @@ Methods:
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
 covers driver calls and the device's own work but not what the host does. So staged copies and files
-are not measured there. Of copies from a simulated peer the device that they go to tells the time: what the peer does for them beforehand,
-such as collecting rows, is not in it. Copies on the host are timed by the host's clock on every
-device.
+are not measured there. Of copies from a simulated peer the device that they go to tells the time:
+what the peer does for them beforehand, such as collecting rows, is not in it. Copies on the host
+are timed by the host's clock on every device.
 
 JSON keys of every row:
   part, device, modelled    what was measured, on which device, and whether times come from the

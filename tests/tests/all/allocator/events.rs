@@ -5,15 +5,20 @@ use std::sync::{Arc, Mutex};
 
 use aquifer::prelude::*;
 use tracing::field::{Field, Visit};
-use tracing::{Event, Level, Metadata, Subscriber, span};
+use tracing::subscriber::NoSubscriber;
+use tracing::{Dispatch, Event, Level, Metadata, Subscriber, span};
 
 const MIB: u64 = 1 << 20;
 
 /// Records events up to a level as text: the target, then each field.
+///
+/// While there is one subscriber in the process, `tracing` asks that of the thread which meets an
+/// event first, which may be another test's thread without one. So there are two.
 #[derive(Clone)]
 pub(crate) struct Events {
     level: Level,
     lines: Arc<Mutex<Vec<String>>>,
+    _another: Dispatch,
 }
 
 struct Text(String);
@@ -26,7 +31,7 @@ impl Visit for Text {
 
 impl Events {
     pub(crate) fn up_to(level: Level) -> Events {
-        Events { level, lines: Arc::default() }
+        Events { level, lines: Arc::default(), _another: Dispatch::new(NoSubscriber::default()) }
     }
 
     pub(crate) fn take(&self) -> Vec<String> {
