@@ -1,13 +1,10 @@
 //! External streams: streams that another library owns.
 
-use std::sync::Arc;
-
 use crate::driver::CaptureStatus;
 use crate::error::{Operation, Result};
 use crate::fork;
 use crate::release::Object;
 use crate::stream::Stream;
-use crate::timeline::Timeline;
 
 /// A stream that another library owns, adopted so that ticks can be taken on it.
 ///
@@ -47,6 +44,12 @@ impl ExternalStream {
     /// the driver: the stream then counts as released all the same, and waiting for a tick that no
     /// event covers waits for the whole device.
     pub fn release(&mut self) -> Result<()> {
+        self.end(false)
+    }
+
+    /// Releases the stream. With `no_more_work`, its owner enqueues nothing on it any more, so its
+    /// number can serve a later stream.
+    pub(crate) fn end(&mut self, no_more_work: bool) -> Result<()> {
         if self.released {
             return Ok(());
         }
@@ -58,15 +61,15 @@ impl ExternalStream {
                 scope.give_up();
             }
         }
-        self.close(false)
+        self.close(false, no_more_work)
     }
 
     /// Releases the stream, and also one that captures if `even_capturing`: no call can end its
     /// capture afterwards.
-    fn close(&mut self, even_capturing: bool) -> Result<()> {
+    fn close(&mut self, even_capturing: bool, no_more_work: bool) -> Result<()> {
         let timeline = self.stream.timeline();
         let adopting = self.stream.context().adopting.lock();
-        let closed = timeline.close_released(even_capturing);
+        let closed = timeline.close_released(even_capturing, no_more_work);
         if timeline.is_open() {
             return closed;
         }
@@ -77,13 +80,12 @@ impl ExternalStream {
     }
 
     /// Closes the stream, which its owner destroyed without releasing it. No driver call names its
-    /// handle any more. Returns the timeline, which can serve a later stream.
-    pub(crate) fn note_destroyed(mut self) -> Arc<Timeline> {
+    /// handle any more.
+    pub(crate) fn note_destroyed(mut self) {
         self.released = true;
         let timeline = self.stream.timeline();
         timeline.close_without_event();
         timeline.capture().filter(|scope| scope.began_on(timeline)).into_iter().for_each(|scope| scope.give_up());
-        timeline.clone()
     }
 }
 
@@ -100,7 +102,7 @@ impl Drop for ExternalStream {
                 Err(error) => tracing::warn!(%error, "a capture on an adopted stream could not be ended"),
             }
         }
-        if let Err(error) = self.close(true) {
+        if let Err(error) = self.close(true, false) {
             tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
         }
         // Once the stream is closed, so that no event is recorded into the capture.

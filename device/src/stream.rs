@@ -61,9 +61,10 @@ impl WeakStream {
 struct Inner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
-    /// For a stream that is destroyed with its last handle: the list that its timeline goes to
-    /// then.
-    owned: Option<Weak<ReusableTimelines>>,
+    /// The list that the timeline goes to with the last handle, if it can serve a later stream.
+    reusable: Option<Weak<ReusableTimelines>>,
+    /// True if another library owns the stream. Otherwise it is destroyed with its last handle.
+    is_adopted: bool,
 }
 
 impl Stream {
@@ -72,8 +73,14 @@ impl Stream {
         timeline: Arc<Timeline>,
         owned: Option<&Arc<ReusableTimelines>>,
     ) -> Stream {
-        let owned = owned.map(Arc::downgrade);
-        Stream(Arc::new(Inner { timeline, context, owned }))
+        let reusable = owned.map(Arc::downgrade);
+        Stream(Arc::new(Inner { timeline, context, reusable, is_adopted: false }))
+    }
+
+    /// A stream that another library owns.
+    pub(crate) fn adopted(context: Arc<Context>, timeline: Arc<Timeline>, reusable: &Arc<ReusableTimelines>) -> Stream {
+        let reusable = Some(Arc::downgrade(reusable));
+        Stream(Arc::new(Inner { timeline, context, reusable, is_adopted: true }))
     }
 
     /// A reference that does not keep the stream alive.
@@ -437,10 +444,9 @@ impl Stream {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let Some(owned) = self.owned.as_ref().filter(|_| !fork::is_child()) else { return };
-        if self.timeline.destroy()
-            && let Some(reusable) = owned.upgrade()
-        {
+        let Some(reusable) = self.reusable.as_ref().filter(|_| !fork::is_child()) else { return };
+        let has_ended = if self.is_adopted { self.timeline.has_ended() } else { self.timeline.destroy() };
+        if has_ended && let Some(reusable) = reusable.upgrade() {
             reusable.add(self.timeline.clone());
         }
     }

@@ -105,7 +105,7 @@ impl Device {
         let new = || Timeline::new(context.clone(), raw, kind, None);
         let timeline = self.0.reusable.reopen(raw, kind, None).unwrap_or_else(new);
         let stream = Stream::new(context.clone(), timeline, Some(&self.0.reusable));
-        self.0.streams.insert(&stream, None, None).into_iter().for_each(|external| self.note_destroyed(external));
+        self.0.streams.insert(&stream, None, None).into_iter().for_each(ExternalStream::note_destroyed);
         Ok(stream)
     }
 
@@ -138,7 +138,8 @@ impl Device {
     ///
     /// # Safety
     /// `raw` must be a live stream of this device. If it was not created here, it must stay live
-    /// until it is forgotten or the device is closed.
+    /// until it is forgotten or the device is closed. Once it is forgotten, its owner must not
+    /// enqueue work on it that uses memory of this device's allocators, unless it is adopted again.
     pub unsafe fn stream_from_raw(&self, raw: RawStream) -> Result<Stream> {
         fork::check(Operation::StreamId)?;
         // SAFETY: passed on to the caller.
@@ -147,14 +148,15 @@ impl Device {
 
     /// Releases a stream that [`Device::stream_from_raw`] adopted, before its owner destroys it.
     /// Its ticks stay answerable; calls on handles of it fail from now on. Does nothing for other
-    /// streams.
+    /// streams. Once the last handle is gone and its work is done, its number goes to a later
+    /// stream.
     ///
     /// # Errors
     /// As those of [`ExternalStream::release`]: the stream stays adopted while it captures.
     pub fn forget_stream(&self, raw: RawStream) -> Result<()> {
         fork::check(Operation::StreamId)?;
         let Some(mut external) = self.0.streams.take_kept(raw) else { return Ok(()) };
-        let released = external.release();
+        let released = external.end(true);
         if external.stream().timeline().is_open() {
             self.0.streams.put_back(external);
         }
@@ -198,23 +200,14 @@ impl Device {
         let (identity, kind) = (context.stream_identity(raw), StreamKind::of_unknown(raw));
         let timeline = self.0.reusable.reopen(raw, kind, None);
         let timeline = timeline.unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, None));
-        let stream = Stream::new(context.clone(), timeline, None);
+        let stream = Stream::adopted(context.clone(), timeline, &self.0.reusable);
         let external = ExternalStream::new(stream.clone());
         let (kept, given) = if keeps { (Some(external), None) } else { (None, Some(external)) };
         let replaced = self.0.streams.insert(&stream, identity, kept);
         drop(adopting);
         // After the lock, because giving up a capture runs code of callers.
-        destroyed.into_iter().chain(replaced).for_each(|external| self.note_destroyed(external));
+        destroyed.into_iter().chain(replaced).for_each(ExternalStream::note_destroyed);
         (stream, given)
-    }
-
-    /// Lets the timeline of a stream that its owner destroyed without forgetting it serve a later
-    /// one.
-    fn note_destroyed(&self, external: ExternalStream) {
-        let timeline = external.note_destroyed();
-        if !timeline.is_capturing() {
-            self.0.reusable.add(timeline);
-        }
     }
 
     /// The stream with this handle that the device has already.

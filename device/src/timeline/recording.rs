@@ -26,7 +26,7 @@ impl Timeline {
     /// Records the last event of an adopted stream that is released, by which all its ticks can
     /// still be asked about, and closes the timeline, also if the driver refuses. A stream that
     /// captures stays open, unless `even_capturing`.
-    pub(crate) fn close_released(&self, even_capturing: bool) -> Result<()> {
+    pub(crate) fn close_released(&self, even_capturing: bool, no_more_work: bool) -> Result<()> {
         let mut state = self.state.lock();
         if state.capture.is_some() && !even_capturing {
             return Err(capture_error(
@@ -38,7 +38,18 @@ impl Timeline {
         let last = self.record(&mut state);
         state.closed = true;
         self.owner.close();
+        if no_more_work && last.is_ok() {
+            state.destroyed = true;
+            cover_later_ticks(&mut state);
+        }
         last.map(drop)
+    }
+
+    /// True if the timeline is closed and no work comes any more: it can serve a later stream once
+    /// its ticks are known done.
+    pub(crate) fn has_ended(&self) -> bool {
+        let state = self.state.lock();
+        state.destroyed && state.capture.is_none()
     }
 
     /// Records the last event of a stream on which no work is enqueued any more, so that it covers

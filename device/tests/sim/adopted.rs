@@ -224,3 +224,34 @@ fn t4_a_stream_with_the_handle_of_a_released_one_is_another() {
     }
     assert!(numbers.is_sorted_by(|one, next| one < next), "{numbers:?}");
 }
+
+#[test]
+fn t4_forgotten_streams_leave_their_numbers_to_later_ones() {
+    let bench = Bench::new();
+    let (device, mut highest) = (&bench.device, 0);
+    for _ in 0..200 {
+        let raw = device.driver().create_stream(StreamFlags::default()).unwrap();
+        // SAFETY: the stream lives until it is forgotten.
+        let stream = unsafe { device.stream_from_raw(raw) }.unwrap();
+        bench.fill(&stream);
+        highest = highest.max(stream.id());
+        // Memory that is given back after the stream's end has a tick, too.
+        device.forget_stream(raw).unwrap();
+        let later = stream.tick();
+        device.driver().destroy_stream(raw).unwrap();
+        drop(stream);
+        later.synchronize().unwrap();
+    }
+    assert!(highest < 8, "{highest}");
+    // A handle that is kept keeps the number.
+    let raw = device.driver().create_stream(StreamFlags::default()).unwrap();
+    // SAFETY: as above.
+    let kept = unsafe { device.stream_from_raw(raw) }.unwrap();
+    device.forget_stream(raw).unwrap();
+    device.driver().destroy_stream(raw).unwrap();
+    device.synchronize().unwrap();
+    let other = device.stream().unwrap();
+    assert_ne!(other.id(), kept.id());
+    assert_eq!(kind(kept.fill(bench.ptr, 0, 16)), ErrorKind::InvalidUse);
+    assert_eq!(bench.driver.violations(), vec![]);
+}

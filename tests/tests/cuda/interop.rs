@@ -99,9 +99,10 @@ fn streams_of_cudarcs_are_adopted_ordered_and_released() {
     assert_eq!(kind(adopted.fill(copy, 0, 16)), ErrorKind::InvalidUse, "and so is the right to use it");
     tick.synchronize().unwrap();
     cuda::forget_stream(&gpu.device, &theirs).expect("once is enough");
-    // The same stream again.
-    assert_eq!(cuda::stream(&gpu.device, &theirs).unwrap().id(), adopted.id());
-    assert!(adopted.is_idle().unwrap());
+    // The same stream again has another number: handles of the forgotten one stay dead.
+    let again = cuda::stream(&gpu.device, &theirs).unwrap();
+    assert_ne!(again.id(), adopted.id());
+    assert!(again.is_idle().unwrap());
     drop(_guard);
     gpu.assert_no_violation();
 }
