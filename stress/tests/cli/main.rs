@@ -15,6 +15,7 @@ mod transfer;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde_json::Value;
 
@@ -66,7 +67,10 @@ struct Scratch(PathBuf);
 
 impl Scratch {
     fn new(name: &str, content: &[u8]) -> Scratch {
-        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        // Tests that run at the same time use the same names.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{number}-{name}", std::process::id()));
         std::fs::write(&path, content).unwrap();
         Scratch(path)
     }
