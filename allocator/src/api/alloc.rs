@@ -13,7 +13,7 @@ use crate::error::AllocError;
 use crate::raw::{self, ready};
 
 impl Allocator {
-    /// Allocates `bytes` for work on `stream`, aligned to [`ALIGNMENT`]. The memory is
+    /// Allocates `bytes` for work on `stream`, aligned to [`crate::ALIGNMENT`]. The memory is
     /// uninitialised. A request of zero bytes gives a handle with a null pointer and no memory.
     ///
     /// # Errors
@@ -240,7 +240,7 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`RequestError::Unsupported`] where the device has no such handles; when the stream
+    /// [`aquifer_device::RequestError::Unsupported`] where the device has no such handles; when the stream
     /// captures; otherwise as [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {

@@ -48,7 +48,7 @@ impl Allocator {
     /// While the history is recorded, all locks are held as blocks and entries are copied.
     /// Otherwise they are held for some blocks at a time: while other threads allocate, each block
     /// is as it was at some moment of the call, or a part of it if it grew meanwhile, and the
-    /// blocks of a segment lie side by side without gaps. As in PyTorch, an [`Action::Snapshot`] is
+    /// blocks of a segment lie side by side without gaps. As in PyTorch, an [`crate::Action::Snapshot`] is
     /// recorded, which later snapshots show.
     ///
     /// ```
@@ -130,7 +130,7 @@ impl Allocator {
         summary::summary(self)
     }
 
-    /// The backing in use: [`Config::backing`] where the device can map memory, else
+    /// The backing in use: [`crate::Config::backing`] where the device can map memory, else
     /// [`Backing::Segments`]. In the latter case a warning was logged, and
     /// [`Allocator::why_segments`] says why.
     ///

@@ -6,7 +6,7 @@ use aquifer_device::DeviceError;
 
 use crate::format::Bytes;
 
-/// Why an allocator's memory comes in segments: [`Allocator::why_segments`].
+/// Why an allocator's memory comes in segments: [`crate::Allocator::why_segments`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WhySegments {

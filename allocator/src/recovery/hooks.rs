@@ -18,7 +18,7 @@ use aquifer_device::fork::Mutex;
 
 use crate::recovery::oom::report::OomReport;
 
-/// A change of mapped memory, as observers of [`Allocator::observe_mappings`] get it.
+/// A change of mapped memory, as observers of [`crate::Allocator::observe_mappings`] get it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MappingChange {
@@ -223,7 +223,7 @@ pub struct ReclaimRequest {
 
 impl ReclaimRequest {
     /// Says why no more was freed. If memory runs out all the same, the report has it
-    /// ([`Reclaimed::why`]). The last call counts.
+    /// ([`crate::Reclaimed::why`]). The last call counts.
     pub fn explain(&self, why: impl Into<String>) {
         *self.why.lock() = Some(why.into());
     }

@@ -1,7 +1,7 @@
 //! Arenas in which nothing happened since a thread with the shared state's lock last looked at
 //! them. Slow paths visit the others, and of these only arenas that have what they look for.
 //!
-//! A thread that settles an arena notes facts about it here, and leaves [`Writer::SETTLED`] in
+//! A thread that settles an arena notes facts about it here, and leaves [`CounterWriter::SETTLED`] in
 //! place of the thread that works there. So the next thread that takes a block from the arena, or
 //! frees one there, leaves the fast path once: it makes the arena an unsettled one
 //! (`Arena::unsettle`) and enters it in the queue of the allocator state. A block that comes by the
@@ -11,7 +11,7 @@
 //! Invariant: every open arena is either settled, with facts that were true when a thread last had
 //! its lock, or in the list of those that are not, or in the allocator state's queue.
 //!
-//! [`Writer::SETTLED`]: crate::accounting::tally::Writer::SETTLED
+//! [`CounterWriter::SETTLED`]: crate::accounting::writer::CounterWriter::SETTLED
 
 use std::collections::{BTreeMap, BTreeSet};
 

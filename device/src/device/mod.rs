@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
 use streams::ThreadStream;
@@ -299,12 +299,12 @@ impl Device {
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
 impl Device {
     /// The device, unless its last handle is gone.
-    pub(crate) fn upgrade(device: &Weak<DeviceInner>) -> Option<Device> {
+    pub(crate) fn upgrade(device: &std::sync::Weak<DeviceInner>) -> Option<Device> {
         device.upgrade().map(Device)
     }
 
     /// A reference that does not keep the device open.
-    pub(crate) fn downgrade(&self) -> Weak<DeviceInner> {
+    pub(crate) fn downgrade(&self) -> std::sync::Weak<DeviceInner> {
         Arc::downgrade(&self.0)
     }
 }

@@ -45,7 +45,8 @@
 //! short, call [`Allocator::empty_cache`] before cudarc allocates much, or allocate from Aquifer
 //! alone.
 //!
-//! [cudarc]: https://docs.rs/cudarc [`Buffer`]: aquifer::Buffer
+//! [cudarc]: https://docs.rs/cudarc
+//! [`Buffer`]: aquifer::Buffer
 
 mod error;
 mod pinned;

@@ -24,7 +24,7 @@ pub struct OomReport {
     pub device_name: String,
     /// Requested bytes.
     pub requested: u64,
-    /// Bytes that the request takes in addition for its alignment ([`Allocator::alloc_aligned`]).
+    /// Bytes that the request takes in addition for its alignment ([`crate::Allocator::alloc_aligned`]).
     pub padding: u64,
     /// True if its memory is mapped in granules, to which free ones move from elsewhere; false if
     /// it comes in segments.
