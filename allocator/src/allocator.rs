@@ -48,7 +48,7 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Dropping the last handle waits for the device and gives back the memory that nobody holds. It
+/// Dropping the last handle waits for the device and gives back all memory that is not live. It
 /// stays open while a [`crate::Growable`], [`crate::Exportable`] or [`crate::PinnedMapping`] lives.
 /// Memory of buffers that outlive the allocator goes back later: when an allocator is made or
 /// dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
@@ -224,7 +224,7 @@ impl Allocator {
     }
 
     /// A handle that keeps the allocator open for something whose drop makes no driver call. If it
-    /// is the last one, memory that nobody holds goes back as that of buffers which outlive the
+    /// is the last one, memory that is not live goes back like that of buffers which outlive the
     /// allocator.
     pub(crate) fn kept_open(&self) -> Allocator {
         Allocator { inner: self.inner.clone(), _at_last: None }

@@ -14,14 +14,14 @@
 //! | `aquifer_active_bytes` | bytes | the same and freed blocks that other streams still use |
 //! | `aquifer_reserved_bytes`, `aquifer_reserved_bytes_peak` | bytes | memory held from the device |
 //! | `aquifer_live_blocks` | blocks | live blocks |
-//! | `aquifer_allocations_total`, `aquifer_allocated_bytes_total` | blocks, bytes | everything that was ever allocated |
-//! | `aquifer_device_allocs_total`, `aquifer_device_frees_total` | calls | how often memory came from the device, and went back |
+//! | `aquifer_allocations_total`, `aquifer_allocated_bytes_total` | blocks, bytes | all allocations so far |
+//! | `aquifer_device_allocs_total`, `aquifer_device_frees_total` | calls | memory taken from the device, and returned |
 //! | `aquifer_alloc_retries_total` | requests | how often the cache was flushed to serve a request |
 //! | `aquifer_ooms_total` | requests | how often a request failed for lack of memory |
 //! | `aquifer_syncs_total` | waits | how often the host waited for streams that still used freed blocks |
-//! | `aquifer_remaps_total`, `aquifer_granules_moved_total` | remaps, granules | how often free memory moved, and how much |
+//! | `aquifer_remaps_total`, `aquifer_granules_moved_total` | remaps, granules | moves of free memory |
 //! | `aquifer_cross_stream_reuses_total` | blocks | how often a stream reused a block that another one had freed |
-//! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | page-locked memory in use, and held from the system |
+//! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | page-locked memory in use, and held |
 //! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of page-locked memory |
 
 use aquifer_allocator::Allocator;

@@ -125,7 +125,7 @@ fn add_shared(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, 
         found.internal_waste += owned.size.saturating_sub(owned.requested);
         let given_up = range.end - range.start - owned.size;
         if given_up > 0 {
-            free.add(given_up, &Releasable { guard: owned.size == 0, bytes: given_up, pinned: 0 });
+            free.add(given_up, &Releasable { whole: owned.size == 0, bytes: given_up, pinned: 0 });
         }
     }
 }
@@ -170,7 +170,7 @@ impl Free {
     fn add(&mut self, size: u64, releasable: &Releasable) {
         self.largest = self.largest.max(size);
         self.usable += if size >= self.request_bytes { size } else { 0 };
-        self.releasable_segments += u64::from(releasable.guard && releasable.pinned == 0);
+        self.releasable_segments += u64::from(releasable.whole && releasable.pinned == 0);
         self.releasable_bytes += releasable.bytes;
         let log2 = size.max(1).ilog2();
         let range = self.sizes.entry(log2).or_default();
@@ -192,7 +192,7 @@ impl Free {
 /// The part of a free block that could go back to the device.
 pub(crate) struct Releasable {
     /// True if the block is all of its segment or mapped range.
-    guard: bool,
+    whole: bool,
     /// Bytes that can go back.
     pub(crate) bytes: u64,
     /// Bytes that could go back if they were not pinned.
@@ -202,20 +202,20 @@ pub(crate) struct Releasable {
 pub(crate) fn releasable_part(shared: &SharedState, heap: &Heap, block: &Block) -> Releasable {
     let is_paged = heap.region(block.region).is_paged();
     let Some(paged) = shared.paged.as_ref().filter(|_| is_paged) else {
-        let guard = !block.is_split();
-        let (bytes, pinned) = match (guard, shared.pins.contains(block.addr)) {
+        let whole = !block.is_split();
+        let (bytes, pinned) = match (whole, shared.pins.contains(block.addr)) {
             (false, _) => (0, 0),
             (true, false) => (block.size, 0),
             (true, true) => (0, block.size),
         };
-        return Releasable { guard, bytes, pinned };
+        return Releasable { whole, bytes, pinned };
     };
     let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
-    let guard = !has_memory(block.prev) && !has_memory(block.next);
+    let whole = !has_memory(block.prev) && !has_memory(block.next);
     let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
     let range = frames.range();
     let pinned = paged.pinned_bytes(&shared.pins, range.clone());
-    Releasable { guard, bytes: range.end - range.start - pinned, pinned }
+    Releasable { whole, bytes: range.end - range.start - pinned, pinned }
 }
 
 /// Bytes that a region holds from the device now.
@@ -229,8 +229,8 @@ pub(crate) fn held_in(shared: &SharedState, region: &Region) -> u64 {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-fn ratio(part: u64, guard: u64) -> f64 {
-    part as f64 / guard as f64
+fn ratio(part: u64, whole: u64) -> f64 {
+    part as f64 / whole as f64
 }
 
 impl fmt::Display for Fragmentation {

@@ -1,4 +1,4 @@
-//! Bytes held from the device, by pool. Memory moves between the pools, and whoever reads meanwhile
+//! Bytes held from the device, by pool. Memory moves between the pools, and a concurrent reader
 //! finds it in one of them, never in both or in none.
 //!
 //! Writers hold the shared state's lock, so there is one at a time. It makes the version odd,

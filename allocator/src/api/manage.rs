@@ -233,13 +233,13 @@ impl Allocator {
     /// that shares a lock with code that allocates must only try to take it, and return 0 if it is
     /// taken.
     ///
-    /// *What is told of it.* The report of a request that fails lists the reclaimers, what they
+    /// *The report.* The report of a request that fails lists the reclaimers, what they
     /// freed, and why they freed no more, if they say so ([`ReclaimRequest::explain`]).
     ///
     /// *What it may do.* It may free and allocate, also from this allocator. An allocation that
     /// fails inside it returns an error there and calls no reclaimers. It may end registrations,
     /// including its own. A panic in it is logged and goes no further; it counts as having freed
-    /// nothing, but any memory that it freed serves the request all the same.
+    /// nothing, but any memory that it freed still serves the request.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -280,8 +280,8 @@ impl Allocator {
     /// Registers the callback `observe`, which is called with the report before an out-of-memory
     /// error is returned. It runs with no lock of the allocator held, on the thread that made the
     /// request, so it may free and allocate. An allocation that fails inside it returns an error
-    /// there and calls no observer. A panic in it is logged and goes no further: the caller gets
-    /// the error all the same.
+    /// there and calls no observer. A panic in it is logged and goes no further: the caller still
+    /// gets the error.
     pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
         self.hooks().add_observer(Arc::new(observe))
     }
@@ -300,7 +300,7 @@ impl Allocator {
     /// [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
     /// [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory
     /// back later. It must not wait for another thread that does one of these. A panic in it is
-    /// logged and goes no further: the change takes place all the same.
+    /// logged and goes no further: the change still takes place.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -336,7 +336,8 @@ impl Allocator {
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;
     /// let pinned = allocator.pin_mapping(&buffer)?;
-    /// assert_eq!(pinned.range().end - pinned.range().start, 4 << 20); // two granules: register these with the network card
+    /// // Two granules: register these with the network card.
+    /// assert_eq!(pinned.range().end - pinned.range().start, 4 << 20);
     /// drop(buffer);
     /// allocator.empty_cache()?;
     /// assert_eq!(allocator.memory_reserved(), 4 << 20); // they stay

@@ -41,7 +41,7 @@ impl Room {
         self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(shared)))
     }
 
-    /// Whether asking again may tell more: somebody was refused who counted too much.
+    /// True if another question may give more: this count includes memory taken meanwhile.
     pub(crate) fn is_uncertain(&self, shared: &SharedState) -> bool {
         self.free.is_some() && self.taken_meanwhile(shared) > 0
     }

@@ -3,9 +3,9 @@
 //! Growth accounts for its bytes under the lock, calls the driver without it, and then adds the
 //! region.
 //!
-//! Release takes whole free regions out of the heap under the lock, so that nobody allocates from
-//! them, and calls the driver without it. It puts back what could not be freed, as available to
-//! each stream as it was. From when it is taken out, a segment is not counted as reserved
+//! Release takes whole free regions out of the heap under the lock, so that no request is served
+//! from them, and calls the driver without it. It puts back what could not be freed, as available
+//! to each stream as it was. From when it is taken out, a segment is not counted as reserved
 //! (invariant A2), because another thread may get its memory, and count it, before this one has the
 //! lock again. The limit counts it until the driver has taken it back (`leaving`).
 
@@ -134,8 +134,9 @@ pub(crate) fn release_where(
 impl StateGuard {
     /// Wholly free segments of one pool in a heap that are not pinned.
     pub(crate) fn whole_segments_in<'a>(&'a self, heap: &'a Heap, pool: u16) -> impl Iterator<Item = Place> + 'a {
-        let guard = heap.free_blocks(pool).filter(move |key| is_whole_segment(self, heap, &heap.blocks[key.block()]));
-        guard.map(|key| Place { arena: heap.home, block: key.block() })
+        let segments =
+            heap.free_blocks(pool).filter(move |key| is_whole_segment(self, heap, &heap.blocks[key.block()]));
+        segments.map(|key| Place { arena: heap.home, block: key.block() })
     }
 }
 
@@ -209,7 +210,7 @@ fn is_whole_segment(guard: &StateGuard, heap: &Heap, block: &Block) -> bool {
     !block.is_split() && !heap.region(block.region).is_paged() && !guard.pins.contains(block.addr)
 }
 
-/// Wholly free segments that nobody is promised: those of the default pools and of closed private
+/// Wholly free segments that no pool keeps: those of the default pools and of closed private
 /// pools.
 pub(crate) fn releasable(guard: &mut StateGuard) -> Vec<Place> {
     whole_segments(guard, Which::Unpromised)
@@ -227,12 +228,12 @@ pub(crate) fn oversize_to_release(guard: &mut StateGuard, request: &Request) -> 
     let need = request.size.max(least);
     let heap = guard.heap_of(request.slot);
     let index = heap.index(request.pool, request.slot)?;
-    let guard = |key: &Key| is_whole_segment(guard, heap, &heap.blocks[key.block()]);
+    let is_whole = |key: &Key| is_whole_segment(guard, heap, &heap.blocks[key.block()]);
     let place = |key: Key| Place { arena: request.slot, block: key.block() };
-    if let Some(key) = index.iter_from(need).find(guard) {
+    if let Some(key) = index.iter_from(need).find(is_whole) {
         return Some(vec![place(key)]);
     }
-    let oversize: Vec<Key> = index.iter_from(least).filter(guard).collect();
+    let oversize: Vec<Key> = index.iter_from(least).filter(is_whole).collect();
     let (mut chosen, mut sum) = (Vec::new(), 0);
     for key in oversize.into_iter().rev() {
         if sum >= need {

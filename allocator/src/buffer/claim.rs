@@ -63,7 +63,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Waits until nobody has a turn with the memory or a conflicting claim, and claims it. The
+    /// Waits until no thread has a turn with the memory or a conflicting claim, and claims it. The
     /// memory's allocator does not go to sleep before the claim is dropped.
     ///
     /// # Errors

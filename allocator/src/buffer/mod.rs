@@ -212,10 +212,10 @@ impl<T: Copy> Buffer<T> {
 
     fn as_elements<U: Copy>(&self) -> Option<Buffer<U>> {
         let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
-        let guard = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
+        let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
         let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
         let len = usize::try_from(self.bytes().checked_div(size)?).ok()?;
-        (guard && aligned).then(|| Buffer {
+        (whole && aligned).then(|| Buffer {
             storage: self.storage.clone(),
             start: start / size,
             len,

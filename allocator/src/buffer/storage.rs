@@ -9,7 +9,7 @@
 //!   gains;
 //! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without turns:
 //!   turns and claims that others take come after all that is enqueued there by then;
-//! * while memory is claimed ([`crate::Claim`]), nobody else uses it in a way that conflicts;
+//! * while memory is claimed ([`crate::Claim`]), no other work uses it in a way that conflicts;
 //! * a stream that uses the memory, other than the memory's own, is recorded with it before the
 //!   stream's first use, so that the freed memory waits for that stream.
 //!

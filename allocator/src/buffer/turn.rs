@@ -12,9 +12,9 @@ use crate::state::awake::KeptAwake;
 ///
 /// Taking a turn orders the stream's later work after all work that must come before it: work that
 /// reads comes after the last work that wrote; work that writes comes after all work. While a turn
-/// is held, nobody else gets a turn with the same memory. When it is dropped, the work enqueued on
-/// the stream until then is noted, so that later turns come after it and the memory is not reused
-/// before it is done.
+/// is held, no other thread gets a turn with the same memory. When it is dropped, the work enqueued
+/// on the stream until then is noted, so that later turns come after it and the memory is not
+/// reused before it is done.
 ///
 /// This order costs at most one event and one wait for each stream that must be waited for, and
 /// nothing where the streams are ordered already. Parts of one buffer count as the whole buffer.
@@ -58,8 +58,8 @@ pub struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Waits until nobody has a turn with any of the memory, or a [`crate::Claim`] that conflicts.
-    /// Then orders the stream's later work. The same memory may be listed several times.
+    /// Waits until no thread has a turn with any of the memory, or a [`crate::Claim`] that
+    /// conflicts. Then orders the stream's later work. The same memory may be listed several times.
     ///
     /// # Errors
     /// When memory belongs to another device than the stream; [`AllocError::TurnHeld`] while this

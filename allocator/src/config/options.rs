@@ -44,8 +44,8 @@ pub(crate) fn listed(ignored: &[IgnoredOption]) -> String {
 /// Why an option has no effect on memory that comes as `backing` says; `None` if it has one.
 ///
 /// Mapped memory splits every block, so none is oversize, and has no segments to collect. Private
-/// pools that hand out whole blocks have segments on either backing, but nobody sets these options
-/// for them alone.
+/// pools that hand out whole blocks have segments on either backing, but it is rare to set these
+/// options for them alone.
 pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'static str> {
     Some(match (key, backing) {
         (

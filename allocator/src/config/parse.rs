@@ -42,7 +42,7 @@ pub(super) enum Value<'a> {
 
 impl<'a> Value<'a> {
     /// The value as it was written.
-    pub(super) fn guard(&self) -> Word<'a> {
+    pub(super) fn whole(&self) -> Word<'a> {
         match self {
             Value::Word(word) | Value::List(word, _) => *word,
         }

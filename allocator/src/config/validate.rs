@@ -54,7 +54,7 @@ impl Violation {
     pub(super) fn locate(self, text: &str, pairs: &[Pair<'_>]) -> ConfigError {
         let place = |key: Key| pairs.iter().rev().find(|pair| pair.key == key);
         match place(self.key).or_else(|| place(self.other?)) {
-            Some(pair) => ConfigError::at(text, pair.value.guard().span, self.kind),
+            Some(pair) => ConfigError::at(text, pair.value.whole().span, self.kind),
             None => ConfigError::new(self.kind),
         }
     }

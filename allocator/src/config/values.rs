@@ -22,7 +22,7 @@ pub(super) struct Reader<'a> {
 impl<'a> Reader<'a> {
     /// The single word that `pair` must have as its value.
     pub(super) fn word_of(pair: &Pair<'a>) -> Result<Reader<'a>, ConfigError> {
-        let reader = Reader { key: pair.key, word: pair.value.guard() };
+        let reader = Reader { key: pair.key, word: pair.value.whole() };
         match pair.value {
             Value::Word(_) => Ok(reader),
             Value::List(..) => Err(reader.invalid()),
@@ -100,17 +100,17 @@ impl<'a> Reader<'a> {
 
     /// A size in MiB that may be a decimal fraction, in bytes, of which it must be a whole number.
     pub(super) fn mib_of_bytes(self) -> Result<u64, ConfigError> {
-        let Some((guard, fraction)) = self.text().split_once('.') else { return self.mib() };
+        let Some((whole, fraction)) = self.text().split_once('.') else { return self.mib() };
         let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        if !is_number(guard) || !is_number(fraction) {
+        if !is_number(whole) || !is_number(fraction) {
             return Err(self.invalid());
         }
-        let guard =
-            guard.parse().ok().and_then(|guard: u64| guard.checked_mul(MIB)).ok_or_else(|| self.too_many_mib())?;
+        let whole =
+            whole.parse().ok().and_then(|whole: u64| whole.checked_mul(MIB)).ok_or_else(|| self.too_many_mib())?;
         let whole_bytes = || "MiB with a fraction that is a whole number of bytes".to_owned();
         let rest = bytes_of_fraction(fraction).ok_or_else(|| self.out_of_range_expecting(whole_bytes()))?;
         // Less than a MiB on top of whole ones.
-        Ok(guard + rest)
+        Ok(whole + rest)
     }
 
     /// A finite number without sign inside the bounds.

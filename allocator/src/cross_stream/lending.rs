@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_went_back_is_nobodys_own() {
+    fn memory_that_went_back_belongs_to_no_stream() {
         let allocator = allocator();
         let rounds: Vec<u64> = (0..40)
             .map(|_| {

@@ -43,7 +43,7 @@ pub(crate) enum State {
     Free,
     /// Addresses without memory behind them.
     Hole,
-    /// Free memory that nobody may take, because the driver is about to move it or to map more
+    /// Free memory that no request may take, because the driver is about to move it or to map more
     /// memory beside it.
     Held,
     /// A hole at which the driver is about to map memory, or from which it is about to take memory

@@ -8,7 +8,7 @@ impl Heap {
     /// Recomputes every identity of the module documentation. The error describes the first one
     /// that does not hold.
     pub(crate) fn check(&self) -> Result<(), String> {
-        self.check_nobody()?;
+        self.check_sentinel()?;
         let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
         let mut empty = BTreeSet::new();
         for region in self.regions() {
@@ -65,7 +65,7 @@ impl Heap {
             }
             if let Some((owner, _)) = self.indexes(pool).find(|&(owner, index)| owner != self.home && index.len() == 0)
             {
-                return Err(format!("H4: stream {owner} has an index in pool {pool} and no stray there"));
+                return Err(format!("H4: stream {owner} has an index in pool {pool} and no foreign block there"));
             }
         }
         let indexed: usize =
@@ -75,10 +75,10 @@ impl Heap {
 
     /// Checks the record of [`BlockId::NONE`]: only its links are ever written, and no block uses
     /// it.
-    fn check_nobody(&self) -> Result<(), String> {
-        let nobody = &self.blocks[BlockId::NONE];
-        let untouched = nobody.state == State::Vacant && nobody.size == 0 && nobody.owner == 0;
-        if untouched { Ok(()) } else { Err(format!("H4: {nobody:?} is no block")) }
+    fn check_sentinel(&self) -> Result<(), String> {
+        let sentinel = &self.blocks[BlockId::NONE];
+        let untouched = sentinel.state == State::Vacant && sentinel.size == 0 && sentinel.owner == 0;
+        if untouched { Ok(()) } else { Err(format!("H4: {sentinel:?} is no block")) }
     }
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {

@@ -1,4 +1,4 @@
-//! Resting blocks: freed, but not yet merged with their neighbours.
+//! Deferred coalescing: blocks that are freed, but not yet merged with their neighbours.
 //!
 //! Programs mostly ask for the size that they have just given back. So a block that is given back
 //! *rests*: the next request, if it is for exactly this size and from the same pool, gets it as it
@@ -19,7 +19,7 @@
 //! large ones are taken decides how much memory a program needs.
 //!
 //! Invariants:
-//! * the record of a resting block is that of a live one. Others never see that, because a thread
+//! * the record of a deferred block is that of a live one. Others never see that, because a thread
 //!   that holds every lock merges first;
 //! * blocks are merged in the order in which they were given back, which is the order of their
 //!   ticks;
@@ -39,7 +39,7 @@ const MANY: usize = if cfg!(test) { 64 } else { 4096 };
 /// A block that rests, or none. Its words are read one by one: read together, as wider words than
 /// were written, they would have the processor wait for the stores.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Rested {
+pub(crate) struct DeferredBlock {
     /// 0 if there is none.
     size: u64,
     block: BlockId,
@@ -47,7 +47,7 @@ pub(crate) struct Rested {
     after: u64,
 }
 
-impl Rested {
+impl DeferredBlock {
     #[inline]
     pub(crate) fn block(self) -> BlockId {
         self.block
@@ -58,11 +58,11 @@ impl Rested {
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     /// The one that came last.
-    newest: Rested,
+    newest: DeferredBlock,
     /// True if small blocks go on resting among the older ones. Otherwise these are empty.
     several: bool,
     /// Small blocks that came before, a ring.
-    older: [Rested; OLDER],
+    older: [DeferredBlock; OLDER],
     /// Where the oldest of them is, if there are as many as may be; the next one takes its place.
     oldest: usize,
 }
@@ -93,10 +93,10 @@ impl Heap {
 
     /// Takes out the newest block.
     #[inline(always)]
-    pub(crate) fn take_newest(&mut self) -> Rested {
-        let Rested { size, block, after } = self.deferred.newest;
+    pub(crate) fn take_newest(&mut self) -> DeferredBlock {
+        let DeferredBlock { size, block, after } = self.deferred.newest;
         self.deferred.newest.size = 0;
-        Rested { size, block, after }
+        DeferredBlock { size, block, after }
     }
 
     /// True if the newest block is large, so that all must be merged now.
@@ -106,11 +106,11 @@ impl Heap {
 
     /// Has the newest block rest among the older ones. Takes out the one in whose place it is, if
     /// there is one.
-    pub(crate) fn exchange_oldest(&mut self) -> Option<Rested> {
+    pub(crate) fn exchange_oldest(&mut self) -> Option<DeferredBlock> {
         let newest = self.take_newest();
         let Deferred { older, oldest, .. } = &mut self.deferred;
         let place = &mut older[*oldest];
-        let before = Rested { size: place.size, block: place.block, after: place.after };
+        let before = DeferredBlock { size: place.size, block: place.block, after: place.after };
         (place.size, place.block, place.after) = (newest.size, newest.block, newest.after);
         *oldest = if *oldest + 1 < OLDER { *oldest + 1 } else { 0 };
         (before.size != 0).then_some(before)
@@ -130,7 +130,7 @@ impl Heap {
     }
 
     /// Takes out the block that has rested longest.
-    pub(crate) fn take_oldest_resting(&mut self) -> Option<Rested> {
+    pub(crate) fn take_oldest_deferred(&mut self) -> Option<DeferredBlock> {
         let Deferred { newest, older, oldest, .. } = &mut self.deferred;
         let (second, first) = older.split_at_mut(*oldest);
         let occupied = first.iter_mut().chain(second).chain([newest]).find(|rested| rested.size != 0);
@@ -138,13 +138,13 @@ impl Heap {
     }
 
     /// True if any block rests.
-    pub(crate) fn has_resting(&self) -> bool {
+    pub(crate) fn has_deferred(&self) -> bool {
         self.deferred.newest.size != 0 || self.deferred.older.iter().any(|rested| rested.size != 0)
     }
 
     /// Decides whether several blocks may rest. None does when this is called.
     pub(crate) fn set_room_to_rest(&mut self) {
-        debug_assert!(!self.has_resting());
+        debug_assert!(!self.has_deferred());
         let records = self.blocks.records_count();
         let are_small = self.total - self.hole_bytes < records as u64 * SMALL_SIZE;
         self.deferred.several = self.index_kind == IndexKind::Bins && records >= MANY && are_small;
@@ -176,7 +176,7 @@ impl Heap {
         Some((id, change))
     }
 
-    /// If best fit for the resting block's size would choose this very block, returns by how much
+    /// If best fit for the deferred block's size would choose this very block, returns by how much
     /// merging it would change the count of pieces.
     #[inline(never)]
     fn best_is(&self, classes: &SizeClasses, id: BlockId) -> Option<SplitChange> {
@@ -187,9 +187,9 @@ impl Heap {
         let pool = &self.pools[pool];
         let FreeIndex::Exact(index) = &pool.own else { return None };
         let above = self.is_free_of(next, self.home).then(|| &self.blocks[next]);
-        let guard = size + above.map_or(0, |above| above.size);
-        let cut_off = above.is_none() || !pool.options.no_split && classes.should_split(pool.kind, guard, size);
-        if !cut_off || !classes.fits(guard, size) {
+        let whole = size + above.map_or(0, |above| above.size);
+        let cut_off = above.is_none() || !pool.options.no_split && classes.should_split(pool.kind, whole, size);
+        if !cut_off || !classes.fits(whole, size) {
             return None;
         }
         let mut best = index.best_from(size);
@@ -199,19 +199,19 @@ impl Heap {
             }
             best = index.best_from(held.size + MIN_BLOCK);
         }
-        if best.is_some_and(|best| (best.size, self.blocks[best.block].addr) < (guard, addr)) {
+        if best.is_some_and(|best| (best.size, self.blocks[best.block].addr) < (whole, addr)) {
             return None;
         }
         let beyond = above.map_or(next, |above| above.next);
         let whole_region = prev == BlockId::NONE && beyond == BlockId::NONE;
         let count = 1 - i64::from(above.is_some()) - i64::from(whole_region);
-        Some(SplitChange { count, bytes: signed(size) - (signed(guard) & -i64::from(whole_region)) })
+        Some(SplitChange { count, bytes: signed(size) - (signed(whole) & -i64::from(whole_region)) })
     }
 
     /// Merges a block that rested with its neighbours. Returns by how much that changed the count
     /// of pieces.
     #[inline(always)]
-    pub(crate) fn merge(&mut self, Rested { size, block, after }: Rested) -> SplitChange {
+    pub(crate) fn merge(&mut self, DeferredBlock { size, block, after }: DeferredBlock) -> SplitChange {
         // In registers.
         self.merge_words(block, size, after)
     }
@@ -260,7 +260,7 @@ impl Heap {
     /// Merges all blocks that rest, and returns by how much that changed the count of pieces.
     pub(crate) fn coalesce_deferred(&mut self) -> SplitChange {
         let mut change = SplitChange::default();
-        while let Some(rested) = self.take_oldest_resting() {
+        while let Some(rested) = self.take_oldest_deferred() {
             let SplitChange { count, bytes } = self.merge(rested);
             (change.count, change.bytes) = (change.count + count, change.bytes + bytes);
         }
@@ -349,7 +349,7 @@ mod tests {
                     let (_, change) = merges.heap.give(other, 0, after);
                     merges.note(change);
                 }
-                if !rests.heap.has_resting() {
+                if !rests.heap.has_deferred() {
                     prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
                 }
                 prop_assert_eq!(rests.heap.check(), Ok(()));
@@ -358,8 +358,8 @@ mod tests {
             prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
             prop_assert_eq!(rests.heap.check(), Ok(()));
             let ages = |heap: &Heap| heap.regions().map(|region| region.age_base).collect::<Vec<_>>();
-            let guard = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();
-            prop_assert_eq!(guard(&rests.heap), guard(&merges.heap));
+            let whole = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();
+            prop_assert_eq!(whole(&rests.heap), whole(&merges.heap));
             prop_assert_eq!(rests.heap.free, merges.heap.free);
             if live.is_empty() {
                 prop_assert_eq!(ages(&rests.heap), ages(&merges.heap));
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(heap.check(), Ok(()));
         heap.coalesce_deferred();
         assert_eq!(heap.free, 4096 * (OLDER as u64 + 2));
-        assert!(!heap.has_resting());
+        assert!(!heap.has_deferred());
         assert_eq!(heap.check(), Ok(()));
     }
 

@@ -73,7 +73,7 @@ impl Heap {
     }
 
     #[inline]
-    pub(super) fn strays_note(&mut self, id: BlockId) {
+    pub(super) fn foreign_note(&mut self, id: BlockId) {
         if self.blocks[id].owner != self.home {
             self.foreign.insert(id);
         }
@@ -81,21 +81,21 @@ impl Heap {
 
     /// Notes that a foreign free block was taken. Its rest, if there is one, is a foreign free
     /// block.
-    pub(super) fn strays_took(&mut self, id: BlockId, pool: u16, owner: u32, rest: Option<BlockId>) {
+    pub(super) fn foreign_took(&mut self, id: BlockId, pool: u16, owner: u32, rest: Option<BlockId>) {
         match rest {
             Some(rest) if rest == id => {}
             Some(rest) => {
                 self.foreign.remove(&id);
                 self.foreign.insert(rest);
             }
-            None => self.strays_forget(id, pool, owner),
+            None => self.foreign_forget(id, pool, owner),
         }
     }
 
     /// Notes that a block became a foreign free block, joined with its neighbours, of which `above`
     /// may be gone.
     #[cold]
-    pub(super) fn strays_joined(&mut self, id: BlockId, above: Option<BlockId>) {
+    pub(super) fn foreign_joined(&mut self, id: BlockId, above: Option<BlockId>) {
         if let Some(above) = above {
             self.foreign.remove(&above);
         }
@@ -104,7 +104,7 @@ impl Heap {
 
     /// Notes that a foreign free block was taken out of its index.
     #[cold]
-    pub(super) fn strays_forget(&mut self, id: BlockId, pool: u16, owner: u32) {
+    pub(super) fn foreign_forget(&mut self, id: BlockId, pool: u16, owner: u32) {
         self.foreign.remove(&id);
         self.pools[pool].away.left(owner);
     }

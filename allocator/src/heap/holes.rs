@@ -150,11 +150,11 @@ impl Heap {
         };
         self.blocks[id].state = held;
         let below = (from > block.addr).then(|| self.cut(id, from - block.addr));
-        let guard = Holding { id, below, above: None };
+        let whole = Holding { id, below, above: None };
         let holding = if to < block.addr + block.size {
-            Holding { id: self.cut(id, to - from), above: Some(id), ..guard }
+            Holding { id: self.cut(id, to - from), above: Some(id), ..whole }
         } else {
-            guard
+            whole
         };
         holding.below.into_iter().chain(holding.above).for_each(|id| self.back(id, block.state));
         holding
@@ -355,8 +355,8 @@ mod tests {
         // Used for longer, and given back while the other is in the hands of the driver.
         heap.note_last_use(two, 0, 9);
         heap.give(two, 0, 9);
-        let guard = heap.unhold_as_free(held);
-        let block = &heap.blocks[guard];
+        let whole = heap.unhold_as_free(held);
+        let block = &heap.blocks[whole];
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
         let end = BASE + 4 * GRANULE;
         assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..end)), (9, BASE + 2 * GRANULE));

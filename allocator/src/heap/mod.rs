@@ -38,7 +38,7 @@ use std::collections::BTreeSet;
 
 pub(crate) use block::{Block, BlockId, Slab, State};
 use deferred::Deferred;
-pub(crate) use deferred::Rested;
+pub(crate) use deferred::DeferredBlock;
 use hole_index::HoleIndex;
 pub(crate) use holes::Holding;
 use index::{Bins, Exact, FreeIndex, Index};
@@ -162,24 +162,24 @@ impl Heap {
         size: u64,
         requested: u64,
     ) -> (BlockId, SplitChange) {
-        let Block { size: guard, owner: from, pool, state, .. } = self.blocks[id];
-        debug_assert!(state == State::Free && guard >= size);
+        let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
+        debug_assert!(state == State::Free && whole >= size);
         let record = &mut self.pools[pool];
         let piece = Piece { owner, size, requested };
         let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
         let (taken, change) = match record.index_mut(self.home, from) {
             FreeIndex::Exact(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, guard), piece);
+                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole), piece);
                 (taken, self.took::<Exact>(&taken))
             }
             FreeIndex::Bins(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, guard), piece);
+                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole), piece);
                 (taken, self.took::<Bins>(&taken))
             }
         };
         if from != self.home {
-            self.strays_took(id, pool, from, taken.rest);
+            self.foreign_took(id, pool, from, taken.rest);
         }
         (taken.id, change)
     }
@@ -187,7 +187,7 @@ impl Heap {
     /// Accounts for a block that became live and was free, or part of a free block.
     #[inline(always)]
     fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
-        let &Taken { id, size, guard, prev, next, rest, region } = taken;
+        let &Taken { id, size, whole, prev, next, rest, region } = taken;
         self.free -= size;
         if !I::FIRST_STAYS && prev == BlockId::NONE {
             self.region_mut(region).first = id;
@@ -200,7 +200,7 @@ impl Heap {
         let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         SplitChange {
             count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
-            bytes: (signed(guard) & -i64::from(was_whole_region)) - signed(size),
+            bytes: (signed(whole) & -i64::from(was_whole_region)) - signed(size),
         }
     }
 
@@ -236,7 +236,7 @@ impl Heap {
             }
         };
         if owner != self.home {
-            self.strays_joined(joined.id, joined.with_next);
+            self.foreign_joined(joined.id, joined.with_next);
         }
         (joined.id, change)
     }
@@ -244,7 +244,7 @@ impl Heap {
     /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
     fn gave<I: Index>(&mut self, joined: &Joined, pool: u16) -> SplitChange {
-        let &Joined { id, given, guard, with_prev, with_next, prev, next, region } = joined;
+        let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
         let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         if !I::FIRST_STAYS && prev == BlockId::NONE {
@@ -260,7 +260,7 @@ impl Heap {
         // including this block's own share.
         SplitChange {
             count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
-            bytes: signed(given) - (signed(guard) & -i64::from(is_whole_region)),
+            bytes: signed(given) - (signed(whole) & -i64::from(is_whole_region)),
         }
     }
 
@@ -315,7 +315,7 @@ impl Heap {
             FreeIndex::Exact(index) => index.insert(&mut blocks, id),
             FreeIndex::Bins(index) => index.insert(&mut blocks, id),
         }
-        self.strays_note(id);
+        self.foreign_note(id);
     }
 
     fn unindex(&mut self, id: BlockId) {
@@ -326,7 +326,7 @@ impl Heap {
             FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
         }
         if owner != self.home {
-            self.strays_forget(id, pool, owner);
+            self.foreign_forget(id, pool, owner);
         }
     }
 

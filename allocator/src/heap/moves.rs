@@ -30,8 +30,8 @@ pub(super) struct Rules<'a> {
 impl Rules<'_> {
     /// True if a block of `whole` bytes that serves a request of `size` bytes is cut.
     #[inline]
-    fn cuts<I: Index>(self, guard: u64, size: u64) -> bool {
-        !self.no_split && if I::SEGMENTS { self.classes.should_split(self.kind, guard, size) } else { guard > size }
+    fn cuts<I: Index>(self, whole: u64, size: u64) -> bool {
+        !self.no_split && if I::SEGMENTS { self.classes.should_split(self.kind, whole, size) } else { whole > size }
     }
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Taken {
     pub(super) id: BlockId,
     /// Size of the taken block, and of the free block that it was taken from.
     pub(super) size: u64,
-    pub(super) guard: u64,
+    pub(super) whole: u64,
     /// The neighbours of that free block.
     pub(super) prev: BlockId,
     pub(super) next: BlockId,
@@ -56,7 +56,7 @@ pub(super) struct Joined {
     pub(super) id: BlockId,
     /// Bytes of the freed block, and of the free block now.
     pub(super) given: u64,
-    pub(super) guard: u64,
+    pub(super) whole: u64,
     /// True if it was joined with the neighbour below; and the neighbour above, if it was joined
     /// with that. The upper one's record is gone if it was joined with both, and with
     /// [`Index::FIRST_STAYS`] in any case.
@@ -94,14 +94,14 @@ pub(super) fn take<I: Index>(
     place: I::Place,
     piece: Piece,
 ) -> Taken {
-    let guard = I::size(blocks, id, place);
-    if rules.cuts::<I>(guard, piece.size) {
+    let whole = I::size(blocks, id, place);
+    if rules.cuts::<I>(whole, piece.size) {
         return cut(index, blocks, id, place, piece);
     }
     index.remove(blocks, id, place);
     let block = &mut blocks[id];
     (block.state, block.owner, block.requested) = (State::Live, piece.owner, piece.requested);
-    Taken { id, size: guard, guard, prev: block.prev, next: block.next, rest: None, region: block.region }
+    Taken { id, size: whole, whole, prev: block.prev, next: block.next, rest: None, region: block.region }
 }
 
 /// Cuts a piece off the low end of a free block. The rest stays free and keeps its owner.
@@ -114,8 +114,8 @@ fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I:
 #[inline]
 fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
-    let Block { addr, size: guard, after, prev, next, region, owner: from, pool, .. } = blocks[id];
-    let (state, rest_addr, rest_size) = (State::Free, addr + size, guard - size);
+    let Block { addr, size: whole, after, prev, next, region, owner: from, pool, .. } = blocks[id];
+    let (state, rest_addr, rest_size) = (State::Free, addr + size, whole - size);
     let rest = blocks.insert(Block {
         addr: rest_addr,
         size: rest_size,
@@ -133,14 +133,14 @@ fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, pla
     (record.state, record.owner) = (State::Live, owner);
     blocks[next].prev = rest;
     index.changed(blocks, rest, place);
-    Taken { id, size, guard, prev, next, rest: Some(rest), region }
+    Taken { id, size, whole, prev, next, rest: Some(rest), region }
 }
 
 /// As [`cut`]; the rest keeps the block's number.
 #[inline]
 fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
-    let Block { addr, size: guard, prev, next, region, pool, .. } = blocks[rest];
+    let Block { addr, size: whole, prev, next, region, pool, .. } = blocks[rest];
     let state = State::Live;
     let taken = blocks.insert(Block {
         addr,
@@ -155,10 +155,10 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
         ..Block::default()
     });
     let record = &mut blocks[rest];
-    (record.addr, record.size, record.prev) = (addr + size, guard - size, taken);
+    (record.addr, record.size, record.prev) = (addr + size, whole - size, taken);
     blocks[prev].next = taken;
     index.changed(blocks, rest, place);
-    Taken { id: taken, size, guard, prev, next, rest: Some(rest), region }
+    Taken { id: taken, size, whole, prev, next, rest: Some(rest), region }
 }
 
 /// Makes a block free that is in no index, joins it with those neighbours that are free and have
@@ -172,7 +172,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
     let below = joins(prev).map(|block| (block.size, block.after));
     let above = joins(next).map(|block| (block.size, block.next, block.after));
     let (with_prev, with_next) = (below.is_some(), above.map(|_| next));
-    let joined = Joined { id, given, guard: given, with_prev, with_next, prev, next, region };
+    let joined = Joined { id, given, whole: given, with_prev, with_next, prev, next, region };
     match (below, above) {
         (None, None) => {
             let block = &mut blocks[id];
@@ -189,7 +189,7 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             (block.size, block.next) = (given + above, beyond);
             blocks[beyond].prev = id;
             index.changed(blocks, id, place);
-            Joined { guard: given + above, next: beyond, ..joined }
+            Joined { whole: given + above, next: beyond, ..joined }
         }
         (None, Some((above, beyond, later))) => {
             blocks.remove(id);
@@ -198,11 +198,11 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             (into.addr, into.size, into.prev, into.after) = (addr, above + given, prev, after.max(later));
             blocks[prev].next = next;
             index.changed(blocks, next, place);
-            Joined { id: next, guard: above + given, next: beyond, ..joined }
+            Joined { id: next, whole: above + given, next: beyond, ..joined }
         }
         (Some((below, earlier)), above) => {
             let after = after.max(earlier);
-            let (guard, beyond, after) = match above {
+            let (whole, beyond, after) = match above {
                 Some((above, beyond, later)) => {
                     let place = I::place(next, above);
                     index.remove(blocks, next, place);
@@ -214,11 +214,11 @@ pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockI
             blocks.remove(id);
             let into = &mut blocks[prev];
             let place = I::place(prev, below);
-            (into.size, into.next, into.after) = (guard, beyond, after);
+            (into.size, into.next, into.after) = (whole, beyond, after);
             let before = into.prev;
             blocks[beyond].prev = prev;
             index.changed(blocks, prev, place);
-            Joined { id: prev, guard, prev: before, next: beyond, ..joined }
+            Joined { id: prev, whole, prev: before, next: beyond, ..joined }
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A freed block was used until some tick, which must be noted for its granules. Noting it writes
 //! all over a region's tree, which took a tenth of the time of the traces; and mostly the device is
-//! done with the block before anybody needs to know. So uses are appended to a log. They are noted
+//! done with the block before the host needs to know. So uses are appended to a log. They are noted
 //! when a thread that holds every lock needs them, or when there are many, and only those that are
 //! not known done by then.
 //!
@@ -156,8 +156,8 @@ mod tests {
                         heap.note_recent_uses(done);
                         let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
                         for (_, block) in free {
-                            let guard = block.addr.next_multiple_of(GRANULE)..(block.addr + block.size) / GRANULE * GRANULE;
-                            for at in guard.step_by(4096) {
+                            let whole = block.addr.next_multiple_of(GRANULE)..(block.addr + block.size) / GRANULE * GRANULE;
+                            for at in whole.step_by(4096) {
                                 let (last_use, _) = heap.last_uses_of(block).highest_run(&(at..at + GRANULE));
                                 let expected = model[usize::try_from((at - BASE) / GRANULE).unwrap()].min(block.after);
                                 prop_assert_eq!(last_use.max(done), expected.max(done));

@@ -47,7 +47,7 @@ impl Walk {
 impl Heap {
     /// Passes the next blocks on. Returns false once there are no more. No block may rest.
     pub(crate) fn step(&self, walk: &mut Walk, mut pass: impl FnMut(&Passed)) -> bool {
-        debug_assert!(!self.has_resting());
+        debug_assert!(!self.has_deferred());
         let mut left = STEP;
         while left > 0 {
             let Some(region) = self.regions.get(walk.region) else { return false };

@@ -3,7 +3,7 @@
 //!
 //! It has a lock of its own, a leaf. Entries of an arena are made while the arena's lock is also
 //! held, and snapshots are taken under all locks, so that a snapshot's history and segments agree.
-//! Nothing is formatted until somebody takes a snapshot.
+//! Nothing is formatted until a snapshot is taken.
 //!
 //! Everything that happens to a block at one moment is one record, so that an operation takes the
 //! lock once, reads the clock once, and writes 40 bytes in place. A free that completes at once is

@@ -2,7 +2,7 @@
 //!
 //! A graph uses the addresses that it was captured with whenever it is launched. So memory that is
 //! allocated while a stream captures comes from a private pool, which keeps its free memory for its
-//! graphs (`pools/graphs.rs`) and gives it to nobody else.
+//! graphs (`pools/graphs.rs`) and gives it to no other request.
 
 use aquifer_device::{Code, DeviceError, DriverKind, Operation, Stream};
 

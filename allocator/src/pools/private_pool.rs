@@ -167,7 +167,7 @@ impl PrivatePool {
         Ok(segments + trim_pools(&self.allocator, Which::UnusedOf(self.key))?)
     }
 
-    /// Closes the pool, and gives back memory that nobody uses any more. Events cover the last uses
+    /// Closes the pool, and gives back memory that is no longer used. Events cover the last uses
     /// of the rest, so that later calls can find out whether it is done, even while the streams
     /// capture.
     fn close(&self) -> Result<(), AllocError> {

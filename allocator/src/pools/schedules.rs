@@ -53,7 +53,7 @@ fn capture(pool: &PrivatePool, stream: &Stream) -> Option<(Graph, Range<u64>)> {
         Err(error) => panic!("{error}"),
     };
     drop(route);
-    let graph = capture.end().expect("nobody may break a capture");
+    let graph = capture.end().expect("no call may break a capture");
     Some((graph, range?))
 }
 

@@ -64,7 +64,7 @@ pub(crate) struct PoolTable {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Which {
     All,
-    /// Those whose free memory is promised to nobody: the default ones, and those of private pools
+    /// Those that keep no free memory for graphs: the default ones, and those of private pools
     /// that are closed and no graph uses. Their memory may move to others or go back to the device.
     /// To be asked about under the same locks as choosing that memory, because a graph may be
     /// captured while a thread waits.
@@ -329,7 +329,7 @@ impl Private {
         self.numbers().filter(move |&number| lends && kind_of(number) == kind && !self.keeps_for_graphs(number))
     }
 
-    /// True if its free memory is promised to nobody: it is closed, and no graph that it served may
+    /// True if it keeps no free memory: it is closed, and no graph that it served may
     /// be launched, or runs.
     pub(crate) fn is_released(&self) -> bool {
         !self.open && !self.graphs.any()

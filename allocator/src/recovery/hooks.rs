@@ -22,8 +22,8 @@ use crate::recovery::oom::report::OomReport;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MappingChange {
-    /// Memory is about to be unmapped from these addresses, which nobody uses. If the driver then
-    /// refuses, [`MappingChange::Mapped`] follows, because they still have their memory.
+    /// Memory is about to be unmapped from these addresses, which are not in use. If the driver
+    /// then refuses, [`MappingChange::Mapped`] follows, because they still have their memory.
     BeforeUnmap {
         /// First address.
         addr: u64,
@@ -222,7 +222,7 @@ pub struct ReclaimRequest {
 }
 
 impl ReclaimRequest {
-    /// Says why no more was freed. If memory runs out all the same, the report has it
+    /// Says why no more was freed. If memory still runs out, the report has it
     /// ([`crate::Reclaimed::why`]). The last call counts.
     pub fn explain(&self, why: impl Into<String>) {
         *self.why.lock() = Some(why.into());

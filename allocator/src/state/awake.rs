@@ -147,8 +147,8 @@ impl AllocatorState {
         KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)
     }
 
-    /// Makes the allocator quiescing, so that nobody begins to keep it awake, and waits until
-    /// nobody does. The calling thread must not keep it awake.
+    /// Makes the allocator quiescing, so that no thread begins to keep it awake, and
+    /// waits until none does. The calling thread must not keep it awake.
     pub(crate) fn quiesce(&self) {
         self.wakefulness.quiescing.store(true, Ordering::SeqCst);
         while self.wakefulness.wake_locks.load(Ordering::SeqCst) > 0 {

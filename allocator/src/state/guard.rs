@@ -205,7 +205,7 @@ impl StateGuard {
                 let known = self.shared.done_until(arena.slot);
                 self.shared.settled.insert(&locked, |after| after <= known);
             } else {
-                // Frees were queued meanwhile. What is free there is looked at all the same.
+                // Frees were queued meanwhile. Free memory there is still considered.
                 kept.push(arena);
                 self.arenas.push(locked);
             }
@@ -338,7 +338,7 @@ impl StateGuard {
         let Err(at) = self.shared.arenas.binary_search_by_key(&slot, |arena| arena.slot) else { return };
         let state = self.state;
         let arena = state.arenas.get_or_insert(slot, || Box::leak(Box::new(Arena::new(state, slot))));
-        // No thread waits for another lock while it holds this one, because nobody works in an
+        // No thread waits for another lock while it holds this one, because no thread works in an
         // arena before it is open.
         let mut locked = arena.lock_with_all();
         let inner: &mut ArenaInner = &mut locked;

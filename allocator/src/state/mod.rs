@@ -360,7 +360,7 @@ impl AllocatorState {
     }
 }
 
-/// Gives memory back that outlived its allocator, on devices of which nobody has a handle any more.
+/// Gives memory back that outlived its allocator, on devices without handles.
 /// Dropping the last buffer of such an allocator makes no driver call, so its memory stays until
 /// this is called. Making or dropping any allocator calls it, too. Call it on a thread that drops
 /// others' last buffers and may make driver calls.
@@ -373,7 +373,7 @@ impl AllocatorState {
 /// let stream = device.stream()?;
 /// let last = Allocator::new(&device, Config::default())?.alloc_bytes(1 << 20, &stream)?;
 /// drop((stream, device));
-/// drop(last); // by whoever comes last
+/// drop(last); // by the last thread
 /// aquifer_allocator::internal::close_abandoned();
 /// assert_eq!(driver.held_bytes(), 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -36,7 +36,7 @@ fn open(device: &Device) -> Allocator {
 
 fn assert_idle_once(state: &'static AllocatorState) {
     let entries = IDLE.lock().iter().filter(|idle| std::ptr::eq(**idle, state)).count();
-    assert_eq!(entries, 1, "a shell that nobody uses is idle, once");
+    assert_eq!(entries, 1, "a state that no handle uses is idle, once");
     let shared = state.shared.lock();
     assert!(shared.device.is_none() && shared.arenas.is_empty());
     assert!(state.arenas.iter().all(crate::state::arena::Arena::is_empty), "a free was left behind");
@@ -146,7 +146,7 @@ fn a_shell_is_not_shared_by_allocators_that_open_while_others_close() {
                 let kept = allocator.alloc_bytes(SIZE, &stream).unwrap();
                 assert_eq!(allocator.memory_allocated(), SIZE);
                 drop(allocator.alloc_bytes(SIZE, &stream).unwrap());
-                assert_eq!(allocator.memory_allocated(), SIZE, "nobody else allocates from it");
+                assert_eq!(allocator.memory_allocated(), SIZE, "no other thread allocates from it");
                 drop(kept);
                 assert_eq!(allocator.memory_allocated(), 0);
             })
@@ -194,7 +194,7 @@ fn memory_shared_by_two_streams_is_reused_without_a_race() {
 }
 
 #[test]
-fn waiting_blocks_are_free_once_their_streams_are_done_whoever_asks() {
+fn waiting_blocks_are_free_once_their_streams_are_done_whichever_thread_asks() {
     explore(|| {
         let (sim, device) = device();
         let allocator = open(&device);

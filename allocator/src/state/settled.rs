@@ -1,9 +1,9 @@
 //! Arenas in which nothing happened since a thread with the shared state's lock last looked at
 //! them. Slow paths visit the others, and of these only arenas that have what they look for.
 //!
-//! A thread that settles an arena notes facts about it here, and leaves [`CounterWriter::SETTLED`] in
-//! place of the thread that works there. So the next thread that takes a block from the arena, or
-//! frees one there, leaves the fast path once: it makes the arena an unsettled one
+//! A thread that settles an arena notes facts about it here, and leaves [`CounterWriter::SETTLED`]
+//! in place of the thread that works there. So the next thread that takes a block from the arena,
+//! or frees one there, leaves the fast path once: it makes the arena an unsettled one
 //! (`Arena::unsettle`) and enters it in the queue of the allocator state. A block that comes by the
 //! queue of remote frees does so, too. The fast path itself is the same for settled arenas and
 //! others.
@@ -32,7 +32,7 @@ struct Facts {
     /// is known done.
     single: Option<Single>,
     /// The streams that own foreign free blocks there.
-    stray_owners: Vec<u32>,
+    foreign_owners: Vec<u32>,
     /// True if a reservation there has no memory.
     has_empty: bool,
 }
@@ -112,7 +112,7 @@ pub(crate) struct Settled {
     without_single: BTreeSet<(u64, u32)>,
     singles: BTreeSet<Single>,
     /// Those with foreign free blocks, by the foreign free blocks' owners.
-    by_stray_owner: BTreeSet<(u32, u32)>,
+    by_foreign_owner: BTreeSet<(u32, u32)>,
     with_empty: BTreeSet<u32>,
     /// Sums over the settled arenas.
     pub(super) sums: Sums,
@@ -128,12 +128,12 @@ impl Settled {
         let slot = heap.home;
         let mut sums = Sums::default();
         sums.add(inner);
-        let mut stray_owners: Vec<u32> = heap.foreign().map(|id| heap.blocks[id].owner).collect();
-        stray_owners.sort_unstable();
-        stray_owners.dedup();
-        let single = if stray_owners.is_empty() { Single::of(heap, is_done) } else { None };
+        let mut foreign_owners: Vec<u32> = heap.foreign().map(|id| heap.blocks[id].owner).collect();
+        foreign_owners.sort_unstable();
+        foreign_owners.dedup();
+        let single = if foreign_owners.is_empty() { Single::of(heap, is_done) } else { None };
         let has_empty = heap.empty_reservations().next().is_some();
-        let facts = Facts { sums, free: heap.free, single, stray_owners, has_empty };
+        let facts = Facts { sums, free: heap.free, single, foreign_owners, has_empty };
         self.sums.add(inner);
         if facts.free > 0 {
             self.by_free.insert((facts.free, slot));
@@ -142,7 +142,7 @@ impl Settled {
                 None => self.without_single.insert((facts.free, slot)),
             };
         }
-        self.by_stray_owner.extend(facts.stray_owners.iter().map(|&owner| (owner, slot)));
+        self.by_foreign_owner.extend(facts.foreign_owners.iter().map(|&owner| (owner, slot)));
         if facts.has_empty {
             self.with_empty.insert(slot);
         }
@@ -158,8 +158,8 @@ impl Settled {
             Some(single) => self.singles.remove(&single),
             None => self.without_single.remove(&(facts.free, slot)),
         };
-        for owner in facts.stray_owners {
-            self.by_stray_owner.remove(&(owner, slot));
+        for owner in facts.foreign_owners {
+            self.by_foreign_owner.remove(&(owner, slot));
         }
         self.with_empty.remove(&slot);
         true
@@ -182,7 +182,7 @@ impl Settled {
     }
 
     pub(super) fn has_foreign(&self) -> bool {
-        !self.by_stray_owner.is_empty()
+        !self.by_foreign_owner.is_empty()
     }
 
     /// The settled arenas that may have what is sought, by ascending number.
@@ -196,9 +196,9 @@ impl Settled {
                 others.chain(best.map(|single| single.slot)).collect()
             }
             Sought::StraysOf(owner) => {
-                self.by_stray_owner.range((owner, 0)..=(owner, u32::MAX)).map(|&(_, slot)| slot).collect()
+                self.by_foreign_owner.range((owner, 0)..=(owner, u32::MAX)).map(|&(_, slot)| slot).collect()
             }
-            Sought::Foreign => self.by_stray_owner.iter().map(|&(_, slot)| slot).collect(),
+            Sought::Foreign => self.by_foreign_owner.iter().map(|&(_, slot)| slot).collect(),
             Sought::Empty => self.with_empty.clone(),
         }
     }

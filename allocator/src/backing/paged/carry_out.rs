@@ -154,10 +154,10 @@ fn refuse_in_vain(device: &Device, work: &Work) -> Result<(), DeviceError> {
     if work.create <= CREATED_UNASKED || !seems_lacking() {
         return Ok(());
     }
-    let guard = device.driver().create_physical(bytes, work.options)?;
-    if let Err(error) = device.driver().release_physical(guard) {
+    let whole = device.driver().create_physical(bytes, work.options)?;
+    if let Err(error) = device.driver().release_physical(whole) {
         tracing::debug!(%error, "memory that was asked for in one piece goes back later");
-        device.release_later(guard);
+        device.release_later(whole);
     }
     Ok(())
 }

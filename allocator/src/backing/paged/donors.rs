@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::backing::paged::dedicated::add_deferred_release;
 use crate::backing::paged::granules::Paged;
-use crate::backing::paged::internal_fragmentation::Stranded;
+use crate::backing::paged::internal_fragmentation::InternalFragmentation;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
 use crate::pools::lookup::{heaps_with, look_for_in};
@@ -192,15 +192,15 @@ fn candidates(guard: &StateGuard, paged: &Paged, from: Which) -> Vec<Candidate> 
 }
 
 /// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
-pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> Stranded {
-    let mut internal_fragmentation = Stranded::default();
-    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return internal_fragmentation };
+pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> InternalFragmentation {
+    let mut fragmentation = InternalFragmentation::default();
+    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return fragmentation };
     look_for_in(guard, from, Sought::Free(granule));
-    let Some(paged) = &guard.paged else { return internal_fragmentation };
+    let Some(paged) = &guard.paged else { return fragmentation };
     for_each_block_with_granules(guard, paged.granule, from, |heap, _, block| {
-        internal_fragmentation += paged.internal_fragmentation(heap.region(block.region).addr, &block.range());
+        fragmentation += paged.internal_fragmentation(heap.region(block.region).addr, &block.range());
     });
-    internal_fragmentation
+    fragmentation
 }
 
 /// Calls a function for each free block of some pools that is as large as a granule or larger and

@@ -14,11 +14,11 @@
 //! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for
 //!   which frames such as there are would strand no more than a [`BUDGET`] allows, but at most
 //!   doubles. It counts only where memory moves, or will once the device is done with it: while all
-//!   that a program frees serves where it lies, small frames would help nobody. Nor does it count
+//!   that a program frees serves where it lies, small frames would not help. Nor does it count
 //!   where memory moves again and again ([`Prospect::Recurs`]), if the device has enough left: each
 //!   repetition pays for each frame.
 
-use super::internal_fragmentation::Stranded;
+use super::internal_fragmentation::InternalFragmentation;
 
 /// Granules of the largest frames, unless the configuration says how large they are: 16 MiB where a
 /// granule has 2.
@@ -86,14 +86,14 @@ impl FrameSize {
 
     /// Adapts the limit: memory is bought, after which `reserved` granules would be held, where at
     /// most `peak` were in use so far, and some are stranded.
-    pub(crate) fn note(&mut self, internal_fragmentation: &Stranded, reserved: u64, peak: u64) {
-        let other = reserved.saturating_sub(peak).saturating_sub(internal_fragmentation.granules());
+    pub(crate) fn note(&mut self, fragmentation: &InternalFragmentation, reserved: u64, peak: u64) {
+        let other = reserved.saturating_sub(peak).saturating_sub(fragmentation.granules());
         let budget = (peak / BUDGET).saturating_sub(other);
         let larger = self.limit.saturating_mul(2).min(self.largest);
-        if internal_fragmentation.below(larger) <= budget {
+        if fragmentation.below(larger) <= budget {
             self.limit = larger;
         }
-        while self.limit > 1 && internal_fragmentation.below(self.limit) > budget {
+        while self.limit > 1 && fragmentation.below(self.limit) > budget {
             self.limit /= 2;
         }
     }
@@ -130,10 +130,10 @@ mod tests {
     }
 
     /// What some frames strand that are free but for one granule.
-    fn internal_fragmentation(frames: u64, size: usize) -> Stranded {
-        let mut internal_fragmentation = Stranded::default();
-        (0..frames).for_each(|_| internal_fragmentation.add(size, 1..size));
-        internal_fragmentation
+    fn internal_fragmentation(frames: u64, size: usize) -> InternalFragmentation {
+        let mut fragmentation = InternalFragmentation::default();
+        (0..frames).for_each(|_| fragmentation.add(size, 1..size));
+        fragmentation
     }
 
     fn limit(size: &FrameSize) -> u32 {
@@ -147,14 +147,14 @@ mod tests {
         assert_eq!(limit(&size), 8);
         // Of a frame of 8 granules, 7 are stranded; of smaller ones it would be 3, 1 and 0.
         for (frames, expected) in [(budget / 7, 8), (budget / 3, 4), (budget, 2), (budget + 1, 1)] {
-            let internal_fragmentation = internal_fragmentation(frames, 8);
-            size.note(&internal_fragmentation, peak + internal_fragmentation.granules(), peak);
+            let fragmentation = internal_fragmentation(frames, 8);
+            size.note(&fragmentation, peak + fragmentation.granules(), peak);
             assert_eq!(limit(&size), expected);
-            size.note(&internal_fragmentation, peak + internal_fragmentation.granules(), peak);
+            size.note(&fragmentation, peak + fragmentation.granules(), peak);
             assert_eq!(limit(&size), expected, "it does not swing");
         }
         for expected in [2, 4, 8, 8] {
-            size.note(&Stranded::default(), peak, peak);
+            size.note(&InternalFragmentation::default(), peak, peak);
             assert_eq!(limit(&size), expected);
         }
     }
@@ -162,13 +162,13 @@ mod tests {
     #[test]
     fn what_is_held_for_other_reasons_leaves_less() {
         let mut size = FrameSize::new(None);
-        let (peak, internal_fragmentation) = (MUCH, internal_fragmentation(100, 8));
-        size.note(&internal_fragmentation, peak + internal_fragmentation.granules() + peak / BUDGET - 300, peak);
+        let (peak, fragmentation) = (MUCH, internal_fragmentation(100, 8));
+        size.note(&fragmentation, peak + fragmentation.granules() + peak / BUDGET - 300, peak);
         assert_eq!(limit(&size), 4);
-        size.note(&internal_fragmentation, 2 * peak, peak);
+        size.note(&fragmentation, 2 * peak, peak);
         let otherwise = [Prospect::Grows, Prospect::Recurs].map(|prospect| size.largest(MUCH, uneven(MUCH), prospect));
         assert_eq!((limit(&size), otherwise), (1, [8, 32]), "it counts only where memory moves, but not for ever");
-        size.note(&Stranded::default(), 2 * peak, peak);
+        size.note(&InternalFragmentation::default(), 2 * peak, peak);
         assert_eq!(limit(&size), 2, "where nothing is stranded, small frames save nothing");
     }
 

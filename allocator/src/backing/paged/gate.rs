@@ -32,8 +32,8 @@ impl Gate {
         self.mappings.write()
     }
 
-    /// For falling asleep and waking up, one at a time. It is held while turns are waited for, so
-    /// nobody who has one may ask for it; those who have one may pass the gate itself meanwhile.
+    /// For falling asleep and waking up, one at a time. It is held while the allocator waits for turns
+    /// to end, so a thread with a turn must not ask for it. Such a thread may pass the gate itself.
     pub(crate) fn sleep(&self) -> RwLockWriteGuard<'_> {
         self.sleep.write()
     }

@@ -12,7 +12,7 @@ use crate::backing::paged::capacity::Capacity;
 use crate::backing::paged::deferred_release::RetiredMemory;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
-use crate::backing::paged::internal_fragmentation::Stranded;
+use crate::backing::paged::internal_fragmentation::InternalFragmentation;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
@@ -272,16 +272,16 @@ impl Paged {
 
     /// What of a range of the reservation that starts at `base` belongs to frames that reach beyond
     /// it. All of the range has memory.
-    pub(crate) fn internal_fragmentation(&self, base: u64, range: &Range<u64>) -> Stranded {
-        let mut internal_fragmentation = Stranded::default();
-        let Some((places, inside)) = self.places_inside(base, range) else { return internal_fragmentation };
-        let guard = places.whole_frames(inside.clone());
-        for cut in [inside.start..guard.start, guard.end..inside.end].into_iter().filter(|cut| !cut.is_empty()) {
+    pub(crate) fn internal_fragmentation(&self, base: u64, range: &Range<u64>) -> InternalFragmentation {
+        let mut fragmentation = InternalFragmentation::default();
+        let Some((places, inside)) = self.places_inside(base, range) else { return fragmentation };
+        let whole = places.whole_frames(inside.clone());
+        for cut in [inside.start..whole.start, whole.end..inside.end].into_iter().filter(|cut| !cut.is_empty()) {
             if let Some(frame) = places.frame_around(cut.start) {
-                internal_fragmentation.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
+                fragmentation.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
             }
         }
-        internal_fragmentation
+        fragmentation
     }
 
     /// The places that lie wholly within a range of the reservation that starts at `base`. `None`
@@ -494,12 +494,12 @@ mod tests {
         // A range in granules, its whole frames, and how many of its granules are stranded.
         let cases =
             [(0..11, 0..11, 0), (1..9, 4..8, 4), (4..9, 4..8, 1), (1..3, 3..3, 2), (1..6, 4..4, 5), (9..9, 9..9, 0)];
-        for (range, guard, internal_fragmentation) in cases {
+        for (range, whole, fragmentation) in cases {
             let range = base + range.start * G..base + range.end * G;
             let found = paged.whole_frames(base, &range).range();
-            assert_eq!(found.end - found.start, (guard.end - guard.start) * G, "{range:?}");
-            assert!(found.is_empty() || found.start == base + guard.start * G);
-            assert_eq!(paged.internal_fragmentation(base, &range).granules(), internal_fragmentation, "{range:?}");
+            assert_eq!(found.end - found.start, (whole.end - whole.start) * G, "{range:?}");
+            assert!(found.is_empty() || found.start == base + whole.start * G);
+            assert_eq!(paged.internal_fragmentation(base, &range).granules(), fragmentation, "{range:?}");
             // Bytes that are less than a granule are neither.
             assert_eq!(paged.whole_frames(base, &(range.start..range.end + 512)).range(), found);
         }

@@ -1,5 +1,5 @@
-//! Stranded memory: granules that lie wholly in free blocks and cannot move, because their frames
-//! are partly in use.
+//! InternalFragmentation memory: granules that lie wholly in free blocks and cannot move, because
+//! their frames are partly in use.
 //!
 //! It is counted for every limit on the size of frames: a frame of the size of a power of two, were
 //! it made of smaller ones of one size, would strand only what is free of those that are partly in
@@ -13,21 +13,21 @@ const LIMITS: usize = 6;
 
 /// Granules that are stranded, and how many would be if no frame were larger than a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Stranded {
+pub(crate) struct InternalFragmentation {
     /// By the binary logarithm of the limit.
     by_limit: [u64; LIMITS],
     all: u64,
 }
 
-impl Stranded {
+impl InternalFragmentation {
     /// Counts the granules `free` of a frame of `size` granules, of which others are in use.
     pub(crate) fn add(&mut self, size: usize, free: Range<usize>) {
         let count = free.len() as u64;
         self.all += count;
-        for (log2, internal_fragmentation) in self.by_limit.iter_mut().enumerate() {
+        for (log2, fragmentation) in self.by_limit.iter_mut().enumerate() {
             let limit = 1 << log2;
-            let guard = if limit < size { (free.end / limit).saturating_sub(free.start.div_ceil(limit)) } else { 0 };
-            *internal_fragmentation += count - (guard as u64) * (limit as u64);
+            let whole = if limit < size { (free.end / limit).saturating_sub(free.start.div_ceil(limit)) } else { 0 };
+            *fragmentation += count - (whole as u64) * (limit as u64);
         }
     }
 
@@ -42,8 +42,8 @@ impl Stranded {
     }
 }
 
-impl AddAssign for Stranded {
-    fn add_assign(&mut self, other: Stranded) {
+impl AddAssign for InternalFragmentation {
+    fn add_assign(&mut self, other: InternalFragmentation) {
         self.all += other.all;
         self.by_limit.iter_mut().zip(other.by_limit).for_each(|(sum, more)| *sum += more);
     }
@@ -57,11 +57,11 @@ mod tests {
 
     #[test]
     fn smaller_frames_strand_less() {
-        let mut internal_fragmentation = Stranded::default();
-        internal_fragmentation.add(8, 3..8);
-        assert_eq!([1, 2, 4, 8, 64].map(|limit| internal_fragmentation.below(limit)), [0, 1, 1, 5, 5]);
-        internal_fragmentation += internal_fragmentation;
-        assert_eq!((internal_fragmentation.granules(), internal_fragmentation.below(2)), (10, 2));
+        let mut fragmentation = InternalFragmentation::default();
+        fragmentation.add(8, 3..8);
+        assert_eq!([1, 2, 4, 8, 64].map(|limit| fragmentation.below(limit)), [0, 1, 1, 5, 5]);
+        fragmentation += fragmentation;
+        assert_eq!((fragmentation.granules(), fragmentation.below(2)), (10, 2));
     }
 
     proptest! {
@@ -70,13 +70,13 @@ mod tests {
             let size = 1_usize << log2;
             let free = from.min(to).min(size)..from.max(to).min(size);
             prop_assume!(free.len() < size);
-            let mut internal_fragmentation = Stranded::default();
-            internal_fragmentation.add(size, free.clone());
+            let mut fragmentation = InternalFragmentation::default();
+            fragmentation.add(size, free.clone());
             let smaller = (1 << limit).min(size);
             let wholly_free = |frame: usize| free.start <= frame * smaller && (frame + 1) * smaller <= free.end;
             let movable = (0..size / smaller).filter(|&frame| wholly_free(frame)).count() * smaller;
-            prop_assert_eq!(internal_fragmentation.below(1 << limit), (free.len() - movable) as u64);
-            prop_assert_eq!(internal_fragmentation.granules(), free.len() as u64);
+            prop_assert_eq!(fragmentation.below(1 << limit), (free.len() - movable) as u64);
+            prop_assert_eq!(fragmentation.granules(), free.len() as u64);
         }
     }
 }

@@ -213,9 +213,9 @@ mod tests {
                     1 => {
                         // From the first frame that begins in the range to the last one that ends
                         // there.
-                        let guard = |&(first, frame): &(usize, Frame)| first + frame.granules.get() as usize <= range.end;
+                        let whole = |&(first, frame): &(usize, Frame)| first + frame.granules.get() as usize <= range.end;
                         let within = map.range(range.clone()).map(|(&first, &frame)| (first, frame));
-                        let within: Vec<_> = within.take_while(guard).collect();
+                        let within: Vec<_> = within.take_while(whole).collect();
                         let Some(&(start, _)) = within.first() else { continue };
                         let end = within.last().map_or(start, |&(first, frame)| first + frame.granules.get() as usize);
                         let taken: Vec<_> = within.iter().map(|&(_, frame)| frame).collect();
@@ -234,12 +234,12 @@ mod tests {
                         prop_assert_eq!(places.have_memory(range.clone()).collect::<Vec<_>>(), memory);
                         prop_assert_eq!(range.clone().map(|place| places.frame_around(place)).collect::<Vec<_>>(), behind);
                         let fits = |frame: &Range<usize>| filled.start <= frame.start && frame.end <= filled.end;
-                        let mut guard: Vec<_> = filled.clone().filter_map(|place| around(&map, place)).filter(fits).collect();
-                        guard.dedup();
+                        let mut whole: Vec<_> = filled.clone().filter_map(|place| around(&map, place)).filter(fits).collect();
+                        whole.dedup();
                         let found = places.whole_frames(filled);
-                        prop_assert_eq!(found.len(), guard.iter().map(ExactSizeIterator::len).sum::<usize>());
-                        prop_assert!(found.is_empty() || guard.first().is_some_and(|frame| frame.start == found.start));
-                        prop_assert!(guard.iter().all(|frame| places.border_to(frame.end - 1) == frame.start));
+                        prop_assert_eq!(found.len(), whole.iter().map(ExactSizeIterator::len).sum::<usize>());
+                        prop_assert!(found.is_empty() || whole.first().is_some_and(|frame| frame.start == found.start));
+                        prop_assert!(whole.iter().all(|frame| places.border_to(frame.end - 1) == frame.start));
                     }
                 }
             }

@@ -44,7 +44,7 @@ pub(crate) struct Plan {
     pub(crate) buys_ahead: bool,
 }
 
-/// Memory held while the driver is at work, so that nobody else takes it.
+/// Memory held while the driver is at work, so that no other operation takes it.
 #[derive(Debug)]
 pub(crate) struct Held {
     /// Pieces of the window, by address.
@@ -112,14 +112,13 @@ fn largest_in_region(
     bought_though_movable: bool,
 ) -> Largest {
     let (reserved, growing) = (guard.reserved, guard.growing.now());
-    let internal_fragmentation =
-        (buy > 0 && !bought_though_movable).then(|| internal_fragmentation(guard, Which::Unpromised));
+    let fragmentation = (buy > 0 && !bought_though_movable).then(|| internal_fragmentation(guard, Which::Unpromised));
     let settled = peak_has_settled(guard);
     let Some(paged) = guard.paged.as_mut() else { return Largest::GRANULE };
     let granules = |bytes: u64| bytes / paged.granule;
-    if let Some(internal_fragmentation) = internal_fragmentation {
+    if let Some(fragmentation) = fragmentation {
         let peak = paged.in_use_peak.max(point.in_use);
-        paged.frame_size.note(&internal_fragmentation, granules(reserved) + buy, granules(peak));
+        paged.frame_size.note(&fragmentation, granules(reserved) + buy, granules(peak));
     }
     let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
     let (held, peak) = (reserved + growing, paged.in_use_peak.max(point.in_use));

@@ -107,8 +107,8 @@ fn let_go(
         return Some(heap.unhold_as_free(id));
     }
     let range = block.range();
-    // Mapped without access, and not unmapped again: nobody gets these addresses before they are
-    // unmapped.
+    // Mapped without access, and not unmapped again: no request gets these addresses before they
+    // are unmapped.
     let frames = stuck.iter().map(|filled| filled.range.clone());
     let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
     if !frames.is_empty() {

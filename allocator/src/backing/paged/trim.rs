@@ -40,7 +40,7 @@ struct Leaving {
     bytes: u64,
 }
 
-/// Gives free frames that are promised to nobody back to the device, spare ones first, until at
+/// Gives free frames that no pool keeps back to the device, spare ones first, until at
 /// most `target` bytes are held from it or none is left. Returns how many bytes went back. Frames
 /// that are not known done stay.
 pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {

@@ -334,8 +334,8 @@ mod tests {
                             index.remove(&mut blocks.records(), held.block, held);
                             blocks.remove(held.block);
                         } else {
-                            let Block { addr, size: guard, .. } = blocks[held.block];
-                            let id = blocks.insert(Block { size: guard - size, addr: addr + size, ..Block::default() });
+                            let Block { addr, size: whole, .. } = blocks[held.block];
+                            let id = blocks.insert(Block { size: whole - size, addr: addr + size, ..Block::default() });
                             index.changed(&mut blocks.records(), id, held);
                             blocks.remove(held.block);
                             model.insert(key(&blocks, id));

@@ -24,7 +24,8 @@ pub struct OomReport {
     pub device_name: String,
     /// Requested bytes.
     pub requested: u64,
-    /// Bytes that the request takes in addition for its alignment ([`crate::Allocator::alloc_aligned`]).
+    /// Bytes that the request takes in addition for its alignment
+    /// ([`crate::Allocator::alloc_aligned`]).
     pub padding: u64,
     /// True if its memory is mapped in granules, to which free ones move from elsewhere; false if
     /// it comes in segments.
@@ -182,7 +183,7 @@ impl OomReport {
 /// How many tags and reclaimers a report lists.
 pub(crate) const LISTED: usize = 5;
 
-/// What a reclaimer did for a request that failed all the same.
+/// What a reclaimer did for a request that failed nevertheless.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Reclaimed {

@@ -6,7 +6,7 @@
 //! | allocates from the arena | its lock is free | the block is freed under the lock: [`Arena::free_in`] |
 //! | allocates from the arena | its lock is taken | the lock is tried a few times, then the block is queued |
 //! | does not | no block of it is used by other streams | the block is queued (`remote.rs`): [`Arena::queue_free`] |
-//! | does not | some are, or the free is in another stream's order | as a thread that allocates: the block's tick is taken now |
+//! | does not | some are, or the free is in another stream's order | as if the thread allocated here |
 //! | is not known to the allocator's counters yet | | it is made known if no lock is taken, else the block is queued |
 //!
 //! A block that streams besides its own use goes from the arena to the allocator state, because it

@@ -22,13 +22,13 @@ impl ArenaGuard {
 
     #[cold]
     fn begin_milestone(&mut self) -> bool {
-        let dedicated = self.arena.state.counters.reserved_bytes.read().all.current / SHARE;
+        let spacing = self.arena.state.counters.reserved_bytes.read().all.current / SHARE;
         let freed = self.given_back_for_good();
         let milestones = &mut self.milestones;
         let may_record = milestones.may_record(Reason::Milestone);
         // If nothing was freed since the start, there is nothing to learn.
         let useful = freed > 0;
-        milestones.due_at = freed + dedicated.max(1);
+        milestones.due_at = freed + spacing.max(1);
         if useful && may_record {
             milestones.note_recorded(Reason::Milestone);
         }

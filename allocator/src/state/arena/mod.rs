@@ -39,12 +39,12 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 
+mod coalesce;
 mod free;
 mod milestone;
 mod remote;
-mod rest;
 
-/// A number of bytes that nobody knows.
+/// An unknown number of bytes.
 pub(crate) const UNKNOWN: u64 = u64::MAX;
 
 pub(crate) struct Arena {
@@ -74,8 +74,9 @@ impl fmt::Debug for Arena {
 /// The state that an arena's lock protects.
 #[derive(Debug, Default)]
 pub(crate) struct ArenaInner {
-    /// The thread that writes to the shared counters (`accounting/tally.rs`); [`Writer::NOBODY`]
-    /// while the arena is not open, and [`Writer::SETTLED`] while it is settled.
+    /// The thread that writes to the shared counters (`accounting/writer.rs`);
+    /// [`CounterWriter::NOBODY`] while the arena is not open, and [`CounterWriter::SETTLED`] while
+    /// it is settled.
     writer: CounterWriter,
     /// What `writer` was before the arena was settled.
     settled_writer: CounterWriter,
@@ -192,7 +193,7 @@ impl Arena {
         self.state.report_to_checks(|checks| checks.allocated(block));
     }
 
-    /// Tells a simulated device that a block is given back, before anybody else can get the memory.
+    /// Reports to a simulated device that a block is given back, before the memory is reused.
     /// Takes the words of the handle, not the handle, which would have to be copied to where it can
     /// be pointed to.
     #[cold]
@@ -317,8 +318,8 @@ impl ArenaGuard {
         self.take_own_hot(request)
     }
 
-    /// As [`Guard::take_own`], less what is in the queue, compiled into its caller, so that request
-    /// and result stay in registers.
+    /// As [`ArenaGuard::take_own`], less what is in the queue, compiled into its caller, so that
+    /// request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
         let inner = &mut *self.inner;

@@ -74,7 +74,7 @@ pub(crate) struct RemoteFree {
     pub(crate) block: BlockId,
     /// The stream whose later work gets the memory, if it is not the stream of the allocation.
     pub(crate) on: Option<u32>,
-    /// Requested bytes; [`super::UNKNOWN`] if nobody knows.
+    /// Requested bytes; [`super::UNKNOWN`] if unknown.
     pub(crate) bytes: u64,
 }
 

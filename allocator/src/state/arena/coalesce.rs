@@ -1,12 +1,12 @@
-//! When blocks that rest are merged (`heap/resting.rs` says why they rest): before another rests or
+//! When deferred blocks are merged (`heap/deferred.rs`): before another one is deferred, before
 //! a search, before a slow path looks into the arena, and when a search fails.
 
 use super::ArenaGuard;
-use crate::heap::{BlockId, Rested, SplitChange, kind_of};
+use crate::heap::{BlockId, DeferredBlock, SplitChange, kind_of};
 
 impl ArenaGuard {
     /// Makes room for another block to rest, and for a search: merges what may not rest any longer
-    /// (`heap/resting.rs`).
+    /// (`heap/deferred.rs`).
     #[inline(always)]
     pub(super) fn make_room(&mut self) {
         if !self.inner.heap.has_newest() {
@@ -32,14 +32,14 @@ impl ArenaGuard {
     /// Merges all blocks that rest with their neighbours.
     #[inline(never)]
     pub(crate) fn coalesce_deferred(&mut self) {
-        while let Some(rested) = self.inner.heap.take_oldest_resting() {
+        while let Some(rested) = self.inner.heap.take_oldest_deferred() {
             self.merge(rested);
         }
         self.inner.heap.set_room_to_rest();
     }
 
     #[inline(always)]
-    fn merge(&mut self, rested: Rested) {
+    fn merge(&mut self, rested: DeferredBlock) {
         let kind = kind_of(self.inner.heap.blocks[rested.block()].pool);
         let change = self.inner.heap.merge(rested);
         self.split_changed(kind, change);
@@ -60,7 +60,7 @@ impl ArenaGuard {
     #[cold]
     #[inline(never)]
     pub(super) fn take_uncoalesced(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
-        if !self.inner.heap.has_resting() {
+        if !self.inner.heap.has_deferred() {
             return None;
         }
         self.coalesce_deferred();
