@@ -32,7 +32,7 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// An allocation is for one stream: work enqueued there from now on may use it. When its handle is
 /// dropped, the stream's later allocations may reuse the memory at once, without waiting for the
 /// device. To use it on other streams as well, see [`crate::Allocation::record_stream`], or use a
-/// [`crate::Buffer`] and [`crate::Turn`]s.
+/// [`crate::Buffer`] and [`crate::AccessGuard`]s.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};

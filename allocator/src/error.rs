@@ -69,18 +69,19 @@ pub enum AllocError {
         /// What is shared.
         what: &'static str,
     },
-    /// The calling thread already has a [`crate::Turn`] with the memory, and asked for another one,
-    /// or for a claim on it: it would wait for itself. Drop the first turn before, or take one turn
-    /// with all the memory that is used. Parts of one buffer count as the same memory.
+    /// The calling thread already has an [`crate::AccessGuard`] with the memory, and asked for
+    /// another one, or for a reservation on it: it would wait for itself. Drop the first guard
+    /// before, or take one guard with all the memory that is used. Parts of one buffer count as the
+    /// same memory.
     #[error(
-        "this thread is within `Stream::with`, or holds a `Turn`, on the same memory and would wait for itself: end that first, or name all \
+        "this thread is within `Stream::with`, or holds an `AccessGuard`, on the same memory and would wait for itself: end that first, or name all \
          buffers in one call"
     )]
-    TurnHeld,
-    /// The calling thread asked an allocator to sleep while keeping it awake, by a turn or by
-    /// [`crate::Allocator::keep_awake`]: it would wait for itself. Drop that first.
+    AccessHeld,
+    /// The calling thread asked an allocator to sleep while keeping it awake, by an access guard or
+    /// by [`crate::Allocator::keep_awake`]: it would wait for itself. Drop that first.
     #[error(
-        "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the turn or the guard before"
+        "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the access guard or the guard before"
     )]
     KeptAwake,
     /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that
@@ -90,8 +91,8 @@ pub enum AllocError {
         "this thread is within an observer of the allocator's mappings, and changing mappings would wait for that: do it once the observer has returned"
     )]
     Observing,
-    /// The caller asked for memory, or for a turn with some, while the allocator sleeps or is about
-    /// to; see [`crate::Allocator::sleep`].
+    /// The caller asked for memory, or for an access guard on some, while the allocator sleeps or
+    /// is about to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: call `Allocator::wake` first")]
     Asleep,
     /// The caller asked for a private pool, but there are already as many pools, including dropped

@@ -10,8 +10,8 @@
 //! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device,
 //!   release of unused memory, waits, reclaimers. The ladder ends in an [`OomReport`], which says
 //!   what is in the way and what helps.
-//! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`Turn`] orders a stream's work
-//!   with a buffer after other streams' work.
+//! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`AccessGuard`] orders a stream's
+//!   work with a buffer after other streams' work.
 //! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in
 //!   place.
 //!
@@ -79,7 +79,9 @@ pub use accounting::{Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unu
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Contents, Exportable, Growable, PinnedMapping, Refusal, WhySegments};
-pub use buffer::{Access, Bound, Buffer, Claim, Storage, StreamAccess, Turn, View, ViewMut, WithError, read, write};
+pub use buffer::{
+    Access, AccessGuard, Bound, Buffer, Reservation, Storage, StreamAccess, View, ViewMut, WithError, read, write,
+};
 pub use config::Config;
 pub use device_allocator::DeviceAllocator;
 pub use error::AllocError;
@@ -102,6 +104,7 @@ pub mod internal {
     use crate::Allocator;
 
     pub use crate::buffer::ranges::resolve;
+    pub use crate::buffer::record::AccessRecord;
     /// The options in words, as the documentation of [`crate::Config`] has them.
     pub use crate::config::OPTIONS;
     pub use crate::state::close_abandoned;

@@ -215,9 +215,9 @@ pub mod device {
 pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
-        Access, Advice, AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable, HistoryOptions,
-        MemoryStats, OomReport, PoolOptions, PoolStats, PrivatePool, Registration, Snapshot, Stat, Storage,
-        StreamAccess, TagScope, Turn, WithError, read, write,
+        Access, AccessGuard, Advice, AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable,
+        HistoryOptions, MemoryStats, OomReport, PoolOptions, PoolStats, PrivatePool, Registration, Snapshot, Stat,
+        Storage, StreamAccess, TagScope, WithError, read, write,
     };
 }
 

@@ -382,8 +382,8 @@ impl Stream {
     ///
     /// A graph uses fixed addresses, and nothing tracks those uses: keep every buffer that it
     /// touches alive for as long as you may launch it. An allocator gives a capturing stream only
-    /// memory of a private pool (`Allocator::capture`), and a launch needs a turn with the buffers
-    /// that the graph uses (`Turn`).
+    /// memory of a private pool (`Allocator::capture`), and a launch needs an access guard on the
+    /// buffers that the graph uses (`AccessGuard`).
     ///
     /// # Errors
     /// Errors of the driver.

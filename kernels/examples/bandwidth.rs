@@ -4,13 +4,14 @@
 //! cargo run --release -p aquifer-kernels --example bandwidth -- cuda:0 [MiB of each operand, 1024 unless told]
 //! ```
 //!
-//! Of each it prints the bytes read and written in a second, from the best of ten runs timed by events, and what that is of the
-//! copy's. On a GPU it fails where one of them reaches less than 90 % of the copy's. On a simulated device the times are those of its model
-//! and tell nothing about the kernels.
+//! Of each it prints the bytes read and written in a second, from the best of ten runs timed by
+//! events, and what that is of the copy's. On a GPU it fails where one of them reaches less than 90
+//! % of the copy's. On a simulated device the times are those of its model and tell nothing about
+//! the kernels.
 
 use std::error::Error;
 
-use aquifer_allocator::{Allocator, Buffer, Config, Turn};
+use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config};
 use aquifer_device::{AccessKind, Device, DeviceSpec, DriverKind, Stream};
 use aquifer_kernels::{KernelError, Kernels, Strided};
 use half::{bf16, f16};
@@ -81,8 +82,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let mut bench = Bench { device, stream, copy_gb_s: 0.0, slow: Vec::new() };
     bench.time("copy by the driver", 2 * bytes, &mut |stream| {
-        let turn = Turn::take(stream, &[(a.storage(), AccessKind::Read), (b.storage(), AccessKind::Write)]);
-        let _turn = turn.map_err(|cause| KernelError::Order { kernel: "copy", cause })?;
+        let access = AccessGuard::acquire(stream, &[(a.storage(), AccessKind::Read), (b.storage(), AccessKind::Write)]);
+        let _access = access.map_err(|cause| KernelError::Order { kernel: "copy", cause })?;
         Ok(stream.copy(b.ptr(), a.ptr(), bytes)?)
     })?;
     bench.time("fill", bytes, &mut |stream| kernels.fill(stream, &mut a, 7u8))?;

@@ -97,6 +97,6 @@ impl Kernels {
             return Ok(());
         }
         let args = vec![to.arg(), a.arg(), b.arg(), KernelArg::U64(a.len())];
-        self.turn(stream, check.kernel, &[&a, &b], &[&to])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&a, &b], &[&to])?.launch(kernel, args)
     }
 }

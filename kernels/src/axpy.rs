@@ -98,6 +98,6 @@ impl Kernels {
         }
         let a = if x.dtype() == DType::F64 { KernelArg::F64(a) } else { KernelArg::F32(convert(a)) };
         let args = vec![y.arg(), x.arg(), a, KernelArg::U64(x.len())];
-        self.turn(stream, check.kernel, &[&x], &[&y])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&x], &[&y])?.launch(kernel, args)
     }
 }

@@ -127,6 +127,6 @@ impl Kernels {
             return Ok(());
         }
         let args = vec![to.arg(), from.arg(), KernelArg::U64(from.len())];
-        self.turn(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
     }
 }

@@ -105,8 +105,8 @@ impl Kernels {
         check.len(&to, 1)?;
         check.apart(&to, &[&from])?;
         let args = vec![from.arg(), KernelArg::U64(from.operand.bytes()), to.arg()];
-        let turn = self.turn(stream, check.kernel, &[&from], &[&to])?;
-        turn.stream().fill(to.operand.ptr(), 0, to.operand.bytes())?;
-        turn.launch(&CHECKSUM, args)
+        let access = self.access(stream, check.kernel, &[&from], &[&to])?;
+        access.stream().fill(to.operand.ptr(), 0, to.operand.bytes())?;
+        access.launch(&CHECKSUM, args)
     }
 }

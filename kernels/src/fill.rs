@@ -76,6 +76,6 @@ impl Kernels {
             return Ok(());
         }
         let args = vec![to.arg(), KernelArg::U64(to.operand.bytes()), KernelArg::U64(pattern(value))];
-        self.turn(stream, check.kernel, &[], &[&to])?.launch(&FILL, args)
+        self.access(stream, check.kernel, &[], &[&to])?.launch(&FILL, args)
     }
 }

@@ -9,7 +9,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_allocator::Turn;
+use aquifer_allocator::AccessGuard;
 use aquifer_device::sim::CalledFrom;
 use aquifer_device::{
     AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, DriverKind, KernelArg, RawModule, Stream,
@@ -108,10 +108,10 @@ impl Kernels {
         Ok(Check { kernel, device })
     }
 
-    /// Takes a stream's turn with the memory of operands. A stream's work is noted when it is
+    /// Takes a stream's access guard on the memory of operands. A stream's work is noted when it is
     /// dropped.
     #[track_caller]
-    pub(crate) fn turn<'a>(
+    pub(crate) fn access<'a>(
         &'a self,
         stream: &'a Stream,
         kernel: &'static str,
@@ -122,8 +122,8 @@ impl Kernels {
         let read = reads.iter().map(|named| (named.operand.storage(), AccessKind::Read));
         let written = writes.iter().map(|named| (named.operand.storage(), AccessKind::Write));
         let memory: Vec<_> = read.chain(written).collect();
-        let turn = Turn::take(stream, &memory).map_err(|cause| KernelError::Order { kernel, cause })?;
-        Ok(Enqueue { kernels: &self.0, stream, _turn: turn, _place: place })
+        let access = AccessGuard::acquire(stream, &memory).map_err(|cause| KernelError::Order { kernel, cause })?;
+        Ok(Enqueue { kernels: &self.0, stream, _access: access, _place: place })
     }
 }
 
@@ -141,11 +141,11 @@ impl fmt::Debug for Kernels {
     }
 }
 
-/// A stream in its turn: launches go through here.
+/// A stream with an access guard on the operands: launches go through here.
 pub(crate) struct Enqueue<'a> {
     kernels: &'a Arc<Inner>,
     stream: &'a Stream,
-    _turn: Turn<'a>,
+    _access: AccessGuard<'a>,
     /// The caller's place in the program.
     _place: Option<CalledFrom>,
 }

@@ -12,14 +12,14 @@
 //! # Custom kernels
 //!
 //! A custom kernel consists of PTX text, which the driver compiles; an [`aquifer_device::Launch`],
-//! which says what memory it touches; and an [`aquifer_allocator::Turn`] with that memory, which
-//! orders it after earlier work of other streams there, and their later work after it. Simulated
-//! devices run a closure in its place.
+//! which says what memory it touches; and an [`aquifer_allocator::AccessGuard`] with that memory,
+//! which orders it after earlier work of other streams there, and their later work after it.
+//! Simulated devices run a closure in its place.
 //!
 //! ```
 //! use std::sync::Arc;
 //!
-//! use aquifer_allocator::{Allocator, Config, Buffer, Turn};
+//! use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
 //! use aquifer_device::sim::{SimConfig, SimDriver};
 //! use aquifer_device::{Access, AccessKind, Device, HostKernel, KernelArg, Launch};
 //! use aquifer_kernels::Kernels;
@@ -80,14 +80,14 @@
 //!     ..Launch::default()
 //! };
 //! {
-//!     // On another stream than the fill: the turn orders the launch after it.
-//!     let _turn = Turn::take(&two, &[(x.storage(), AccessKind::Write)])?;
+//!     // On another stream than the fill: the access guard orders the launch after it.
+//!     let _access = AccessGuard::acquire(&two, &[(x.storage(), AccessKind::Write)])?;
 //!     // SAFETY: the kernel reads and writes `len` floats at `x`, as declared, which the buffer holds.
 //!     unsafe { two.launch(&launch)? };
 //! }
 //! let mut first = [0; 4];
 //! {
-//!     let _turn = Turn::take(&one, &[(x.storage(), AccessKind::Read)])?;
+//!     let _access = AccessGuard::acquire(&one, &[(x.storage(), AccessKind::Read)])?;
 //!     one.download_blocking(&mut first, x.ptr())?;
 //! }
 //! assert_eq!(f32::from_ne_bytes(first), 3.0);

@@ -122,6 +122,6 @@ impl Kernels {
             return Ok(());
         }
         let args = vec![c.arg(), a.arg(), b.arg(), KernelArg::U64(m), KernelArg::U64(k), KernelArg::U64(n)];
-        self.turn(stream, check.kernel, &[&a, &b], &[&c])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&a, &b], &[&c])?.launch(kernel, args)
     }
 }

@@ -84,7 +84,8 @@ impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
 /// Device memory that a kernel writes. Any typed buffer is one.
 ///
 /// Several handles may share one buffer, so a mutable borrow says that it is written, not that no
-/// other handle is used. The ticks that buffers carry see to that ([`aquifer_allocator::Turn`]).
+/// other handle is used. The ticks that buffers carry see to that
+/// ([`aquifer_allocator::AccessGuard`]).
 #[derive(Debug)]
 pub struct Target<'a>(pub(crate) Operand<'a>);
 

@@ -195,7 +195,7 @@ impl Kernels {
             return Ok(());
         }
         let args = vec![to.arg(), KernelArg::U64(to.operand.bytes()), KernelArg::U64(seed)];
-        self.turn(stream, check.kernel, &[], &[&to])?.launch(&WRITE, args)
+        self.access(stream, check.kernel, &[], &[&to])?.launch(&WRITE, args)
     }
 
     /// Enqueues comparing all bytes of `from` with the pattern of `seed`.
@@ -245,7 +245,7 @@ impl Kernels {
             return Ok(());
         }
         let args = vec![from.arg(), KernelArg::U64(from.operand.bytes()), KernelArg::U64(seed), findings.arg()];
-        self.turn(stream, check.kernel, &[&from], &[&findings])?.launch(&VERIFY, args)
+        self.access(stream, check.kernel, &[&from], &[&findings])?.launch(&VERIFY, args)
     }
 
     /// What was found wrong so far, `None` if nothing. Waits on the host for the stream.
@@ -258,8 +258,8 @@ impl Kernels {
         let findings = check.reads("findings", findings)?;
         check.len(&findings, Kernels::FINDINGS_LEN as u64)?;
         let mut bytes = [0; 16];
-        let turn = self.turn(stream, check.kernel, &[&findings], &[])?;
-        turn.stream().download_blocking(&mut bytes, findings.operand.ptr())?;
+        let access = self.access(stream, check.kernel, &[&findings], &[])?;
+        access.stream().download_blocking(&mut bytes, findings.operand.ptr())?;
         let (words, not_first) = bytes.split_at(8);
         let word = |bytes| <u64 as crate::dtype::Bytes>::read(bytes);
         let found = Mismatches { words: word(words), first: DevicePtr(!word(not_first)) };

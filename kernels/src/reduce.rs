@@ -250,8 +250,8 @@ impl Kernels {
         // Signed integers wrap like unsigned ones.
         let finish = if dtype == DType::I64 { DType::U64 } else { dtype };
         let finish = FINISHES.iter().find(|kernel| kernel.variant == Variant::Of(finish)).unwrap_or(&FINISHES[0]);
-        let turn = self.turn(stream, check.kernel, &[&from], &[&scratch, &to])?;
-        turn.launch(sum, vec![from.arg(), KernelArg::U64(from.len()), scratch.arg()])?;
-        turn.launch(finish, vec![scratch.arg(), KernelArg::U64(blocks(from.len())), to.arg()])
+        let access = self.access(stream, check.kernel, &[&from], &[&scratch, &to])?;
+        access.launch(sum, vec![from.arg(), KernelArg::U64(from.len()), scratch.arg()])?;
+        access.launch(finish, vec![scratch.arg(), KernelArg::U64(blocks(from.len())), to.arg()])
     }
 }

@@ -61,6 +61,6 @@ impl Kernels {
             return Err(check.argument("time", format!("is {time:?}, more than {:?}", Kernels::SPIN_MAX)));
         }
         let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.turn(stream, check.kernel, &[], &[])?.launch(&SPIN, vec![KernelArg::U64(ns)])
+        self.access(stream, check.kernel, &[], &[])?.launch(&SPIN, vec![KernelArg::U64(ns)])
     }
 }

@@ -255,7 +255,7 @@ impl Kernels {
         }
         let kernel = check.sized(GATHERS, &from)?;
         let args = [to.arg(), from.arg()].into_iter().chain(layout.args()).collect();
-        self.turn(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
     }
 
     /// Enqueues spreading elements: those of `from`, which is dense, go in order where `layout`
@@ -287,6 +287,6 @@ impl Kernels {
         }
         let kernel = check.sized(SCATTERS, &from)?;
         let args = [to.arg(), from.arg()].into_iter().chain(layout.args()).collect();
-        self.turn(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
     }
 }

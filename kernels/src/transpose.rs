@@ -104,6 +104,6 @@ impl Kernels {
         }
         let kernel = check.sized(KERNELS, &from)?;
         let args = vec![to.arg(), from.arg(), KernelArg::U64(rows), KernelArg::U64(columns)];
-        self.turn(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
+        self.access(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
     }
 }

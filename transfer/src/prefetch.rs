@@ -134,9 +134,9 @@ impl<B: Batch> Batch for Option<B> {
 /// **Using a batch.** It is ready on the stream that the prefetcher was made for
 /// ([`OnStreams::ready_on`]): any work of that stream may use it, with or without access guards,
 /// and it may be dropped at any time. Other streams use access guards
-/// ([`aquifer_allocator::Turn`]). The bound below counts the batch's memory as free once that
-/// stream is done with the work enqueued before the next batch was asked for, so enqueue the work
-/// before that, and drop the batch.
+/// ([`aquifer_allocator::AccessGuard`]). The bound below counts the batch's memory as free once
+/// that stream is done with the work enqueued before the next batch was asked for, so enqueue the
+/// work before that, and drop the batch.
 ///
 /// **Bounds.** On the device there is memory for at most `ahead` batches and the one in use: before
 /// the thread sends another batch, it waits until the device is done with the batch whose slot it

@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_allocator::{Allocator, Buffer, Storage, Turn};
+use aquifer_allocator::{AccessGuard, Allocator, Buffer, Storage};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::{CalledFrom, MovesContents};
 use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, RequestError, Stream, Tick};
@@ -97,9 +97,9 @@ impl TransferConfig {
 /// return before copies are done.
 ///
 /// *Order.* Buffers carry the ticks of the work that uses them. So every stream that accesses a
-/// buffer ([`aquifer_allocator::Turn`], the kernels of `aquifer-kernels`, other transfers) is
-/// ordered after the copies without further calls. Host memory that is in flight cannot be touched:
-/// see [`crate::PinnedBuffer`].
+/// buffer ([`aquifer_allocator::AccessGuard`], the kernels of `aquifer-kernels`, other transfers)
+/// is ordered after the copies without further calls. Host memory that is in flight cannot be
+/// touched: see [`crate::PinnedBuffer`].
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
 /// and [`Transfer::counters`] counts them. [`crate::HostMemoryStats::num_waits`] counts waits for
@@ -357,8 +357,8 @@ impl Transfer {
     /// all streams, including those whose [`Pending`] was dropped. The [`Pending`] of each transfer
     /// has its error. Counted as a synchronisation if a transfer was not complete.
     ///
-    /// Do not call it while holding a [`Turn`] that such a transfer waits for: the thread would
-    /// wait for itself.
+    /// Do not call it while holding an [`AccessGuard`] that such a transfer waits for: the thread
+    /// would wait for itself.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -466,19 +466,19 @@ impl Transfer {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<(), TransferError> {
         self.refuse_capture(stream)?;
-        let (turn, on_host) = loop {
+        let (access, on_host) = loop {
             // Without device memory: the threads that end reservations may need it.
             host.iter().for_each(|(part, kind)| part.memory.wait_unreserved(*kind));
-            let turn = Turn::take(stream, device)?;
+            let access = AccessGuard::acquire(stream, device)?;
             // Another part of the memory may have been reserved meanwhile.
             if let Some(on_host) = access_host(host, stream)? {
-                break (turn, on_host);
+                break (access, on_host);
             }
         };
         let _held_off = capture::hold_off(stream, NO_CAPTURE)?;
         let worked = work();
         drop(on_host);
-        drop(turn);
+        drop(access);
         Ok(worked?)
     }
 

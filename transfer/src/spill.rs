@@ -108,8 +108,8 @@ pub struct Spillable<T> {
 
 /// A spillable buffer in use: it stays on the device until this is dropped. It is ready on the
 /// stream of the access ([`aquifer_allocator::Storage::ready_on`]): any work of that stream may use
-/// it. Other streams use access guards ([`aquifer_allocator::Turn`]). The work need not be done
-/// when this is dropped.
+/// it. Other streams use access guards ([`aquifer_allocator::AccessGuard`]). The work need not be
+/// done when this is dropped.
 #[must_use = "the memory may go again once this is dropped"]
 pub struct Resident<'a, T> {
     entry: &'a SpillEntry,
@@ -155,7 +155,7 @@ impl Spiller {
     ///
     /// # Errors
     /// A buffer of another device, or of another allocator than the runtime's: to spill it would
-    /// help that one. Elements without bytes. A turn of this thread with the buffer.
+    /// help that one. Elements without bytes. An access guard of this thread with the buffer.
     pub fn add<T: Pod + Send + Sync>(&self, buffer: Buffer<T>, priority: i32) -> Result<Spillable<T>, TransferError> {
         let transfer = &self.inner.transfer;
         transfer.check_device("buffer", buffer.storage().device_id())?;

@@ -43,19 +43,20 @@ impl Allocator {
     /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped.
     /// Segments, exportable memory and pinned granules stay.
     ///
-    /// This first waits for the end of all that keeps the allocator awake: turns ([`crate::Turn`])
-    /// and claims ([`crate::Claim`]) with its memory, and [`Allocator::keep_awake`]. Then it waits
-    /// for the device. So kernels that other threads launch come before the sleep or are refused,
-    /// and transfers that were begun are enqueued first (those that convert on the device after
-    /// arrival do so when they are waited for). The call never returns if it waits for a claim that
-    /// only this thread would drop, or for a thread that itself waits for this one, for example
-    /// because that thread puts another allocator to sleep, which this thread keeps awake.
+    /// This first waits for the end of all that keeps the allocator awake: access guards
+    /// ([`crate::AccessGuard`]) and reservations ([`crate::Reservation`]) with its memory, and
+    /// [`Allocator::keep_awake`]. Then it waits for the device. So kernels that other threads
+    /// launch come before the sleep or are refused, and transfers that were begun are enqueued
+    /// first (those that convert on the device after arrival do so when they are waited for). The
+    /// call never returns if it waits for a reservation that only this thread would drop, or for a
+    /// thread that itself waits for this one, for example because that thread puts another
+    /// allocator to sleep, which this thread keeps awake.
     ///
-    /// Until the allocator wakes up, turns and claims with its memory, and allocations, fail with
-    /// [`AllocError::Asleep`]; work that bypasses turns must not touch its memory. Threads that
-    /// allocate while it falls asleep may still be served, with memory that is there after waking
-    /// up. Statistics count the memory held now; snapshots show the memory that will be there after
-    /// waking up. If the allocator sleeps already, this does nothing.
+    /// Until the allocator wakes up, access guards and reservations of its memory, and allocations,
+    /// fail with [`AllocError::Asleep`]; work that bypasses access guards must not touch its
+    /// memory. Threads that allocate while it falls asleep may still be served, with memory that is
+    /// there after waking up. Statistics count the memory held now; snapshots show the memory that
+    /// will be there after waking up. If the allocator sleeps already, this does nothing.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
@@ -97,16 +98,16 @@ impl Allocator {
         sleep::wake(self)
     }
 
-    /// True if the allocator sleeps, or is about to and refuses turns already. To wait for the end
-    /// of that, see [`Allocator::wait_awake`].
+    /// True if the allocator sleeps, or is about to and refuses access guards already. To wait for
+    /// the end of that, see [`Allocator::wait_awake`].
     pub fn is_asleep(&self) -> bool {
         self.state().is_quiescing()
     }
 
     /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that.
     /// It is for work in several steps that would be in vain if the allocator slept in between,
-    /// such as allocating memory and then using it. Work that bypasses turns may use the memory
-    /// meanwhile, too.
+    /// such as allocating memory and then using it. Work that bypasses access guards may use the
+    /// memory meanwhile, too.
     ///
     /// ```
     /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};

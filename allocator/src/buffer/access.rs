@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use aquifer_device::{AccessKind, DevicePtr, Stream};
 
-use super::{Buffer, Storage, Turn};
+use super::{AccessGuard, Buffer, Storage};
 use crate::error::AllocError;
 
 /// A buffer that work will read or write, made by [`read()`] or [`write()`].
@@ -23,7 +23,7 @@ pub struct Access<'a> {
 pub struct Bound<'a> {
     ptr: DevicePtr,
     bytes: u64,
-    turn: PhantomData<&'a ()>,
+    access: PhantomData<&'a ()>,
 }
 
 impl Bound<'_> {
@@ -85,8 +85,8 @@ pub trait StreamAccess {
     /// # Errors
     /// [`WithError::Work`] with what `work` returns. [`WithError::Order`] if `work` was not called:
     /// a buffer of another device than the stream's, a thread that is within [`StreamAccess::with`]
-    /// or a [`Turn`] with one of them, an allocator that sleeps, a stream that captures and is not
-    /// ordered after the buffers' last work, or a failing driver.
+    /// or an [`AccessGuard`] with one of them, an allocator that sleeps, a stream that captures and
+    /// is not ordered after the buffers' last work, or a failing driver.
     fn with<const N: usize, R, E>(
         &self,
         accesses: [Access<'_>; N],
@@ -101,8 +101,8 @@ impl StreamAccess for Stream {
         work: impl FnOnce(&Stream, [Bound<'_>; N]) -> Result<R, E>,
     ) -> Result<R, WithError<E>> {
         let memory = accesses.map(|access| (access.storage, access.kind));
-        let _turn = Turn::take(self, &memory).map_err(WithError::Order)?;
-        let bound = accesses.map(|access| Bound { ptr: access.ptr, bytes: access.bytes, turn: PhantomData });
+        let _access = AccessGuard::acquire(self, &memory).map_err(WithError::Order)?;
+        let bound = accesses.map(|access| Bound { ptr: access.ptr, bytes: access.bytes, access: PhantomData });
         work(self, bound).map_err(WithError::Work)
     }
 }

@@ -14,7 +14,7 @@ use crate::accounting::writer::CounterWriter;
 use crate::buffer::storage::{Storage, Uses};
 use crate::error::AllocError;
 
-/// The thread that holds the lock, and the claims to be ended when it releases the lock.
+/// The thread that holds the lock, and the reservations to be ended when it releases the lock.
 ///
 /// Only the thread that holds the lock writes these values, and it removes its mark before it
 /// releases the lock. So a thread that finds its own mark holds the lock, and the accesses need no
@@ -23,7 +23,7 @@ use crate::error::AllocError;
 pub(crate) struct Holder {
     /// The mark of the thread that holds the lock, or 0.
     thread: AtomicUsize,
-    /// Number of claims that the thread ended while it held the lock.
+    /// Number of reservations that the thread ended while it held the lock.
     ended: AtomicU32,
 }
 
@@ -52,39 +52,40 @@ impl Storage {
     /// Locks the uses of the memory.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] if this very thread holds the lock, as it does during a turn.
+    /// [`AllocError::AccessHeld`] if this very thread holds the lock, as it does during an access
+    /// guard.
     pub(crate) fn hold(&self) -> Result<LockedUses<'_>, AllocError> {
         let uses = match self.uses.try_lock() {
             Some(uses) => uses,
-            None if self.holder.is_this_thread() => return Err(AllocError::TurnHeld),
+            None if self.holder.is_this_thread() => return Err(AllocError::AccessHeld),
             None => self.uses.lock(),
         };
         self.holder.mark();
         Ok(LockedUses { storage: self, uses })
     }
 
-    /// Waits until no claim conflicts with an access of this kind, and locks the uses of the
+    /// Waits until no reservation conflicts with an access of this kind, and locks the uses of the
     /// memory.
     ///
     /// # Errors
     /// As [`Storage::hold`].
-    pub(crate) fn hold_unclaimed(&self, kind: AccessKind) -> Result<LockedUses<'_>, AllocError> {
+    pub(crate) fn lock_unreserved(&self, kind: AccessKind) -> Result<LockedUses<'_>, AllocError> {
         let mut held = self.hold()?;
-        held.wait_unclaimed(kind);
+        held.wait_unreserved(kind);
         Ok(held)
     }
 
-    /// Ends a claim: now or, if this very thread has a turn with the memory, at the end of that
-    /// turn.
-    pub(crate) fn unclaim(&self, kind: AccessKind) {
+    /// Ends a reservation: now or, if this very thread has an access guard on the memory, at the
+    /// end of that guard.
+    pub(crate) fn end_reservation(&self, kind: AccessKind) {
         match self.hold() {
-            Ok(mut held) => held.unclaim(kind),
+            Ok(mut held) => held.record.end_reservation(kind),
             Err(_) => {
                 self.holder.ended.fetch_add(1, Ordering::Relaxed);
                 return;
             }
         }
-        self.unclaimed.notify_all();
+        self.unreserved.notify_all();
     }
 }
 
@@ -94,25 +95,29 @@ impl LockedUses<'_> {
         std::ptr::eq(self.storage, storage)
     }
 
-    /// Waits until no claim conflicts with an access of this kind. The lock is released meanwhile.
-    pub(crate) fn wait_unclaimed(&mut self, kind: AccessKind) {
-        while self.uses.is_claimed_against(kind) {
+    /// Waits until no reservation conflicts with an access of this kind. The lock is released
+    /// meanwhile.
+    pub(crate) fn wait_unreserved(&mut self, kind: AccessKind) {
+        while self.uses.record.is_reserved_against(kind) {
             self.storage.holder.unmark();
-            self.storage.unclaimed.wait(&mut self.uses);
+            self.storage.unreserved.wait(&mut self.uses);
             self.storage.holder.mark();
         }
     }
 
-    /// Ends the claims that were dropped during the turn. Claims that hold at the same time are all
-    /// of one kind.
+    /// Ends the reservations that were dropped during the access guard. Reservations that hold at
+    /// the same time are all of one kind.
     #[cold]
-    fn end_claims(&mut self) {
+    fn end_reservations(&mut self) {
         for _ in 0..self.storage.holder.ended.swap(0, Ordering::Relaxed) {
-            let kind =
-                if self.uses.is_claimed_against(AccessKind::Read) { AccessKind::Write } else { AccessKind::Read };
-            self.uses.unclaim(kind);
+            let kind = if self.uses.record.is_reserved_against(AccessKind::Read) {
+                AccessKind::Write
+            } else {
+                AccessKind::Read
+            };
+            self.uses.record.end_reservation(kind);
         }
-        self.storage.unclaimed.notify_all();
+        self.storage.unreserved.notify_all();
     }
 }
 
@@ -133,7 +138,7 @@ impl DerefMut for LockedUses<'_> {
 impl Drop for LockedUses<'_> {
     fn drop(&mut self) {
         if self.storage.holder.ended.load(Ordering::Relaxed) > 0 {
-            self.end_claims();
+            self.end_reservations();
         }
         self.storage.holder.unmark();
     }

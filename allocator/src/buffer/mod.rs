@@ -15,18 +15,19 @@ use crate::error::AllocError;
 use crate::pools::PrivatePool;
 
 mod access;
-mod claim;
 pub(crate) mod foreign;
+mod guard;
 pub(crate) mod held;
 pub(crate) mod ranges;
+pub(crate) mod record;
+mod reservation;
 pub(crate) mod storage;
-mod turn;
 mod view;
 
 pub use access::{Access, Bound, StreamAccess, WithError, read, write};
-pub use claim::Claim;
+pub use guard::AccessGuard;
+pub use reservation::Reservation;
 pub use storage::Storage;
-pub use turn::Turn;
 pub use view::{View, ViewMut};
 
 /// A typed buffer of device memory: `len` values of `T`.
@@ -133,7 +134,7 @@ impl<T: Copy> Buffer<T> {
     /// A stream of another device, and errors of the driver.
     #[track_caller]
     pub fn zero(&mut self, stream: &Stream) -> Result<(), AllocError> {
-        let _turn = Turn::take(stream, &[(&self.storage, AccessKind::Write)])?;
+        let _access = AccessGuard::acquire(stream, &[(&self.storage, AccessKind::Write)])?;
         if self.bytes() == 0 {
             return Ok(());
         }
@@ -262,8 +263,8 @@ impl<T> Buffer<T> {
 
     /// Makes the memory ready for work of `stream` with the bare address; see
     /// [`Storage::ready_on`]. This holds for the whole allocation. A new buffer is ready on the
-    /// stream that it was allocated for, except that turns do not see work with the bare address
-    /// there.
+    /// stream that it was allocated for, except that access guards do not see work with the bare
+    /// address there.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -280,13 +281,13 @@ impl<T> Buffer<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`crate::Turn::take`].
+    /// As [`crate::AccessGuard::acquire`].
     pub fn ready_on(&self, stream: &Stream) -> Result<(), AllocError> {
         self.storage.ready_on(stream)
     }
 
     /// Notes that `stream` uses the memory, too; see [`crate::Allocation::record_stream`]. This
-    /// holds for the whole allocation, and is not needed for streams that take their turns.
+    /// holds for the whole allocation, and is not needed for streams that use access guards.
     ///
     /// # Errors
     /// When the stream belongs to another device.

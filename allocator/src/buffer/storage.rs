@@ -7,9 +7,10 @@
 //! * the first tick of the memory is that of its stream when the memory was handed out, so earlier
 //!   uses of the memory come before it. If the memory grows, the same holds for each part that it
 //!   gains;
-//! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without turns:
-//!   turns and claims that others take come after all that is enqueued there by then;
-//! * while memory is claimed ([`crate::Claim`]), no other work uses it in a way that conflicts;
+//! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without access
+//!   guards: guards and reservations taken later come after all work enqueued there until then;
+//! * while memory is reserved ([`crate::Reservation`]), no other work uses it in a way that
+//!   conflicts;
 //! * a stream that uses the memory, other than the memory's own, is recorded with it before the
 //!   stream's first use, so that the freed memory waits for that stream.
 //!
@@ -28,18 +29,19 @@ use crate::allocator::Allocator;
 use crate::backing::paged::DedicatedMemory;
 use crate::buffer::foreign::Foreign;
 use crate::buffer::held::Holder;
+use crate::buffer::record::AccessRecord;
 use crate::error::AllocError;
 use crate::state::AllocatorState;
 use crate::state::awake::KeptAwake;
 
 /// Device memory that several handles share. It knows the ticks of the work that uses it, by which
-/// a [`crate::Turn`] orders later work.
+/// an [`crate::AccessGuard`] orders later work.
 pub struct Storage {
     memory: Memory,
     device_id: u32,
     pub(crate) uses: Mutex<Uses>,
-    /// Notified when a claim ends.
-    pub(crate) unclaimed: Condvar,
+    /// Notified when a reservation ends.
+    pub(crate) unreserved: Condvar,
     /// The thread that has locked `uses`.
     pub(crate) holder: Holder,
 }
@@ -55,27 +57,16 @@ pub(crate) enum Memory {
     Foreign(Foreign),
 }
 
-/// The uses of a storage: ticks of the last work, and claims.
+/// The uses of a storage.
 #[derive(Debug)]
 pub(crate) struct Uses {
-    /// The last work that writes. All earlier work comes before it.
-    written: Tick,
-    /// For each of some streams, a tick that all later work comes after, too: for memory that has
-    /// grown, after all earlier uses of the new part; for memory that a stream uses without turns,
-    /// after that use.
-    also: Vec<Tick>,
-    /// Streams that may use the memory without turns.
+    pub(crate) record: AccessRecord,
+    /// Streams that may use the memory without access guards.
     free: Vec<Arc<Timeline>>,
-    /// For each stream, the last work that reads what was written.
-    read: Vec<Tick>,
-    /// The stream that the memory was handed out for, and others that are recorded with the
-    /// allocation.
+    /// The stream that the memory was handed out for.
     first: u32,
+    /// Other streams that are recorded with the allocation.
     recorded: Vec<u32>,
-    /// Number of claims for reading.
-    claimed_to_read: u32,
-    /// True while there is a claim for writing.
-    claimed_to_write: bool,
 }
 
 impl Storage {
@@ -84,17 +75,13 @@ impl Storage {
     #[inline]
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
         let uses = Uses {
-            written: stream.tick(),
-            also: Vec::new(),
+            record: AccessRecord::new(stream.tick()),
             free: Vec::new(),
-            read: Vec::new(),
             first: stream.id(),
             recorded: Vec::new(),
-            claimed_to_read: 0,
-            claimed_to_write: false,
         };
-        let (uses, unclaimed, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
-        Storage { memory, device_id: stream.device_id(), uses, unclaimed, holder }
+        let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
+        Storage { memory, device_id: stream.device_id(), uses, unreserved, holder }
     }
 
     /// The first address; null for zero bytes.
@@ -148,38 +135,38 @@ impl Storage {
 
     /// The ticks that must come before work with this kind of access: for reading, those of the
     /// last work that writes; for writing, also those of the work that reads. Waits for conflicting
-    /// claims to end.
+    /// reservations to end.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory: its work is not noted
-    /// yet.
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory: its work is
+    /// not noted yet.
     pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
-        let mut uses = self.hold_unclaimed(kind)?;
+        let mut uses = self.lock_unreserved(kind)?;
         uses.note_free(None);
-        Ok(uses.before(kind).cloned().collect())
+        Ok(uses.record.before(kind).cloned().collect())
     }
 
     /// Notes that the memory has grown, for work on `stream` from now on.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with it.
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on it.
     pub(crate) fn note_growth(&self, stream: &Stream) -> Result<(), AllocError> {
-        self.hold()?.note_also(stream.tick());
+        self.hold()?.record.note_also(stream.tick());
         Ok(())
     }
 
-    /// Makes the memory ready for work of `stream` that takes no turns, such as copies and launches
-    /// with the bare address: orders later work of `stream` after all work noted with the memory.
-    /// From then on the memory can be dropped at any time, and turns of other streams come after
-    /// all work that is enqueued on `stream` until they are taken.
+    /// Makes the memory ready for work of `stream` that takes no access guards, such as copies and
+    /// launches with the bare address: orders later work of `stream` after all work noted with the
+    /// memory. From then on the memory can be dropped at any time, and access guards of other
+    /// streams come after all work that is enqueued on `stream` until they are taken.
     ///
-    /// Waits on the host only for conflicting claims to end. Costs at most one event and one wait
-    /// for each stream that must be waited for. `stream` itself is not ordered after turns that
-    /// others take later: take a turn, or make the memory ready again.
+    /// Waits on the host only for conflicting reservations to end. Costs at most one event and one
+    /// wait for each stream that must be waited for. `stream` itself is not ordered after access
+    /// guards that others take later: take an access guard, or make the memory ready again.
     ///
     /// # Errors
-    /// As [`crate::Turn::take`].
+    /// As [`crate::AccessGuard::acquire`].
     pub fn ready_on(&self, stream: &Stream) -> Result<(), AllocError> {
         if stream.device_id() != self.device_id {
             return Err(AllocError::wrong_device("buffer", self.device_id, stream.device_id()));
@@ -188,7 +175,7 @@ impl Storage {
             return Ok(());
         }
         let _awake = KeptAwake::of_all(std::iter::once(self.memory.state()))?;
-        let mut uses = self.hold_unclaimed(AccessKind::Write)?;
+        let mut uses = self.lock_unreserved(AccessKind::Write)?;
         uses.note_free(Some(stream));
         uses.order(&self.memory, stream, AccessKind::Write)?;
         if uses.free.iter().all(|free| free.id() != stream.id()) {
@@ -197,11 +184,12 @@ impl Storage {
         Ok(())
     }
 
-    /// Ends the use without turns on all streams that the memory was made ready for: turns come
-    /// after the work enqueued there by now, and not after later work.
+    /// Ends the use without access guards on all streams that the memory was made ready for: access
+    /// guards come after the work enqueued there by now, and not after later work.
     ///
     /// # Errors
-    /// [`AllocError::TurnHeld`] while this thread has a turn with the memory. Nothing changes then.
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory. Nothing
+    /// changes then.
     pub fn end_ready(&self) -> Result<(), AllocError> {
         let mut uses = self.hold()?;
         uses.note_free(None);
@@ -218,7 +206,7 @@ impl Storage {
         self.end_ready()?;
         let mut uses = self.hold()?;
         let own = self.memory.state().shared().timeline(uses.first).cloned();
-        own.into_iter().for_each(|own| uses.note_also(own.tick()));
+        own.into_iter().for_each(|own| uses.record.note_also(own.tick()));
         Ok(())
     }
 }
@@ -229,7 +217,7 @@ impl Drop for Storage {
         if let Memory::Foreign(memory) = &self.memory {
             let mut uses = self.uses.lock();
             uses.note_free(None);
-            let ticks: Vec<Tick> = uses.before(AccessKind::Write).cloned().collect();
+            let ticks: Vec<Tick> = uses.record.before(AccessKind::Write).cloned().collect();
             drop(uses);
             memory.release(&ticks);
         }
@@ -257,33 +245,9 @@ impl Memory {
 }
 
 impl Uses {
-    /// True if a claim conflicts with this kind of access.
-    pub(crate) fn is_claimed_against(&self, kind: AccessKind) -> bool {
-        self.claimed_to_write || (kind == AccessKind::Write && self.claimed_to_read > 0)
-    }
-
-    pub(crate) fn claim(&mut self, kind: AccessKind) {
-        match kind {
-            AccessKind::Read => self.claimed_to_read += 1,
-            AccessKind::Write => self.claimed_to_write = true,
-        }
-    }
-
-    pub(crate) fn unclaim(&mut self, kind: AccessKind) {
-        match kind {
-            AccessKind::Read => self.claimed_to_read -= 1,
-            AccessKind::Write => self.claimed_to_write = false,
-        }
-    }
-
-    pub(crate) fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
-        let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
-        std::iter::once(&self.written).chain(&self.also).chain(readers)
-    }
-
     /// Orders later work of `stream` after all work that must come before this kind of access.
     pub(crate) fn order(&mut self, memory: &Memory, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
-        for tick in self.before(kind) {
+        for tick in self.record.before(kind) {
             stream.wait_for(tick)?;
         }
         if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
@@ -293,35 +257,12 @@ impl Uses {
         Ok(())
     }
 
-    /// Notes what the streams that need no turns have enqueued by now, except `but`, which is about
-    /// to use the memory itself.
+    /// Notes what the streams that need no access guards have enqueued by now, except `but`, which
+    /// is about to use the memory itself.
     pub(crate) fn note_free(&mut self, but: Option<&Stream>) {
         let but = but.map(Stream::id);
         let ticks: Vec<Tick> = self.free.iter().filter(|free| Some(free.id()) != but).map(Timeline::tick).collect();
-        ticks.into_iter().for_each(|tick| self.note_also(tick));
-    }
-
-    fn note_also(&mut self, tick: Tick) {
-        self.also.retain(|earlier| earlier.timeline().id() != tick.timeline().id());
-        self.also.push(tick);
-    }
-
-    /// Notes that the work enqueued on `stream` until now accesses the memory.
-    pub(crate) fn note(&mut self, stream: &Stream, kind: AccessKind) {
-        if kind == AccessKind::Write {
-            self.also.clear();
-            self.read.clear();
-            self.written = stream.tick();
-        } else {
-            self.note_reader(stream.tick());
-        }
-    }
-
-    /// Notes that work until the tick reads the memory. The tick may be of another device.
-    pub(crate) fn note_reader(&mut self, tick: Tick) {
-        let place = |tick: &Tick| (tick.timeline().id(), tick.timeline().device_id());
-        self.read.retain(|earlier| place(earlier) != place(&tick));
-        self.read.push(tick);
+        ticks.into_iter().for_each(|tick| self.record.note_also(tick));
     }
 }
 

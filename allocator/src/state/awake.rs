@@ -1,11 +1,11 @@
-//! Keeping an allocator awake: turns with its memory and claims do so, and callers of
+//! Keeping an allocator awake: access guards on its memory and reservations do so, and callers of
 //! [`Allocator::keep_awake`].
 //!
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for
 //! it. So an allocator that is to sleep first becomes *quiescing*: nothing new may keep it awake,
 //! and it waits for what already does. Threads that keep it awake may go on meanwhile, also with
-//! further turns, because they could not come to an end otherwise; and so may work for which memory
-//! was claimed (invariant A9).
+//! further access guards, because they could not come to an end otherwise; and so may work for
+//! which memory was reserved (invariant A9).
 //!
 //! A newcomer counts itself before it checks whether the allocator is quiescing; a thread that puts
 //! the allocator to sleep makes it quiescing before it reads the count. Both accesses are
@@ -76,11 +76,12 @@ impl Drop for WakeLock {
     }
 }
 
-/// A thread's hold on an allocator that keeps it awake; each of the thread's turns has one. The
-/// allocator state has live memory, or a handle, so it is not recycled.
+/// A thread's hold on an allocator that keeps it awake; each of the thread's access guards has one.
+/// The allocator state has live memory, or a handle, so it is not recycled.
 pub(crate) struct KeptAwake {
     state: &'static AllocatorState,
-    /// `None` for a turn of a claim, where the claim keeps the allocator awake.
+    /// `None` for an access guard of a reservation, where the reservation keeps the allocator
+    /// awake.
     _wake_lock: Option<WakeLock>,
     /// Bound to its thread.
     _thread: PhantomData<*const ()>,
@@ -102,8 +103,8 @@ impl KeptAwake {
         Ok(kept)
     }
 
-    /// The hold of a turn of a claim.
-    pub(crate) fn of_claim(state: &'static AllocatorState) -> KeptAwake {
+    /// The hold of an access guard of a reservation.
+    pub(crate) fn of_reservation(state: &'static AllocatorState) -> KeptAwake {
         KeptAwake::note(state, None)
     }
 

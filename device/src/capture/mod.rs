@@ -190,7 +190,7 @@ impl Graph {
     /// Enqueues the graph's work on a stream. It comes after earlier uses of the memory that its
     /// capture allocated ([`Launches::come_after`]), and after launches of other graphs that use
     /// the same memory ([`Launches::keep_order`]). To order it with other streams' work on other
-    /// buffers, take a turn with them around this call (`aquifer_allocator::Turn`).
+    /// buffers, take an access guard on them around this call (`aquifer_allocator::AccessGuard`).
     ///
     /// # Errors
     /// When the stream belongs to another device, or captures: CUDA does not capture launches of

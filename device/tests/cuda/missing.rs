@@ -42,7 +42,7 @@ fn without_any_one_that_is_not_needed_all_else_works() {
     }
 }
 
-/// A capability that a missing function turns off, tried.
+/// A capability that a missing function access guards off, tried.
 type Try = fn(&Bench) -> Result<()>;
 
 fn captured(bench: &Bench) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use aquifer_allocator::{Allocator, Buffer, Config, Turn};
+use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config};
 use aquifer_device::{AccessKind, Device, DeviceSpec, DriverKind, Stream};
 use aquifer_kernels::{Element, Kernels};
 use half::{bf16, f16};
@@ -15,7 +15,7 @@ pub(crate) struct Bench {
     pub(crate) kernels: Kernels,
     pub(crate) stream: Stream,
     /// Held while the device of all tests is in use; the last to go.
-    _turn: Option<MutexGuard<'static, ()>>,
+    _access: Option<MutexGuard<'static, ()>>,
 }
 
 /// Elements that have bytes.
@@ -83,14 +83,15 @@ pub(crate) struct Guarded<T: Plain> {
 }
 
 impl Bench {
-    /// A simulated device of its own, or its turn with the one that is named: what a test counts and captures is then its alone, so a
-    /// test must not hold two of these.
+    /// A simulated device of its own, or its turn with the one that is named: what a test counts
+    /// and captures is then its alone, so a test must not hold two of these.
     pub(crate) fn new() -> Bench {
         let Ok(spec) = std::env::var("AQUIFER_TEST_DEVICE") else { return Bench::on(open("sim:2GiB")) };
-        /// Opened once: on a GPU each case would make a context and have all modules compiled otherwise.
+        /// Opened once: on a GPU each case would make a context and have all modules compiled
+        /// otherwise.
         static SHARED: OnceLock<(Device, Kernels)> = OnceLock::new();
         static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let access = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let (device, kernels) = SHARED.get_or_init(|| {
             let device = open(&spec);
             let kernels = Kernels::load(&device).unwrap();
@@ -98,7 +99,7 @@ impl Bench {
         });
         // What the test before left is not given back among the calls of this one.
         device.settle();
-        Bench::with(device.clone(), kernels.clone(), Some(turn))
+        Bench::with(device.clone(), kernels.clone(), Some(access))
     }
 
     pub(crate) fn on(device: Device) -> Bench {
@@ -106,10 +107,10 @@ impl Bench {
         Bench::with(device, kernels, None)
     }
 
-    fn with(device: Device, kernels: Kernels, turn: Option<MutexGuard<'static, ()>>) -> Bench {
+    fn with(device: Device, kernels: Kernels, access: Option<MutexGuard<'static, ()>>) -> Bench {
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let stream = device.stream().unwrap();
-        Bench { device, allocator, kernels, stream, _turn: turn }
+        Bench { device, allocator, kernels, stream, _access: access }
     }
 
     pub(crate) fn is_simulated(&self) -> bool {
@@ -149,7 +150,7 @@ impl Bench {
 
     pub(crate) fn put<T: Plain>(&self, buffer: &Buffer<T>, elements: &[T]) {
         let bytes: Vec<u8> = elements.iter().flat_map(|&element| element.bytes()).collect();
-        let _turn = Turn::take(&self.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+        let _access = AccessGuard::acquire(&self.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         self.stream.upload_blocking(buffer.ptr(), &bytes).unwrap();
     }
 
@@ -159,7 +160,7 @@ impl Bench {
 
     pub(crate) fn download_bytes<T: Copy>(&self, buffer: &Buffer<T>) -> Vec<u8> {
         let mut bytes = vec![0; buffer.bytes() as usize];
-        let _turn = Turn::take(&self.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        let _access = AccessGuard::acquire(&self.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
         self.stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
         bytes
     }
@@ -175,7 +176,8 @@ impl Drop for Bench {
     }
 }
 
-/// How long operands are: nothing, one, odd ones, and more than a block or a piece of host work takes.
+/// How long operands are: nothing, one, odd ones, and more than a block or a piece of host work
+/// takes.
 pub(crate) fn lens() -> impl Strategy<Value = usize> {
     prop_oneof![3 => 0usize..70, 2 => 1000usize..1100, 1 => 65_500usize..65_600]
 }

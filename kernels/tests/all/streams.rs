@@ -1,8 +1,9 @@
-//! Buffers that go from stream to stream: the results are those of the program's order, and the race detector is silent.
+//! Buffers that go from stream to stream: the results are those of the program's order, and the
+//! race detector is silent.
 
 use std::time::Duration;
 
-use aquifer_allocator::{Buffer, Turn};
+use aquifer_allocator::{AccessGuard, Buffer};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Operation, Stream};
 use aquifer_kernels::{KernelError, Kernels};
@@ -125,7 +126,8 @@ fn memory_given_back_is_not_reused_before_other_streams_are_done() {
         bench.kernels.pattern_write(&bench.stream, &mut memory, round).unwrap();
         bench.kernels.spin(&other, Duration::from_micros(200)).unwrap();
         bench.kernels.pattern_verify(&other, &memory, round, &mut findings).unwrap();
-        // Given back at once, and taken again by the next round, while the other stream still spins.
+        // Given back at once, and taken again by the next round, while the other stream still
+        // spins.
     }
     assert_eq!(bench.kernels.mismatches(&bench.stream, &findings).unwrap(), None);
 }
@@ -178,8 +180,9 @@ fn graphs_are_captured_and_replayed() {
     bench.kernels.add(&bench.stream, &x, &y.share(), &mut y).unwrap();
     let graph = capture.end().unwrap();
     for _ in 0..3 {
-        let turn = Turn::take(&bench.stream, &[(x.storage(), AccessKind::Read), (y.storage(), AccessKind::Write)]);
-        let _turn = turn.unwrap();
+        let access =
+            AccessGuard::acquire(&bench.stream, &[(x.storage(), AccessKind::Read), (y.storage(), AccessKind::Write)]);
+        let _access = access.unwrap();
         graph.launch(&bench.stream).unwrap();
     }
     assert_eq!(bench.download(&y), [3; 100]);
@@ -204,8 +207,9 @@ fn spinning_takes_its_time() {
     let bench = Bench::new();
     let spin = |ms| bench.kernels.spin(&bench.stream, Duration::from_millis(ms)).unwrap();
     let (start, end) = (bench.device.create_event(true).unwrap(), bench.device.create_event(true).unwrap());
-    // A GPU looks the kernel up when it is first launched, and an event on an idle stream comes at once: so once beforehand, and
-    // then behind work that hides the time that the host takes to enqueue.
+    // A GPU looks the kernel up when it is first launched, and an event on an idle stream comes at
+    // once: so once beforehand, and then behind work that hides the time that the host takes to
+    // enqueue.
     spin(0);
     bench.stream.synchronize().unwrap();
     spin(5);

@@ -6,7 +6,7 @@
 //! does not read as it should. Everything that is written is verified by the device itself, at the
 //! latest when it is freed. Streams are shared by all threads, and blocks move between streams and
 //! threads, so most operations on a block run on another stream than the previous one; their order
-//! is kept by the buffers ([`aquifer::memory::Turn`]).
+//! is kept by the buffers ([`aquifer::memory::AccessGuard`]).
 //!
 //! Small blocks are also written and read by the host, through transfers that are still in flight
 //! when the next operations begin.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use aquifer::device::AccessKind;
 use aquifer::kernels::Kernels;
-use aquifer::memory::{AllocError, Turn};
+use aquifer::memory::{AccessGuard, AllocError};
 use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
 use aquifer_kernels::pattern_bytes;
 use crossbeam::channel::Receiver;
@@ -281,6 +281,7 @@ impl<'a> Worker<'a> {
 
 /// Enqueues a copy of all of `src`.
 fn copy(stream: &Stream, dst: &Buffer<u8>, src: &Buffer<u8>) -> Result<(), Failure> {
-    let _turn = Turn::take(stream, &[(src.storage(), AccessKind::Read), (dst.storage(), AccessKind::Write)])?;
+    let _access =
+        AccessGuard::acquire(stream, &[(src.storage(), AccessKind::Read), (dst.storage(), AccessKind::Write)])?;
     Ok(stream.copy(dst.ptr(), src.ptr(), src.bytes())?)
 }

@@ -4,7 +4,7 @@
 //! in a batch, differently in each direction. So the first use of a direction times both ways, by
 //! events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
-use aquifer_allocator::{Buffer, Storage, Turn};
+use aquifer_allocator::{AccessGuard, Buffer, Storage};
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, Stream};
 
 use crate::counters::Direction;
@@ -120,7 +120,7 @@ fn time(
     for _ in 0..ROUNDS {
         let (start, end) = (transfer.device().create_event(true)?, transfer.device().create_event(true)?);
         {
-            let _turn = Turn::take(stream, device)?;
+            let _access = AccessGuard::acquire(stream, device)?;
         }
         transfer.shared().counters.waits();
         stream.synchronize()?;

@@ -1,7 +1,7 @@
 //! Copies between devices: by the driver where both are of one kind, else by way of the host. The
 //! memory of each device has ticks of its own streams alone (invariant N5).
 
-use aquifer_allocator::{Buffer, Turn};
+use aquifer_allocator::{AccessGuard, Buffer};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
 
@@ -118,9 +118,9 @@ fn copy_dense<T: Pod + Send + Sync>(
     Ok(Pending::enqueued(transfer.shared(), tick, route))
 }
 
-/// The copy runs on a stream of this device. A stream of the other device takes the turn with the
-/// source, is waited for by the copy, and waits for it. So the memory of each device has ticks of
-/// its own streams alone.
+/// The copy runs on a stream of this device. A stream of the other device takes the access guard
+/// with the source, is waited for by the copy, and waits for it. So the memory of each device has
+/// ticks of its own streams alone.
 fn enqueue<T: Pod + Send + Sync>(
     transfer: &Transfer,
     peer: &Transfer,
@@ -130,9 +130,10 @@ fn enqueue<T: Pod + Send + Sync>(
     let (stream, there) = (transfer.next_stream(Direction::OnDevice), peer.next_stream(Direction::OnDevice));
     transfer.refuse_capture(stream)?;
     transfer.refuse_capture(there)?;
-    // One turn for both ends, so that no thread waits for one while it holds the other.
+    // One guard on both ends, so that no thread waits for one while it holds the other.
     let (source, target) = (from.storage().as_ref(), to.storage().as_ref());
-    let mut turn = Turn::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
+    let mut access =
+        AccessGuard::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
     let _held_off = (capture::hold_off(stream, NO_CAPTURE)?, capture::hold_off(there, NO_CAPTURE)?);
     stream.wait_for(&there.tick())?;
     stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
@@ -140,7 +141,7 @@ fn enqueue<T: Pod + Send + Sync>(
     let ordered = order_after(transfer, there, &copied);
     if ordered.as_ref().is_err_and(|error| !error.is_device_lost()) {
         // Later writes of the source try again to come after the copy.
-        turn.note_reader(source, &copied);
+        access.note_reader(source, &copied);
         tracing::warn!(
             bytes = source.bytes(),
             "no stream or thread can wait for a copy from another device; its source is never freed"
@@ -148,7 +149,7 @@ fn enqueue<T: Pod + Send + Sync>(
         std::mem::forget(from.storage().clone());
         transfer.shared().in_flight.note_tick(&copied);
     }
-    drop(turn);
+    drop(access);
     ordered?;
     peer.covered_tick(there);
     Ok(transfer.covered_tick(stream))
@@ -165,7 +166,7 @@ fn order_after(transfer: &Transfer, stream: &Stream, copied: &Tick) -> Result<()
 mod tests {
     use std::sync::Arc;
 
-    use aquifer_allocator::{Allocator, Claim, Config};
+    use aquifer_allocator::{Allocator, Config, Reservation};
     use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Code, Device, Operation, RequestError};
 
@@ -212,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_copy_that_waits_for_one_end_does_not_hold_the_other() {
-        for claims_source in [false, true] {
+        for reserves_source in [false, true] {
             let [one, two] = [0, 1].map(World::new);
             let mut buffers = [&one, &two].map(|world| {
                 let zeros = vec![0u32; LEN];
@@ -223,18 +224,18 @@ mod tests {
                 let (from, peer, to, own) =
                     if source == 0 { (first, &one, second, &two) } else { (second, &two, first, &one) };
                 let storages = [from.storage().clone(), to.storage().clone()];
-                let (claimed, free) = if claims_source { (0, 1) } else { (1, 0) };
+                let (reserved, free) = if reserves_source { (0, 1) } else { (1, 0) };
                 let stream = if (free == 0) == (source == 0) { &one.stream } else { &two.stream };
-                let claim = Claim::take(&storages[claimed], AccessKind::Write).unwrap();
+                let reservation = Reservation::acquire(&storages[reserved], AccessKind::Write).unwrap();
                 std::thread::scope(|scope| {
                     let copy = scope.spawn(|| copy_from(&own.transfer, &peer.transfer, from, to, None).unwrap().wait());
-                    // The thread that is to end the claim needs the other end first. Were that
-                    // held, neither could go on.
+                    // The thread that is to end the reservation needs the other end first. Were
+                    // that held, neither could go on.
                     for _ in 0..1000 {
-                        drop(Turn::take(stream, &[(&storages[free], AccessKind::Write)]).unwrap());
+                        drop(AccessGuard::acquire(stream, &[(&storages[free], AccessKind::Write)]).unwrap());
                         std::thread::yield_now();
                     }
-                    drop(claim);
+                    drop(reservation);
                     assert_eq!(copy.join().unwrap().unwrap(), Route::Peer);
                 });
             }

@@ -8,8 +8,8 @@
 //! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
 //!   device, which drops it once it is not registered any more.
 //!
-//! Lock order: device memory ([`aquifer_allocator::Turn`]), host memory by address, the pool,
-//! timelines.
+//! Lock order: device memory ([`aquifer_allocator::AccessGuard`]), host memory by address, the
+//! pool, timelines.
 
 use std::any::Any;
 use std::fmt;

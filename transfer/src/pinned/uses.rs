@@ -12,6 +12,7 @@
 //!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
 //!   tick at that moment covers it.
 
+use aquifer_allocator::internal::AccessRecord;
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
 use crate::error::TransferError;
@@ -27,12 +28,7 @@ pub(super) struct Uses {
 
 #[derive(Debug, Default)]
 struct Noted {
-    /// The last copy into it; it came after all earlier ones.
-    written: Option<Tick>,
-    /// The last copy out of it on each stream, since then.
-    read: Vec<Tick>,
-    reserved_to_read: u32,
-    reserved_to_write: bool,
+    record: AccessRecord,
     /// Streams on which the caller enqueues copies: several that read, or one that writes.
     lent: Vec<(Stream, AccessKind)>,
 }
@@ -43,17 +39,15 @@ impl Uses {
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
         let mut noted = self.lock_unreserved(kind);
         noted.note_lent(kind);
-        noted.forget_done();
-        noted.before(kind).cloned().collect()
+        noted.record.forget_done();
+        noted.record.before(kind).cloned().collect()
     }
 
     /// All copies that use the memory, for its release.
     pub(super) fn take(&mut self) -> Vec<Tick> {
         let noted = self.noted.get_mut();
         noted.note_lent(AccessKind::Write);
-        let mut ticks = std::mem::take(&mut noted.read);
-        ticks.extend(noted.written.take());
-        ticks
+        std::mem::take(&mut noted.record).before(AccessKind::Write).cloned().collect()
     }
 
     /// Whether nothing uses the memory, nor is going to. Asks the driver about copies that are not
@@ -61,13 +55,13 @@ impl Uses {
     pub(super) fn are_over(&self) -> Result<bool, TransferError> {
         let ticks: Vec<Tick> = {
             let mut noted = self.noted.lock();
-            if noted.reserved_to_read > 0 || noted.reserved_to_write {
+            if noted.record.is_reserved_against(AccessKind::Write) {
                 return Ok(false);
             }
             noted.note_lent(AccessKind::Read);
-            noted.forget_done();
+            noted.record.forget_done();
             let lent = noted.lent.iter().map(|(stream, _)| stream.tick());
-            noted.before(AccessKind::Write).cloned().chain(lent).collect()
+            noted.record.before(AccessKind::Write).cloned().chain(lent).collect()
         };
         for tick in ticks {
             if !tick.is_done()? {
@@ -85,11 +79,11 @@ impl Uses {
         kind: AccessKind,
     ) -> Result<Option<HostAccess<'a>>, DeviceError> {
         let mut noted = self.noted.lock();
-        if noted.is_reserved_against(kind) {
+        if noted.record.is_reserved_against(kind) {
             return Ok(None);
         }
         noted.note_lent(kind);
-        for tick in noted.before(kind) {
+        for tick in noted.record.before(kind) {
             stream.wait_for(tick)?;
         }
         Ok(Some(HostAccess { stream, kind, noted }))
@@ -102,26 +96,18 @@ impl Uses {
 
     /// Begins a reservation. Waits for reservations that conflict.
     pub(super) fn reserve(&self, kind: AccessKind) {
-        let mut noted = self.lock_unreserved(kind);
-        match kind {
-            AccessKind::Read => noted.reserved_to_read += 1,
-            AccessKind::Write => noted.reserved_to_write = true,
-        }
+        self.lock_unreserved(kind).record.reserve(kind);
     }
 
     /// Ends a reservation.
     pub(super) fn release(&self, kind: AccessKind) {
-        let mut noted = self.noted.lock();
-        match kind {
-            AccessKind::Read => noted.reserved_to_read -= 1,
-            AccessKind::Write => noted.reserved_to_write = false,
-        }
+        self.noted.lock().record.end_reservation(kind);
         self.released.notify_all();
     }
 
     fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
         let mut noted = self.noted.lock();
-        while noted.is_reserved_against(kind) {
+        while noted.record.is_reserved_against(kind) {
             noted = self.released.wait(noted);
         }
         noted
@@ -129,40 +115,12 @@ impl Uses {
 }
 
 impl Noted {
-    fn before(&self, kind: AccessKind) -> impl Iterator<Item = &Tick> {
-        let readers = if kind == AccessKind::Write { self.read.as_slice() } else { &[] };
-        self.written.iter().chain(readers)
-    }
-
-    fn is_reserved_against(&self, kind: AccessKind) -> bool {
-        self.reserved_to_write || (kind == AccessKind::Write && self.reserved_to_read > 0)
-    }
-
-    fn note(&mut self, stream: &Stream, kind: AccessKind) {
-        if kind == AccessKind::Write {
-            self.read.clear();
-            self.written = Some(stream.tick());
-        } else {
-            self.read.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
-            self.read.push(stream.tick());
-        }
-    }
-
     /// Notes the work of loans that conflict with such a use. All of it is enqueued.
     fn note_lent(&mut self, kind: AccessKind) {
         let conflicts = |lent: &mut (Stream, AccessKind)| kind == AccessKind::Write || lent.1 == AccessKind::Write;
         let lent: Vec<_> = self.lent.extract_if(.., conflicts).collect();
-        lent.iter().for_each(|(stream, kind)| self.note(stream, *kind));
+        lent.iter().for_each(|(stream, kind)| self.record.note(stream.tick(), *kind));
     }
-
-    fn forget_done(&mut self) {
-        self.written.take_if(|tick| is_known_done(tick));
-        self.read.retain(|tick| !is_known_done(tick));
-    }
-}
-
-fn is_known_done(tick: &Tick) -> bool {
-    tick.timeline().is_known_done(tick.n())
 }
 
 /// A stream's access to host memory: work enqueued on the stream while it is held comes after the
@@ -188,6 +146,6 @@ impl HostAccess<'_> {
 
 impl Drop for HostAccess<'_> {
     fn drop(&mut self) {
-        self.noted.note(self.stream, self.kind);
+        self.noted.record.note(self.stream.tick(), self.kind);
     }
 }

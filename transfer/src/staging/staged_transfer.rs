@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_allocator::{Buffer, Claim};
+use aquifer_allocator::{Buffer, Reservation};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::caller;
 use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, RequestError, Stream, Tick};
@@ -30,7 +30,7 @@ pub(super) type Piece = task::Piece<Arc<StagedTransfer>, Chunk>;
 
 /// The device end of a staged transfer: some rows of bytes of reserved memory.
 pub(crate) struct DeviceEndpoint {
-    reserved: Claim,
+    reserved: Reservation,
     ptr: DevicePtr,
     rows: Rows<1>,
 }
@@ -39,13 +39,13 @@ impl DeviceEndpoint {
     /// Some bytes of a buffer, which must lie within it. Reserves all of its memory.
     ///
     /// # Errors
-    /// As [`Claim::take`].
+    /// As [`Reservation::acquire`].
     pub(crate) fn reserve<T: Copy>(
         buffer: &Buffer<T>,
         rows: Rows<1>,
         kind: AccessKind,
     ) -> Result<DeviceEndpoint, TransferError> {
-        Ok(DeviceEndpoint { reserved: Claim::take(buffer.storage(), kind)?, ptr: buffer.ptr(), rows })
+        Ok(DeviceEndpoint { reserved: Reservation::acquire(buffer.storage(), kind)?, ptr: buffer.ptr(), rows })
     }
 
     /// Enqueues a copy of a block of bytes to or from a chunk, in which they are adjacent.
@@ -194,7 +194,7 @@ fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let Piece { work: transfer, range, chunk, .. } = piece;
     capture::refuse(&transfer.stream, CAPTURES_NOW)?;
     let _place = transfer.asked.and_then(|asked| transfer.stream.called_from(asked));
-    let on_device = transfer.device.reserved.turn(&transfer.stream)?;
+    let on_device = transfer.device.reserved.access(&transfer.stream)?;
     let (part, kind) = match way {
         Way::Up => (chunk.try_slice(..bytes)?.part(), AccessKind::Read),
         Way::Down => (chunk.try_slice_mut(..bytes)?.part(), AccessKind::Write),

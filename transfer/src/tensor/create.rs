@@ -1,6 +1,6 @@
 //! Making tensors.
 
-use aquifer_allocator::{Allocator, Buffer, Turn};
+use aquifer_allocator::{AccessGuard, Allocator, Buffer};
 use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, Target};
 
@@ -59,8 +59,8 @@ impl Tensor {
     /// those that it was made ready for.
     ///
     /// # Errors
-    /// A turn of this thread with the memory, a shape of another number of elements, and memory of
-    /// another device than the runtime's.
+    /// An access guard of this thread with the memory, a shape of another number of elements, and
+    /// memory of another device than the runtime's.
     pub fn from_buffer<T: Scalar>(
         buffer: &Buffer<T>,
         shape: &[usize],
@@ -149,7 +149,7 @@ impl Tensor {
                     && !tensor.is_empty()
                 {
                     let stream = memory.transfer.next_stream(Direction::OnDevice);
-                    let _turn = Turn::take(stream, &[(memory.buffer.storage(), AccessKind::Write)])?;
+                    let _access = AccessGuard::acquire(stream, &[(memory.buffer.storage(), AccessKind::Write)])?;
                     stream.fill(memory.buffer.ptr(), 0, memory.buffer.bytes())?;
                 }
                 Ok(tensor)

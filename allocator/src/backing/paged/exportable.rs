@@ -46,7 +46,7 @@ use crate::tags::Tag;
 /// once the streams that used it are done. Where memory is mapped, it keeps the allocator open.
 ///
 /// As with [`crate::Allocation`], the memory is for work on the stream that it was allocated for.
-/// Other streams take turns with a [`Exportable::buffer`], or are noted with
+/// Other streams take access guards on a [`Exportable::buffer`], or are noted with
 /// [`Exportable::record_stream`]. The work of other processes is not ordered here; that is up to
 /// them.
 #[must_use = "dropping the handle gives the memory back"]
@@ -257,14 +257,14 @@ impl Exportable {
     }
 
     /// A buffer of as many whole values as there is room for, for kernels, transfers and
-    /// [`crate::Turn`]s. It shares the memory and keeps it alive. Work on bare addresses is ordered
-    /// with other uses of the memory only in a [`crate::Turn`].
+    /// [`crate::AccessGuard`]s. It shares the memory and keeps it alive. Work on bare addresses is
+    /// ordered with other uses of the memory only in an [`crate::AccessGuard`].
     pub fn buffer<T: Copy>(&self) -> Buffer<T> {
         Buffer::of_all(&self.storage)
     }
 
     /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does.
-    /// Streams that take turns with a buffer do not need it.
+    /// Streams that take access guards on a buffer do not need it.
     ///
     /// # Errors
     /// When the stream belongs to another device.

@@ -32,8 +32,9 @@ impl Gate {
         self.mappings.write()
     }
 
-    /// For falling asleep and waking up, one at a time. It is held while the allocator waits for turns
-    /// to end, so a thread with a turn must not ask for it. Such a thread may pass the gate itself.
+    /// For falling asleep and waking up, one at a time. It is held while the allocator waits for
+    /// access guards to end, so a thread with an access guard must not ask for it. Such a thread
+    /// may pass the gate itself.
     pub(crate) fn sleep(&self) -> RwLockWriteGuard<'_> {
         self.sleep.write()
     }

@@ -51,16 +51,16 @@ use crate::tags::Tag;
 /// allocator open.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, Turn};
+/// use aquifer_allocator::{Allocator, Config, AccessGuard};
 /// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;
 /// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
 /// cache.grow_to(100 << 20, &stream)?;
-/// let half = cache.buffer::<f32>(); // for kernels, transfers and turns of any stream
+/// let half = cache.buffer::<f32>(); // for kernels, transfers and access guards of any stream
 /// {
-///     let _turn = Turn::take(&stream, &[(half.storage(), AccessKind::Write)])?;
+///     let _access = AccessGuard::acquire(&stream, &[(half.storage(), AccessKind::Write)])?;
 ///     stream.fill(half.ptr(), 0, half.bytes())?;
 /// }
 /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
@@ -256,16 +256,16 @@ impl Growable {
     }
 
     /// A buffer of as many whole values as there is memory for now, for kernels, transfers and
-    /// [`crate::Turn`]s. The buffer shares the memory and keeps it alive. It stays valid when this
-    /// grows, and while it lives this cannot shrink. The buffer's first use is ordered after the
-    /// growth, but not after work on bare addresses: enqueue such work in a [`crate::Turn`] with a
-    /// buffer.
+    /// [`crate::AccessGuard`]s. The buffer shares the memory and keeps it alive. It stays valid
+    /// when this grows, and while it lives this cannot shrink. The buffer's first use is ordered
+    /// after the growth, but not after work on bare addresses: enqueue such work in an
+    /// [`crate::AccessGuard`] with a buffer.
     pub fn buffer<T: Copy>(&self) -> Buffer<T> {
         Buffer::of_all(&self.storage)
     }
 
     /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does.
-    /// Streams that take turns with a buffer do not need it.
+    /// Streams that take access guards on a buffer do not need it.
     ///
     /// # Errors
     /// When the stream belongs to another device.
@@ -275,8 +275,8 @@ impl Growable {
 
     /// Grows to `bytes`, for work on `stream` from now on; does nothing if it is that large
     /// already. Memory is taken in whole granules, and is uninitialised. `stream` is noted as by
-    /// [`Growable::record_stream`]. Later turns of other streams come after the work enqueued on
-    /// `stream` until now.
+    /// [`Growable::record_stream`]. Later access guards of other streams come after the work
+    /// enqueued on `stream` until now.
     ///
     /// # Errors
     /// [`AllocError::BeyondCapacity`]; [`AllocError::Asleep`] while the allocator sleeps, even if

@@ -9,7 +9,7 @@ use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
 use shuttle::thread;
 
-use crate::{AllocError, Allocator, Buffer, Config, Contents, Turn};
+use crate::{AccessGuard, AllocError, Allocator, Buffer, Config, Contents};
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
@@ -94,8 +94,8 @@ fn work_comes_before_sleep_or_is_refused() {
         let stream = setup.streams[0].clone();
         let buffer: Buffer<u8> = setup.allocator.alloc(3 << 20, &stream).unwrap();
         let storage = buffer.storage().clone();
-        let work = thread::spawn(move || match Turn::take(&stream, &[(&*storage, AccessKind::Write)]) {
-            Ok(_turn) => {
+        let work = thread::spawn(move || match AccessGuard::acquire(&stream, &[(&*storage, AccessKind::Write)]) {
+            Ok(_access) => {
                 thread::yield_now();
                 stream.fill(storage.ptr(), 7, 3 * MIB).unwrap();
             }

@@ -1,4 +1,4 @@
-//! The passes that are timed: in turns with those of the yardstick, and before those of the
+//! The passes that are timed: in access guards on those of the yardstick, and before those of the
 //! driver's pool, which would else share the device's memory with what the allocator holds.
 
 use aquifer::Device;

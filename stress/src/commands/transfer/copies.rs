@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use aquifer::device::AccessKind;
-use aquifer::memory::Turn;
+use aquifer::memory::AccessGuard;
 use aquifer::transfer::{FilePart, Owner, Region};
 use aquifer::{Buffer, PinnedBuffer};
 use serde::Serialize;
@@ -60,12 +60,12 @@ type Method = (&'static str, &'static str, fn(&Meter, &mut Ends) -> Result<(), F
 /// The first of a direction is what the others are compared with.
 const METHODS: &[Method] = &[
     ("upload", "driver pinned", |meter, ends| {
-        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
+        let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
         let from = ends.pinned.slice(..ends.len()).read()?;
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), from)?)
     }),
     ("upload", "driver pageable", |meter, ends| {
-        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
+        let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
         Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &ends.ordinary[..ends.len()])?)
     }),
     ("upload", "pinned", |meter, ends| {
@@ -90,12 +90,12 @@ const METHODS: &[Method] = &[
         Ok(())
     }),
     ("download", "driver pinned", |meter, ends| {
-        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
+        let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
         let mut to = ends.pinned.slice_mut(..ends.len());
         Ok(meter.stream.download_blocking(to.write()?, ends.buffer.ptr())?)
     }),
     ("download", "driver pageable", |meter, ends| {
-        let _turn = Turn::take(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
+        let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
         let len = ends.len();
         Ok(meter.stream.download_blocking(&mut ends.ordinary[..len], ends.buffer.ptr())?)
     }),

@@ -1,10 +1,10 @@
 //! Buffers of every kind of memory: blocks, private pools, memory that grows, memory that others
-//! have a handle of. Streams take turns with all of them in the same way.
+//! have a handle of. Streams take access guards on all of them in the same way.
 
 use std::time::Duration;
 
 use aquifer::device::{AccessKind, RequestError};
-use aquifer::memory::{AllocError, Config, Contents, Growable, PoolOptions, Turn};
+use aquifer::memory::{AccessGuard, AllocError, Config, Contents, Growable, PoolOptions};
 use aquifer::{Allocator, Buffer, Device, Stream};
 use aquifer_device::HandleKind;
 use aquifer_tests::{MIB, Subject};
@@ -38,14 +38,14 @@ impl Bench {
 }
 
 fn write(stream: &Stream, buffer: &Buffer<u8>, value: u8) -> Result<(), AllocError> {
-    let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Write)])?;
+    let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?;
     Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
 }
 
 /// The first and the last byte.
 fn ends(stream: &Stream, buffer: &Buffer<u8>) -> [u8; 2] {
     let mut bytes = [[0], [0]];
-    let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+    let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
     for (byte, at) in bytes.iter_mut().zip([0, buffer.bytes() - 1]) {
         stream.download_blocking(byte, buffer.ptr().offset(at)).unwrap();
     }
@@ -82,10 +82,10 @@ fn it_does_not_grow_below_a_turn_of_the_same_thread() {
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
     let buffer: Buffer<u8> = cache.buffer();
-    let turn = Turn::take(one, &[(buffer.storage(), AccessKind::Write)]).unwrap();
-    assert!(matches!(cache.grow_to(40 * MIB, one), Err(AllocError::TurnHeld)));
+    let access = AccessGuard::acquire(one, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+    assert!(matches!(cache.grow_to(40 * MIB, one), Err(AllocError::AccessHeld)));
     assert_eq!((cache.bytes(), bench.allocator.memory_reserved()), (4 * MIB, 4 * MIB));
-    drop(turn);
+    drop(access);
     cache.grow_to(40 * MIB, one).unwrap();
     write(one, &cache.buffer(), 1).unwrap();
     drop((cache, buffer));
@@ -109,7 +109,7 @@ fn it_does_not_shrink_below_buffers() {
     drop((buffer, bytes));
     cache.shrink_to(2 * MIB, one).unwrap();
     assert_eq!((cache.bytes(), cache.buffer::<u32>().bytes()), (2 * MIB, 2 * MIB));
-    // What it had is not reused before the work of the stream that took its turn is done.
+    // What it had is not reused before the work of the stream that accessed it is done.
     let block: Buffer<u8> = bench.allocator.alloc(100 << 20, one).unwrap();
     write(one, &block, 6).unwrap();
     drop((cache, block));
@@ -232,7 +232,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: u32::try_from(Subject::share(150)).unwrap(), ..ProptestConfig::default() })]
     /// Whatever buffers share, and whoever grows and shrinks below them: no stream meets another's
-    /// work, because all take turns.
+    /// work, because all use access guards.
     #[test]
     fn turns_are_all_the_order_that_programs_need(steps in prop::collection::vec(step(), 1..80)) {
         let bench = Bench::new("");

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use aquifer::device::sim::Fault;
 use aquifer::device::{AccessKind, DevicePtr, RequestError};
-use aquifer::memory::{AllocError, Config, Growable, TagScope, Turn};
+use aquifer::memory::{AccessGuard, AllocError, Config, Growable, TagScope};
 use aquifer::{Allocator, Device, Stream};
 use aquifer_allocator::size_class::PoolKind;
 use aquifer_device::{Code, HandleKind, Operation};
@@ -159,18 +159,18 @@ fn turns_come_after_growth_of_any_size() {
         let Setup { driver, device, stream, side, .. } = &setup;
         let mut cache = setup.growable(CAPACITY);
         cache.grow_to(from * MIB, stream).unwrap();
-        let write_in_turn = |cache: &Growable| {
+        let write = |cache: &Growable| {
             let buffer = cache.buffer::<u8>();
-            let _turn = Turn::take(side, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+            let _access = AccessGuard::acquire(side, &[(buffer.storage(), AccessKind::Write)]).unwrap();
             side.fill(buffer.ptr(), 1, buffer.bytes()).unwrap();
         };
-        write_in_turn(&cache);
+        write(&cache);
         // Work on bare addresses, and then growth on the same stream.
         driver.stall(stream, Duration::from_secs(1)).unwrap();
         stream.wait_for(&side.tick()).unwrap();
         stream.fill(cache.ptr(), 2, from * MIB).unwrap();
         cache.grow_to(to * MIB, stream).unwrap();
-        write_in_turn(&cache);
+        write(&cache);
         device.synchronize().unwrap();
         assert_eq!(read(side, cache.ptr()), 1);
         drop(cache);

@@ -1,7 +1,8 @@
 //! The allocator, one subject a file: memory that others know, memory that grows in place or
-//! sleeps, turns with buffers, graphs, peaks, blocks that wait, and what happens where the driver
+//! sleeps, access guards on buffers, graphs, peaks, blocks that wait, and what happens where the driver
 //! refuses.
 
+mod access_guards;
 mod buffers;
 mod events;
 mod exportable;
@@ -16,5 +17,4 @@ mod peaks;
 mod peers;
 mod pinned;
 mod sleep;
-mod turns;
 mod waiting;

@@ -1,5 +1,5 @@
 //! Random programs that get device memory in each public way, use it by bare work on the stream
-//! that the documentation names (fills and copies with the address, no turns), and drop it at any
+//! that the documentation names (fills and copies with the address, no access guards), and drop it at any
 //! time, while other streams take memory and unused memory goes back.
 
 use std::any::Any;
@@ -36,7 +36,7 @@ struct Held {
     ptr: DevicePtr,
     bytes: u64,
     stream: Stream,
-    /// What the memory's other users take turns with, if it was made ready on the stream.
+    /// What the memory's other users take access guards on, if it was made ready on the stream.
     ready: Option<Buffer<u8>>,
     _own: Box<dyn Any>,
 }
@@ -176,7 +176,10 @@ impl World {
                 one.fill(buffer.ptr(), self.byte, bytes).unwrap();
                 let tensor = Tensor::from_buffer(&buffer, &[len], &transfer).unwrap();
                 let read = tensor.to_vec_blocking::<u8>().unwrap();
-                assert!(read.iter().all(|&byte| byte == self.byte), "a tensor of memory filled without a turn differs");
+                assert!(
+                    read.iter().all(|&byte| byte == self.byte),
+                    "a tensor of memory filled without an access guard differs"
+                );
                 return;
             }
             23 => {
@@ -225,7 +228,7 @@ impl World {
         }
     }
 
-    /// Bare work: some that lasts, then a fill and a copy. Where others may take turns with the
+    /// Bare work: some that lasts, then a fill and a copy. Where others may take access guards on the
     /// memory, a transfer sees what was written.
     fn work(&mut self, Held { ptr, bytes, stream, ready, .. }: &Held, long: bool) {
         self.byte = self.byte.wrapping_add(1);

@@ -3,7 +3,7 @@
 
 use aquifer::PinnedBuffer;
 use aquifer::device::{AccessKind, RequestError};
-use aquifer::memory::{AllocError, Turn};
+use aquifer::memory::{AccessGuard, AllocError};
 use aquifer::transfer::{Region, TransferError};
 
 use super::{Bench, pattern};
@@ -80,23 +80,23 @@ fn errors_name_both_devices() {
     two.finish();
 }
 
-/// A copy with memory that its own thread had a turn with waited for ever.
+/// A copy with memory that its own thread had an access guard on waited for ever.
 #[test]
 fn copies_and_kernels_during_ones_own_turn_are_refused() {
     let bench = Bench::new();
     let mut buffer = bench.alloc(1 << 20);
     let (same, host) = (buffer.share(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
-    let turn = Turn::take(&bench.stream, &[(same.storage(), AccessKind::Read)]).unwrap();
+    let access = AccessGuard::acquire(&bench.stream, &[(same.storage(), AccessKind::Read)]).unwrap();
     for refused in [
         bench.transfer.upload(&host, &mut buffer).map(drop).unwrap_err(),
         bench.transfer.upload(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
         bench.transfer.to_vec(&buffer).map(drop).unwrap_err(),
     ] {
-        assert!(matches!(refused, TransferError::Alloc(AllocError::TurnHeld)), "{refused}");
+        assert!(matches!(refused, TransferError::Alloc(AllocError::AccessHeld)), "{refused}");
     }
     let kernel = bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap_err();
-    assert_eq!(kernel.to_string(), format!("kernel fill: {}", AllocError::TurnHeld));
-    drop(turn);
+    assert_eq!(kernel.to_string(), format!("kernel fill: {}", AllocError::AccessHeld));
+    drop(access);
     bench.transfer.upload(&host, &mut buffer).unwrap().wait().unwrap();
     drop((buffer, same, host));
     bench.finish();
@@ -118,7 +118,7 @@ fn copies_come_after_the_work_that_wrote_their_source() {
     let host = bench.transfer.pinned().alloc_from(&[42u8; 1 << 16]).unwrap();
     drop(bench.transfer.upload(&host, &mut buffer).unwrap());
     {
-        let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
         let mut bytes = [0; 4];
         bench.stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
         assert_eq!(bytes, [42; 4]);
@@ -152,7 +152,7 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     // What the stream does takes so long that the threads of the ring would ask about it during the
     // capture.
     let write = |buffer: &aquifer::Buffer<u8>| {
-        let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+        let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         bench.driver.stall(&bench.stream, std::time::Duration::from_millis(1)).unwrap();
         bench.stream.fill(buffer.ptr(), 1, len).unwrap();
     };
@@ -206,7 +206,7 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
         bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
         bench.stream.synchronize().unwrap();
         {
-            let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+            let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
             graph.launch(&bench.stream).unwrap();
         }
         assert!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap().iter().all(|&byte| byte == 1), "it was empty");
@@ -238,7 +238,7 @@ fn no_copy_of_another_thread_gets_into_a_graph() {
     bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
     bench.stream.synchronize().unwrap();
     for graph in &graphs {
-        let _turn = Turn::take(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+        let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         graph.launch(&bench.stream).unwrap();
     }
     assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), [1; 64], "they were empty");

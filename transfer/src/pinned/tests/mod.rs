@@ -69,8 +69,8 @@ impl Bench {
 #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
 fn upload(part: HostPart<'_>, to: DevicePtr, stream: &Stream, device: &Device) -> Result<(), TransferError> {
     let access = part.memory.access(stream, AccessKind::Read)?;
-    // SAFETY: the turn keeps everybody from writing the part, or reusing it, before the copy is
-    // done.
+    // SAFETY: the access guard keeps others from writing the part, or reusing it, before the copy
+    // is done.
     unsafe { device.driver().copy_to_device(to, part.ptr.as_ptr(), part.bytes, stream.raw())? };
     drop(access);
     Ok(stream.tick().cover()?)
@@ -84,7 +84,7 @@ fn download(part: HostPart<'_>, from: DevicePtr, stream: &Stream, device: &Devic
     Ok(stream.tick().cover()?)
 }
 
-/// Enqueues a copy to page-locked memory that the caller has its turn with.
+/// Enqueues a copy to page-locked memory that the caller has an access guard on.
 #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
 fn raw_download(
     to: usize,
@@ -93,8 +93,8 @@ fn raw_download(
     stream: &Stream,
     device: &Device,
 ) -> Result<(), TransferError> {
-    // SAFETY: the caller's turn keeps everybody from touching the part, or reusing it, before the
-    // copy is done.
+    // SAFETY: the caller's access guard keeps others from touching the part, or reusing it, before
+    // the copy is done.
     unsafe { device.driver().copy_to_host(HostPtr(to).as_ptr(), from, bytes, stream.raw())? };
     Ok(())
 }

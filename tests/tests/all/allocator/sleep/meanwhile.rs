@@ -1,4 +1,4 @@
-//! Others, meanwhile: threads that allocate, turns that are taken or held, and who waits for whom.
+//! Others, meanwhile: threads that allocate, access guards that are taken or held, and who waits for whom.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use aquifer::Buffer;
 use aquifer::device::AccessKind;
-use aquifer::memory::{Registration, Turn};
-use aquifer_allocator::Claim;
+use aquifer::memory::{AccessGuard, Registration};
+use aquifer_allocator::Reservation;
 
 use super::*;
 
@@ -52,14 +52,14 @@ fn nobody_gets_a_turn_with_memory_that_is_away() {
     let buffer: Buffer<u8> = setup.allocator.alloc(1000, &setup.stream).unwrap();
     setup.stream.fill(buffer.ptr(), 5, 1000).unwrap();
     setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    let turn = |kind| Turn::take(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
+    let access = |kind| AccessGuard::acquire(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
     for kind in [AccessKind::Read, AccessKind::Write] {
-        assert!(matches!(turn(kind), Err(AllocError::Asleep)));
-        assert!(matches!(Claim::take(buffer.storage(), kind), Err(AllocError::Asleep)));
+        assert!(matches!(access(kind), Err(AllocError::Asleep)));
+        assert!(matches!(Reservation::acquire(buffer.storage(), kind), Err(AllocError::Asleep)));
     }
     assert!(matches!(setup.allocator.keep_awake(), Err(AllocError::Asleep)));
     setup.allocator.wake().unwrap();
-    turn(AccessKind::Read).unwrap();
+    access(AccessKind::Read).unwrap();
     assert_eq!(setup.byte(buffer.ptr()), 5);
     setup.assert_contents();
     assert!(setup.driver.violations().is_empty());
@@ -82,24 +82,24 @@ fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
 }
 
 #[test]
-fn turns_and_claims_end_before_their_memory_goes() {
+fn access_guards_and_reservations_end_before_their_memory_goes() {
     let setup = setup();
     let one: Buffer<u8> = setup.allocator.alloc(usize::try_from(3 * MIB).unwrap(), &setup.stream).unwrap();
     let other: Buffer<u8> = setup.cache.buffer();
     let side = setup.device.stream().unwrap();
-    let claim = Claim::take(other.storage(), AccessKind::Write).unwrap();
-    sleep_beside(&setup, claim, |claim| {
+    let reservation = Reservation::acquire(other.storage(), AccessKind::Write).unwrap();
+    sleep_beside(&setup, reservation, |reservation| {
         for part in 0..3 {
-            let _turn = claim.turn(&side).unwrap();
+            let _access = reservation.access(&side).unwrap();
             side.fill(other.ptr().offset(part * MIB), 99, MIB).unwrap();
         }
     });
-    let turn = Turn::take(&side, &[(one.storage(), AccessKind::Write)]).unwrap();
-    sleep_beside(&setup, turn, |_turn| {
+    let access = AccessGuard::acquire(&side, &[(one.storage(), AccessKind::Write)]).unwrap();
+    sleep_beside(&setup, access, |_access| {
         side.fill(one.ptr(), 8, one.bytes()).unwrap();
-        // Who keeps it awake gets further turns, and memory, or could not end.
+        // A thread that keeps it awake gets further guards and memory, or it could not end.
         let more: Buffer<u8> = setup.allocator.alloc(usize::try_from(5 * MIB).unwrap(), &side).unwrap();
-        let _turn = Turn::take(&side, &[(more.storage(), AccessKind::Write)]).unwrap();
+        let _access = AccessGuard::acquire(&side, &[(more.storage(), AccessKind::Write)]).unwrap();
         side.fill(more.ptr(), 9, more.bytes()).unwrap();
     });
     assert_eq!((setup.byte(one.ptr()), setup.byte(one.ptr().offset(3 * MIB - 1))), (8, 8));
@@ -112,13 +112,13 @@ fn turns_and_claims_end_before_their_memory_goes() {
 fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
     let setup = setup();
     let buffer: Buffer<u8> = setup.allocator.alloc(1000, &setup.stream).unwrap();
-    let (turn, awake) =
-        (Turn::take(&setup.stream, &[(buffer.storage(), AccessKind::Read)]), setup.allocator.keep_awake());
+    let (access, awake) =
+        (AccessGuard::acquire(&setup.stream, &[(buffer.storage(), AccessKind::Read)]), setup.allocator.keep_awake());
     for _ in 0..2 {
         assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
         setup.allocator.wake().unwrap();
     }
-    drop(turn);
+    drop(access);
     assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
     drop(awake);
     // Another allocator's sleep is none of its business, even if that one is gone otherwise.

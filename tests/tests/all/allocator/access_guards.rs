@@ -1,8 +1,8 @@
-//! Streams take turns with buffers: what is ordered, what is not, and what fails.
+//! Streams take access guards on buffers: what is ordered, what is not, and what fails.
 
 use aquifer::device::sim::Fault;
 use aquifer::device::{AccessKind, RequestError};
-use aquifer::memory::{AllocError, Config, Turn};
+use aquifer::memory::{AccessGuard, AllocError, Config};
 use aquifer::{Allocator, Buffer, Device, Stream};
 use aquifer_device::{Code, Operation};
 use aquifer_tests::Subject;
@@ -31,7 +31,7 @@ impl Bench {
 }
 
 fn write(stream: &Stream, buffer: &Buffer<u8>, value: u8) -> Result<(), AllocError> {
-    let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Write)])?;
+    let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?;
     Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
 }
 
@@ -44,7 +44,7 @@ fn readers_wait_for_the_writer_and_not_for_each_other() {
     let waits = || bench.device.timeline_counts().waits_inserted;
     let before = waits();
     for (stream, expected) in [(&two, 1), (&one, 1), (&two, 1)] {
-        let _turn = Turn::take(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
         stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
         assert_eq!((bytes, waits() - before), ([7; 16], expected));
     }
@@ -64,7 +64,7 @@ fn writing_counts_where_memory_is_listed_twice() {
     let buffer = bench.alloc(&one);
     let part = buffer.slice(100..200);
     for kinds in [[AccessKind::Read, AccessKind::Write], [AccessKind::Write, AccessKind::Read]] {
-        drop(Turn::take(&two, &[(buffer.storage(), kinds[0]), (part.storage(), kinds[1])]).unwrap());
+        drop(AccessGuard::acquire(&two, &[(buffer.storage(), kinds[0]), (part.storage(), kinds[1])]).unwrap());
         let ticks = buffer.storage().ticks_before(AccessKind::Read).unwrap();
         assert_eq!(ticks.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [two.id()]);
         write(&one, &buffer, 1).unwrap();
@@ -83,7 +83,7 @@ fn another_device_is_refused_and_empty_buffers_need_no_order() {
     let [_, other] = bench.streams();
     let empty: Buffer<u8> = bench.allocator.alloc(0, &here).unwrap();
     let before = bench.device.driver_calls();
-    drop(Turn::take(&other, &[(empty.storage(), AccessKind::Write)]).unwrap());
+    drop(AccessGuard::acquire(&other, &[(empty.storage(), AccessKind::Write)]).unwrap());
     assert_eq!(bench.device.driver_calls().since(&before).total(), 0);
 }
 
@@ -97,7 +97,7 @@ fn a_turn_that_could_not_be_taken_leaves_no_trace() {
     for operation in [Operation::Record, Operation::Wait] {
         bench.sim.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
         let both = [(first.storage().as_ref(), AccessKind::Write), (second.storage().as_ref(), AccessKind::Write)];
-        assert!(matches!(Turn::take(&two, &both), Err(AllocError::Device(_))));
+        assert!(matches!(AccessGuard::acquire(&two, &both), Err(AllocError::Device(_))));
         for buffer in [&first, &second] {
             let ticks = buffer.storage().ticks_before(AccessKind::Write).unwrap();
             assert_eq!(ticks.iter().map(|tick| tick.timeline().id()).collect::<Vec<_>>(), [one.id()]);
@@ -117,7 +117,7 @@ fn turns_in_any_order_never_wait_in_a_circle() {
             scope.spawn(move || {
                 for _ in 0..500 {
                     let both = [(a.storage().as_ref(), AccessKind::Read), (b.storage().as_ref(), AccessKind::Write)];
-                    let _turn = Turn::take(stream, &both).unwrap();
+                    let _access = AccessGuard::acquire(stream, &both).unwrap();
                     stream.copy(b.ptr(), a.ptr(), a.bytes()).unwrap();
                 }
             });

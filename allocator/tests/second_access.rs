@@ -1,11 +1,12 @@
-//! A thread that has a turn with memory and asks for more of it is told, where it would wait for itself.
+//! A thread that has an access guard on memory and asks for more of it is told, where it would wait
+//! for itself.
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocator, Buffer, Claim, Config, Turn};
+use aquifer_allocator::{AccessGuard, AllocError, Allocator, Buffer, Config, Reservation};
 use aquifer_device::AccessKind::{Read, Write};
 use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
@@ -51,61 +52,62 @@ fn a_second_turn_is_refused_on_the_same_thread_and_only_while_the_first_lasts() 
         let (buffer, other) = (bench.buffer(), bench.buffer());
         let part = buffer.slice(100..200);
         for (first, second) in [(Read, Read), (Read, Write), (Write, Read), (Write, Write)] {
-            let turn = Turn::take(&bench.stream, &[(buffer.storage(), first)]).unwrap();
-            let refused = Turn::take(&bench.stream, &[(other.storage(), Write), (part.storage(), second)]).unwrap_err();
-            assert!(matches!(refused, AllocError::TurnHeld), "{refused}");
+            let access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), first)]).unwrap();
+            let refused =
+                AccessGuard::acquire(&bench.stream, &[(other.storage(), Write), (part.storage(), second)]).unwrap_err();
+            assert!(matches!(refused, AllocError::AccessHeld), "{refused}");
             assert!(refused.to_string().contains("end that first"), "{refused}");
-            drop(Turn::take(&bench.stream, &[(other.storage(), Write)]).unwrap());
-            drop(turn);
-            drop(Turn::take(&bench.stream, &[(other.storage(), Write), (buffer.storage(), second)]).unwrap());
+            drop(AccessGuard::acquire(&bench.stream, &[(other.storage(), Write)]).unwrap());
+            drop(access);
+            drop(AccessGuard::acquire(&bench.stream, &[(other.storage(), Write), (buffer.storage(), second)]).unwrap());
         }
         assert_eq!(bench.device.driver().take_violation(), None);
     });
 }
 
 #[test]
-fn claims_and_questions_are_refused_during_a_turn() {
+fn reservations_and_questions_are_refused_during_an_access() {
     in_time(|| {
         let bench = Bench::new();
         let buffer = bench.buffer();
-        let turn = Turn::take(&bench.stream, &[(buffer.storage(), Read)]).unwrap();
-        assert!(matches!(Claim::take(buffer.storage(), Read), Err(AllocError::TurnHeld)));
-        assert!(matches!(buffer.storage().ticks_before(Read), Err(AllocError::TurnHeld)));
-        drop(turn);
-        let claim = Claim::take(buffer.storage(), Write).unwrap();
-        let turn = claim.turn(&bench.stream).unwrap();
-        assert!(matches!(claim.turn(&bench.stream), Err(AllocError::TurnHeld)));
-        drop(turn);
-        drop(claim);
+        let access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), Read)]).unwrap();
+        assert!(matches!(Reservation::acquire(buffer.storage(), Read), Err(AllocError::AccessHeld)));
+        assert!(matches!(buffer.storage().ticks_before(Read), Err(AllocError::AccessHeld)));
+        drop(access);
+        let reservation = Reservation::acquire(buffer.storage(), Write).unwrap();
+        let access = reservation.access(&bench.stream).unwrap();
+        assert!(matches!(reservation.access(&bench.stream), Err(AllocError::AccessHeld)));
+        drop(access);
+        drop(reservation);
         assert_eq!(buffer.storage().ticks_before(Write).unwrap().len(), 1);
     });
 }
 
 #[test]
-fn a_claim_that_ends_during_a_turn_of_its_thread_is_over_after_the_turn() {
+fn a_reservation_dropped_during_an_access_of_its_thread_ends_with_the_access() {
     in_time(|| {
         let bench = Bench::new();
         let buffer = bench.buffer();
-        let claims = [0; 2].map(|_| Claim::take(buffer.storage(), Read).unwrap());
-        let turn = Turn::take(&bench.stream, &[(buffer.storage(), Read)]).unwrap();
+        let reservations = [0; 2].map(|_| Reservation::acquire(buffer.storage(), Read).unwrap());
+        let access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), Read)]).unwrap();
         let (tell, told) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let writer = bench.device.stream().unwrap();
                 tell.send(()).unwrap();
-                // Waits for the turn, and the claims.
-                drop(Turn::take(&writer, &[(buffer.storage(), Write)]).unwrap());
+                // Waits for the access guard, and the reservations.
+                drop(AccessGuard::acquire(&writer, &[(buffer.storage(), Write)]).unwrap());
             });
             told.recv().unwrap();
-            drop(claims);
-            drop(turn);
+            drop(reservations);
+            drop(access);
         });
-        drop(Claim::take(buffer.storage(), Write).unwrap());
+        drop(Reservation::acquire(buffer.storage(), Write).unwrap());
     });
 }
 
 #[test]
-fn threads_wait_for_each_others_turns() {
+fn threads_wait_for_each_others_access_guards() {
     in_time(|| {
         let bench = Bench::new();
         let buffer = bench.buffer();
@@ -115,11 +117,11 @@ fn threads_wait_for_each_others_turns() {
                     let stream = bench.device.stream().unwrap();
                     for round in 0..2000_u32 {
                         let kind = if round % 3 == 0 { Write } else { Read };
-                        let turn = Turn::take(&stream, &[(buffer.storage(), kind)]).unwrap();
-                        assert!(matches!(buffer.storage().ticks_before(kind), Err(AllocError::TurnHeld)));
-                        drop(turn);
+                        let access = AccessGuard::acquire(&stream, &[(buffer.storage(), kind)]).unwrap();
+                        assert!(matches!(buffer.storage().ticks_before(kind), Err(AllocError::AccessHeld)));
+                        drop(access);
                         buffer.storage().ticks_before(kind).unwrap();
-                        drop(Claim::take(buffer.storage(), kind).unwrap());
+                        drop(Reservation::acquire(buffer.storage(), kind).unwrap());
                     }
                 });
             }
