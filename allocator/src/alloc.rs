@@ -158,28 +158,6 @@ pub(crate) fn grant_uncached(
     Ok(granted)
 }
 
-/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`.
-fn grant_rounded(
-    allocator: &Allocator,
-    bytes: u64,
-    size: u64,
-    stream: &Stream,
-    searched: bool,
-) -> Result<Granted, AllocError> {
-    let inner = &**allocator.inner();
-    let state = inner.state;
-    if state.special().load(Ordering::Relaxed) != 0 {
-        return grant_special(allocator, bytes, size, stream);
-    }
-    refuse_capture(stream)?;
-    let pool = inner.classes.pool(size) as u16;
-    let is_regular = size == inner.classes.round(bytes);
-    let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular };
-    let nothing_new = searched && !state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
-    let granted = if nothing_new { None } else { state.enter(stream).take_own(&request) };
-    granted.map_or_else(|| climb(allocator, &request), Ok)
-}
-
 /// Returns the arena for a request of zero bytes. Refuses requests that are too large, and streams
 /// of another device.
 #[cold]
@@ -193,12 +171,20 @@ fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<
     Ok(allocator.inner().state.enter(stream).arena)
 }
 
-/// Allocates while the allocator sleeps, blocks wait, threads are routed to private pools, tags
+/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`, whatever the
+/// special bits say: the allocator sleeps, blocks wait, threads are routed to private pools, tags
 /// come from spans, or nothing is cached.
 #[cold]
-fn grant_special(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Granted, AllocError> {
+fn grant_rounded(
+    allocator: &Allocator,
+    bytes: u64,
+    size: u64,
+    stream: &Stream,
+    searched: bool,
+) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
-    let state = allocator.inner().state;
+    let inner = &**allocator.inner();
+    let state = inner.state;
     if state.has_deferred_frees() {
         // Taking the locks applies deferred frees.
         drop(state.lock(None));
@@ -207,13 +193,14 @@ fn grant_special(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) 
     if special & special::ASLEEP != 0 {
         return Err(AllocError::Asleep);
     }
-    let waits = special & special::WAITING != 0;
-    let asked = waits && state.shared().waiting.is_to_be_asked_for();
-    if asked {
+    let mut may_poll = special & special::WAITING != 0;
+    if may_poll && state.shared().waiting.is_to_be_asked_for() {
         poll_waiting(allocator)?;
+        may_poll = false;
     }
-    let tag = if special & special::SPANS != 0 { Tag::of_span() } else { allocator.inner().scope_tag() };
-    let kind = allocator.inner().classes.pool(size);
+    let tag = if special & special::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
+    let is_regular = special == 0 && size == inner.classes.round(bytes);
+    let kind = inner.classes.pool(size);
     loop {
         let private = if special & special::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
         let private = private.map(|numbers| numbers[kind as usize]);
@@ -221,8 +208,8 @@ fn grant_special(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) 
             refuse_capture(stream)?;
         }
         let pool = private.unwrap_or(kind as u16);
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular: false };
-        let granted = serve_special(allocator, &request, stream, special, waits && !asked)?;
+        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular };
+        let granted = search_and_climb(allocator, &request, stream, special, searched, may_poll)?;
         if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
             return Ok(granted);
         }
@@ -231,32 +218,32 @@ fn grant_special(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) 
     }
 }
 
-/// Serves a request whose pool is known. With `asks`, waiting blocks are polled if no block serves
-/// it.
-fn serve_special(
+/// Serves a request from the free blocks of its stream, or else by the ladder. `searched` says
+/// whether the fast path searched the heap in vain. With `may_poll`, waiting blocks are polled if
+/// no block serves the request.
+fn search_and_climb(
     allocator: &Allocator,
     request: &Request,
     stream: &Stream,
     special: u32,
-    asks: bool,
+    searched: bool,
+    may_poll: bool,
 ) -> Result<Granted, AllocError> {
     let state = allocator.inner().state;
-    let mut arena = state.enter(stream);
     // Private pools keep their memory also without a cache.
     let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
-    let granted = if caches { arena.take_own(request) } else { None };
-    drop(arena);
+    let is_new = special != 0 || !searched || state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    let mut granted = None;
+    if is_new {
+        let mut arena = state.enter(stream);
+        granted = if caches { arena.take_own(request) } else { None };
+    }
     if special & special::NO_CACHE != 0 {
         release_where(allocator, releasable)?;
     }
-    if granted.is_none() && asks {
+    if granted.is_none() && may_poll {
         poll_waiting(allocator)?;
-        if let Some(granted) = state.enter(stream).take_own(request) {
-            return Ok(granted);
-        }
+        granted = state.enter(stream).take_own(request);
     }
-    match granted {
-        Some(granted) => Ok(granted),
-        None => climb(allocator, request),
-    }
+    granted.map_or_else(|| climb(allocator, request), Ok)
 }

@@ -27,10 +27,11 @@ use crate::backing::paged::dedicated::{recycle_deferred_releases, retire, set_ow
 use crate::backing::paged::deferred_release::DeferredRelease;
 use crate::backing::paged::donors::donors;
 use crate::backing::paged::granules::{POOL, Purpose};
-use crate::backing::paged::grow::{ROUNDS, askable, first_enough, stall_for};
+use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::plan::{hold_all, work};
 use crate::backing::paged::settle::settle_work;
+use crate::backing::paged::wait::{askable, first_enough, stall_for};
 use crate::backing::paged::{DedicatedMemory, Gate, Owned};
 use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};

@@ -24,9 +24,11 @@
 //! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
 //! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
-//! | `grow.rs` | serves a request: drafts, waits, plans, has the plan carried out and settled, and tries again |
+//! | `grow.rs` | serves a request: drafts, waits, plans, carries out, settles, and tries again |
+//! | `wait.rs` | waiting instead of growing: when it pays, and for what |
+//! | `addresses.rs` | reserving addresses, and giving them back |
 //! | `gate.rs` | who may change mappings at a time |
-//! | `trim.rs` | giving memory and addresses back to the device |
+//! | `trim.rs` | giving memory back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
 //! | `dedicated.rs` | memory outside of heaps, and its way back |
@@ -57,6 +59,7 @@
 //! before them.
 
 pub(crate) mod account;
+pub(crate) mod addresses;
 pub(crate) mod capacity;
 pub(crate) mod carry_out;
 pub(crate) mod dedicated;
@@ -86,6 +89,7 @@ pub(crate) mod schedules;
 pub(crate) mod settle;
 pub(crate) mod sleep;
 pub(crate) mod trim;
+pub(crate) mod wait;
 pub(crate) mod window;
 
 pub(crate) use dedicated_memory::DedicatedMemory;

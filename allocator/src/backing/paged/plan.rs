@@ -24,6 +24,31 @@ use crate::state::guard::StateGuard;
 /// this share of the peak of use left: what they strand would be lacking otherwise.
 const ROOM_SHARE: u64 = 32;
 
+/// What a plan takes from the device. If the device refuses, the next plan takes less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Purchase {
+    /// Nothing: only memory that moves serves the request.
+    Nothing,
+    /// What the request needs.
+    Needed,
+    /// Also more, ahead of need.
+    Ahead,
+    /// Also memory where granules could move instead.
+    InsteadOfMoving,
+}
+
+impl Purchase {
+    /// What to try after the device refused this.
+    pub(crate) fn lower(self) -> Option<Purchase> {
+        match self {
+            Purchase::Nothing => None,
+            Purchase::Needed => Some(Purchase::Nothing),
+            Purchase::Ahead => Some(Purchase::Needed),
+            Purchase::InsteadOfMoving => Some(Purchase::Ahead),
+        }
+    }
+}
+
 /// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
@@ -40,8 +65,8 @@ pub(crate) struct Terms {
 pub(crate) struct Plan {
     work: Work,
     held: Held,
-    /// True if the plan takes more from the device than the request needs.
-    pub(crate) buys_ahead: bool,
+    /// What it takes from the device.
+    pub(crate) purchase: Purchase,
 }
 
 /// Memory held while the driver is at work, so that no other operation takes it.
@@ -88,6 +113,12 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
     let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
     let is_remap = buy > 0 || !donors.chosen.is_empty();
     let create = buy + bought_ahead;
+    let purchase = match (bought_though_movable, bought_ahead, buy) {
+        (true, ..) => Purchase::InsteadOfMoving,
+        (_, 1.., _) => Purchase::Ahead,
+        (.., 1..) => Purchase::Needed,
+        _ => Purchase::Nothing,
+    };
     let largest =
         largest_in_region(guard, request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
     let (held, fill, changed) = hold_window(guard, request.slot, &window, (ahead + bought_ahead) * granule);
@@ -97,7 +128,7 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
     Planned::Ready(Plan {
         work,
         held: Held { window: held, donors, create, bought_though_movable, spares, point, is_remap },
-        buys_ahead: bought_ahead > 0,
+        purchase,
     })
 }
 

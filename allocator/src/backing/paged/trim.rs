@@ -13,6 +13,7 @@ use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
+use crate::backing::paged::addresses::give_addresses_back;
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
@@ -22,11 +23,9 @@ use crate::cross_stream::progress::synchronize_all;
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
-use crate::pools::lookup::{awaited_launches, look_for_in, wait_for_launched};
+use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
-use crate::request::Place;
 use crate::state::guard::StateGuard;
-use crate::state::settled::Sought;
 
 /// Frames on their way back to the device.
 #[derive(Default)]
@@ -175,24 +174,6 @@ fn release_frames(
     (before - loose.granules(), failed)
 }
 
-/// Gives back reservations of some pools in which nothing is mapped.
-pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
-    // This also gives back reservations that could not go back before.
-    allocator.device().settle();
-    let mut guard = allocator.state().lock(None);
-    let empty = take_empty_reservations(&mut guard, which);
-    drop(guard);
-    let mut failed = Ok(());
-    for (addr, bytes) in empty {
-        if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
-            let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
-            allocator.device().unreserve_later(reservation);
-            failed = Err(error.into());
-        }
-    }
-    failed
-}
-
 /// Waits until the free memory in some pools is known done, and the launches that closed pools
 /// among them wait for. Returns true if anything was not known done. Skips streams that cannot be
 /// waited for now.
@@ -272,22 +253,4 @@ fn settle_leaving(guard: &mut StateGuard, donor: Donor, frames: &[Frame], was_un
         paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
         paged.put_all(donor.addr, frames);
     }
-}
-
-/// Takes reservations of some pools that consist of one hole out of the heaps. Returns their
-/// addresses and lengths.
-fn take_empty_reservations(guard: &mut StateGuard, which: Which) -> Vec<(u64, u64)> {
-    look_for_in(guard, which, Sought::Empty);
-    let empty =
-        guard.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
-    let empty: Vec<Place> = empty.filter(|&place| guard.pools.is_among(guard.block(place).pool, which)).collect();
-    let regions = empty.into_iter().map(|place| {
-        let region = guard.arena(place.arena).heap.remove_reservation(place.block);
-        guard.pools.forget_region(region.pool, region.home);
-        if let Some(paged) = &mut guard.paged {
-            paged.remove_reservation(region.addr);
-        }
-        (region.addr, region.bytes)
-    });
-    regions.collect()
 }

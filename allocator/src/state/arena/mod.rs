@@ -3,8 +3,9 @@
 //! both need that lock alone.
 //!
 //! Arenas are never deallocated but recycled with their allocator state, so a handle refers to its
-//! arena by a plain reference. Each has its own queue of remote frees (`remote.rs`, filled by
-//! `free.rs`) and its own counters, on cache lines of its own.
+//! arena by a plain reference. Each has its own queue of remote frees (`remote.rs`) and its own
+//! counters, on cache lines of its own. `take.rs` takes blocks and `release.rs` makes them free
+//! again; `free.rs` decides whether the calling thread does that itself or queues the block.
 //!
 //! Invariants:
 //! * an arena is *open* from the stream's first allocation until the allocator state is recycled;
@@ -29,10 +30,9 @@ use remote::{RemoteFree, RemoteFrees};
 
 use crate::accounting::writer::{ArenaCounters, CounterTarget, CounterWriter};
 use crate::backing::paged::Milestones;
-use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange, State, kind_of};
-use crate::history::{Action, Actions, Subject};
+use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange};
+use crate::history::{Actions, Subject};
 use crate::raw::RawTable;
-use crate::request::Request;
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::state::{AllocatorState, DeferredFree};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
@@ -42,7 +42,9 @@ use crate::tags::Tag;
 mod coalesce;
 mod free;
 mod milestone;
+mod release;
 mod remote;
+mod take;
 
 /// An unknown number of bytes.
 pub(crate) const UNKNOWN: u64 = u64::MAX;
@@ -128,7 +130,7 @@ impl Arena {
         let is_direct = self.remote.has_direct_thread();
         let locked = self.admit(self.inner.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
-        if is_direct { Some(locked) } else { locked.drain_and_reenter() }
+        if is_direct { Some(locked) } else { locked.drain_for_allocation() }
     }
 
     #[inline]
@@ -239,7 +241,7 @@ impl DerefMut for ArenaGuard {
 
 impl ArenaGuard {
     /// Applies the remote frees queued so far, has other threads free through the queue until they
-    /// next allocate here, and merges what rests.
+    /// next allocate here, and merges blocks whose coalescing was deferred.
     pub(crate) fn tidy(&mut self) {
         self.arena.remote.forget_other_threads();
         self.drain();
@@ -287,7 +289,7 @@ impl ArenaGuard {
     /// Applies the remote frees before an allocation by the calling thread, which frees directly
     /// from now on. `None` as for [`Arena::enter`].
     #[cold]
-    fn drain_and_reenter(mut self) -> Option<ArenaGuard> {
+    fn drain_for_allocation(mut self) -> Option<ArenaGuard> {
         self.arena.remote.add_direct_thread();
         self.drain();
         let arena = self.arena;
@@ -311,122 +313,6 @@ impl ArenaGuard {
         }
     }
 
-    /// Serves a request of the arena's stream from the free blocks that it may reuse at once, those
-    /// in the queue included.
-    pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
-        self.drain();
-        self.take_own_hot(request)
-    }
-
-    /// As [`ArenaGuard::take_own`], less what is in the queue, compiled into its caller, so that
-    /// request and result stay in registers.
-    #[inline(always)]
-    pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
-        let inner = &mut *self.inner;
-        inner.milestones.searches += 1;
-        let retaken = inner.heap.retake(&inner.classes, request.pool, request.size, request.requested);
-        let (block, change) = match retaken {
-            Some((block, given)) => {
-                self.split_touched(kind_of(request.pool), given);
-                (block, SplitChange::default())
-            }
-            None => {
-                self.make_room();
-                let inner = &mut *self.inner;
-                match inner.heap.take_best(&inner.classes, request.pool, request.size, request.requested) {
-                    Some(taken) => taken,
-                    None => self.take_uncoalesced(request.pool, request.size, request.requested)?,
-                }
-            }
-        };
-        if !request.is_regular {
-            self.inner.heap.make_irregular(block);
-        }
-        Some(self.taken(request, block, change))
-    }
-
-    /// Takes the request's bytes from a free block that its stream may use.
-    pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
-        let inner = &mut *self.inner;
-        let (block, change) = inner.heap.take(&inner.classes, free, request.slot, request.size, request.requested);
-        if !request.is_regular || request.slot != inner.heap.home {
-            inner.heap.make_irregular(block);
-        }
-        self.taken(request, block, change)
-    }
-
-    /// Accounts for a block that became live.
-    #[inline(always)]
-    fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
-        let block = &mut self.inner.heap.blocks[id];
-        block.tag = request.tag.0;
-        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
-        self.inner.live += 1;
-        self.counter_target().allocated(kind, size, request.requested);
-        self.split_changed(kind, change);
-        if self.inner.classes.is_oversize(size) {
-            self.counter_target().oversize(true);
-        }
-        self.note(Action::Alloc, id);
-        self.debug_check();
-        Granted { arena: self.arena, block: id, addr }
-    }
-
-    /// Frees a live block of `bytes` requested bytes ([`UNKNOWN`] if the caller does not know).
-    /// `on` is the stream that gets its memory, if that is not its own.
-    #[inline(always)]
-    fn free(&mut self, id: BlockId, on: Option<u32>, bytes: u64) -> Result<(), UsedElsewhere> {
-        if self.inner.is_paged && bytes != UNKNOWN && on.is_none() && self.inner.heap.is_regular(id) {
-            let size = self.inner.classes.round(bytes);
-            let kind = self.inner.classes.pool(size);
-            debug_assert!(self.inner.is_as_requested(id, kind, size, bytes), "{:?}", self.inner.heap.blocks[id]);
-            self.free_at_home(id, kind, size, bytes);
-            return Ok(());
-        }
-        let block = &self.inner.heap.blocks[id];
-        debug_assert_eq!(block.state, State::Live);
-        let (size, requested, owner, shared) = (block.size, block.requested, block.owner, block.used_elsewhere);
-        let kind = kind_of(block.pool);
-        self.inner.heap.forget_irregular(id);
-        let heir = match on.filter(|&on| on != owner) {
-            None if !shared => owner,
-            Some(on) if !shared && self.inner.crosses_streams => on,
-            _ => return Err(UsedElsewhere),
-        };
-        if heir == self.inner.heap.home && owner == heir {
-            self.free_at_home(id, kind, size, requested);
-        } else {
-            self.note(Actions::FREE, id);
-            self.given_back(size);
-            self.counter_target().freed(kind, size, requested);
-            let after = self.inner.tick_of(heir);
-            self.complete(id, heir, after, after);
-        }
-        Ok(())
-    }
-
-    /// Frees a live block of the home stream that no other stream uses.
-    #[inline(always)]
-    fn free_at_home(&mut self, id: BlockId, kind: PoolKind, size: u64, requested: u64) {
-        self.note(Actions::FREE, id);
-        self.given_back(size);
-        self.counter_target().freed(kind, size, requested);
-        let after = self.inner.tick_of(self.inner.heap.home);
-        self.make_room();
-        self.inner.heap.give_to_rest(id, size, after);
-        self.debug_check();
-    }
-
-    /// Accounts for a live block of `size` bytes that was freed.
-    #[inline]
-    pub(crate) fn given_back(&mut self, size: u64) {
-        self.inner.live -= 1;
-        self.inner.milestones.freed += size;
-        if self.inner.classes.is_oversize(size) {
-            self.counter_target().oversize(false);
-        }
-    }
-
     /// Notes in the history, if that is on, what happened to a live or waiting block.
     #[inline]
     pub(crate) fn note(&self, actions: impl Into<Actions>, id: BlockId) {
@@ -440,20 +326,6 @@ impl ArenaGuard {
         let &Block { addr, requested: size, owner: slot, tag, pool, .. } = &self.inner.heap.blocks[id];
         let pool = self.inner.heap.pools[pool].options.history_id;
         self.arena.state.history.lock().note(actions, Subject { addr, size, slot, tag: Tag(tag), pool });
-    }
-
-    /// Makes a block free that was given back and is accounted for: reusable by `owner` at once,
-    /// and by others after the tick `after`. Its memory itself was used until `last_use`.
-    #[inline]
-    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
-        self.coalesce_deferred();
-        let kind = kind_of(self.inner.heap.blocks[id].pool);
-        if self.inner.is_paged {
-            self.inner.heap.note_last_use(id, owner, last_use);
-        }
-        let (_, change) = self.inner.heap.give(id, owner, after);
-        self.split_changed(kind, change);
-        self.debug_check();
     }
 
     /// Notes the last uses of granules in the log that are not known done (`heap/recent.rs`).
@@ -524,14 +396,6 @@ impl ArenaInner {
         let timeline = if slot == self.heap.home { self.timeline.as_ref() } else { self.borrowers.get(&slot) };
         debug_assert!(timeline.is_some(), "the owner of a block is known");
         timeline.map_or(0, |timeline| timeline.now() + 1)
-    }
-
-    /// True if the record of a live block says what its handle does: what [`Heap::is_regular`]
-    /// promises.
-    fn is_as_requested(&self, id: BlockId, kind: PoolKind, size: u64, requested: u64) -> bool {
-        let block = &self.heap.blocks[id];
-        let is_own = block.state == State::Live && block.owner == self.heap.home && !block.used_elsewhere;
-        is_own && (kind_of(block.pool), block.size, block.requested) == (kind, size, requested)
     }
 
     /// True if the stream may own blocks here.

@@ -1,0 +1,102 @@
+//! Addresses: reserving them for a pool, and giving empty reservations back.
+
+use aquifer_device::{DevicePtr, ErrorKind};
+
+use crate::allocator::Allocator;
+use crate::backing::paged::granules::Purpose;
+use crate::error::AllocError;
+use crate::heap::kind_of;
+use crate::pools::lookup::{heap_with_pool, look_for_in};
+use crate::pools::table::Which;
+use crate::request::{Place, Request};
+use crate::state::guard::StateGuard;
+use crate::state::settled::Sought;
+
+/// At most this many times as many addresses are reserved as the device has memory. Live blocks
+/// spread over addresses: on a full device whose program never settles, they took more than four
+/// times as many addresses as it had memory.
+const ADDRESSES_FOR_MEMORY: u64 = 64;
+
+/// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as
+/// many are taken as the device has memory; where these are nearly used up, a request that is
+/// larger than its share still gets as many as it needs. The first reservation has room for all
+/// memory, and each later one takes a smaller share of the addresses that are left: after a hundred
+/// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small
+/// requests take less, and so does any request if that many are refused. Returns false if there are
+/// no addresses for the request.
+pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
+    let held = allocator
+        .state()
+        .shared()
+        .paged
+        .as_ref()
+        .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
+    let Some((granule, count, held)) = held else { return Ok(false) };
+    let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
+    let least = request.size.next_multiple_of(granule) + granule;
+    let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
+    let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
+    let mut gave_back = false;
+    allocator.device().settle_unused();
+    loop {
+        match allocator.device().driver().reserve(bytes, granule) {
+            Ok(ptr) => {
+                allocator.state().report_to_checks(|checks| checks.manage(ptr.range(bytes)));
+                let mut guard = allocator.state().lock(Some(request.slot));
+                if let Some(paged) = &mut guard.paged {
+                    paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
+                }
+                guard.pools.note_region(request.pool, request.slot);
+                let heap = heap_with_pool(&mut guard, request.slot, request.pool);
+                heap.add_reservation(ptr.0, bytes, request.pool, granule);
+                return Ok(true);
+            }
+            Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
+                if bytes == least && std::mem::replace(&mut gave_back, true) {
+                    return Ok(false);
+                }
+                if bytes == least {
+                    give_addresses_back(allocator, Which::All)?;
+                }
+                bytes = (bytes / 4).next_multiple_of(granule).max(least);
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Gives back reservations of some pools in which nothing is mapped.
+pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
+    // This also gives back reservations that could not go back before.
+    allocator.device().settle();
+    let mut guard = allocator.state().lock(None);
+    let empty = take_empty_reservations(&mut guard, which);
+    drop(guard);
+    let mut failed = Ok(());
+    for (addr, bytes) in empty {
+        if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
+            let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+            allocator.device().unreserve_later(reservation);
+            failed = Err(error.into());
+        }
+    }
+    failed
+}
+
+/// Takes reservations of some pools that consist of one hole out of the heaps. Returns their
+/// addresses and lengths.
+fn take_empty_reservations(guard: &mut StateGuard, which: Which) -> Vec<(u64, u64)> {
+    look_for_in(guard, which, Sought::Empty);
+    let empty =
+        guard.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
+    let empty: Vec<Place> = empty.filter(|&place| guard.pools.is_among(guard.block(place).pool, which)).collect();
+    let regions = empty.into_iter().map(|place| {
+        let region = guard.arena(place.arena).heap.remove_reservation(place.block);
+        guard.pools.forget_region(region.pool, region.home);
+        if let Some(paged) = &mut guard.paged {
+            paged.remove_reservation(region.addr);
+        }
+        (region.addr, region.bytes)
+    });
+    regions.collect()
+}

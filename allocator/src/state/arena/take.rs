@@ -1,0 +1,69 @@
+//! Taking blocks from an arena whose lock is held.
+
+use super::{ArenaGuard, Granted};
+use crate::heap::{BlockId, SplitChange, kind_of};
+use crate::history::Action;
+use crate::request::Request;
+
+impl ArenaGuard {
+    /// Serves a request of the arena's stream from the free blocks that it may reuse at once, those
+    /// in the queue included.
+    pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
+        self.drain();
+        self.take_own_hot(request)
+    }
+
+    /// As [`ArenaGuard::take_own`], less what is in the queue, compiled into its caller, so that
+    /// request and result stay in registers.
+    #[inline(always)]
+    pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
+        let inner = &mut *self.inner;
+        inner.milestones.searches += 1;
+        let retaken = inner.heap.retake(&inner.classes, request.pool, request.size, request.requested);
+        let (block, change) = match retaken {
+            Some((block, given)) => {
+                self.split_touched(kind_of(request.pool), given);
+                (block, SplitChange::default())
+            }
+            None => {
+                self.make_room();
+                let inner = &mut *self.inner;
+                match inner.heap.take_best(&inner.classes, request.pool, request.size, request.requested) {
+                    Some(taken) => taken,
+                    None => self.take_uncoalesced(request.pool, request.size, request.requested)?,
+                }
+            }
+        };
+        if !request.is_regular {
+            self.inner.heap.make_irregular(block);
+        }
+        Some(self.taken(request, block, change))
+    }
+
+    /// Takes the request's bytes from a free block that its stream may use.
+    pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
+        let inner = &mut *self.inner;
+        let (block, change) = inner.heap.take(&inner.classes, free, request.slot, request.size, request.requested);
+        if !request.is_regular || request.slot != inner.heap.home {
+            inner.heap.make_irregular(block);
+        }
+        self.taken(request, block, change)
+    }
+
+    /// Accounts for a block that became live.
+    #[inline(always)]
+    fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
+        let block = &mut self.inner.heap.blocks[id];
+        block.tag = request.tag.0;
+        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
+        self.inner.live += 1;
+        self.counter_target().allocated(kind, size, request.requested);
+        self.split_changed(kind, change);
+        if self.inner.classes.is_oversize(size) {
+            self.counter_target().oversize(true);
+        }
+        self.note(Action::Alloc, id);
+        self.debug_check();
+        Granted { arena: self.arena, block: id, addr }
+    }
+}
