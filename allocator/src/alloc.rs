@@ -171,8 +171,8 @@ fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<
     Ok(allocator.inner().state.enter(stream).arena)
 }
 
-/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`, whatever the
-/// special bits say: the allocator sleeps, blocks wait, threads are routed to private pools, tags
+/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`, with any
+/// special bits: the allocator sleeps, blocks wait, threads are routed to private pools, tags
 /// come from spans, or nothing is cached.
 #[cold]
 fn grant_rounded(

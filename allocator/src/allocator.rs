@@ -60,8 +60,8 @@ pub struct Allocator {
     _at_last: Option<Arc<AtLast>>,
 }
 
-/// Shared by the handles that people hold, but not by those that only keep the allocator open
-/// ([`Allocator::kept_open`]): when the last of the former is dropped, driver calls are allowed.
+/// Shared by the callers' handles, but not by those that only keep the allocator open
+/// ([`Allocator::kept_open`]). Driver calls are allowed when the last of the former is dropped.
 struct AtLast {
     device: Device,
     inner: Weak<Inner>,
@@ -150,7 +150,7 @@ impl Allocator {
             choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
         let mut ignored = config.ignored(if paged.is_some() { Backing::Paged } else { Backing::Segments });
         if let Some(WhySegments::GranuleTooLarge { .. }) = segments {
-            // That was told with the reason for segments.
+            // The reason for segments says so already.
             ignored.retain(|option| option.key != "granule_mb");
         }
         if !ignored.is_empty() {
@@ -264,8 +264,8 @@ impl Allocator {
         self.inner.state
     }
 
-    /// Whoever passes it waits for observers of mappings, so a thread that is within one is
-    /// refused.
+    /// The gate for operations on mappings. Acquiring it waits for observers of mappings, so a
+    /// thread that runs one is refused.
     pub(crate) fn gate(&self) -> Result<&Gate, AllocError> {
         fork::check(Operation::Map)?;
         if self.hooks().is_observing() { Err(AllocError::Observing) } else { Ok(&self.inner.gate) }

@@ -95,8 +95,8 @@ pub enum AllocError {
     /// is about to; see [`crate::Allocator::sleep`].
     #[error("the allocator is asleep, or about to be: call `Allocator::wake` first")]
     Asleep,
-    /// The caller asked for a private pool, but there are already as many pools, including dropped
-    /// ones that still hold memory, as can be told apart. Drop some, and what was allocated from
+    /// The caller asked for a private pool, but there are already as many pools as there can
+    /// be, including dropped ones that still hold memory. Drop some, and what was allocated from
     /// them.
     #[error("there are {pools} private pools, the most there can be: drop some, and the memory allocated from them")]
     TooManyPools {

@@ -1,4 +1,4 @@
-//! How sizes are written for people.
+//! Sizes as text.
 
 use std::fmt;
 
@@ -51,8 +51,8 @@ mod tests {
 
     #[test]
     fn bounds_say_what_two_decimals_hide() {
-        let told = [0, 1023, 1536, 1537, 20 << 20, (20 << 20) + 512, 1 << 30, (1 << 30) + 1, 1_075_838_976, u64::MAX];
-        let told = told.map(|bytes| Exactly(bytes).to_string());
+        let texts = [0, 1023, 1536, 1537, 20 << 20, (20 << 20) + 512, 1 << 30, (1 << 30) + 1, 1_075_838_976, u64::MAX];
+        let texts = texts.map(|bytes| Exactly(bytes).to_string());
         let expected = [
             "0 bytes",
             "1023 bytes",
@@ -65,6 +65,6 @@ mod tests {
             "1.00 GiB (1075838976 bytes)",
             "17179869184.00 GiB (18446744073709551615 bytes)",
         ];
-        assert_eq!(told, expected);
+        assert_eq!(texts, expected);
     }
 }

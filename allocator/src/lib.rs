@@ -33,7 +33,7 @@
 //!   allocated. Copies within the device carry such bytes along.
 //!
 //! A graph may use memory of its private pool after it was dropped, and needs all other blocks to
-//! be live whenever it is launched. A real device is not told anything.
+//! be live whenever it is launched. A real device is not notified.
 //!
 //! ```
 //! use aquifer_allocator::{Allocator, Config};

@@ -10,8 +10,8 @@ use crate::error::AllocError;
 /// was.
 ///
 /// May be called on any thread, and where no allocator is known. Waits for streams that still use
-/// memory which was given back here, as [`crate::Allocator::empty_cache`] does, so no stream may wait for
-/// the caller meanwhile. To leave some memory cached, use [`crate::Allocator::trim_to`].
+/// memory which was given back here, as [`crate::Allocator::empty_cache`] does, so no stream may
+/// wait for the caller meanwhile. To leave some memory cached, use [`crate::Allocator::trim_to`].
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, empty_caches};

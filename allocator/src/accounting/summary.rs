@@ -1,4 +1,4 @@
-//! Statistics as a table for people, laid out as PyTorch's `memory_summary()`.
+//! Statistics as a table, laid out as PyTorch's `memory_summary()`.
 
 use std::fmt::{self, Write};
 

@@ -2,7 +2,7 @@
 //! at work, and the arenas' own counters once several are.
 //!
 //! While one thread does all the work of an allocator, it writes to the shared counters
-//! (`counters.rs`), whatever arena it works in, and every peak is exact. Once several threads do,
+//! (`counters.rs`), in any arena, and every peak is exact. Once several threads do,
 //! each arena counts on its own cache lines, under its own lock, and *publishes* a bound of each
 //! value, which is at least the value and at most 2 × [`Hot::credit`] more.
 //!
@@ -22,7 +22,7 @@ pub(crate) struct CounterWriter(usize);
 
 impl CounterWriter {
     /// None yet.
-    pub(crate) const NOBODY: CounterWriter = CounterWriter(0);
+    pub(crate) const NONE: CounterWriter = CounterWriter(0);
     /// Several threads are at work: each arena counts for itself.
     pub(crate) const SEVERAL: CounterWriter = CounterWriter(1);
     /// The writer of an arena in which no thread has worked since a slow path last looked

@@ -190,7 +190,7 @@ impl Allocator {
     }
 
     /// Allocates raw memory that may be used at once on every stream, and by the host's blocking
-    /// copies, as that of the synchronous `cuMemAlloc`: whatever used the memory before is done.
+    /// copies, as that of the synchronous `cuMemAlloc`: all earlier uses of the memory are done.
     /// Memory of which that is known is taken first, then memory of the device; the host waits only
     /// before it would run out. (With `cross_stream:wait` memory of other streams comes before that
     /// of the device, and is waited for.)

@@ -320,7 +320,7 @@ impl Allocator {
     /// assert_eq!(*mapped.lock().unwrap(), 100 << 20);
     /// allocator.empty_cache()?;
     /// assert_eq!(*mapped.lock().unwrap(), 0);
-    /// drop(registration); // not told any more
+    /// drop(registration); // no more notifications
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn observe_mappings(&self, observe: impl Fn(&MappingChange) + Send + Sync + 'static) -> Registration {

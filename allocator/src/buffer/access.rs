@@ -55,8 +55,8 @@ fn access<T>(buffer: &Buffer<T>, kind: AccessKind) -> Access<'_> {
 /// Work of the caller's own on buffers.
 pub trait StreamAccess {
     /// Calls `work` to enqueue work on the stream. It comes after everything that was enqueued on
-    /// these buffers before, on any stream, and whatever uses them next comes after it. They can be
-    /// dropped when this returns.
+    /// these buffers before, on any stream, and later uses come after it. They can be dropped when
+    /// this returns.
     ///
     /// `work` gets the stream, to be given to anything that enqueues on it, and the addresses of
     /// the buffers in the order of `accesses`. It should only enqueue: other threads wait for it

@@ -33,7 +33,7 @@ impl Holder {
     }
 
     fn unmark(&self) {
-        self.thread.store(CounterWriter::NOBODY.number(), Ordering::Relaxed);
+        self.thread.store(CounterWriter::NONE.number(), Ordering::Relaxed);
     }
 
     fn is_this_thread(&self) -> bool {

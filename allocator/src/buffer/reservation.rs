@@ -86,7 +86,7 @@ impl Reservation {
 
     /// Records the events that access guards of `stream` with the memory will wait for. Without
     /// this they are recorded when the first guard is taken, which fails if a stream that used the
-    /// memory before has begun a capture by then.
+    /// memory before has begun a capture meanwhile.
     ///
     /// # Errors
     /// When such a stream captures already; errors of the driver; [`AllocError::AccessHeld`] while

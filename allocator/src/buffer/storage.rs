@@ -52,7 +52,7 @@ pub(crate) enum Memory {
     /// A block of a heap, whose allocator stays open as long.
     Block(Allocation, Allocator),
     /// Memory outside of heaps.
-    Apart(Arc<DedicatedMemory>),
+    Dedicated(Arc<DedicatedMemory>),
     /// Memory that another library owns.
     Foreign(Foreign),
 }
@@ -88,7 +88,7 @@ impl Storage {
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
             Memory::Block(allocation, _) => allocation.ptr(),
-            Memory::Apart(memory) => memory.ptr(),
+            Memory::Dedicated(memory) => memory.ptr(),
             Memory::Foreign(memory) => memory.ptr(),
         }
     }
@@ -97,7 +97,7 @@ impl Storage {
     pub fn bytes(&self) -> u64 {
         match &self.memory {
             Memory::Block(allocation, _) => allocation.bytes(),
-            Memory::Apart(memory) => memory.bytes(),
+            Memory::Dedicated(memory) => memory.bytes(),
             Memory::Foreign(memory) => memory.bytes(),
         }
     }
@@ -106,7 +106,7 @@ impl Storage {
     pub fn allocator(&self) -> &Allocator {
         match &self.memory {
             Memory::Block(_, allocator) => allocator,
-            Memory::Apart(memory) => memory.allocator(),
+            Memory::Dedicated(memory) => memory.allocator(),
             Memory::Foreign(memory) => memory.allocator(),
         }
     }
@@ -229,7 +229,7 @@ impl Memory {
     pub(crate) fn state(&self) -> &'static AllocatorState {
         match self {
             Memory::Block(allocation, _) => allocation.state(),
-            Memory::Apart(memory) => memory.state(),
+            Memory::Dedicated(memory) => memory.state(),
             Memory::Foreign(memory) => memory.allocator().state(),
         }
     }
@@ -237,7 +237,7 @@ impl Memory {
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         match self {
             Memory::Block(allocation, _) => allocation.record_stream(stream),
-            Memory::Apart(memory) => memory.record_stream(stream),
+            Memory::Dedicated(memory) => memory.record_stream(stream),
             // Its owner gets the ticks of all uses.
             Memory::Foreign(_) => Ok(()),
         }

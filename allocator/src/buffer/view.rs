@@ -1,7 +1,7 @@
 //! Views: borrowed parts of buffers.
 //!
-//! A view holds a handle of the memory, so that whatever takes a buffer takes a view. Its lifetime
-//! is the borrow's: while a view for writing lives, its buffer cannot be named.
+//! A view holds a handle of the memory, so that functions that take a buffer take a view. Its
+//! lifetime is the borrow's: while a view for writing lives, its buffer cannot be named.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -8,7 +8,7 @@ use super::error::{ConfigError, ConfigErrorKind};
 /// Variables that hold an option string; the first that is set counts.
 const VARIABLES: [&str; 3] = ["AQUIFER_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
 
-/// The variable that turns caching off, whatever the option string is.
+/// The variable that turns caching off, regardless of the option string.
 const NO_CACHING: &str = "PYTORCH_NO_CUDA_MEMORY_CACHING";
 
 /// The configuration from the variables that `lookup` gives.

@@ -34,11 +34,11 @@ pub(crate) struct Inert(pub(super) BTreeMap<Key, String>);
 
 /// Several of them, each reason once.
 pub(crate) fn listed(ignored: &[IgnoredOption]) -> String {
-    let told = ignored.chunk_by(|one, other| one.reason == other.reason).filter_map(|options| {
+    let reasons = ignored.chunk_by(|one, other| one.reason == other.reason).filter_map(|options| {
         let names: Vec<String> = options.iter().map(|option| format!("{}:{}", option.key, option.value)).collect();
         Some(format!("{} ({})", names.join(", "), options.first()?.reason))
     });
-    told.collect::<Vec<_>>().join("; ")
+    reasons.collect::<Vec<_>>().join("; ")
 }
 
 /// Why an option has no effect on memory that comes as `backing` says; `None` if it has one.

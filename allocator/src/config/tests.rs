@@ -307,7 +307,7 @@ fn a_variable_must_be_unicode() {
 
 #[test]
 fn the_environment_of_the_process_is_read() {
-    // Whatever is set where the tests run, reading it does not panic.
+    // Reading the variables of the environment that the tests run in does not panic.
     let _ = Config::from_env();
 }
 

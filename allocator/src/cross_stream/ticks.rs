@@ -1,8 +1,8 @@
 //! Memory that waits for ticks: which of it need not wait any more once streams got further.
 //!
-//! A pure data structure. Each entry is listed under every tick that it waits for. So learning how
-//! far the streams got costs by the number of streams and by what becomes done, whatever else
-//! waits.
+//! A pure data structure. Each entry is listed under every tick that it waits for. So the cost of
+//! learning how far the streams got depends on the number of streams and of entries that become
+//! done, and not on the others.
 
 use std::collections::{BTreeMap, BTreeSet};
 

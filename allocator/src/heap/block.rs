@@ -35,7 +35,7 @@ impl Default for BlockId {
 pub(crate) enum State {
     /// The record is unused.
     Vacant,
-    /// An allocation holds the block, or it was given back and rests.
+    /// An allocation holds the block, or it was given back and is deferred.
     Live,
     /// Freed, but other streams may still use it; in no index.
     Waiting,

@@ -1,22 +1,23 @@
 //! Deferred coalescing: blocks that are freed, but not yet merged with their neighbours.
 //!
-//! Programs mostly ask for the size that they have just given back. So a block that is given back
-//! *rests*: the next request, if it is for exactly this size and from the same pool, gets it as it
-//! is, and nothing is cut, joined or indexed. Any other operation merges it first, so at most one
-//! block rests, and all other decisions of the heap are made as if none did.
+//! Programs mostly ask for the size that they have just given back. So the coalescing of a block
+//! that is given back is *deferred*: the next request, if it is for exactly this size and from the
+//! same pool, gets it as it is, and nothing is cut, joined or indexed. Any other operation merges
+//! it first, so at most one block is deferred, and all other decisions of the heap are made as if
+//! none were.
 //!
 //! With [`IndexKind::Exact`] this decision, too, agrees with best fit. The request gets the block
 //! only if, merged with its free neighbours, it would be the smallest that is large enough, at the
 //! lowest address, and if cutting it would leave these neighbours as they are. Finding out costs a
 //! search, and saves putting the block into the index and taking it out again.
 //!
-//! **In a heap of many small blocks several small ones rest**, because its records are not in the
-//! processor's caches: the processor is asked for a block's record when the block comes to rest,
-//! and for those of its neighbours one pair of operations before the block is merged. It works on
-//! the three pairs between meanwhile, instead of waiting. A search that fails merges them all and
-//! starts again, so nothing is refused and nothing grows for their sake. Large blocks, and requests
-//! for them, find what they would find if none rested: small blocks never serve these, and where
-//! large ones are taken decides how much memory a program needs.
+//! **In a heap of many small blocks several small ones are deferred**, because its records are not
+//! in the processor's caches: the processor is asked for a block's record when the block is
+//! deferred, and for those of its neighbours one pair of operations before the block is merged. It
+//! works on the three pairs between meanwhile, instead of waiting. A search that fails merges them
+//! all and starts again, so nothing is refused and nothing grows because of them. Large blocks, and
+//! requests for them, find what they would find if none were deferred: small blocks never serve
+//! these, and where large ones are taken decides how much memory a program needs.
 //!
 //! Invariants:
 //! * the record of a deferred block is that of a live one. Others never see that, because a thread
@@ -30,13 +31,13 @@ use super::recent::Use;
 use super::{Block, BlockId, Heap, IndexKind, SplitChange, State, moves, signed};
 use crate::size_class::{MIN_BLOCK, SMALL_SIZE, SizeClasses};
 
-/// Blocks that may rest beside the newest in a heap of many small ones.
+/// Blocks that may be deferred besides the newest in a heap of many small ones.
 const OLDER: usize = 3;
 /// From this many records on, a heap has many blocks: they take 256 KiB. Few in tests, so that
 /// these get there.
 const MANY: usize = if cfg!(test) { 64 } else { 4096 };
 
-/// A block that rests, or none. Its words are read one by one: read together, as wider words than
+/// A deferred block, or none. Its words are read one by one: read together, as wider words than
 /// were written, they would have the processor wait for the stores.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DeferredBlock {
@@ -54,7 +55,7 @@ impl DeferredBlock {
     }
 }
 
-/// The blocks that rest.
+/// The deferred blocks.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     /// The one that came last.
@@ -68,10 +69,11 @@ pub(super) struct Deferred {
 }
 
 impl Heap {
-    /// Frees a live block of `size` bytes of the home stream and lets it rest; it is given back as
-    /// by [`Heap::give`] before anything depends on that. The place of the newest must be vacant.
+    /// Frees a live block of `size` bytes of the home stream and defers its coalescing; it is given
+    /// back as by [`Heap::give`] before anything depends on that. The place of the newest must be
+    /// vacant.
     #[inline]
-    pub(crate) fn give_to_rest(&mut self, block: BlockId, size: u64, after: u64) {
+    pub(crate) fn give_deferred(&mut self, block: BlockId, size: u64, after: u64) {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == self.home);
         debug_assert_eq!(self.deferred.newest.size, 0);
         let newest = &mut self.deferred.newest;
@@ -87,7 +89,7 @@ impl Heap {
 
     /// True if the newest block may go on resting among older ones.
     #[inline]
-    pub(crate) fn lets_several_rest(&self) -> bool {
+    pub(crate) fn defers_several(&self) -> bool {
         self.deferred.several
     }
 
@@ -104,7 +106,7 @@ impl Heap {
         self.deferred.newest.size > SMALL_SIZE
     }
 
-    /// Has the newest block rest among the older ones. Takes out the one in whose place it is, if
+    /// Moves the newest block to the older ones. Takes out the one in whose place it is, if
     /// there is one.
     pub(crate) fn exchange_oldest(&mut self) -> Option<DeferredBlock> {
         let newest = self.take_newest();
@@ -120,37 +122,37 @@ impl Heap {
     /// record is in the cache by now.
     #[inline(always)]
     pub(crate) fn prefetch_around_oldest(&self) {
-        let rested = &self.deferred.older[self.deferred.oldest];
-        if rested.size != 0 {
+        let deferred = &self.deferred.older[self.deferred.oldest];
+        if deferred.size != 0 {
             // A free one will be read, and where one is free, the other is written, too.
-            let Block { prev, next, .. } = self.blocks[rested.block];
+            let Block { prev, next, .. } = self.blocks[deferred.block];
             self.blocks.prefetch(prev);
             self.blocks.prefetch(next);
         }
     }
 
-    /// Takes out the block that has rested longest.
+    /// Takes out the block that has deferred longest.
     pub(crate) fn take_oldest_deferred(&mut self) -> Option<DeferredBlock> {
         let Deferred { newest, older, oldest, .. } = &mut self.deferred;
         let (second, first) = older.split_at_mut(*oldest);
-        let occupied = first.iter_mut().chain(second).chain([newest]).find(|rested| rested.size != 0);
+        let occupied = first.iter_mut().chain(second).chain([newest]).find(|deferred| deferred.size != 0);
         occupied.map(std::mem::take)
     }
 
-    /// True if any block rests.
+    /// True if any block is deferred.
     pub(crate) fn has_deferred(&self) -> bool {
-        self.deferred.newest.size != 0 || self.deferred.older.iter().any(|rested| rested.size != 0)
+        self.deferred.newest.size != 0 || self.deferred.older.iter().any(|deferred| deferred.size != 0)
     }
 
-    /// Decides whether several blocks may rest. None does when this is called.
-    pub(crate) fn set_room_to_rest(&mut self) {
+    /// Decides whether several blocks may be deferred. None is when this is called.
+    pub(crate) fn set_deferred_limit(&mut self) {
         debug_assert!(!self.has_deferred());
         let records = self.blocks.records_count();
         let are_small = self.total - self.hole_bytes < records as u64 * SMALL_SIZE;
         self.deferred.several = self.index_kind == IndexKind::Bins && records >= MANY && are_small;
     }
 
-    /// Takes the block that came to rest last, if that is the block that the request gets. Also
+    /// Takes the block that was deferred last, if that is the block that the request gets. Also
     /// returns by how much merging it would have changed the count of pieces; taking it again would
     /// have undone that.
     #[inline(always)]
@@ -208,7 +210,7 @@ impl Heap {
         Some(SplitChange { count, bytes: signed(size) - (signed(whole) & -i64::from(whole_region)) })
     }
 
-    /// Merges a block that rested with its neighbours. Returns by how much that changed the count
+    /// Merges a block that deferred with its neighbours. Returns by how much that changed the count
     /// of pieces.
     #[inline(always)]
     pub(crate) fn merge(&mut self, DeferredBlock { size, block, after }: DeferredBlock) -> SplitChange {
@@ -238,33 +240,33 @@ impl Heap {
 /// As an arena does it (`state/arena/mod.rs`).
 #[cfg(test)]
 impl Heap {
-    /// Lets a block rest, after what must be merged before.
-    pub(crate) fn let_rest(&mut self, id: BlockId, after: u64) -> SplitChange {
+    /// Defers a block, after merging those that must be merged before.
+    pub(crate) fn defer(&mut self, id: BlockId, after: u64) -> SplitChange {
         let size = self.blocks[id].size;
         let change = self.make_room();
-        self.give_to_rest(id, size, after);
+        self.give_deferred(id, size, after);
         change
     }
 
-    /// Merges what must be merged before a block may rest or is searched for.
+    /// Merges what must be merged before a block is deferred or searched for.
     fn make_room(&mut self) -> SplitChange {
         let merged = match () {
             () if !self.has_newest() => None,
-            () if !self.lets_several_rest() => Some(self.take_newest()),
+            () if !self.defers_several() => Some(self.take_newest()),
             () if self.newest_is_large() => return self.coalesce_deferred(),
             () => self.exchange_oldest(),
         };
-        merged.map_or_else(SplitChange::default, |rested| self.merge(rested))
+        merged.map_or_else(SplitChange::default, |deferred| self.merge(deferred))
     }
 
-    /// Merges all blocks that rest, and returns by how much that changed the count of pieces.
+    /// Merges all deferred blocks, and returns by how much that changed the count of pieces.
     pub(crate) fn coalesce_deferred(&mut self) -> SplitChange {
         let mut change = SplitChange::default();
-        while let Some(rested) = self.take_oldest_deferred() {
-            let SplitChange { count, bytes } = self.merge(rested);
+        while let Some(deferred) = self.take_oldest_deferred() {
+            let SplitChange { count, bytes } = self.merge(deferred);
             (change.count, change.bytes) = (change.count + count, change.bytes + bytes);
         }
-        self.set_room_to_rest();
+        self.set_deferred_limit();
         change
     }
 }
@@ -328,7 +330,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
         #[test]
-        fn best_fit_decides_as_if_no_block_rested(
+        fn best_fit_decides_as_if_no_block_were_deferred(
             steps in prop::collection::vec((any::<bool>(), 0..2u16, 1..5u64, 0..64usize), 1..150),
             options in prop::sample::select(vec!["", "max_split_size_mb:20", "large_segment_size_mb:32"]),
             no_split in any::<bool>(),
@@ -344,7 +346,7 @@ mod tests {
                     live.extend(one.zip(other).map(|((_, one), (_, other))| (one, other)));
                 } else {
                     let (one, other) = live.swap_remove(which % live.len());
-                    let change = rests.heap.let_rest(one, after);
+                    let change = rests.heap.defer(one, after);
                     rests.note(change);
                     let (_, change) = merges.heap.give(other, 0, after);
                     merges.note(change);
@@ -378,27 +380,27 @@ mod tests {
         heap.unhold_as_free(held.id);
         let classes = SizeClasses::new(&Config::default());
         let live = (0..blocks).map(|_| heap.take_best(&classes, 0, granule, granule).unwrap().0).collect();
-        heap.set_room_to_rest();
+        heap.set_deferred_limit();
         (heap, live)
     }
 
     #[test]
-    fn several_small_blocks_rest_in_a_heap_of_many() {
+    fn several_small_blocks_are_deferred_in_a_heap_of_many() {
         let classes = SizeClasses::new(&Config::default());
         let (mut heap, live) = full_heap(MANY as u64 / 2);
-        heap.let_rest(live[1], 1);
-        heap.let_rest(live[3], 2);
+        heap.defer(live[1], 1);
+        heap.defer(live[3], 2);
         assert_eq!(heap.free, 4096, "in a heap of few the first is merged");
         let (mut heap, live) = full_heap(2 * MANY as u64);
         for n in 0..=OLDER {
-            heap.let_rest(live[2 * n + 1], n as u64 + 1);
+            heap.defer(live[2 * n + 1], n as u64 + 1);
         }
         assert_eq!(heap.free, 0);
-        assert!(heap.take_best(&classes, 0, 4096, 4096).is_none(), "what rests is in no index");
+        assert!(heap.take_best(&classes, 0, 4096, 4096).is_none(), "deferred blocks are in no index");
         let (newest, _) = heap.retake(&classes, 0, 4096, 100).unwrap();
         assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
-        heap.let_rest(newest, 5);
-        heap.let_rest(live[20], 6);
+        heap.defer(newest, 5);
+        heap.defer(live[20], 6);
         assert_eq!(heap.free, 4096, "the oldest is merged for it");
         assert_eq!(heap.check(), Ok(()));
         heap.coalesce_deferred();
@@ -408,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_block_does_not_rest_among_older_ones() {
+    fn a_large_block_is_not_deferred_among_older_ones() {
         let (mut heap, live) = full_heap(2 * MANY as u64);
         let large = 2 * SMALL_SIZE;
         heap.add_reservation(1 << 40, large, 1, large);
@@ -416,8 +418,8 @@ mod tests {
         let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
         heap.unhold_as_free(held.id);
         let (block, _) = heap.take_best(&SizeClasses::new(&Config::default()), 1, large, large).unwrap();
-        heap.let_rest(live[1], 1);
-        heap.let_rest(block, 2);
+        heap.defer(live[1], 1);
+        heap.defer(block, 2);
         assert_eq!(heap.free, 0);
         heap.make_room();
         assert_eq!(heap.free, 4096 + large, "all are merged, so that ticks are noted in their order");
@@ -427,7 +429,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
         #[test]
-        fn nothing_is_refused_for_what_rests(
+        fn no_request_is_refused_because_of_deferred_blocks(
             steps in prop::collection::vec((any::<bool>(), 1..9u64, any::<prop::sample::Index>()), 1..400),
         ) {
             let classes = SizeClasses::new(&Config::default());
@@ -453,11 +455,11 @@ mod tests {
                     }
                 } else if !live.is_empty() {
                     let id = live.swap_remove(which.index(live.len()));
-                    heap.let_rest(id, after);
+                    heap.defer(id, after);
                 }
                 prop_assert_eq!(heap.check(), Ok(()));
                 let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
-                let deferred: u64 = [heap.deferred.newest].iter().chain(&heap.deferred.older).map(|rested| rested.size).sum();
+                let deferred: u64 = [heap.deferred.newest].iter().chain(&heap.deferred.older).map(|deferred| deferred.size).sum();
                 prop_assert_eq!(in_use + deferred + heap.free, total);
             }
             heap.coalesce_deferred();

@@ -1,15 +1,15 @@
-//! Strays: free blocks away from home, that is, whose owner is not the stream of their heap.
+//! Foreign free blocks: those whose owner is not the stream of their heap.
 //!
-//! They come from memory that one stream borrowed from another. Once a foreign free block is done
-//! for everybody it goes home and merges with its neighbours there.
+//! They come from memory that one stream borrowed from another. Once all streams are done with a
+//! foreign free block, it goes home and merges with its neighbours there.
 
 use std::collections::BTreeMap;
 
 use super::index::{FreeIndex, IndexKind};
 use super::{BlockId, Heap, SplitChange, State, signed};
 
-/// The indexes of a pool's foreign free blocks, one for each owner that has any there. Whoever
-/// looks for memory of other streams looks at all of these in all heaps, so none is empty.
+/// The indexes of a pool's foreign free blocks, one for each owner that has any there. A search
+/// for memory of other streams looks at all of these in all heaps, so none is empty.
 #[derive(Debug, Default)]
 pub(super) struct Away {
     indexes: BTreeMap<u32, FreeIndex>,

@@ -370,7 +370,7 @@ mod tests {
         fill(&mut heap, 0, 4);
         let classes = SizeClasses::new(&Config::default());
         let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
-        heap.let_rest(one, 5);
+        heap.defer(one, 5);
         // As memory that was lent comes back, by a way on which nothing rests.
         heap.give(two, 0, 9);
         heap.coalesce_deferred();

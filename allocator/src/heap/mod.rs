@@ -97,7 +97,7 @@ pub(crate) struct Heap {
     irregular: Members,
     /// The log of last uses that are not noted in the granules' ticks yet.
     recent: RecentUses,
-    /// Bytes of blocks that rested and were taken again.
+    /// Bytes of blocks that deferred and were taken again.
     pub(crate) retaken: u64,
     /// Totals of identity H2, in bytes.
     pub(crate) total: u64,

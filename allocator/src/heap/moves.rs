@@ -163,7 +163,7 @@ fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, p
 
 /// Makes a block free that is in no index, joins it with those neighbours that are free and have
 /// the same owner, and puts the result into `index`. The latest tick of its parts counts for all of
-/// it, because blocks are not freed in the order of their ticks: some were held or rested
+/// it, because blocks are not freed in the order of their ticks: some were held or deferred
 /// meanwhile.
 #[inline(always)]
 pub(super) fn join<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, owner: u32, after: u64) -> Joined {

@@ -4,7 +4,7 @@
 //! all over a region's tree, which took a tenth of the time of the traces; and mostly the device is
 //! done with the block before the host needs to know. So uses are appended to a log. They are noted
 //! when a thread that holds every lock needs them, or when there are many, and only those that are
-//! not known done by then.
+//! not known done yet.
 //!
 //! Invariants:
 //! * uses are in the order of their ticks, because a stream's ticks ascend;
@@ -118,8 +118,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
-        /// Whoever asks learns of each granule whether it is done, and if not, when: as if every
-        /// use had been noted at once.
+        /// Asking tells of each granule whether it is done, and if not, when, as if every use had
+        /// been noted at once.
         #[test]
         fn uses_that_are_not_done_are_noted_in_time(
             steps in prop::collection::vec((0..7u8, 1..40u64, 0..64usize), 1..200),
@@ -132,7 +132,7 @@ mod tests {
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);
-                        heap.let_rest(id, now);
+                        heap.defer(id, now);
                         heap.coalesce_deferred();
                     }
                     5 => {

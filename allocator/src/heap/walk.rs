@@ -45,7 +45,7 @@ impl Walk {
 }
 
 impl Heap {
-    /// Passes the next blocks on. Returns false once there are no more. No block may rest.
+    /// Passes the next blocks on. Returns false once there are no more. No block may be deferred.
     pub(crate) fn step(&self, walk: &mut Walk, mut pass: impl FnMut(&Passed)) -> bool {
         debug_assert!(!self.has_deferred());
         let mut left = STEP;

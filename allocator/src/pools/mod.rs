@@ -1,12 +1,12 @@
-//! Private pools: memory that is kept separate from everybody else's, as in PyTorch's `MemPool` and
+//! Private pools: memory that is kept separate from all other memory, as in PyTorch's `MemPool` and
 //! graph pools.
 //!
 //! The two default pools have numbers 0 (small) and 1 (large) in the heap. A private pool has four
-//! numbers of its own. Two of them serve captures, and also everybody else as long as no graph may
-//! use what is free in them; the other two serve everybody else from then on. A closed pool (its
-//! handle was dropped) serves no request. Its blocks are given back to the device as they become
-//! free, at the next release, but not before the launches of graphs whose captures allocated from
-//! it are done (invariant A7).
+//! numbers of its own. Two of them serve captures, and other requests as long as no graph may use
+//! what is free in them; the other two serve other requests from then on. A closed pool (its handle
+//! was dropped) serves no request. Its blocks are given back to the device as they become free, at
+//! the next release, but not before the launches of graphs whose captures allocated from it are
+//! done (invariant A7).
 
 pub(crate) mod capture;
 pub(crate) mod graphs;

@@ -93,11 +93,12 @@ impl Hooks {
         if observers.is_empty() {
             return;
         }
-        // Fails only on a thread that is ending, whose observers cannot be told from others' then.
+        // Fails only on a thread that is ending, whose observers cannot be distinguished from
+        // others' then.
         let _ = OBSERVING.try_with(|observing| observing.borrow_mut().push(self.address()));
         for observe in observers {
             // A panic must not interrupt the driver's work, or memory would be lost.
-            contained(&format_args!("an observer of mappings, told of {change:?},"), move || observe(change));
+            contained(&format_args!("an observer of mappings, notified of {change:?},"), move || observe(change));
         }
         let _ = OBSERVING.try_with(|observing| observing.borrow_mut().pop());
     }

@@ -4,15 +4,15 @@
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for
 //! it. So an allocator that is to sleep first becomes *quiescing*: nothing new may keep it awake,
 //! and it waits for what already does. Threads that keep it awake may go on meanwhile, also with
-//! further access guards, because they could not come to an end otherwise; and so may work for
+//! further access guards, because they could not end otherwise; and so may work for
 //! which memory was reserved (invariant A9).
 //!
 //! A newcomer counts itself before it checks whether the allocator is quiescing; a thread that puts
 //! the allocator to sleep makes it quiescing before it reads the count. Both accesses are
 //! sequentially consistent, so at least one of the two sees the other.
 //!
-//! Who waits for the allocator to wake up checks that under a lock, which is taken after quiescing
-//! has ended and before that is told. So it is not missed.
+//! A thread that waits for the allocator to wake up checks the state under a lock. Waking takes the
+//! same lock between the change of the state and the notification, so none is missed.
 
 use std::cell::RefCell;
 use std::fmt;

@@ -80,13 +80,13 @@ impl AllocatorState {
         }
     }
 
-    /// Looks into the first open arena from a number on, in which no block rests meanwhile, and
+    /// Looks into the first open arena from a number on, in which no block is deferred meanwhile, and
     /// returns its number; `None` if there is none.
     fn look_into<R>(&'static self, from: u32, look: impl FnOnce(&SharedState, &ArenaGuard) -> R) -> Option<(u32, R)> {
         let shared = self.shared();
         let at = shared.arenas.partition_point(|arena| arena.slot < from);
         let &arena = shared.arenas.get(at)?;
-        // With segments, merging what rests is counted.
+        // With segments, merging deferred blocks is counted.
         if shared.paged.is_none() && !shared.may_count_here() {
             let mut guard = StateGuard::lock(self, shared);
             let (shared, arenas) = guard.shared_and_arenas();
@@ -179,7 +179,7 @@ impl StateGuard {
         self.arenas.iter_mut().for_each(ArenaGuard::unsettle_held);
     }
 
-    /// Applies the queued frees of every arena that is not settled, merges what rests there, and
+    /// Applies the queued frees of every arena that is not settled, merges deferred blocks there, and
     /// settles it. Keeps the locks of the arena `own` and of those in which frees were queued
     /// meanwhile, which are not settled. Returns false if `lock` fails.
     fn visit(&mut self, lock: impl Fn(&'static Arena) -> Option<ArenaGuard>, own: Option<u32>) -> bool {
@@ -374,7 +374,7 @@ impl StateGuard {
             return;
         }
         self.lock_all();
-        if writer != CounterWriter::NOBODY {
+        if writer != CounterWriter::NONE {
             self.shared.handovers += 1;
         }
         self.set_writer(if self.shared.handovers > HANDOVERS { CounterWriter::SEVERAL } else { thread });

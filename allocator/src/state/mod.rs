@@ -100,7 +100,7 @@ pub(crate) struct AllocatorState {
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
     pub(crate) wakefulness: CachePadded<Wakefulness>,
-    /// The checks of a simulated device, which are told of blocks. A leaf: under it only the
+    /// The checks of a simulated device, which are notified of blocks. A leaf: under it only the
     /// checks' own lock is taken.
     checks: parking_lot::RwLock<Option<Arc<Checks>>>,
 }
@@ -233,8 +233,8 @@ impl AllocatorState {
             guard.open_arena(stream);
             guard.admit_thread();
             drop(guard);
-            // Another thread may be admitted here, but only a few times before there are several
-            // for good.
+            // Another thread may be admitted here, but only a few times: then there are several
+            // writers, and every thread is admitted.
             if let Some(locked) = self.arenas.get(stream.id()).and_then(Arena::enter) {
                 return locked;
             }

@@ -47,11 +47,11 @@ struct Single {
 }
 
 impl Single {
-    fn of(heap: &Heap, core_knows: impl Fn(u64) -> bool) -> Option<Single> {
+    fn of(heap: &Heap, is_known: impl Fn(u64) -> bool) -> Option<Single> {
         let mut keys = [0, 1].into_iter().filter_map(|pool| Some((pool, heap.index(pool, heap.home)?.best_fit(1)?)));
         let (pool, key) = keys.next()?;
         let block = &heap.blocks[key.block()];
-        let is_single = key.size() == heap.free && core_knows(block.after);
+        let is_single = key.size() == heap.free && is_known(block.after);
         is_single.then_some(Single { pool, size: key.size(), addr: block.addr, slot: heap.home })
     }
 }

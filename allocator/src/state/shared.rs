@@ -93,7 +93,7 @@ impl SharedState {
     /// True if the calling thread may change counters without holding all locks: it is the only one
     /// at work, or each arena counts for itself.
     pub(crate) fn may_count_here(&self) -> bool {
-        [CounterWriter::NOBODY, CounterWriter::SEVERAL, CounterWriter::this_thread()].contains(&self.writer)
+        [CounterWriter::NONE, CounterWriter::SEVERAL, CounterWriter::this_thread()].contains(&self.writer)
     }
 
     /// Notes that a stream uses a live block beside its own.

@@ -144,7 +144,7 @@ fn break_frames(device: &Device, work: &Work, layout: &Layout, done: &mut Done) 
 }
 
 /// Fails if many granules are to be created and the device has not that much memory. Otherwise
-/// granules created one by one would take all its memory from everybody else for a while, only to
+/// granules created one by one would take all its memory from other programs for a while, only to
 /// give it back. Where the device reports too little free memory, that is not decisive, because the
 /// driver's own pool gives up memory that it holds in reserve. So this then creates one piece of
 /// the whole size, which succeeds as a whole or not at all, and releases it.
@@ -176,8 +176,8 @@ fn unmap(
     Ok(())
 }
 
-/// Unmaps a range. Observers are told before it, and told again that memory is mapped there if the
-/// call fails.
+/// Unmaps a range. Notifies observers before it, and notifies them again that memory is mapped
+/// there if the call fails.
 pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) -> Result<(), DeviceError> {
     let bytes = range.end - range.start;
     hooks.about_to_unmap(range.start, bytes);
@@ -233,7 +233,7 @@ fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<Frame>, do
             }
         }
     }
-    // Of a lost device nothing is taken back, and an error has told of the loss.
+    // Skip: the device is lost and the error was already reported.
     if let Some((error, mappings)) = failed.filter(|(error, _)| !error.is_device_lost()) {
         tracing::warn!(%error, mappings, "mappings without access could not be taken back; their addresses stay unused until they are");
     }

@@ -18,7 +18,7 @@ pub(crate) struct DeferredRelease {
     pub(crate) range: Range<u64>,
     /// Streams that used it, and where their timelines must have got to.
     pub(crate) uses: Vec<Use>,
-    /// False if it never became usable, so that observers were not told of it.
+    /// False if it never became usable, so that observers were not notified of it.
     pub(crate) was_told: bool,
 }
 

@@ -89,7 +89,7 @@ pub(crate) fn alloc_exportable(
     let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, slot));
     let at = Location::caller();
     allocator.state().report_to_checks(|checks| memory.report_block(checks, bytes, at));
-    let memory = Memory::Apart(memory);
+    let memory = Memory::Dedicated(memory);
     Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
 }
 

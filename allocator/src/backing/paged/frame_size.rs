@@ -2,21 +2,21 @@
 //!
 //! A driver call costs about as much for a frame of 8 granules as for one. But a frame moves only
 //! when no part of it is in use. What is free in one that is partly in use serves only where it
-//! lies; it is *stranded* (`internal_fragmentation.rs`). So three bounds hold for frames that are
-//! made:
+//! lies; it is *internal fragmentation* (`internal_fragmentation.rs`). So three bounds hold for
+//! frames that are made:
 //! * the size of the block that they are made for, divided by [`BLOCK_SHARE`]; or [`ALWAYS`]
 //!   granules, or the largest that divides the block without remainder, if that is more, but no
 //!   more than half of the block. Each border between a free and a live block may cut a frame, so
 //!   where blocks are small, frames have to be, unless borders fall between frames because blocks
-//!   consist of whole ones. How much they will strand shows too late: by then a program has most of
-//!   its memory;
+//!   consist of whole ones. Internal fragmentation shows too late to decide this: the program has
+//!   most of its memory then;
 //! * their pool's memory, divided by [`SHARE`], so that small programs have small frames;
-//! * a limit that follows what is stranded. Each time memory is bought, it becomes the largest for
-//!   which frames such as there are would strand no more than a [`BUDGET`] allows, but at most
-//!   doubles. It counts only where memory moves, or will once the device is done with it: while all
-//!   that a program frees serves where it lies, small frames would not help. Nor does it count
-//!   where memory moves again and again ([`Prospect::Recurs`]), if the device has enough left: each
-//!   repetition pays for each frame.
+//! * a limit that follows internal fragmentation. Each time memory is bought, it becomes the
+//!   largest for which frames such as there are would lose no more than a [`BUDGET`] allows, but at
+//!   most doubles. It counts only where memory moves, or will once the device is done with it:
+//!   while all that a program frees serves where it lies, small frames would not help. Nor does it
+//!   count where memory moves again and again ([`Prospect::Recurs`]), if the device has enough
+//!   left: each repetition pays for each frame.
 
 use super::internal_fragmentation::InternalFragmentation;
 
@@ -31,10 +31,10 @@ const SHARE: u64 = 64;
 /// A frame has at most its block divided by this, or [`ALWAYS`] granules, unless the block consists
 /// of whole frames or the configuration says how large frames are.
 const BLOCK_SHARE: u64 = 16;
-/// Granules of frames that are made whatever that share is, for blocks that are twice as large.
+/// Granules of frames that are made regardless of that share, for blocks that are twice as large.
 const ALWAYS: u64 = 2;
 /// What is held beyond the peak of use should stay below that peak divided by this. What is held
-/// for other reasons leaves less for what is stranded.
+/// for other reasons leaves less for internal fragmentation.
 const BUDGET: u64 = 144;
 
 /// What is known about memory that is about to be mapped.
@@ -45,7 +45,7 @@ pub(crate) enum Prospect {
     /// Memory moves.
     Moves,
     /// It moves where it moved before, the program returns to such points often (`recurrence.rs`),
-    /// and the device can spare what is stranded.
+    /// and the device has memory to spare for internal fragmentation.
     Recurs,
 }
 
@@ -85,7 +85,7 @@ impl FrameSize {
     }
 
     /// Adapts the limit: memory is bought, after which `reserved` granules would be held, where at
-    /// most `peak` were in use so far, and some are stranded.
+    /// most `peak` were in use so far, and some are internal fragmentation.
     pub(crate) fn note(&mut self, fragmentation: &InternalFragmentation, reserved: u64, peak: u64) {
         let other = reserved.saturating_sub(peak).saturating_sub(fragmentation.granules());
         let budget = (peak / BUDGET).saturating_sub(other);
@@ -129,7 +129,7 @@ mod tests {
         BlockLength::new(granules * GRANULE - 512, GRANULE)
     }
 
-    /// What some frames strand that are free but for one granule.
+    /// Internal fragmentation of frames that are free but for one granule.
     fn internal_fragmentation(frames: u64, size: usize) -> InternalFragmentation {
         let mut fragmentation = InternalFragmentation::default();
         (0..frames).for_each(|_| fragmentation.add(size, 1..size));
@@ -145,7 +145,7 @@ mod tests {
         let mut size = FrameSize::new(None);
         let (peak, budget) = (MUCH, MUCH / BUDGET);
         assert_eq!(limit(&size), 8);
-        // Of a frame of 8 granules, 7 are stranded; of smaller ones it would be 3, 1 and 0.
+        // Of a frame of 8 granules, 7 cannot move; of smaller ones it would be 3, 1 and 0.
         for (frames, expected) in [(budget / 7, 8), (budget / 3, 4), (budget, 2), (budget + 1, 1)] {
             let fragmentation = internal_fragmentation(frames, 8);
             size.note(&fragmentation, peak + fragmentation.granules(), peak);
@@ -169,7 +169,7 @@ mod tests {
         let otherwise = [Prospect::Grows, Prospect::Recurs].map(|prospect| size.largest(MUCH, uneven(MUCH), prospect));
         assert_eq!((limit(&size), otherwise), (1, [8, 32]), "it counts only where memory moves, but not for ever");
         size.note(&InternalFragmentation::default(), 2 * peak, peak);
-        assert_eq!(limit(&size), 2, "where nothing is stranded, small frames save nothing");
+        assert_eq!(limit(&size), 2, "without internal fragmentation, small frames save nothing");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! hold exclusively.
 //!
 //! A remap holds it from its decision to its accounting, across the driver's calls and observers,
-//! so that an operation which needs all mappings at once finds none of them in the hands of others
+//! so that an operation which needs all mappings at once finds none of them held by another
 //! (invariant A6). It comes before every other lock. A segment that is taken where memory is
 //! mapped, too, is under it, so that nothing grows while the allocator sleeps. While the gate is
 //! held shared, the device is waited for only where memory is given back, or where the driver does
@@ -17,7 +17,7 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    /// For an operation on mappings that it has to itself.
+    /// For an operation that changes mappings which no other operation uses.
     pub(crate) fn shared(&self) -> RwLockReadGuard<'_> {
         self.mappings.read()
     }

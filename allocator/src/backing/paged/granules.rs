@@ -372,7 +372,7 @@ impl Paged {
         })
     }
 
-    /// Hands all memory and addresses to the device object, which gives them back at its next
+    /// Passes all memory and addresses to the device object, which gives them back at its next
     /// driver call.
     pub(crate) fn release_later(mut self, device: &Device) {
         for absent in self.absent.take().into_iter().flatten() {
@@ -491,7 +491,7 @@ mod tests {
         paged.add_reservation(base, 64 * G, PoolKind::Large, Purpose::Heap);
         let frames = [4, 4, 2, 1].map(|granules| Frame::new(RawPhysical(1), granules));
         paged.put_all(base, &frames);
-        // A range in granules, its whole frames, and how many of its granules are stranded.
+        // A range in granules, its whole frames, and how many of its granules cannot move.
         let cases =
             [(0..11, 0..11, 0), (1..9, 4..8, 4), (4..9, 4..8, 1), (1..3, 3..3, 2), (1..6, 4..4, 5), (9..9, 9..9, 0)];
         for (range, whole, fragmentation) in cases {

@@ -2,10 +2,10 @@
 //! needed at a time.
 //!
 //! Its granules come from the same places as those of blocks: spare granules, granules in free
-//! blocks whose last use is done, and the device. Memory that it gives up by shrinking is retired
-//! (`dedicated.rs`). If it grows again before that memory is recycled, it takes the memory back,
-//! ordered after its last uses. The rest of a granule of which it keeps a part stays with it, and
-//! so do the ticks of that rest's last uses.
+//! blocks whose last use is done, and the device. The release of memory that it gives up by
+//! shrinking is deferred (`dedicated.rs`). If it grows again before that memory is recycled, it
+//! takes the memory back, ordered after its last uses. The rest of a granule of which it keeps a
+//! part stays with it, and so do the ticks of that rest's last uses.
 //!
 //! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches
 //! addresses without memory.
@@ -131,7 +131,7 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
         paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
     }
     let memory = Arc::new(DedicatedMemory::new(allocator, ptr, 0, slot));
-    let storage = Arc::new(Storage::new(Memory::Apart(memory.clone()), stream));
+    let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
     Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
 }
 
@@ -221,7 +221,7 @@ fn fill_step(
         }
     }
     if let Some(paged) = &mut guard.paged {
-        // Nobody used it: the next call that recycles tries again to unmap it.
+        // It was never used: the next call that recycles tries again to unmap it.
         let unusable = done.filled.iter().filter(|filled| !filled.usable);
         unusable.for_each(|filled| paged.deferred_release.add(DeferredRelease::unusable(base, filled.range.clone())));
     }

@@ -1,17 +1,17 @@
-//! InternalFragmentation memory: granules that lie wholly in free blocks and cannot move, because
-//! their frames are partly in use.
+//! Internal fragmentation: granules that lie wholly in free blocks and cannot move, because their
+//! frames are partly in use.
 //!
 //! It is counted for every limit on the size of frames: a frame of the size of a power of two, were
-//! it made of smaller ones of one size, would strand only what is free of those that are partly in
+//! it made of smaller ones of one size, would lose only what is free of those that are partly in
 //! use.
 
 use std::ops::{AddAssign, Range};
 
-/// How many limits are told apart: 1, 2, 4, and so on, up to 32 granules. Larger ones count as no
-/// limit.
+/// The number of limits that are distinguished: 1, 2, 4, and so on, up to 32 granules. Larger ones
+/// count as no limit.
 const LIMITS: usize = 6;
 
-/// Granules that are stranded, and how many would be if no frame were larger than a limit.
+/// Granules that cannot move, and how many could not if no frame were larger than a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct InternalFragmentation {
     /// By the binary logarithm of the limit.
@@ -31,12 +31,12 @@ impl InternalFragmentation {
         }
     }
 
-    /// Granules that are stranded.
+    /// Granules that cannot move.
     pub(crate) fn granules(&self) -> u64 {
         self.all
     }
 
-    /// Granules that would be stranded if no frame had more than `limit` granules, a power of two.
+    /// Granules that could not move if no frame had more than `limit` granules, a power of two.
     pub(crate) fn below(&self, limit: u32) -> u64 {
         self.by_limit.get(limit.max(1).ilog2() as usize).copied().unwrap_or(self.all)
     }

@@ -1,8 +1,8 @@
 //! Milestones: events recorded ahead of need, so that the host knows what is done.
 //!
 //! Before memory can move, the host must know that its last use is done, which takes an event. An
-//! event recorded only when memory has to move would complete only after everything queued by then.
-//! So a stream records one whenever much was given back since the last one. Others are recorded
+//! event recorded only when memory has to move would complete only after everything queued before
+//! it. So a stream records one whenever much was given back since the last one. Others are recorded
 //! when a request needs to know. Both kinds together are at most one event per 100 operations, plus
 //! a few at the start. An operation is an allocation or a free; allocations are what is counted.
 

@@ -44,15 +44,15 @@
 //! * **P1** A frame is unmapped only when its last use is known done on the host, and when it is
 //!   neither pinned nor in an open private pool, whose free memory a graph may use. Trimming the
 //!   pool itself is the exception.
-//! * **P2** A frame is in one place: mapped in one reservation, among the spares, or in the hands
-//!   of one operation. While the allocator sleeps, nothing is mapped but what others know, and all
-//!   other operations on mappings wait or are refused.
+//! * **P2** A frame is in one place: mapped in one reservation, among the spares, or held by one
+//!   operation. While the allocator sleeps, nothing is mapped but what others know, and all other
+//!   operations on mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in
 //!   flight.
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the
 //!   heap, so that two operations never touch the same ones. An operation that fails gives back all
-//!   that it held. Dedicated memory has one owner, until it is retired and then recycled by one
-//!   operation that is alone.
+//!   that it held. Dedicated memory has one owner, until its release is deferred and one operation
+//!   recycles it alone.
 //!
 //! Locks: decisions are made under the shared state's lock and those of the arenas that take part.
 //! Driver calls, waits and observers run under none of them, only under the gate, which comes

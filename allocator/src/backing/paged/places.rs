@@ -20,8 +20,8 @@ pub(super) struct Places {
     /// What is behind each place, up to the highest that ever had memory.
     parts: Vec<Option<Part>>,
     /// A bit for each place: whether it lies within a frame that begins below it. So that places
-    /// are told from frames without looking at parts, of which there are hundreds of times as many
-    /// bytes.
+    /// are distinguished from frames without looking at parts, of which there are hundreds of times
+    /// as many bytes.
     within: Vec<u64>,
     /// A bit for each place: whether memory moved away from it.
     left: Vec<u64>,

@@ -20,8 +20,8 @@ use crate::pools::table::Which;
 use crate::request::Request;
 use crate::state::guard::StateGuard;
 
-/// Where memory moves again and again, frames are large whatever they strand only if the device has
-/// this share of the peak of use left: what they strand would be lacking otherwise.
+/// Where memory moves again and again, frames are large despite internal fragmentation, but only if
+/// the device has this share of the peak of use left.
 const ROOM_SHARE: u64 = 32;
 
 /// What a plan takes from the device. If the device refuses, the next plan takes less.

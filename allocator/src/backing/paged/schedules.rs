@@ -122,8 +122,8 @@ fn memory_given_up_is_recycled_once() {
         let growing = setup.allocator.clone();
         let threads = [
             thread::spawn(move || drop(cache)),
-            // It needs some of what was given up, and waits for that where it is in the hands of
-            // the thread that trims.
+            // It needs some of the memory that was given up, and waits while the other thread trims
+            // it.
             thread::spawn(move || drop(growing.alloc_bytes(30 * MIB, &one).unwrap())),
         ];
         let trimming = setup.allocator.clone();

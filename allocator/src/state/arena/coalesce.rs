@@ -5,14 +5,14 @@ use super::ArenaGuard;
 use crate::heap::{BlockId, DeferredBlock, SplitChange, kind_of};
 
 impl ArenaGuard {
-    /// Makes room for another block to rest, and for a search: merges what may not rest any longer
-    /// (`heap/deferred.rs`).
+    /// Makes room to defer another block, and for a search: merges the blocks that may not be
+    /// deferred any longer (`heap/deferred.rs`).
     #[inline(always)]
     pub(super) fn make_room(&mut self) {
         if !self.inner.heap.has_newest() {
             return;
         }
-        if self.inner.heap.lets_several_rest() {
+        if self.inner.heap.defers_several() {
             return self.make_room_among_several();
         }
         let newest = self.inner.heap.take_newest();
@@ -29,19 +29,19 @@ impl ArenaGuard {
         }
     }
 
-    /// Merges all blocks that rest with their neighbours.
+    /// Merges all deferred blocks with their neighbours.
     #[inline(never)]
     pub(crate) fn coalesce_deferred(&mut self) {
-        while let Some(rested) = self.inner.heap.take_oldest_deferred() {
-            self.merge(rested);
+        while let Some(deferred) = self.inner.heap.take_oldest_deferred() {
+            self.merge(deferred);
         }
-        self.inner.heap.set_room_to_rest();
+        self.inner.heap.set_deferred_limit();
     }
 
     #[inline(always)]
-    fn merge(&mut self, rested: DeferredBlock) {
-        let kind = kind_of(self.inner.heap.blocks[rested.block()].pool);
-        let change = self.inner.heap.merge(rested);
+    fn merge(&mut self, deferred: DeferredBlock) {
+        let kind = kind_of(self.inner.heap.blocks[deferred.block()].pool);
+        let change = self.inner.heap.merge(deferred);
         self.split_changed(kind, change);
         if self.inner.heap.has_many_recent_uses() {
             self.thin_recent_uses();
@@ -55,7 +55,7 @@ impl ArenaGuard {
         self.inner.heap.thin_recent_uses(done);
     }
 
-    /// Serves a request that no free block serves after merging the blocks that rest, if there are
+    /// Serves a request that no free block serves after merging the deferred blocks, if there are
     /// any. The ladder would do so, too, but under all locks.
     #[cold]
     #[inline(never)]

@@ -77,7 +77,7 @@ impl fmt::Debug for Arena {
 #[derive(Debug, Default)]
 pub(crate) struct ArenaInner {
     /// The thread that writes to the shared counters (`accounting/writer.rs`);
-    /// [`CounterWriter::NOBODY`] while the arena is not open, and [`CounterWriter::SETTLED`] while
+    /// [`CounterWriter::NONE`] while the arena is not open, and [`CounterWriter::SETTLED`] while
     /// it is settled.
     writer: CounterWriter,
     /// What `writer` was before the arena was settled.

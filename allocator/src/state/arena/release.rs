@@ -47,7 +47,7 @@ impl ArenaGuard {
         self.counter_target().freed(kind, size, requested);
         let after = self.inner.tick_of(self.inner.heap.home);
         self.make_room();
-        self.inner.heap.give_to_rest(id, size, after);
+        self.inner.heap.give_deferred(id, size, after);
         self.debug_check();
     }
 
