@@ -238,3 +238,39 @@ pub(crate) fn capture(allocator: &Allocator, stream: &Stream, pool: &PrivatePool
     let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
     Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
 }
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::{Device, sim::SimConfig, sim::SimDriver};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Allocator, Config};
+
+    const MIB: u64 = 1 << 20;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+        /// Memory taken ahead of need follows what a pool uses, not what the process holds.
+        #[test]
+        fn a_pool_holds_at_most_twice_what_it_uses(
+            elsewhere in 0..40u64,
+            blocks in prop::collection::vec((0..6usize, 1..24 * MIB), 1..60),
+        ) {
+            let device = Device::new(SimDriver::new(SimConfig::default()));
+            let allocator = Allocator::new(&device, Config::default()).unwrap();
+            let stream = device.default_stream();
+            let _elsewhere: Vec<_> = (0..elsewhere).map(|_| allocator.alloc_bytes(1 << 30, stream).unwrap()).collect();
+            let pools: Vec<_> = (0..6).map(|_| allocator.create_pool(PoolOptions::default()).unwrap()).collect();
+            let mut used = [0; 6];
+            let mut held = Vec::new();
+            for (pool, bytes) in blocks {
+                held.push(pools[pool].alloc_bytes(bytes, stream).unwrap());
+                used[pool] += bytes.next_multiple_of(2 * MIB);
+                let reserved = allocator.reserved_by_private_pools().get(&pools[pool].id()).copied().unwrap_or(0);
+                // A pool of small blocks and one of large ones, each with a granule more.
+                prop_assert!(reserved <= 2 * used[pool] + 4 * MIB, "{reserved} for {}", used[pool]);
+            }
+        }
+    }
+}

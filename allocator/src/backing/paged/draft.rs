@@ -139,12 +139,16 @@ pub(super) fn peak_has_settled(guard: &StateGuard) -> bool {
 }
 
 /// Number of granules that may be taken ahead of need and mapped behind a window of a pool. For a
-/// small pool, at most as many as it has: the next large request would take more of them back.
+/// small pool, at most as many as small pools have: the next large request would take more of them
+/// back. For a private pool, at most as many as it has there: no other pool may use them.
 fn reach(guard: &StateGuard, window: &Window, pool: u16) -> u64 {
     let Some(paged) = &guard.paged else { return 0 };
     let ahead = (guard.reserved / AHEAD_SHARE).min(AHEAD_MAX);
-    let kind = kind_of(pool);
-    let most = if kind == PoolKind::Small { paged.mapped_bytes[kind as usize] } else { u64::MAX };
+    let most = match (pool, kind_of(pool)) {
+        (2.., _) => paged.mapped_around(window.start),
+        (_, PoolKind::Small) => paged.mapped_bytes[PoolKind::Small as usize],
+        (_, PoolKind::Large) => u64::MAX,
+    };
     (ahead.min(most) / paged.granule).min(room(window, paged.granule))
 }
 

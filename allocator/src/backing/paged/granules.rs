@@ -213,6 +213,11 @@ impl Paged {
         Some((mapped, touched))
     }
 
+    /// Bytes mapped in the reservation that an address lies in.
+    pub(crate) fn mapped_around(&self, addr: u64) -> u64 {
+        self.touched(&(addr..addr)).map_or(0, |(mapped, _)| mapped.places.filled() as u64 * mapped.granule)
+    }
+
     /// Notes that the memory of a range moved elsewhere.
     pub(crate) fn leave(&mut self, range: &Range<u64>) {
         if let Some((mapped, touched)) = self.touched_mut(range) {

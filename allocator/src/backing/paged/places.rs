@@ -25,6 +25,8 @@ pub(super) struct Places {
     within: Vec<u64>,
     /// A bit for each place: whether memory moved away from it.
     left: Vec<u64>,
+    /// Number of places with memory.
+    filled: usize,
 }
 
 /// The part of a frame that is behind one place.
@@ -39,7 +41,7 @@ impl Places {
     /// So many places without memory.
     pub(super) fn new(count: usize) -> Places {
         let bits = || vec![0; count.div_ceil(WORD)];
-        Places { count, parts: Vec::new(), within: bits(), left: bits() }
+        Places { count, parts: Vec::new(), within: bits(), left: bits(), filled: 0 }
     }
 
     /// Notes the frames that lie side by side from the place `from` on. There was no memory behind
@@ -53,6 +55,7 @@ impl Places {
                 self.parts.resize(place + 1, None);
             }
             self.parts[place] = Some(part);
+            self.filled += 1;
             if part.number > 0 {
                 self.within[place / WORD] |= 1 << (place % WORD);
             }
@@ -65,6 +68,7 @@ impl Places {
         let known = self.known(range);
         let taken: Vec<Frame> = self.frames(known.clone()).map(|(_, frame)| frame).collect();
         debug_assert_eq!(granules_of(&taken), self.parts[known.clone()].iter().flatten().count() as u64);
+        self.filled -= granules_of(&taken) as usize;
         self.parts[known.clone()].fill(None);
         for (word, bits) in words(known) {
             self.within[word] &= !bits;
@@ -109,6 +113,11 @@ impl Places {
     /// The part of a range in which there may be memory.
     fn known(&self, range: Range<usize>) -> Range<usize> {
         range.start.min(self.parts.len())..range.end.min(self.parts.len())
+    }
+
+    /// Number of places with memory.
+    pub(super) fn filled(&self) -> usize {
+        self.filled
     }
 
     /// Whether there is memory behind each place of a range.
