@@ -39,9 +39,10 @@ impl Allocator {
     }
 
     /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes
-    /// went back, cached memory included, which does not come back. Addresses stay reserved: after
-    /// waking up, allocations and their pointers are as before, and meanwhile they may be dropped.
-    /// Segments, exportable memory and pinned granules stay.
+    /// went back, free memory included. Addresses stay reserved: after waking up, allocations and
+    /// their pointers are as before, and meanwhile they may be dropped. Segments, exportable memory
+    /// and pinned granules stay. Contents are saved, and memory comes back, in units of a granule,
+    /// and only where live allocations lie or a graph may use the memory.
     ///
     /// This first waits for the end of all that keeps the allocator awake: access guards
     /// ([`crate::AccessGuard`]) and reservations ([`crate::Reservation`]) with its memory, and
@@ -85,15 +86,16 @@ impl Allocator {
         sleep::sleep(self, contents)
     }
 
-    /// Ends [`Allocator::sleep`]: takes as much memory from the device as was given back, even for
-    /// allocations dropped meanwhile, maps it where it was, and restores saved contents. The limit
+    /// Ends [`Allocator::sleep`]: takes memory from the device for the allocations that are still
+    /// live, maps it where it was, and restores saved contents. The limit
     /// is not checked, because this memory was held before. If the allocator is awake already, this
     /// does nothing. While another thread puts it to sleep, this waits for that first, unless this
     /// thread keeps the allocator awake.
     ///
     /// # Errors
-    /// Errors of the driver. If the device lacks memory, everything taken so far goes back to it.
-    /// The allocator is still asleep then, nothing is lost, and this can be tried again.
+    /// Errors of the driver. If the device lacks memory, the error says how much is needed and how
+    /// much is free, and everything taken so far goes back. The allocator is still asleep then,
+    /// nothing is lost, and this can be tried again.
     pub fn wake(&self) -> Result<(), AllocError> {
         sleep::wake(self)
     }

@@ -203,6 +203,22 @@ pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> Int
     fragmentation
 }
 
+/// The whole granules of the free blocks of some pools, whatever frames they belong to: for memory
+/// whose frames are gone.
+pub(crate) fn free_granules(guard: &mut StateGuard, from: Which) -> Vec<Donor> {
+    let mut found = Vec::new();
+    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return found };
+    look_for_in(guard, from, Sought::Free(granule));
+    for_each_block_with_granules(guard, granule, from, |heap, id, block| {
+        let Range { start, end } = block.range();
+        let (addr, end) = (start.next_multiple_of(granule), end / granule * granule);
+        if addr < end {
+            found.push(Donor { arena: heap.home, block: id, addr, bytes: end - addr });
+        }
+    });
+    found
+}
+
 /// Calls a function for each free block of some pools that is as large as a granule or larger and
 /// whose memory comes in granules.
 fn for_each_block_with_granules(

@@ -2,7 +2,9 @@
 //! there, stay what they are.
 //!
 //! *Absent* memory is listed by range, with its frames as long as they are not released, and its
-//! contents if they were saved. Falling asleep and waking up work on that list and note each step
+//! contents if they were saved. Granules that lie wholly in free blocks leave the list once they
+//! have no frames, and become holes: they are neither saved nor brought back. So waking up needs
+//! memory for the granules of live blocks alone, and of graphs' pools. Falling asleep and waking up work on that list and note each step
 //! in it, so either can stop anywhere: if falling asleep is interrupted, waking up undoes it; if
 //! waking up is interrupted, it is continued where it stopped. Saved contents are kept until their
 //! memory is back in use.
@@ -11,16 +13,23 @@
 //! heap. Segments, exportable memory and frames with pinned granules stay where they are, because
 //! others know their addresses.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 
 use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::account::account_for_granules;
+use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::unmap_range;
+use crate::backing::paged::donors::{Donor, free_granules};
 use crate::backing::paged::frames::{Frame, granules_of, sizes};
-use crate::backing::paged::granules::Absent;
+use crate::backing::paged::granules::{Absent, Saved};
+use crate::backing::paged::plan::hold_all;
 use crate::error::AllocError;
+use crate::format::Bytes;
+use crate::history::Action;
+use crate::pools::table::Which;
+use crate::state::guard::StateGuard;
 use crate::state::special;
 use crate::sync::atomic::Ordering;
 
@@ -30,7 +39,7 @@ use crate::sync::atomic::Ordering;
 pub enum Contents {
     /// The contents are lost: after [`Allocator::wake`] the memory is uninitialised.
     Discard,
-    /// The contents are kept in host memory, which takes as many bytes as the device gets back.
+    /// The contents of live memory are kept in host memory, in units of a granule.
     /// [`Allocator::wake`] restores them.
     SaveToHost,
 }
@@ -87,13 +96,18 @@ fn give_all_back(allocator: &Allocator, contents: Contents) -> Result<u64, Alloc
     let shared = allocator.state().shared();
     let present = shared.paged.as_ref().map(|paged| paged.not_pinned(&shared.pins)).unwrap_or_default();
     drop(shared);
-    let mut saved = Vec::with_capacity(present.len());
-    let copies = if contents == Contents::SaveToHost { Some(allocator.device().stream()?) } else { None };
-    let moves = allocator.device().checks().map(|checks| checks.move_contents());
-    for (range, _) in &present {
-        saved.push(copies.as_ref().map(|stream| save(stream, range)).transpose()?);
+    let mut saved: Vec<Vec<Saved>> = present.iter().map(|_| Vec::new()).collect();
+    if contents == Contents::SaveToHost {
+        let stream = allocator.device().stream()?;
+        let free = free_granules(&mut allocator.state().lock_all(), Which::Unpromised);
+        let free = by_address(free);
+        let _moves = allocator.device().checks().map(|checks| checks.move_contents());
+        for ((range, _), saved) in present.iter().zip(&mut saved) {
+            for live in outside(range, &free) {
+                saved.push(save(&stream, &live)?);
+            }
+        }
     }
-    drop(moves);
     for ((range, kind), saved) in present.into_iter().zip(saved) {
         unmap_range(allocator.device(), allocator.hooks(), &range)?;
         let mut guard = allocator.state().lock_all();
@@ -124,6 +138,9 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     if let Some(paged) = &mut guard.paged {
         paged.in_hands -= released + granules_of(&spares);
         paged.spares.extend(spares);
+    }
+    let absent = forget_free(&mut guard, absent);
+    if let Some(paged) = &mut guard.paged {
         paged.absent = Some(absent);
     }
     if released > 0 {
@@ -146,11 +163,13 @@ fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u6
 
 /// Maps memory at all absent ranges, and wakes the allocator up.
 fn bring_back(allocator: &Allocator) -> Result<(), AllocError> {
-    let mut shared = allocator.state().shared();
-    let Some(paged) = shared.paged.as_mut() else { return Ok(()) };
-    let Some(mut absent) = paged.absent.as_mut().map(std::mem::take) else { return Ok(()) };
+    let mut guard = allocator.state().lock_all();
+    let Some(paged) = guard.paged.as_mut() else { return Ok(()) };
+    let Some(absent) = paged.absent.as_mut().map(std::mem::take) else { return Ok(()) };
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-    drop(shared);
+    // Blocks may have been freed meanwhile.
+    let mut absent = forget_free(&mut guard, absent);
+    drop(guard);
     let brought = create_absent(allocator, &mut absent, granule, options)
         .and_then(|()| restore(allocator, &mut absent, granule, &access));
     let mut shared = allocator.state().shared();
@@ -164,6 +183,57 @@ fn bring_back(allocator: &Allocator) -> Result<(), AllocError> {
     brought
 }
 
+/// Makes holes of absent granules that lie wholly in free blocks, unless a graph may use them, and
+/// returns the absent memory that is left. Ranges with frames stay as they are.
+fn forget_free(guard: &mut StateGuard, absent: Vec<Absent>) -> Vec<Absent> {
+    let free = free_granules(guard, Which::Unpromised);
+    let mut gone = Vec::new();
+    for donor in free {
+        let end = donor.addr + donor.bytes;
+        let first = absent.partition_point(|absent| absent.range.end <= donor.addr);
+        let touched = absent[first..].iter().take_while(|absent| absent.range.start < end);
+        gone.extend(touched.filter(|absent| absent.is_released()).map(|absent| {
+            let addr = donor.addr.max(absent.range.start);
+            Donor { addr, bytes: end.min(absent.range.end) - addr, ..donor }
+        }));
+    }
+    // Each block from its high end down, as holding it needs.
+    gone.sort_unstable_by_key(|donor| (donor.arena, donor.block, Reverse(donor.addr)));
+    for donor in hold_all(guard, gone.clone()) {
+        let heap = &mut guard.arena(donor.arena).heap;
+        let pool = heap.blocks[donor.block].pool;
+        heap.unhold_as_hole(donor.block);
+        note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+    }
+    let gone = by_address(gone);
+    let left = absent.into_iter().flat_map(|absent| {
+        let first = gone.partition_point(|gone| gone.start < absent.range.start);
+        let count = gone[first..].partition_point(|gone| gone.start < absent.range.end);
+        if absent.is_released() { absent.without(&gone[first..first + count]) } else { vec![absent] }
+    });
+    left.collect()
+}
+
+fn by_address(donors: Vec<Donor>) -> Vec<Range<u64>> {
+    let mut ranges: Vec<_> = donors.into_iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect();
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges
+}
+
+/// The parts of a range outside of some others, which ascend.
+fn outside(range: &Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
+    let first = others.partition_point(|other| other.end <= range.start);
+    let mut parts = Vec::new();
+    let mut at = range.start;
+    for other in others[first..].iter().take_while(|other| other.start < range.end) {
+        parts.push(at..other.start.max(at));
+        at = other.end;
+    }
+    parts.push(at..range.end.max(at));
+    parts.retain(|part| !part.is_empty());
+    parts
+}
+
 /// Creates the frames that absent memory lacks. If the device lacks memory, those created go back.
 fn create_absent(
     allocator: &Allocator,
@@ -172,6 +242,7 @@ fn create_absent(
     options: PhysicalOptions,
 ) -> Result<(), AllocError> {
     allocator.device().settle();
+    let lacking: u64 = absent.iter().map(|absent| absent.places(granule) - granules_of(&absent.frames)).sum();
     let (mut created, mut failed) = (0, None);
     'all: for absent in absent.iter_mut() {
         let lacking = absent.places(granule) - granules_of(&absent.frames);
@@ -179,7 +250,8 @@ fn create_absent(
             match allocator.device().driver().create_physical(u64::from(size) * granule, options) {
                 Ok(physical) => absent.frames.push(Frame::new(physical, size)),
                 Err(error) => {
-                    failed = Some(error);
+                    let free = allocator.device().memory_info().map_or(0, |memory| memory.free);
+                    failed = Some((error, free + created * granule));
                     break 'all;
                 }
             }
@@ -202,7 +274,16 @@ fn create_absent(
         guard.counters().num_device_alloc.add(1);
     }
     account_for_granules(&mut guard);
-    failed.map_or(Ok(()), |error| Err(error.into()))
+    let Some((error, free)) = failed else { return Ok(()) };
+    if !error.is_out_of_memory() {
+        return Err(error.into());
+    }
+    let detail = format!(
+        "waking up needs {}, and the device has {} free: free memory there, or drop allocations, and wake again",
+        Bytes(lacking * granule),
+        Bytes(free),
+    );
+    Err(error.of_request("the allocator still sleeps").with_detail(detail).into())
 }
 
 /// Maps absent memory, range by range, and restores its saved contents. A range that is done leaves
@@ -213,7 +294,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
         // The last attempt may have failed while waiting for its copies.
         allocator.device().synchronize()?;
     }
-    let is_saved = absent.iter().any(|absent| absent.saved.is_some());
+    let is_saved = absent.iter().any(|absent| !absent.saved.is_empty());
     let copies = if is_saved { Some(allocator.device().stream()?) } else { None };
     while let Some(last) = absent.last_mut() {
         let Range { start, end } = last.range;
@@ -225,11 +306,14 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
             at += bytes;
         }
         driver.set_access(DevicePtr(start), end - start, access)?;
-        if let (Some(saved), Some(copies)) = (&last.saved, &copies) {
-            let _moves = allocator.device().checks().map(|checks| checks.move_contents());
-            copies.upload_blocking(DevicePtr(start), saved)?;
-        } else {
+        if last.saved.is_empty() {
             allocator.state().report_to_checks(|checks| checks.lost(start..end));
+        }
+        for saved in &last.saved {
+            let _moves = allocator.device().checks().map(|checks| checks.move_contents());
+            if let Some(copies) = &copies {
+                copies.upload_blocking(DevicePtr(saved.addr), &saved.bytes)?;
+            }
         }
         let mut guard = allocator.state().lock_all();
         if let Some(paged) = &mut guard.paged {
@@ -246,7 +330,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
 }
 
 /// Copies the contents of a range to host memory.
-fn save(copies: &Stream, range: &Range<u64>) -> Result<Vec<u8>, AllocError> {
+fn save(copies: &Stream, range: &Range<u64>) -> Result<Saved, AllocError> {
     let bytes = range.end - range.start;
     let out_of_host_memory = AllocError::OutOfHostMemory { bytes };
     let Ok(len) = usize::try_from(bytes) else { return Err(out_of_host_memory) };
@@ -254,5 +338,5 @@ fn save(copies: &Stream, range: &Range<u64>) -> Result<Vec<u8>, AllocError> {
     saved.try_reserve_exact(len).map_err(|_| out_of_host_memory)?;
     saved.resize(len, 0);
     copies.download_blocking(&mut saved, DevicePtr(range.start))?;
-    Ok(saved)
+    Ok(Saved { addr: range.start, bytes: saved })
 }

@@ -1,6 +1,7 @@
 //! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses
 //! anything.
 
+mod live;
 mod meanwhile;
 
 use std::sync::Arc;

@@ -1,0 +1,139 @@
+//! Sleep saves and brings back live memory alone.
+
+use aquifer::device::sim::{SimConfig, SimDriver};
+use aquifer::memory::{Allocation, Config, Contents, PoolOptions};
+use aquifer::{Allocator, Device, Stream};
+use aquifer_device::Operation;
+use aquifer_tests::MIB;
+use proptest::prelude::*;
+
+struct Sieve {
+    device: Device,
+    allocator: Allocator,
+    stream: Stream,
+    live: Vec<Allocation>,
+}
+
+/// Blocks of 2 MiB in frames of several granules, of which one in eight stays alive.
+fn sieve() -> Sieve {
+    let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let stream = device.stream().unwrap();
+    drop(allocator.alloc_bytes(800 * MIB, &stream).unwrap());
+    let blocks: Vec<_> = (0..400).map(|_| allocator.alloc_bytes(2 * MIB, &stream).unwrap()).collect();
+    let live: Vec<_> = blocks.into_iter().step_by(8).collect();
+    for (block, byte) in live.iter().zip(0..) {
+        stream.fill(block.ptr(), byte, block.bytes()).unwrap();
+    }
+    Sieve { device, allocator, stream, live }
+}
+
+impl Sieve {
+    fn assert_contents(&self) {
+        for (block, byte) in self.live.iter().zip(0u8..) {
+            let mut found = vec![0; 2 * MIB as usize];
+            self.stream.download_blocking(&mut found, block.ptr()).unwrap();
+            assert!(found.iter().all(|&found| found == byte), "block {byte}");
+        }
+        self.device.assert_no_violations();
+    }
+}
+
+#[test]
+fn free_memory_is_neither_saved_nor_brought_back() {
+    let sieve = sieve();
+    sieve.allocator.empty_cache().unwrap();
+    assert!(sieve.allocator.memory_reserved() > 200 * MIB, "frames of several granules are partly used");
+    sieve.allocator.sleep(Contents::SaveToHost).unwrap();
+    let copied = sieve.device.driver_calls().of(Operation::CopyToHost);
+    assert!(copied <= 50, "{copied} copies for 50 live blocks");
+    sieve.allocator.wake().unwrap();
+    assert_eq!(sieve.allocator.memory_reserved(), 100 * MIB);
+    sieve.assert_contents();
+    let large = sieve.allocator.alloc_bytes(800 * MIB, &sieve.stream).unwrap();
+    sieve.stream.fill(large.ptr(), 1, large.bytes()).unwrap();
+    sieve.assert_contents();
+}
+
+#[test]
+fn waking_up_needs_no_memory_for_blocks_dropped_meanwhile() {
+    let mut sieve = sieve();
+    sieve.allocator.sleep(Contents::SaveToHost).unwrap();
+    let elsewhere = Allocator::new(&sieve.device, Config::default()).unwrap();
+    let most = elsewhere.alloc_bytes(940 * MIB, &sieve.stream).unwrap();
+    let refused = sieve.allocator.wake().unwrap_err().to_string();
+    assert!(refused.contains("needs 100.00 MiB") && refused.contains("has 84.00 MiB free"), "{refused}");
+    sieve.live.truncate(40);
+    sieve.allocator.wake().unwrap();
+    assert_eq!(sieve.allocator.memory_reserved(), 80 * MIB);
+    sieve.assert_contents();
+    drop(most);
+}
+
+#[test]
+fn memory_that_a_graph_may_use_is_brought_back() {
+    let sieve = sieve();
+    let pool = sieve.allocator.create_pool(PoolOptions::default()).unwrap();
+    let input = pool.alloc_bytes(2 * MIB, &sieve.stream).unwrap();
+    let graph = {
+        let capture = sieve.stream.begin_capture().unwrap();
+        let route = sieve.allocator.capture(&sieve.stream, &pool).unwrap();
+        let scratch = sieve.allocator.alloc_bytes(6 * MIB, &sieve.stream).unwrap();
+        sieve.stream.fill(scratch.ptr(), 5, 6 * MIB).unwrap();
+        sieve.stream.copy(input.ptr(), scratch.ptr(), 2 * MIB).unwrap();
+        drop((scratch, route));
+        capture.end().unwrap()
+    };
+    sieve.allocator.sleep(Contents::SaveToHost).unwrap();
+    sieve.allocator.wake().unwrap();
+    graph.launch(&sieve.stream).unwrap();
+    let mut found = vec![0; 2 * MIB as usize];
+    sieve.stream.download_blocking(&mut found, input.ptr()).unwrap();
+    assert!(found.iter().all(|&byte| byte == 5));
+    sieve.assert_contents();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    /// Programs that allocate and drop, also while the allocator sleeps, keep their contents over
+    /// any number of sleeps, and give everything back.
+    #[test]
+    fn contents_survive_any_number_of_sleeps(
+        steps in prop::collection::vec((0..8u8, 1..5 * MIB, any::<prop::sample::Index>()), 1..120),
+    ) {
+        let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let streams = [device.stream().unwrap(), device.stream().unwrap()];
+        let mut live: Vec<(Allocation, u8)> = Vec::new();
+        let mut next = 0;
+        for (what, bytes, which) in steps {
+            match what {
+                0..=3 => {
+                    let stream = &streams[which.index(2)];
+                    let block = allocator.alloc_bytes(bytes, stream).unwrap();
+                    stream.fill(block.ptr(), next, bytes).unwrap();
+                    live.push((block, next));
+                    next = next.wrapping_add(1);
+                }
+                4..=6 if !live.is_empty() => drop(live.swap_remove(which.index(live.len()))),
+                7 => {
+                    allocator.sleep(Contents::SaveToHost).unwrap();
+                    prop_assert_eq!(allocator.memory_reserved(), 0);
+                    (0..which.index(live.len() + 1)).for_each(|at| drop(live.swap_remove(at % live.len())));
+                    allocator.wake().unwrap();
+                }
+                _ => {}
+            }
+        }
+        device.synchronize().unwrap();
+        for (block, byte) in &live {
+            let mut found = vec![0; usize::try_from(block.bytes()).unwrap()];
+            streams[0].download_blocking(&mut found, block.ptr()).unwrap();
+            prop_assert!(found.iter().all(|found| found == byte));
+        }
+        drop(live);
+        allocator.empty_cache().unwrap();
+        prop_assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
+        device.assert_no_violations();
+    }
+}
