@@ -7,8 +7,8 @@
 //! The lock is a leaf. Beginning a capture waits for calls that hold captures off, and calls that
 //! would hold off all captures wait for captures that are about to begin, so that neither waits for
 //! ever. So neither is done under a lock that the other needs, such as that of a timeline. A thread
-//! that already holds captures off does not wait to do so once more, for instance when what it
-//! drops ends another device. No foreign code runs meanwhile.
+//! that already holds captures off does not wait to do so once more, for instance when it drops the
+//! last handle of another device. No foreign code runs meanwhile.
 
 use std::cell::Cell;
 use std::marker::PhantomData;

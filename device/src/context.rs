@@ -71,8 +71,8 @@ pub(crate) trait Waited: fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 struct Timelines {
     known: Vec<Weak<dyn Waited>>,
-    /// How many were left when those that are gone were last forgotten. That is done once there are
-    /// twice as many.
+    /// Number of timelines after the last removal of those that are gone. The next one comes at
+    /// twice that number.
     left: usize,
 }
 

@@ -49,6 +49,22 @@ pub struct Copy2d {
     pub height: u64,
 }
 
+impl Copy2d {
+    /// The copies of its rows, or one copy if the rows lie side by side; `None` if they go beyond
+    /// the last address.
+    pub(crate) fn rows(&self) -> Option<Vec<CopyPart>> {
+        let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *self;
+        if height == 1 || (dst_pitch == width && src_pitch == width) {
+            return Some(vec![CopyPart { dst, src, bytes: width.checked_mul(height)? }]);
+        }
+        let row = |row: u64| {
+            let (dst, src) = (dst.further(row.checked_mul(dst_pitch)?)?, src.further(row.checked_mul(src_pitch)?)?);
+            Some(CopyPart { dst, src, bytes: width })
+        };
+        (0..height).map(row).collect()
+    }
+}
+
 /// One copy of a batch. At least one end must be on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyPart {
@@ -61,8 +77,8 @@ pub struct CopyPart {
 }
 
 impl CopyPart {
-    /// Whether none of the copies writes what another one, or the same one, reads or writes. Then
-    /// they may be made in any order, and with one call ([`crate::Driver::copy_batch`]).
+    /// Whether no copy writes bytes that another copy, or the same one, reads or writes. Then they
+    /// may be made in any order, and with one call ([`crate::Driver::copy_batch`]).
     ///
     /// ```
     /// use aquifer_device::{CopyEnd, CopyPart, DevicePtr};
@@ -75,7 +91,7 @@ impl CopyPart {
         first_overlap(copies.iter().flat_map(CopyPart::touched).collect()).is_none()
     }
 
-    /// What it writes and what it reads.
+    /// The ranges that it writes and reads.
     pub(crate) fn touched(&self) -> [Touched; 2] {
         [Touched::new(self.dst, self.bytes, true), Touched::new(self.src, self.bytes, false)]
     }
@@ -118,4 +134,40 @@ pub(crate) fn first_overlap(mut touched: Vec<Touched>) -> Option<u64> {
         *until = touched.range.end.max(*until);
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(start: u64) -> CopyEnd {
+        CopyEnd::Device(DevicePtr(start))
+    }
+
+    fn overlap(rows: (u64, u64), pitches: (u64, u64), width: u64, height: u64) -> Option<u64> {
+        let (dst, src) = (device(rows.0), device(rows.1));
+        let rows = Copy2d { dst, dst_pitch: pitches.0, src, src_pitch: pitches.1, width, height }.rows().unwrap();
+        first_overlap(rows.iter().flat_map(CopyPart::touched).collect())
+    }
+
+    #[test]
+    fn rows_may_lie_between_each_other() {
+        assert_eq!(overlap((100, 150), (100, 100), 50, 4), None);
+        assert_eq!(overlap((100, 500), (100, 100), 100, 4), None);
+        assert_eq!(overlap((100, 149), (100, 100), 50, 4), Some(149));
+        assert_eq!(overlap((100, 100), (100, 100), 50, 1), Some(100));
+        // The third row of the one meets the second of the other.
+        assert_eq!(overlap((100, 110), (20, 40), 10, 3), None);
+        assert_eq!(overlap((100, 110), (25, 40), 10, 3), Some(150));
+    }
+
+    #[test]
+    fn host_and_device_never_overlap() {
+        let host = CopyEnd::Host(HostPtr(100));
+        assert_eq!(first_overlap(vec![Touched::new(host, 10, true), Touched::new(device(100), 10, true)]), None);
+        assert_eq!(first_overlap(vec![Touched::new(host, 0, true), Touched::new(host, 10, true)]), None);
+        let twice = vec![Touched::new(device(0), 10, false), Touched::new(device(5), 10, false)];
+        assert_eq!(first_overlap(twice), None);
+        assert_eq!(first_overlap(vec![Touched::new(host, 10, true), Touched::new(host, 1, false)]), Some(100));
+    }
 }

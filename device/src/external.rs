@@ -36,12 +36,12 @@ impl ExternalStream {
     }
 
     /// Records a last event and releases the stream. The owner may destroy it then: that event
-    /// still tells whether its ticks are done, and calls on clones of the stream fail.
+    /// still answers whether its ticks are done, and calls on clones of the stream fail.
     ///
     /// # Errors
     /// When the stream is known to capture, and the driver does not report that the capture is
     /// over. The stream then stays adopted, and can be released after the capture's end. Errors of
-    /// the driver: the stream then counts as released all the same, and waiting for a tick that no
+    /// the driver: the stream then still counts as released, and waiting for a tick that no
     /// event covers waits for the whole device.
     pub fn release(&mut self) -> Result<()> {
         self.end(false)

@@ -79,14 +79,14 @@ impl fmt::Display for DeviceLabel {
     }
 }
 
-/// A mismatch of devices: the device of what was passed, and the one that was needed.
+/// A mismatch of devices: the device of the argument, and the one that was needed.
 ///
 /// Opening a device twice gives two devices, which share nothing. Their labels say which of them
 /// was opened first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceMismatch {
-    /// The device of what was passed.
+    /// The device of the argument.
     pub is: DeviceLabel,
     /// The device that was needed.
     pub needed: DeviceLabel,
@@ -120,7 +120,7 @@ impl DeviceMismatch {
     }
 }
 
-/// What follows "belongs to".
+/// The text after "belongs to".
 impl fmt::Display for DeviceMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let advice = if self.twice { "; clone one `Device` instead of opening it twice" } else { "" };
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_known_by_its_label_until_nothing_belongs_to_it() {
+    fn a_label_is_known_until_nothing_belongs_to_its_device() {
         let device = open(3);
         let (id, stream) = (device.id(), device.stream().unwrap());
         assert_eq!(DeviceLabel::of(id).to_string(), "sim:3 (Simulated H100 80 GiB)");
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn two_devices_have_two_names_even_where_they_are_called_the_same() {
+    fn devices_with_equal_labels_are_distinguished_by_their_opening() {
         let (one, two, same) = (open(1), open(2), open(1));
         let text = |is: &Device, needed: &Device| DeviceMismatch::between(is.id(), needed.id()).to_string();
         let name = "(Simulated H100 80 GiB)";

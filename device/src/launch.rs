@@ -1,5 +1,5 @@
-//! Kernel launches: arguments, the memory that a kernel accesses, and what it computes where there
-//! is no GPU.
+//! Kernel launches: arguments, the memory that a kernel accesses, and its implementation for the
+//! simulated device.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub struct Access {
     pub ptr: DevicePtr,
     /// Length in bytes.
     pub bytes: u64,
-    /// What the kernel does to it.
+    /// Whether the kernel reads or writes it.
     pub kind: AccessKind,
 }
 
@@ -60,16 +60,16 @@ pub trait KernelMemory {
     fn write(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<()>;
 }
 
-/// What a kernel computes, as the simulated device runs it.
+/// The implementation of a kernel that the simulated device runs.
 pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
 
 /// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses,
-/// and what it computes on a simulated device.
+/// and its implementation for a simulated device.
 ///
 /// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`.
 /// [`crate::Stream::launch`] enqueues it, in order with the rest of that stream only. The
 /// documentation of the crate `aquifer-kernels` shows a custom kernel from its PTX text to its
-/// result, ordered after what other streams do with the same memory.
+/// result, ordered after work of other streams on the same memory.
 #[derive(Clone)]
 pub struct Launch {
     /// Name of the kernel, as in its module.
@@ -95,8 +95,7 @@ pub struct Launch {
     /// bounds it.
     #[doc(hidden)]
     pub operations: u64,
-    /// The least time that it takes on a simulated device, in ns, whatever it does and whatever the
-    /// card. 0 for most kernels.
+    /// The least time that it takes on a simulated device, in ns, on any card. 0 for most kernels.
     #[doc(hidden)]
     pub busy_ns: u64,
 }

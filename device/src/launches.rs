@@ -1,9 +1,9 @@
-//! Launches of captured graphs: where they were made, and what they come after. This is for owners
-//! of memory that graphs use.
+//! Launches of captured graphs: the streams that they were made on, and the ticks that they come
+//! after. This is for owners of memory that graphs use.
 //!
 //! A graph's work uses addresses that are not named when it is launched. So an owner that gives
-//! such memory up, whether or not the graph was dropped, asks here what must be done before. And an
-//! owner that gives a capture memory which was in use says here what used it.
+//! such memory up, whether or not the graph was dropped, asks here which launches must be done
+//! before. And an owner that gives a capture memory which was in use reports its uses here.
 //!
 //! Launches into a capture do not occur: CUDA refuses them.
 //!
@@ -43,22 +43,22 @@ pub struct Launches {
     ours: bool,
     /// True if the graph itself was dropped, or was never made.
     gone: AtomicBool,
-    made: Mutex<Made>,
+    made: Mutex<LaunchRecord>,
 }
 
 #[derive(Debug, Default)]
-struct Made {
+struct LaunchRecord {
     /// The last launch on each stream.
     last: Vec<Tick>,
     /// The ticks that launches come after, one for each stream.
     after: Vec<Tick>,
     /// The orders that launches keep with those of other graphs.
     orders: Vec<Arc<LaunchOrder>>,
-    kept: Vec<Kept>,
+    kept: Vec<KeptAlive>,
 }
 
 /// Something that a graph keeps alive: [`Launches::keep`].
-pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
+pub(crate) type KeptAlive = Arc<dyn Any + Send + Sync>;
 
 /// An order of launches. Graphs that share it are launched one after the other, on any streams,
 /// because they use the same memory: [`Launches::keep_order`].
@@ -125,7 +125,7 @@ impl Launches {
     pub(crate) fn cover(&self) {
         for tick in self.after() {
             if let Err(error) = tick.cover() {
-                tracing::debug!(%error, "what a graph comes after is not covered by an event yet");
+                tracing::debug!(%error, "a tick that a graph comes after is not covered by an event yet");
             }
         }
     }
@@ -152,7 +152,7 @@ impl Launches {
 
     /// Notes that the graph is launched no more. Returns the things that it kept, to be dropped
     /// without a lock, and after the graph.
-    pub(crate) fn note_gone(&self) -> Vec<Kept> {
+    pub(crate) fn note_gone(&self) -> Vec<KeptAlive> {
         let mut made = self.made.lock();
         self.gone.store(true, Ordering::Release);
         std::mem::take(&mut made.kept)

@@ -46,10 +46,9 @@
 //! # Errors
 //!
 //! All errors of these types are [`DeviceError`]s. When work fails on a device, the device is
-//! *lost*: every later call fails, of whatever kind. [`Device::lost`], and each of these later
-//! errors, say by which error the device was lost. On a simulated device that error names the work
-//! that failed, its stream and the addresses. Errors about two devices name both by their
-//! [`DeviceLabel`]s.
+//! *lost*: every later call fails. [`Device::lost`], and each of these later errors, say by which
+//! error the device was lost. On a simulated device that error names the work that failed, its
+//! stream and the addresses. Errors about two devices name both by their [`DeviceLabel`]s.
 mod capture;
 mod capturing_streams;
 mod context;
@@ -76,6 +75,7 @@ mod stream;
 mod stream_map;
 mod stream_table;
 mod sync;
+mod thread_end;
 mod timeline;
 mod unavailable;
 mod unfinished;

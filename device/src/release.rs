@@ -4,8 +4,8 @@
 //! An object comes here when its handle is dropped where no driver call may be made, when work of
 //! the device may still use it, or when the driver refused to take it back.
 //! [`ReleaseQueue::settle`] is the one policy for all of them:
-//! * It takes the objects in the order in which they came. After a failure it keeps the rest, so
-//!   that not each fails in turn.
+//! * It takes the objects in the order in which they came. After a failure it keeps the rest,
+//!   because the next ones would fail, too.
 //! * Objects that no work can use go at once. For the others it waits for the device, or asks for
 //!   the ticks that page-locked memory carries. While a stream captures they stay, because waiting
 //!   would break the capture.
@@ -113,7 +113,7 @@ pub struct Reservation {
 }
 
 /// The owner of registered memory, which keeps it where it is.
-pub(crate) type Owner = Box<dyn Any + Send>;
+pub(crate) type MemoryOwner = Box<dyn Any + Send>;
 
 /// The work that may still use an object.
 pub(crate) trait Uses: fmt::Debug + Send {
@@ -134,7 +134,7 @@ pub(crate) struct HostMemory {
     ptr: HostPtr,
     bytes: u64,
     /// The owner of registered memory; dropped only once the memory is not registered any more.
-    owner: Option<ManuallyDrop<Owner>>,
+    owner: Option<ManuallyDrop<MemoryOwner>>,
     /// `None` once the device's last handle is gone: then only a wait for the device answers.
     uses: Option<Box<dyn Uses>>,
 }
@@ -145,7 +145,7 @@ impl HostMemory {
     /// # Safety
     /// As for [`Driver::host_free`], or [`Driver::host_unregister`] if there is an owner, but for
     /// the work that `uses` names.
-    pub(crate) unsafe fn new(ptr: HostPtr, bytes: u64, owner: Option<Owner>, uses: Box<dyn Uses>) -> HostMemory {
+    pub(crate) unsafe fn new(ptr: HostPtr, bytes: u64, owner: Option<MemoryOwner>, uses: Box<dyn Uses>) -> HostMemory {
         HostMemory { ptr, bytes, owner: owner.map(ManuallyDrop::new), uses: Some(uses) }
     }
 
@@ -154,7 +154,7 @@ impl HostMemory {
     }
 }
 
-/// What [`ReleaseQueue::settle`] may do.
+/// How far [`ReleaseQueue::settle`] may go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effort {
     /// Wait for nothing.
@@ -165,7 +165,7 @@ pub(crate) enum Effort {
     Waiting,
 }
 
-/// What a call of [`ReleaseQueue::settle`] released. The owners of registered memory run code of
+/// The result of [`ReleaseQueue::settle`]. The owners of registered memory run code of
 /// callers when they are dropped, so they are dropped where no lock is held and captures are not
 /// held off.
 #[derive(Debug, Default)]
@@ -173,7 +173,7 @@ pub(crate) enum Effort {
 pub(crate) struct Settled {
     /// Bytes of page-locked memory that were released.
     pub(crate) host_bytes: u64,
-    pub(crate) owners: Vec<Owner>,
+    pub(crate) owners: Vec<MemoryOwner>,
 }
 
 /// The queue of one device.
@@ -230,8 +230,8 @@ impl ReleaseQueue {
         self.driver.lost().is_some() || (!self.any() && self.events.is_empty())
     }
 
-    /// Releases what can go. `wait` waits for the device; it is `None` while a stream captures, and
-    /// then only objects go that no work can use.
+    /// Releases the objects that can go. `wait` waits for the device; it is `None` while a stream
+    /// captures, and then only objects go that no work can use.
     pub(crate) fn settle(&self, effort: Effort, wait: Option<&dyn Fn() -> Result<()>>) -> Settled {
         if effort == Effort::Waiting {
             self.destroy_events();
@@ -242,15 +242,14 @@ impl ReleaseQueue {
         if effort == Effort::Waiting {
             let waited = if objects.iter().any(Object::needs_wait) { wait() } else { Ok(()) };
             if let Err(error) = &waited {
-                log_kept(error, "the device could not be waited for; what it may use stays");
+                log_kept(error, "the device could not be waited for; objects that it may use stay");
             }
             let goes = |object: &Object| match object {
                 Object::Host(memory) => memory.is_known_done() || (waited.is_ok() && memory.uses.is_none()),
                 _ => waited.is_ok() || !object.needs_wait(),
             };
             let mut settled = self.release_those(objects, goes);
-            // Also the memory of reservations, and what comes after an object that the driver
-            // refused.
+            // Also the memory of reservations, and the objects after one that the driver refused.
             let rest = std::mem::take(&mut *self.objects.lock());
             settled.owners.extend(self.release_those(rest, Object::is_unused).owners);
             return settled;
@@ -317,7 +316,7 @@ impl ReleaseQueue {
 
     /// Gives an object back to the driver. Page-locked memory must not be in use any more. Returns
     /// the owner of registered memory.
-    fn give_back(&self, object: Object) -> std::result::Result<Option<Owner>, (DeviceError, Object)> {
+    fn give_back(&self, object: Object) -> std::result::Result<Option<MemoryOwner>, (DeviceError, Object)> {
         let driver = &*self.driver;
         let gone = match object {
             Object::Allocation(ptr) => driver.free(ptr),

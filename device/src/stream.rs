@@ -39,11 +39,11 @@ use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
 /// # Ok::<(), aquifer_device::DeviceError>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Stream(Arc<Inner>);
+pub struct Stream(Arc<StreamInner>);
 
 /// A reference to a stream that does not keep it alive.
 #[derive(Debug)]
-pub(crate) struct WeakStream(Weak<Inner>);
+pub(crate) struct WeakStream(Weak<StreamInner>);
 
 impl WeakStream {
     /// The stream, unless its last handle is gone.
@@ -58,7 +58,7 @@ impl WeakStream {
 }
 
 #[derive(Debug)]
-struct Inner {
+struct StreamInner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
     /// The list that the timeline goes to with the last handle, if it can serve a later stream.
@@ -68,19 +68,14 @@ struct Inner {
 }
 
 impl Stream {
+    /// A stream. If another library owns it, it `is_adopted`.
     pub(crate) fn new(
         context: Arc<Context>,
         timeline: Arc<Timeline>,
-        owned: Option<&Arc<ReusableTimelines>>,
+        reusable: Option<&Arc<ReusableTimelines>>,
+        is_adopted: bool,
     ) -> Stream {
-        let reusable = owned.map(Arc::downgrade);
-        Stream(Arc::new(Inner { timeline, context, reusable, is_adopted: false }))
-    }
-
-    /// A stream that another library owns.
-    pub(crate) fn adopted(context: Arc<Context>, timeline: Arc<Timeline>, reusable: &Arc<ReusableTimelines>) -> Stream {
-        let reusable = Some(Arc::downgrade(reusable));
-        Stream(Arc::new(Inner { timeline, context, reusable, is_adopted: true }))
+        Stream(Arc::new(StreamInner { timeline, context, reusable: reusable.map(Arc::downgrade), is_adopted }))
     }
 
     /// A reference that does not keep the stream alive.
@@ -442,7 +437,7 @@ impl Stream {
     }
 }
 
-impl Drop for Inner {
+impl Drop for StreamInner {
     fn drop(&mut self) {
         let Some(reusable) = self.reusable.as_ref().filter(|_| !fork::is_child()) else { return };
         let has_ended = if self.is_adopted { self.timeline.has_ended() } else { self.timeline.destroy() };

@@ -1,4 +1,4 @@
-//! Numbers by stream, the components of vector clocks, of which copies share what is equal.
+//! Numbers by stream, the components of vector clocks. Copies share equal parts.
 //!
 //! A stream that is ordered after thousands of others passes nearly all of its clock on to the next
 //! one. So a clock is a tree: a leaf holds the numbers of [`WIDTH`] streams side by side, and an
@@ -83,8 +83,8 @@ impl StreamMap {
         join(&mut self.root, &other.root);
     }
 
-    /// Forgets the numbers of streams for which `keep` is false, where that is so of all streams of
-    /// a leaf. Others stay, so that copies go on sharing them.
+    /// Removes leaves for all of whose streams `keep` is false. Others stay, so that copies go on
+    /// sharing them.
     pub(crate) fn forget_unless(&mut self, mut keep: impl FnMut(u32, u64) -> bool) {
         forget(&mut self.root, self.height, 0, &mut keep);
     }

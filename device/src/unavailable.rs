@@ -1,6 +1,4 @@
-//! Why no real GPU can be used, and what to do about it.
-
-use std::fmt;
+//! The reasons why no real GPU can be used, with advice.
 
 use crate::error::{Code, DeviceError, ErrorKind, Operation};
 use crate::fork;
@@ -24,7 +22,7 @@ pub enum Unavailable {
         /// The answer of the system's loader for each name that was tried.
         reason: String,
     },
-    /// What was found is a toolkit's stub, which is there to link with and drives nothing.
+    /// The library found is a toolkit's stub, which exists for linking and drives nothing.
     #[error(
         "the CUDA driver that was found is the stub of a toolkit, which drives nothing: take the toolkit's folder `stubs` off \
          the library path (LD_LIBRARY_PATH), install NVIDIA's display driver, or use sim for a simulated GPU"
@@ -33,7 +31,7 @@ pub enum Unavailable {
     /// The driver is older than anything that works.
     #[error(
         "the CUDA driver is too old: it supports CUDA {}, and CUDA {} is needed. Install a newer driver, or use sim for a simulated GPU",
-        Version(*.supported), Version(*.needed)
+        version(*.supported), version(*.needed)
     )]
     TooOld {
         /// The newest CUDA version that it supports, major and minor number.
@@ -45,7 +43,7 @@ pub enum Unavailable {
     #[error(
         "the CUDA driver{} lacks {symbol}, so it is broken or no CUDA driver at all. Install NVIDIA's display driver again, or \
          use sim for a simulated GPU",
-        OfVersion(*.version)
+        of_version(*.version)
     )]
     MissingSymbol {
         /// Name of the function.
@@ -70,12 +68,12 @@ pub enum Unavailable {
     /// The driver is there and refuses to start.
     #[error("the CUDA driver does not start: {} ({}){}", code.name(), code.0, advice(*code))]
     Failed {
-        /// What `cuInit` returned.
+        /// The code that `cuInit` returned.
         code: Code,
     },
 }
 
-/// What to do when the driver refuses to start.
+/// Advice for a driver that refuses to start.
 fn advice(code: Code) -> &'static str {
     match code.0 {
         46 => "; another process holds the GPU for itself",
@@ -88,23 +86,12 @@ fn advice(code: Code) -> &'static str {
 }
 
 /// A CUDA version in the usual notation.
-struct Version((u32, u32));
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.0.0, self.0.1)
-    }
+fn version((major, minor): (u32, u32)) -> String {
+    format!("{major}.{minor}")
 }
 
-struct OfVersion(Option<(u32, u32)>);
-
-impl fmt::Display for OfVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(version) => write!(f, " (for CUDA {})", Version(version)),
-            None => Ok(()),
-        }
-    }
+fn of_version(known: Option<(u32, u32)>) -> String {
+    known.map_or_else(String::new, |known| format!(" (for CUDA {})", version(known)))
 }
 
 impl Unavailable {
@@ -136,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_says_what_to_do() {
+    fn each_reason_comes_with_advice() {
         let texts = [
             (Unavailable::NotBuilt, "feature `cuda`"),
             (Unavailable::NoDriver { reason: "libcuda.so.1: not found".to_owned() }, "libcuda.so.1: not found"),

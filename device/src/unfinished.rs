@@ -1,9 +1,9 @@
-//! Clean-up that a failing driver or a capture in progress cut short, after the last handle that
-//! stood for it is gone: captures to be ended, and the release queues of devices that were closed.
+//! Clean-up that a failing driver or a capture in progress interrupted, after the last handle was
+//! dropped: captures to be ended, and the release queues of devices that were closed.
 //!
 //! Each is tried again whenever a device of the process is opened or settled, and captures also
-//! when one is in the way of a call. Invariant: an unfinished clean-up is in the list or in the
-//! hands of one thread.
+//! when one is in the way of a call. Invariant: an unfinished clean-up is in the list, or one
+//! thread is trying it.
 //!
 //! The list's lock is a leaf: nothing is called or dropped under it.
 

@@ -55,7 +55,7 @@ mod tests {
         let early = waits.begin();
         let mark = waits.mark();
         waits.end(early);
-        assert!(!mark.is_passed(), "what was enqueued after it began may be missed");
+        assert!(!mark.is_passed(), "it may miss work enqueued after it began");
         let late = waits.begin();
         assert!(!mark.is_passed() && !waits.mark().is_passed());
         waits.end(late);

@@ -39,7 +39,7 @@ use crate::unfinished::{self, CleanUp};
 /// let (fork, join) = (device.create_event(false)?, device.create_event(false)?);
 /// let capture = one.begin_capture()?;
 /// fork.record(&one)?;
-/// two.wait_event(&fork)?; // the second stream joins: what is enqueued there is captured, too
+/// two.wait_event(&fork)?; // the second stream joins: its work is captured, too
 /// one.fill(a, 1, 4096)?;
 /// two.fill(b, 2, 4096)?;
 /// join.record(&two)?;
@@ -72,7 +72,7 @@ impl Capture {
     ///
     /// # Errors
     /// Errors of the driver, for instance when a call in between broke the capture. The capture has
-    /// ended all the same, unless [`Stream::is_capturing`] is true. It then goes on, because the
+    /// ended nevertheless, unless [`Stream::is_capturing`] is true. It then goes on, because the
     /// stream is another thread's default stream, on which only that thread can end it, or because
     /// the driver does not end it. This may be called again then.
     ///
@@ -117,7 +117,7 @@ impl Drop for Capture {
 /// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let stream = device.stream()?;
-/// device.driver().begin_capture(stream.raw())?; // what another library does
+/// device.driver().begin_capture(stream.raw())?; // by another library
 /// let announced = stream.announce_capture()?;
 /// assert!(stream.is_capturing());
 /// let graph = device.driver().end_capture(stream.raw())?;
@@ -138,7 +138,7 @@ impl AnnouncedCapture {
         let operation = Operation::CaptureStatus;
         let scope = Scope::new(false);
         let raw = stream.timeline().usable(operation)?;
-        stream.timeline().announce_capture(&scope, stream.keep_alive(), || {
+        stream.timeline().begin_capture(&scope, stream.keep_alive(), || {
             match stream.driver().capture_status(raw)? {
                 CaptureStatus::Active => Ok(()),
                 CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)

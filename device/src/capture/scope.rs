@@ -95,7 +95,7 @@ impl Scope {
         let ended = driver.end_capture(raw);
         if let Err(error) = &ended {
             // The error does not tell: a capture that failed to end as it should has mostly ended
-            // all the same.
+            // nevertheless.
             let is_over = match driver.capture_status(raw) {
                 Ok(status) => status == CaptureStatus::None,
                 Err(error) => error.code == Code::INVALID_HANDLE || error.kind == ErrorKind::DeviceLost,
@@ -107,7 +107,7 @@ impl Scope {
         let streams = self.close();
         self.launches.cover();
         drop(alone);
-        // Dropping streams, and what the launches keep, runs code of callers.
+        // Dropping streams, and the objects that the launches keep, runs code of callers.
         drop(streams);
         ended.inspect_err(|_| drop(self.launches.note_gone()))
     }

@@ -4,7 +4,6 @@ use super::copies::refuse_overlap;
 use super::functions::Functions;
 use super::gpu::Gpu;
 use super::installation::check;
-use super::objects::LiveStream;
 use super::objects::Locked;
 use super::raw::size;
 use super::shapes::CopyAttributes;
@@ -19,7 +18,8 @@ use crate::error::{Code, DeviceError, Operation, Result};
 /// As for [`crate::Driver::copy_batch`].
 pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStream) -> Result<()> {
     let operation = Operation::CopyBatch;
-    let batch = gpu.optional(operation, Batch::of(gpu.core.functions()))?;
+    let functions = gpu.context.functions();
+    gpu.optional(operation, has_batches(functions).then_some(()))?;
     memory::refuse_legacy(operation, stream)?;
     let stream = streams::live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &stream, "copies in a batch cannot be captured")?;
@@ -38,13 +38,27 @@ pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStrea
         return Ok(());
     }
     refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
-    let _current = gpu.core.enter_relaxed(operation)?;
-    // SAFETY: the three have one length; their ranges are live device memory, or page-locked memory
-    // for which the caller vouches; the stream lives (L1).
-    let result = unsafe { batch.enqueue(&mut targets, &mut sources, &mut lengths, &stream) };
-    check(operation, result.0).map_err(|error| match result.1 {
-        Some(at) => error.with_detail(format!("copy {at} of {}", copies.len())),
-        None => error,
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let (count, raw) = (targets.len(), stream.raw);
+    let (targets, sources, lengths) = (targets.as_mut_ptr(), sources.as_mut_ptr(), lengths.as_mut_ptr());
+    // One description, from the first copy on.
+    let (mut attributes, mut first, mut failed) = (CopyAttributes::in_stream_order(), 0, usize::MAX);
+    let (attributes, first) = (&raw mut attributes, &raw mut first);
+    // The call lost an argument with CUDA 13.
+    let code = match (functions.cuMemcpyBatchAsync_v2, functions.cuMemcpyBatchAsync) {
+        // SAFETY: all of it outlives the call; the three lists have one length, and their ranges
+        // are live device memory, or page-locked memory for which the caller vouches; the stream
+        // lives (L1, F1).
+        (Some(call), _) => unsafe { call(targets, sources, lengths, count, attributes, first, 1, raw) },
+        (None, Some(call)) => {
+            let failed = &raw mut failed;
+            // SAFETY: as above.
+            unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed, raw) }
+        }
+        (None, None) => Code::NOT_SUPPORTED.0,
+    };
+    check(operation, code).map_err(|error| {
+        if failed < count { error.with_detail(format!("copy {failed} of {}", copies.len())) } else { error }
     })
 }
 
@@ -72,67 +86,7 @@ fn address(place: CopyEnd) -> u64 {
     }
 }
 
-/// The driver's call for many copies, which lost an argument with CUDA 13.
-#[derive(Clone, Copy)]
-enum Batch {
-    Since13(BatchSince13),
-    Since12_8(BatchSince12_8),
-}
-
-type BatchSince13 =
-    unsafe extern "C" fn(*mut u64, *mut u64, *mut usize, usize, *mut CopyAttributes, *mut usize, usize, Stream) -> u32;
-type BatchSince12_8 = unsafe extern "C" fn(
-    *mut u64,
-    *mut u64,
-    *mut usize,
-    usize,
-    *mut CopyAttributes,
-    *mut usize,
-    usize,
-    *mut usize,
-    Stream,
-) -> u32;
-type Stream = cudarc::driver::sys::CUstream;
-
-impl Batch {
-    fn of(functions: &Functions) -> Option<Batch> {
-        let newer = functions.cuMemcpyBatchAsync_v2.map(Batch::Since13);
-        newer.or_else(|| functions.cuMemcpyBatchAsync.map(Batch::Since12_8))
-    }
-
-    /// Enqueues copies; the code, and which copy is at fault where the driver tells.
-    ///
-    /// # Safety
-    /// The three must have one length and describe ranges that may be copied on this live stream.
-    unsafe fn enqueue(
-        self,
-        targets: &mut [u64],
-        sources: &mut [u64],
-        lengths: &mut [usize],
-        stream: &LiveStream,
-    ) -> (u32, Option<usize>) {
-        let count = targets.len();
-        let (targets, sources, lengths) = (targets.as_mut_ptr(), sources.as_mut_ptr(), lengths.as_mut_ptr());
-        // One description, from the first copy on.
-        let (mut attributes, mut first, mut failed) = (CopyAttributes::in_stream_order(), 0, usize::MAX);
-        let (attributes, first) = (&raw mut attributes, &raw mut first);
-        match self {
-            Batch::Since13(call) => {
-                // SAFETY: all of it outlives the call; the caller vouches for the copies (F1).
-                let code = unsafe { call(targets, sources, lengths, count, attributes, first, 1, stream.raw) };
-                (code, None)
-            }
-            Batch::Since12_8(call) => {
-                let (failed_at, stream) = (&raw mut failed, stream.raw);
-                // SAFETY: all of it outlives the call; the caller vouches for the copies (F1).
-                let code = unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed_at, stream) };
-                (code, (failed < count).then_some(failed))
-            }
-        }
-    }
-}
-
 /// Whether the driver takes many copies at once.
 pub(super) fn has_batches(functions: &Functions) -> bool {
-    Batch::of(functions).is_some()
+    functions.cuMemcpyBatchAsync_v2.is_some() || functions.cuMemcpyBatchAsync.is_some()
 }

@@ -1,4 +1,4 @@
-//! Graph capture, and refusing what would break one.
+//! Graph capture, and refusal of calls that would break one.
 //!
 //! Captures begin in the relaxed mode. In the other modes, any potentially unsafe call on this
 //! thread, or in the whole process, would break the capture. It would also have to end on the
@@ -13,7 +13,7 @@ use crate::fork::Mutex;
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode};
 
 use super::gpu::Gpu;
-use super::handles::Object;
+use super::handles::OwnedObject;
 use super::installation::{bad_value, check, check_function};
 use super::objects::{LiveStream, destroy_captured};
 use super::raw::{handle, pointer};
@@ -31,7 +31,7 @@ fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
 
 pub(super) fn status(gpu: &Gpu, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
     // SAFETY: the stream lives (L1).
-    unsafe { super::objects::status(&gpu.core, operation, stream) }
+    unsafe { super::objects::status(&gpu.context, operation, stream) }
 }
 
 pub(super) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStatus> {
@@ -39,7 +39,7 @@ pub(super) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStat
     status(gpu, Operation::CaptureStatus, stream.raw)
 }
 
-/// Refuses a call that would break the stream's capture, or not do what it promises, because of
+/// Refuses a call that would break the stream's capture, or not keep its contract, because of
 /// `reason`.
 pub(super) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
     match status(gpu, operation, stream.raw)? {
@@ -53,7 +53,7 @@ pub(super) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStrea
 /// Refuses a call that waits for the whole device while a stream of the context is known to
 /// capture.
 pub(super) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> {
-    if !gpu.core.ongoing.any() {
+    if !gpu.context.shared.any() {
         return Ok(());
     }
     Err(refuse(operation, "this waits for the device, which is not possible while a stream captures"))
@@ -62,9 +62,9 @@ pub(super) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> 
 pub(super) fn synchronize(gpu: &Gpu) -> Result<()> {
     let operation = Operation::Synchronize;
     forbid_device_wait(gpu, operation)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the context is current (C1, F1).
-    let waited = check(operation, unsafe { (gpu.core.functions().cuCtxSynchronize)() });
+    let waited = check(operation, unsafe { (gpu.context.functions().cuCtxSynchronize)() });
     waited.map_err(|error| match error.kind {
         ErrorKind::Capture => error.with_detail(UNANNOUNCED),
         _ => error,
@@ -73,7 +73,7 @@ pub(super) fn synchronize(gpu: &Gpu) -> Result<()> {
 
 pub(super) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
     let operation = Operation::BeginCapture;
-    let functions = gpu.core.functions();
+    let functions = gpu.context.functions();
     let begin = gpu.optional(operation, functions.cuStreamBeginCapture_v2)?;
     gpu.optional(operation, functions.cuStreamEndCapture)?;
     gpu.optional(operation, functions.cuGraphInstantiateWithFlags)?;
@@ -85,29 +85,29 @@ pub(super) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
         return Err(refuse(operation, "the legacy default stream cannot capture"));
     }
     forbid_capture(gpu, operation, &live, "it cannot begin another capture")?;
-    let _current = gpu.core.enter(operation)?;
+    let _current = gpu.context.enter(operation)?;
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
     // SAFETY: the stream lives (L1, F1).
     check(operation, unsafe { begin(live.raw, mode) })?;
-    gpu.core.ongoing.begin(stream);
+    gpu.context.shared.begin(stream);
     Ok(())
 }
 
 pub(super) fn end_capture(gpu: &Gpu, stream: RawStream) -> Result<RawGraph> {
     let operation = Operation::EndCapture;
-    let end = gpu.optional(operation, gpu.core.functions().cuStreamEndCapture)?;
+    let end = gpu.optional(operation, gpu.context.functions().cuStreamEndCapture)?;
     let live = streams::live(gpu, operation, stream)?;
     if status(gpu, operation, live.raw)? == CaptureStatus::None {
-        gpu.core.ongoing.end(stream);
+        gpu.context.shared.end(stream);
         return Err(bad_value(operation, "the stream does not capture"));
     }
-    let _current = gpu.core.enter(operation)?;
+    let _current = gpu.context.enter(operation)?;
     let mut graph: CUgraph = ptr::null_mut();
     // SAFETY: the handle outlives the call, and the stream lives (L1, F1).
     let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
-    // A capture that failed to end as it should has mostly ended all the same.
+    // A capture that failed to end as it should has mostly ended nevertheless.
     if ended.is_ok() || matches!(status(gpu, operation, live.raw), Ok(CaptureStatus::None)) {
-        gpu.core.ongoing.end(stream);
+        gpu.context.shared.end(stream);
     }
     ended?;
     if graph.is_null() {
@@ -120,29 +120,29 @@ pub(super) fn end_capture(gpu: &Gpu, stream: RawStream) -> Result<RawGraph> {
 /// Makes a captured graph executable. What was captured is not needed after that.
 fn instantiate(gpu: &Gpu, graph: CUgraph) -> Result<RawGraph> {
     let operation = Operation::EndCapture;
-    let functions = gpu.core.functions();
+    let functions = gpu.context.functions();
     let instantiate = gpu.optional(operation, functions.cuGraphInstantiateWithFlags)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut executable = ptr::null_mut();
     // SAFETY: the handle outlives the call, and the graph was just captured (F1); 0 asks for
     // nothing special.
     let code = unsafe { instantiate(&raw mut executable, graph, 0) };
     let made = check_function(operation, "cuGraphInstantiateWithFlags", code);
     // SAFETY: the graph was just captured, and is known only here.
-    unsafe { gpu.core.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
+    unsafe { gpu.context.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
     made.map_err(|error| error.with_more("the captured graph could not be made executable"))?;
     let raw = handle(executable);
     // SAFETY: just created, and known only here.
-    gpu.graphs.insert(raw, unsafe { Object::new(&gpu.core, raw, Mutex::new(())) });
+    gpu.graphs.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, Mutex::new(())) });
     Ok(RawGraph(raw))
 }
 
 pub(super) fn launch_graph(gpu: &Gpu, graph: RawGraph, stream: RawStream) -> Result<()> {
     let operation = Operation::LaunchGraph;
-    let launch = gpu.optional(operation, gpu.core.functions().cuGraphLaunch)?;
+    let launch = gpu.optional(operation, gpu.context.functions().cuGraphLaunch)?;
     let (graph, stream) = (gpu.graphs.find(operation, graph.0)?, streams::live(gpu, operation, stream)?);
     // Relaxed: the first launch may prepare the graph.
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let _alone = graph.extra.lock();
     // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed
     // after the last launch (L1).

@@ -1,10 +1,10 @@
-//! The context in which calls are made: its owner, and how it is made current on the calling
-//! thread for the length of a call.
+//! The context in which calls are made: its owner, and how it is made current on the calling thread
+//! for the length of a call.
 //!
 //! Every call first makes the context current on its thread, because the driver looks for it there,
-//! and then restores what was current before: other libraries in the process (the CUDA runtime,
-//! cudarc, another device of this crate) rely on it. Where the context is current already, this is
-//! one cheap call; it is checked each time, because any code may change what is current.
+//! and then restores the previous one: other libraries in the process (the CUDA runtime, cudarc,
+//! another device of this crate) rely on it. Where the context is current already, this is one
+//! cheap call; it is checked each time, because any code may change the current context.
 //!
 //! cudarc makes its context current when one of its objects is dropped, and leaves it so, even a
 //! context that ends then. Where this crate may drop the last reference to such an object, the
@@ -14,11 +14,11 @@
 //! mode, so that they neither fail nor break a capture that began in another mode, on this or
 //! another thread. These are allocation, freeing, mapping, queries, modules, making and giving up
 //! contexts, and calls that may lead to them: launches and fills, which may load a kernel, and
-//! copies, which may go through memory of the driver's. Left as they are: recording an event and
-//! waiting for one, and captures themselves.
+//! copies, which may go through memory of the driver's. Recording an event, waiting for one, and
+//! captures themselves keep the thread's mode.
 //!
-//! Invariant C1: the context lives as long as [`Core`]: it is retained by it, or held by cudarc's
-//! object.
+//! Invariant C1: the context lives as long as [`GpuContext`]: it is retained by it, or held by
+//! cudarc's object.
 
 use std::ffi::{c_int, c_uint};
 use std::fmt;
@@ -31,27 +31,27 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
 
 use super::functions::Functions;
 use super::installation::{Installation, check, check_function};
-use super::ongoing::Ongoing;
 use super::raw::handle;
+use super::shared::OfContext;
 use crate::error::{DeviceError, Operation, Result};
 use crate::fork;
 
-/// The driver's functions and the context to call them in.
+/// The context of a GPU, and the driver's functions to call in it.
 #[derive(Debug)]
-pub(super) struct Core {
+pub(super) struct GpuContext {
     pub(super) installation: Installation,
     pub(super) device: CUdevice,
-    context: Context,
+    raw: RawContext,
     /// cudarc's object of the context, once it was asked for or given.
     cudarc: OnceLock<Arc<CudaContext>>,
     /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context
     /// alive.
     retained: bool,
-    pub(super) ongoing: Arc<Ongoing>,
+    pub(super) shared: Arc<OfContext>,
 }
 
 /// Destroys an object by its handle, while the context is current.
-type Destroy = unsafe fn(&Core, u64) -> Result<()>;
+type Destroy = unsafe fn(&GpuContext, u64) -> Result<()>;
 
 /// How often a call that gives something back is made where there is no later attempt.
 const ATTEMPTS_AT_LAST: u32 = 3;
@@ -64,16 +64,16 @@ pub(super) fn persistently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
 
 /// A context's handle. It is used from every thread, as the driver allows.
 #[derive(Clone, Copy, Debug)]
-struct Context(CUcontext);
+struct RawContext(CUcontext);
 
 // SAFETY: a handle is a number to all code but the driver, which takes it on every thread.
-unsafe impl Send for Context {}
+unsafe impl Send for RawContext {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Context {}
+unsafe impl Sync for RawContext {}
 
-impl Core {
+impl GpuContext {
     /// The primary context of a device.
-    pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<Core>> {
+    pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<GpuContext>> {
         let device = installation.device(Operation::Init, ordinal)?;
         // As far as the driver allows it where no context is current.
         let _mode = RelaxedMode::enter(installation.functions, Operation::Init).ok();
@@ -85,13 +85,13 @@ impl Core {
                 .of_function("cuDevicePrimaryCtxRetain")
                 .with_more(format!("the context of GPU {ordinal} could not be made"))
         })?;
-        Ok(Core::new(installation, device, context, None))
+        Ok(GpuContext::new(installation, device, context, None))
     }
 
     /// The caller's context.
-    pub(super) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<Core> {
+    pub(super) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<GpuContext> {
         let (device, handle) = (context.cu_device(), context.cu_ctx());
-        Core::new(installation, device, handle, Some(context))
+        GpuContext::new(installation, device, handle, Some(context))
     }
 
     fn new(
@@ -99,10 +99,10 @@ impl Core {
         device: CUdevice,
         context: CUcontext,
         given: Option<Arc<CudaContext>>,
-    ) -> Arc<Core> {
-        let (ongoing, retained) = (Ongoing::of_context(handle(context)), given.is_none());
+    ) -> Arc<GpuContext> {
+        let (shared, retained) = (OfContext::find(handle(context)), given.is_none());
         let cudarc = given.map(OnceLock::from).unwrap_or_default();
-        Arc::new(Core { installation, device, context: Context(context), cudarc, retained, ongoing })
+        Arc::new(GpuContext { installation, device, raw: RawContext(context), cudarc, retained, shared })
     }
 
     /// cudarc's object of the context, once it was asked for or given.
@@ -112,12 +112,12 @@ impl Core {
 
     /// Whether a context of cudarc's is this one.
     pub(super) fn is(&self, context: &CudaContext) -> bool {
-        context.cu_ctx() == self.context.0
+        context.cu_ctx() == self.raw.0
     }
 
     /// The context's handle, for calls that name it. It lives as long as this.
     pub(super) fn handle(&self) -> CUcontext {
-        self.context.0
+        self.raw.0
     }
 
     /// The driver's functions.
@@ -153,13 +153,13 @@ impl Core {
         let pushed = !self.is_current(operation)?;
         if pushed {
             // SAFETY: the context is alive (C1, F1).
-            let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.context.0) };
+            let code = unsafe { (self.functions().cuCtxPushCurrent_v2)(self.raw.0) };
             check(operation, code).map_err(|error| {
                 let error = error.of_function("cuCtxPushCurrent");
                 error.with_more(format_args!("{operation} was not called, as the context could not be made current"))
             })?;
         }
-        Ok(Current { core: self, pushed, of_this_thread: PhantomData })
+        Ok(Current { context: self, pushed, mode: None, of_this_thread: PhantomData })
     }
 
     fn is_current(&self, operation: Operation) -> Result<bool> {
@@ -170,15 +170,15 @@ impl Core {
             let error = error.of_function("cuCtxGetCurrent");
             error.with_more(format_args!("{operation} was not called, as the thread's context is not known"))
         })?;
-        Ok(current == self.context.0)
+        Ok(current == self.raw.0)
     }
 
     /// Makes the context current and lets the thread's calls pass during captures, until the result
     /// is dropped.
-    pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Relaxed<'_>> {
-        let current = self.enter(operation)?;
-        let mode = RelaxedMode::enter(self.functions(), operation)?;
-        Ok(Relaxed { _mode: mode, _current: current })
+    pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Current<'_>> {
+        let mut current = self.enter(operation)?;
+        current.mode = Some(RelaxedMode::enter(self.functions(), operation)?);
+        Ok(current)
     }
 
     /// Least and greatest stream priority.
@@ -192,7 +192,7 @@ impl Core {
     }
 }
 
-impl Drop for Core {
+impl Drop for GpuContext {
     fn drop(&mut self) {
         if fork::is_child() {
             return std::mem::forget(self.cudarc.take());
@@ -223,32 +223,26 @@ impl Drop for Core {
 /// While it lives, the context is current on the thread that made it.
 #[derive(Debug)]
 pub(super) struct Current<'a> {
-    core: &'a Core,
+    context: &'a GpuContext,
     pushed: bool,
+    /// Set if the thread is in the relaxed capture mode, too. It leaves the mode first.
+    mode: Option<RelaxedMode>,
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        self.mode = None;
         if self.pushed {
             let mut popped = ptr::null_mut();
             // SAFETY: the handle outlives the call, and the context on top is the one that was
             // pushed (F1).
-            let code = unsafe { (self.core.functions().cuCtxPopCurrent_v2)(&raw mut popped) };
+            let code = unsafe { (self.context.functions().cuCtxPopCurrent_v2)(&raw mut popped) };
             if let Err(error) = check(Operation::Init, code) {
                 tracing::warn!(%error, "the thread's earlier context could not be restored");
             }
         }
     }
-}
-
-/// While it lives, the context is current on the thread that made it, and the thread is in the
-/// relaxed capture mode.
-#[derive(Debug)]
-pub(super) struct Relaxed<'a> {
-    // Left before the context is.
-    _mode: RelaxedMode,
-    _current: Current<'a>,
 }
 
 /// While it lives, the thread that made it is in the relaxed capture mode.

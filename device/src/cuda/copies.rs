@@ -29,21 +29,8 @@ pub(super) unsafe fn copy_to_device(
     bytes: usize,
     stream: RawStream,
 ) -> Result<()> {
-    let operation = Operation::CopyToDevice;
-    let stream = streams::live(gpu, operation, stream)?;
-    if bytes == 0 {
-        return Ok(());
-    }
-    memory::check_memory(gpu, operation, dst, bytes as u64)?;
-    let pageable = is_pageable(gpu, operation, src, bytes, &stream)?;
-    let copied = by_piece(gpu, operation, src, bytes, &stream, |at, bytes| {
-        let (dst, src) =
-            (CopyEnd::Device(DevicePtr(dst.0 + at)), CopyEnd::Host(HostPtr(src.expose_provenance() + size(at))));
-        // SAFETY: the target is live device memory, and the caller vouches for the source.
-        unsafe { copy_range(gpu, operation, dst, src, bytes, &stream) }
-    });
-    copied?;
-    if pageable { finish(gpu, operation, &stream) } else { Ok(()) }
+    // SAFETY: passed on to the caller.
+    unsafe { copy_host(gpu, Operation::CopyToDevice, dst, src, bytes, stream) }
 }
 
 /// Enqueues a copy to host memory.
@@ -57,20 +44,35 @@ pub(super) unsafe fn copy_to_host(
     bytes: usize,
     stream: RawStream,
 ) -> Result<()> {
-    let operation = Operation::CopyToHost;
+    // SAFETY: passed on to the caller.
+    unsafe { copy_host(gpu, Operation::CopyToHost, src, dst, bytes, stream) }
+}
+
+/// Enqueues a copy from host memory, or to it if `operation` is [`Operation::CopyToHost`].
+///
+/// # Safety
+/// As for [`crate::Driver::copy_to_device`] or [`crate::Driver::copy_to_host`].
+unsafe fn copy_host(
+    gpu: &Gpu,
+    operation: Operation,
+    ptr: DevicePtr,
+    host: *const u8,
+    bytes: usize,
+    stream: RawStream,
+) -> Result<()> {
     let stream = streams::live(gpu, operation, stream)?;
     if bytes == 0 {
         return Ok(());
     }
-    memory::check_memory(gpu, operation, src, bytes as u64)?;
-    let pageable = is_pageable(gpu, operation, dst, bytes, &stream)?;
-    let copied = by_piece(gpu, operation, dst, bytes, &stream, |at, bytes| {
-        let (dst, src) =
-            (CopyEnd::Host(HostPtr(dst.expose_provenance() + size(at))), CopyEnd::Device(DevicePtr(src.0 + at)));
-        // SAFETY: the source is live device memory, and the caller vouches for the target.
+    memory::check_memory(gpu, operation, ptr, bytes as u64)?;
+    let pageable = is_pageable(gpu, operation, host, bytes, &stream)?;
+    by_piece(gpu, operation, host, bytes, &stream, |at, bytes| {
+        let on_device = CopyEnd::Device(DevicePtr(ptr.0 + at));
+        let on_host = CopyEnd::Host(HostPtr(host.expose_provenance() + size(at)));
+        let (dst, src) = if operation == Operation::CopyToHost { (on_host, on_device) } else { (on_device, on_host) };
+        // SAFETY: one end is live device memory, and the caller vouches for the other.
         unsafe { copy_range(gpu, operation, dst, src, bytes, &stream) }
-    });
-    copied?;
+    })?;
     if pageable { finish(gpu, operation, &stream) } else { Ok(()) }
 }
 
@@ -138,8 +140,8 @@ pub(super) unsafe fn copy_range(
     bytes: u64,
     stream: &LiveStream,
 ) -> Result<()> {
-    let (functions, bytes) = (gpu.core.functions(), size(bytes));
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let (functions, bytes) = (gpu.context.functions(), size(bytes));
+    let _current = gpu.context.enter_relaxed(operation)?;
     let code = match (dst, src) {
         (CopyEnd::Device(dst), CopyEnd::Host(src)) => {
             let src: *const c_void = pointer::<c_void>(src.0 as u64);
@@ -161,9 +163,9 @@ pub(super) unsafe fn copy_range(
 
 /// Waits until a copy of pageable memory is done.
 fn finish(gpu: &Gpu, operation: Operation, stream: &LiveStream) -> Result<()> {
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the stream lives (L1, F1).
-    let code = unsafe { (gpu.core.functions().cuStreamSynchronize)(stream.raw) };
+    let code = unsafe { (gpu.context.functions().cuStreamSynchronize)(stream.raw) };
     check_function(operation, "cuStreamSynchronize", code)
 }
 
@@ -190,8 +192,8 @@ pub(super) fn memset(gpu: &Gpu, ptr: DevicePtr, value: u8, bytes: u64, stream: R
     }
     memory::check_memory(gpu, operation, ptr, bytes)?;
     // Relaxed: the first fill may load the kernel that makes it.
-    let _current = gpu.core.enter_relaxed(operation)?;
-    let call = gpu.core.functions().cuMemsetD8Async;
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let call = gpu.context.functions().cuMemsetD8Async;
     // SAFETY: the range is live device memory, and the stream lives (L1, F1).
     check(operation, unsafe { call(ptr.0, value, size(bytes), stream.raw) })
 }
@@ -224,6 +226,6 @@ pub(super) fn check_place(gpu: &Gpu, operation: Operation, place: CopyEnd, bytes
 pub(super) fn refuse_overlap(operation: Operation, touched: Vec<Touched>) -> Result<()> {
     match first_overlap(touched) {
         None => Ok(()),
-        Some(at) => Err(bad_value(operation, format!("a copy writes what another touches, at {at:#x}"))),
+        Some(at) => Err(bad_value(operation, format!("a copy writes bytes that another one touches, at {at:#x}"))),
     }
 }

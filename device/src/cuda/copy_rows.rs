@@ -9,9 +9,8 @@ use super::copies::refuse_overlap;
 use super::gpu::Gpu;
 use super::installation::{bad_value, check};
 use super::raw::{pointer, size};
-use super::rows::touched_rows;
 use super::{copies, streams};
-use crate::copies::{Copy2d, CopyEnd};
+use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
 use crate::driver::RawStream;
 use crate::error::{Operation, Result};
 
@@ -21,7 +20,7 @@ use crate::error::{Operation, Result};
 /// As for [`crate::Driver::copy_2d`].
 pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Result<()> {
     let operation = Operation::Copy2d;
-    let call = gpu.optional(operation, gpu.core.functions().cuMemcpy2DAsync_v2)?;
+    let call = gpu.optional(operation, gpu.context.functions().cuMemcpy2DAsync_v2)?;
     let stream = streams::live(gpu, operation, stream)?;
     let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
     if dst_pitch < width || src_pitch < width {
@@ -32,14 +31,20 @@ pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Res
         return Ok(());
     }
     copies::check_ends(operation, dst, src)?;
-    for (place, pitch) in [(dst, dst_pitch), (src, src_pitch)] {
+    let mut spans = Vec::new();
+    for (place, pitch, writes) in [(dst, dst_pitch, true), (src, src_pitch, false)] {
         let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
         let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
         copies::check_place(gpu, operation, place, bytes)?;
+        spans.push(Touched::new(place, bytes, writes));
     }
-    refuse_overlap(operation, touched_rows(copy))?;
+    // Mostly the two ends cannot overlap, and then no row has to be looked at.
+    if first_overlap(spans).is_some() {
+        let rows = copy.rows().ok_or_else(|| bad_value(operation, "rows beyond the last address"))?;
+        refuse_overlap(operation, rows.iter().flat_map(CopyPart::touched).collect())?;
+    }
     if height == 1 || (dst_pitch == width && src_pitch == width) {
-        // SAFETY: the ends were checked for all of the rows, and the caller vouches for what is on
+        // SAFETY: the ends were checked for all of the rows, and the caller vouches for those on
         // the host.
         return unsafe { copies::copy_range(gpu, operation, dst, src, width * height, &stream) };
     }
@@ -50,7 +55,7 @@ pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Res
         Height: size(height),
         ..ends(dst, src)
     };
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked
     // memory for which the caller vouches; the stream lives (L1, F1).
     check(operation, unsafe { call(&raw const copy, stream.raw) })

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
 
-use super::context::{Core, persistently};
+use super::context::{GpuContext, persistently};
 use super::functions::{CALLED_BY_CUDARC, Functions};
 use super::gpu::Gpu;
 use super::installation::{Installation, bad_value};
@@ -32,20 +32,19 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    pub(super) fn new(core: Arc<Core>, ordinal: u32) -> Result<Arc<CudaDriver>> {
-        Ok(Arc::new(CudaDriver { gpu: Gpu::new(core, ordinal)? }))
+    pub(super) fn new(context: Arc<GpuContext>, ordinal: u32) -> Result<Arc<CudaDriver>> {
+        Ok(Arc::new(CudaDriver { gpu: Gpu::new(context, ordinal)? }))
     }
 
     /// Opens a GPU in its primary context, the one that the CUDA runtime and most libraries use.
     ///
     /// # Errors
-    /// When no driver or no such GPU can be used; the error says why and what to do.
+    /// When no driver or no such GPU can be used; the error says why and gives advice.
     pub fn open(ordinal: u32) -> Result<Arc<CudaDriver>> {
         Self::open_in(Installation::find()?, ordinal)
     }
 
-    /// As [`CudaDriver::open`], as if the driver lacked functions: for tests of what an older
-    /// driver is good for.
+    /// As [`CudaDriver::open`], as if the driver lacked functions: for tests with an older driver.
     ///
     /// # Errors
     /// As [`CudaDriver::open`].
@@ -62,7 +61,7 @@ impl CudaDriver {
     }
 
     fn open_in(installation: Installation, ordinal: u32) -> Result<Arc<CudaDriver>> {
-        Self::new(Core::primary(installation, ordinal)?, ordinal)
+        Self::new(GpuContext::primary(installation, ordinal)?, ordinal)
     }
 
     /// Drives a GPU in a context that the caller made with cudarc. The context is kept as long as
@@ -72,10 +71,11 @@ impl CudaDriver {
     /// When the context's GPU cannot be asked about.
     pub fn from_context(context: Arc<CudaContext>) -> Result<Arc<CudaDriver>> {
         let ordinal = u32::try_from(context.ordinal()).unwrap_or(u32::MAX);
-        Self::new(Core::shared(Installation::find()?, context), ordinal)
+        Self::new(GpuContext::shared(Installation::find()?, context), ordinal)
     }
 
-    /// Gives back what is still alive. Objects with handles follow, when their tables are dropped.
+    /// Gives back all memory and mappings that are left. Objects with handles follow, when their
+    /// tables are dropped.
     fn give_everything_back(&self) -> Result<()> {
         let gpu = &self.gpu;
         // Unmapping and freeing page-locked memory do not wait for work.
@@ -169,22 +169,22 @@ impl Driver for CudaDriver {
     }
 
     fn capturing_streams(&self) -> Arc<CapturingStreams> {
-        self.gpu.core.ongoing.known.clone()
+        self.gpu.context.shared.known.clone()
     }
 
     fn attribute(&self, attribute: Attribute) -> Result<u64> {
-        let ask = |attribute| self.gpu.core.installation.attribute(self.gpu.core.device, attribute);
+        let ask = |attribute| self.gpu.context.installation.attribute(self.gpu.context.device, attribute);
         match attribute {
             Attribute::ComputeCapabilityMajor => ask(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
             Attribute::ComputeCapabilityMinor => ask(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
             Attribute::MultiprocessorCount => ask(Attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             Attribute::AsyncEngineCount => ask(Attr::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT),
             Attribute::VirtualMemoryManagement => Ok(self.gpu.info.granularity_bytes.is_some().into()),
-            Attribute::MemoryPools if !self.gpu.core.functions().has_pool() => Ok(0),
+            Attribute::MemoryPools if !self.gpu.context.functions().has_pool() => Ok(0),
             Attribute::MemoryPools => ask(Attr::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
             Attribute::GpuDirectRdmaWithVmm => Ok(self.gpu.facts.rdma.into()),
             Attribute::PosixFdHandles => Ok(self.gpu.facts.posix_fd.into()),
-            Attribute::BatchedCopies => Ok(batch::has_batches(self.gpu.core.functions()).into()),
+            Attribute::BatchedCopies => Ok(batch::has_batches(self.gpu.context.functions()).into()),
         }
     }
 
@@ -205,7 +205,7 @@ impl Driver for CudaDriver {
     }
 
     fn wait_peer(&self, stream: RawStream, peer: &dyn Driver, event: RawEvent) -> Result<()> {
-        peers::wait_peer(&self.gpu, stream, gpu_of(Operation::Wait, peer)?, event)
+        events::wait_peer(&self.gpu, stream, gpu_of(Operation::Wait, peer)?, event)
     }
 
     fn copy_peer(

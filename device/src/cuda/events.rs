@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::gpu::Gpu;
-use super::handles::Object;
+use super::handles::OwnedObject;
 use super::installation::check;
 use super::objects::Events;
 use super::raw::{handle, pointer};
@@ -19,59 +19,65 @@ const BLOCKING_SYNC: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: u32 = 2;
 
-pub(super) fn find(gpu: &Gpu, operation: Operation, event: RawEvent) -> Result<Arc<Object<Events>>> {
+fn find(gpu: &Gpu, operation: Operation, event: RawEvent) -> Result<Arc<OwnedObject<Events>>> {
     gpu.events.find(operation, event.0)
 }
 
 pub(super) fn create_event(gpu: &Gpu, timing: bool) -> Result<RawEvent> {
-    let _current = gpu.core.enter_relaxed(Operation::CreateEvent)?;
+    let _current = gpu.context.enter_relaxed(Operation::CreateEvent)?;
     let mut raw = ptr::null_mut();
     let flags = BLOCKING_SYNC | if timing { 0 } else { DISABLE_TIMING };
     // SAFETY: the handle outlives the call (F1).
-    check(Operation::CreateEvent, unsafe { (gpu.core.functions().cuEventCreate)(&raw mut raw, flags) })?;
+    check(Operation::CreateEvent, unsafe { (gpu.context.functions().cuEventCreate)(&raw mut raw, flags) })?;
     let raw = handle(raw);
     // SAFETY: just created, and known only here.
-    gpu.events.insert(raw, unsafe { Object::new(&gpu.core, raw, ()) });
+    gpu.events.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, ()) });
     Ok(RawEvent(raw))
 }
 
 pub(super) fn record(gpu: &Gpu, event: RawEvent, stream: RawStream) -> Result<()> {
     let operation = Operation::Record;
     let (event, stream) = (find(gpu, operation, event)?, streams::live(gpu, operation, stream)?);
-    let _current = gpu.core.enter(operation)?;
+    let _current = gpu.context.enter(operation)?;
     // SAFETY: event and stream live (L1, F1).
-    check(operation, unsafe { (gpu.core.functions().cuEventRecord)(pointer(event.raw()), stream.raw) })
+    check(operation, unsafe { (gpu.context.functions().cuEventRecord)(pointer(event.raw()), stream.raw) })
 }
 
 pub(super) fn wait(gpu: &Gpu, stream: RawStream, event: RawEvent) -> Result<()> {
+    wait_peer(gpu, stream, gpu, event)
+}
+
+/// Makes a stream wait for an event of this or another GPU.
+pub(super) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEvent) -> Result<()> {
     let operation = Operation::Wait;
-    let (event, stream) = (find(gpu, operation, event)?, streams::live(gpu, operation, stream)?);
-    let _current = gpu.core.enter(operation)?;
-    // SAFETY: event and stream live (L1, F1); 0 are the only flags.
-    check(operation, unsafe { (gpu.core.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
+    let (event, stream) = (find(peer, operation, event)?, streams::live(gpu, operation, stream)?);
+    let _current = gpu.context.enter(operation)?;
+    // SAFETY: event and stream live (L1, F1), and an event may be of another context; 0 are the
+    // only flags.
+    check(operation, unsafe { (gpu.context.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
 }
 
 pub(super) fn query_event(gpu: &Gpu, event: RawEvent) -> Result<bool> {
     let operation = Operation::QueryEvent;
     let event = find(gpu, operation, event)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the event lives (L1, F1).
-    done(operation, unsafe { (gpu.core.functions().cuEventQuery)(pointer(event.raw())) })
+    done(operation, unsafe { (gpu.context.functions().cuEventQuery)(pointer(event.raw())) })
 }
 
 pub(super) fn synchronize_event(gpu: &Gpu, event: RawEvent) -> Result<()> {
     let operation = Operation::SynchronizeEvent;
     let event = find(gpu, operation, event)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the event lives (L1, F1).
-    check(operation, unsafe { (gpu.core.functions().cuEventSynchronize)(pointer(event.raw())) })
+    check(operation, unsafe { (gpu.context.functions().cuEventSynchronize)(pointer(event.raw())) })
 }
 
 pub(super) fn elapsed_ms(gpu: &Gpu, start: RawEvent, end: RawEvent) -> Result<f64> {
     let operation = Operation::ElapsedTime;
-    let elapsed = gpu.optional(operation, gpu.core.functions().cuEventElapsedTime)?;
+    let elapsed = gpu.optional(operation, gpu.context.functions().cuEventElapsedTime)?;
     let (start, end) = (find(gpu, operation, start)?, find(gpu, operation, end)?);
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut milliseconds = 0.0_f32;
     // SAFETY: the number outlives the call, and the events live (L1, F1).
     let code = unsafe { elapsed(&raw mut milliseconds, pointer(start.raw()), pointer(end.raw())) };

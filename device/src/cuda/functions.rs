@@ -1,4 +1,4 @@
-//! The driver's functions, found by name once: what must be there, and what may be missing.
+//! The driver's functions, found by name once: the required ones, and the optional ones.
 //!
 //! Calls go through this table and not through the functions of cudarc's `sys`, whose types they
 //! are made of, for three reasons. `sys` returns a Rust enumeration of the result codes that its

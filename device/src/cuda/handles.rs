@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use crate::fork::RwLock;
 
-use super::context::Core;
+use super::context::GpuContext;
 use crate::error::{Code, DeviceError, Operation, Result};
 
 /// Parts of a table, each with a lock of its own, so that threads with objects of their own rarely
@@ -113,16 +113,16 @@ impl Hasher for Mix {
     }
 }
 
-/// What kind of object a handle is of, and how it is destroyed.
+/// A kind of object, and how one is destroyed.
 pub(super) trait Kind: fmt::Debug + Send + Sync {
-    /// What it is called in messages.
+    /// Its name in messages.
     const NAME: &'static str;
     /// The call that destroys one.
     const DESTROY: Operation;
-    /// What is known about it in addition to its handle.
+    /// Data kept with its handle.
     type Extra: fmt::Debug + Send + Sync;
 
-    /// Takes back what was lent out of it; false while it is still lent, so that it must not be
+    /// Takes a lent object back; false while it is still lent, so that this one must not be
     /// destroyed.
     fn release(_extra: &mut Self::Extra) -> bool {
         true
@@ -133,25 +133,25 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
     /// # Safety
     /// `raw` must be a live object of this kind that nothing uses any more, and its context
     /// current.
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()>;
+    unsafe fn destroy(context: &GpuContext, raw: u64) -> Result<()>;
 }
 
 /// An object of the driver's that is destroyed when this is dropped.
 #[derive(Debug)]
-pub(super) struct Object<K: Kind> {
-    core: Arc<Core>,
+pub(super) struct OwnedObject<K: Kind> {
+    context: Arc<GpuContext>,
     /// 0 once it is destroyed.
     raw: u64,
     pub(super) extra: K::Extra,
 }
 
-impl<K: Kind> Object<K> {
+impl<K: Kind> OwnedObject<K> {
     /// Takes over an object.
     ///
     /// # Safety
     /// `raw` must be a live object of this kind in this context that nothing else destroys.
-    pub(super) unsafe fn new(core: &Arc<Core>, raw: u64, extra: K::Extra) -> Object<K> {
-        Object { core: core.clone(), raw, extra }
+    pub(super) unsafe fn new(context: &Arc<GpuContext>, raw: u64, extra: K::Extra) -> OwnedObject<K> {
+        OwnedObject { context: context.clone(), raw, extra }
     }
 
     /// Its handle.
@@ -161,31 +161,32 @@ impl<K: Kind> Object<K> {
 
     /// Destroys it now. It is still there after an error.
     pub(super) fn destroy(&mut self) -> Result<()> {
-        let _current = self.core.enter_relaxed(K::DESTROY)?;
+        let _current = self.context.enter_relaxed(K::DESTROY)?;
         // SAFETY: the object is alive (L1), this is its only reference, and the context is current.
-        unsafe { K::destroy(&self.core, self.raw) }?;
+        unsafe { K::destroy(&self.context, self.raw) }?;
         self.raw = 0;
         Ok(())
     }
 }
 
-impl<K: Kind> Drop for Object<K> {
+impl<K: Kind> Drop for OwnedObject<K> {
     fn drop(&mut self) {
-        // What is still lent is left to the end of the context.
+        // An object that is still lent stays until the end of the context.
         if self.raw != 0 && K::release(&mut self.extra) {
             // SAFETY: the object is alive (L1), and this is its only reference.
-            unsafe { self.core.destroy_or_leak(K::NAME, self.raw, K::destroy) };
+            unsafe { self.context.destroy_or_leak(K::NAME, self.raw, K::destroy) };
         }
     }
 }
 
-impl<K: Kind> Handles<Object<K>> {
+impl<K: Kind> Handles<OwnedObject<K>> {
     /// The live object with this handle.
-    pub(super) fn find(&self, operation: Operation, handle: u64) -> Result<Arc<Object<K>>> {
+    pub(super) fn find(&self, operation: Operation, handle: u64) -> Result<Arc<OwnedObject<K>>> {
         self.get(handle).ok_or_else(|| dead(operation, K::NAME, handle))
     }
 
-    /// Destroys an object, or has the last call with it do so. It stays live if the driver refuses.
+    /// Destroys an object, or leaves that to the last call that uses it. It stays live if the
+    /// driver refuses.
     pub(super) fn destroy(&self, handle: u64) -> Result<()> {
         let object = self.take(handle).ok_or_else(|| dead(K::DESTROY, K::NAME, handle))?;
         // In use on another thread: the last user's drop destroys it (L1).
@@ -208,21 +209,6 @@ pub(super) fn dead(operation: Operation, name: &str, handle: u64) -> DeviceError
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn objects_live_until_their_last_user_is_done() {
-        let handles = Handles::default();
-        for handle in 0..1000 {
-            handles.insert(handle * 8, handle);
-        }
-        let held = handles.get(80).unwrap();
-        assert_eq!(handles.take(80).as_deref(), Some(&10));
-        assert_eq!((*held, handles.get(80)), (10, None));
-        drop(held);
-        handles.insert(80, 10);
-        assert_eq!(handles.take_if(80, |&object| object == 9), None);
-        assert!((0..1000).all(|handle| handles.get(handle * 8).as_deref() == Some(&handle)));
-    }
 
     #[test]
     fn handles_spread_over_the_shards() {

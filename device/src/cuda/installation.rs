@@ -1,4 +1,4 @@
-//! The driver as it is installed: loaded, checked, started, and asked which GPUs it sees.
+//! The installed driver: loads it, checks it, starts it, and asks which GPUs it sees.
 
 use std::env;
 use std::ffi::{CStr, c_int, c_uint};
@@ -32,7 +32,7 @@ impl std::fmt::Debug for Installation {
     }
 }
 
-/// Found once; a failure is not kept, because what is missing may be installed or loaded later.
+/// Found once; a failure is not kept, because the driver may be installed or loaded later.
 static FUNCTIONS: OnceLock<&'static Functions> = OnceLock::new();
 
 impl Installation {
@@ -178,7 +178,7 @@ fn error_of(operation: Operation, code: Code) -> DeviceError {
 fn explanation(code: Code) -> Option<&'static str> {
     match code {
         Code(3) => Some(
-            "the driver was not initialised in this process: a child that was forked cannot use what its parent initialised, so start \
+            "the driver was not initialised in this process: a forked child cannot use the driver that its parent initialised, so start \
              another process instead",
         ),
         Code(4) => Some("the driver is shutting down, because the process ends"),
@@ -190,7 +190,7 @@ fn explanation(code: Code) -> Option<&'static str> {
     }
 }
 
-/// Value of `CUDA_VISIBLE_DEVICES`, which says what GPUs the driver shows to this program.
+/// Value of `CUDA_VISIBLE_DEVICES`, the GPUs that the driver shows to this program.
 pub(crate) fn visible_devices() -> Option<String> {
     env::var_os("CUDA_VISIBLE_DEVICES").map(|value| value.to_string_lossy().into_owned())
 }
@@ -266,8 +266,7 @@ fn none_visible() -> Unavailable {
     }
 }
 
-/// Whether a value of `CUDA_VISIBLE_DEVICES` shows the first GPU, and with it one of whatever GPUs
-/// there are.
+/// Whether a value of `CUDA_VISIBLE_DEVICES` shows the first GPU, which is there if any GPU is.
 fn shows_first(value: &str) -> bool {
     value.trim() == "0"
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
-use super::context::Core;
+use super::context::GpuContext;
 use super::driver::CudaDriver;
 use super::installation::Installation;
 use super::objects::StreamEntry;
 use super::raw::{handle, pointer};
-use super::registry;
+use super::shared::OfContext;
 use super::streams::{self, is_default};
 use crate::device::Device;
 use crate::driver::{Driver, RawStream};
@@ -19,8 +19,8 @@ use crate::fork;
 use crate::stream::Stream;
 
 /// The device of a GPU, in its primary context. If the GPU is open already, this is another handle
-/// of that device: two libraries in one program share it, its streams, and what is known about
-/// their order. The last handle closes it. [`Device::open`] uses this.
+/// of that device: two libraries in one program share it, its streams, and the known order between
+/// them. The last handle closes it. [`Device::open`] uses this.
 ///
 /// ```no_run
 /// use aquifer_device::cuda;
@@ -33,10 +33,10 @@ use crate::stream::Stream;
 /// When no driver or no such GPU can be used.
 pub fn shared(ordinal: u32) -> Result<Device> {
     fork::check(Operation::Init)?;
-    let core = Core::primary(Installation::find()?, ordinal)?;
-    // Another reference to `core` outlives the call, so that the context is not given up under the
-    // registry's lock.
-    registry::device_in(handle(core.handle()), || CudaDriver::new(core.clone(), ordinal))
+    let context = GpuContext::primary(Installation::find()?, ordinal)?;
+    // Another reference to `context` outlives the call, so that the context is not given up under
+    // the lock of its device.
+    context.shared.device(|| CudaDriver::new(context.clone(), ordinal))
 }
 
 /// The device of a context that the caller made with cudarc: the one that the context has already,
@@ -57,7 +57,7 @@ pub fn shared(ordinal: u32) -> Result<Device> {
 /// When the context's GPU cannot be asked about.
 pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
     fork::check(Operation::Init)?;
-    let device = registry::device_in(handle(context.cu_ctx()), || CudaDriver::from_context(context.clone()))?;
+    let device = OfContext::find(handle(context.cu_ctx())).device(|| CudaDriver::from_context(context.clone()))?;
     driver_of(device.driver(), Operation::Init)?.keep_context(context);
     Ok(device)
 }
@@ -91,7 +91,7 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
 
 /// The device's stream for a stream of cudarc's, so that two libraries in one program share it: one
 /// that was created here and lent with [`stream_of`], one that was adopted before, a default
-/// stream, or else the stream is adopted now. Its ticks also cover what cudarc enqueues.
+/// stream, or else the stream is adopted now. Its ticks also cover work that cudarc enqueues.
 ///
 /// An adopted stream is kept alive until [`forget_stream`], or until the last handle of the device
 /// is dropped. Threads that ask for one stream at the same time get one stream.
@@ -113,7 +113,8 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
 /// device whose last handle was dropped and that is being destroyed.
 pub fn stream(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
     let (driver, raw) = of_device(device, stream, "the stream was not adopted")?;
-    // SAFETY: the stream lives now, and what keeps it alive is kept while it is adopted: see below.
+    // SAFETY: the stream lives now, and cudarc's object keeps it alive while it is adopted: see
+    // below.
     let ours = unsafe { device.stream_from_raw(raw) }?;
     if !is_default(raw) && !streams::keep(&driver.gpu, raw, stream) {
         return Err(DeviceError::refused(Operation::StreamId, Code::INVALID_HANDLE)
@@ -145,7 +146,7 @@ fn of_device<'a>(
 ) -> Result<(&'a CudaDriver, RawStream)> {
     let operation = Operation::StreamId;
     let driver = driver_of(device.driver(), operation).map_err(|error| error.of_request(request))?;
-    if driver.gpu.core.is(stream.context()) {
+    if driver.gpu.context.is(stream.context()) {
         return Ok((driver, RawStream(handle(stream.cu_stream()))));
     }
     Err(DeviceError::refused(operation, Code::INVALID_HANDLE).of_request(request).with_detail(
@@ -177,25 +178,25 @@ impl CudaDriver {
     fn keep_context(&self, context: Arc<CudaContext>) {
         // cudarc makes the context current when it drops an object, and leaves it so; this restores
         // the thread's own.
-        let _current = self.gpu.core.enter_relaxed(Operation::Init).ok();
-        let _ = self.gpu.core.cudarc().set(context);
+        let _current = self.gpu.context.enter_relaxed(Operation::Init).ok();
+        let _ = self.gpu.context.cudarc().set(context);
     }
 
     fn cudarc_context(&self) -> Result<Arc<CudaContext>> {
-        if let Some(context) = self.gpu.core.cudarc().get() {
+        if let Some(context) = self.gpu.context.cudarc().get() {
             return Ok(context.clone());
         }
         let operation = Operation::Init;
         // cudarc makes the context current and leaves it so; this restores the thread's own.
-        let _current = self.gpu.core.enter_relaxed(operation)?;
+        let _current = self.gpu.context.enter_relaxed(operation)?;
         let ordinal = usize::try_from(self.gpu.info.ordinal).unwrap_or(usize::MAX);
         let context = CudaContext::new(ordinal).map_err(|error| of_cudarc(operation, error))?;
-        if !self.gpu.core.is(&context) {
+        if !self.gpu.context.is(&context) {
             return Err(DeviceError::refused(operation, Code(803)).of_request("no context was lent").with_detail(
                 "cudarc uses another driver library than this crate: is a toolkit's stub on the library path?",
             ));
         }
-        Ok(self.gpu.core.cudarc().get_or_init(|| context).clone())
+        Ok(self.gpu.context.cudarc().get_or_init(|| context).clone())
     }
 
     fn cudarc_stream(&self, raw: RawStream) -> Result<Arc<CudaStream>> {

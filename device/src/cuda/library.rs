@@ -33,8 +33,8 @@ static CHOICE: Mutex<Choice> = Mutex::new(Choice { path: None, is_open: false })
 /// cudarc loads the driver by itself, by name.
 ///
 /// # Safety
-/// The library is a CUDA driver: its functions have the signatures and do what CUDA documents. If
-/// objects are passed to and from cudarc, or other users of CUDA in the process, it knows the
+/// The library is a CUDA driver: its functions have the signatures and effects that CUDA documents.
+/// If objects are passed to and from cudarc, or other users of CUDA in the process, it knows the
 /// handles of the driver that these load.
 ///
 /// # Errors
@@ -60,8 +60,8 @@ const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 /// Opens the driver's library: the one that was chosen, else one that the process has loaded
 /// already, else the one that the system finds.
 ///
-/// What is loaded already comes before what is found, because two drivers in one process do not
-/// know each other's handles.
+/// A loaded library comes before an installed one, because two drivers in one process do not know
+/// each other's handles.
 pub(super) fn open() -> std::result::Result<Library, Unavailable> {
     let mut choice = CHOICE.lock();
     let named = || env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
@@ -78,9 +78,7 @@ fn open_chosen(path: &Path) -> std::result::Result<Library, Unavailable> {
     // any thread.
     unsafe { Library::new(path) }.map_err(|error| {
         let name = path.display().to_string();
-        Unavailable::NoDriver {
-            reason: format!("{} (the library that was chosen)", together(&[(&name, first_cause(&error))])),
-        }
+        Unavailable::NoDriver { reason: format!("{} (the library that was chosen)", reason(&name, &error)) }
     })
 }
 
@@ -94,37 +92,29 @@ fn open_installed() -> std::result::Result<Library, Unavailable> {
         // any thread.
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
-            Err(error) => reasons.push((name, first_cause(&error))),
+            Err(error) => reasons.push(reason(name, &error)),
         }
     }
-    Err(Unavailable::NoDriver { reason: together(&reasons) })
+    Err(Unavailable::NoDriver { reason: reasons.join("; ") })
 }
 
-/// The answer of the system's loader, which is the source of the calling crate's error.
-fn first_cause(error: &dyn std::error::Error) -> String {
-    error.source().map_or_else(|| error.to_string(), first_cause)
-}
-
-/// Why each library could not be loaded. Most loaders begin the reason with the name. Libraries
-/// with the same reason share it.
-fn together(reasons: &[(&str, String)]) -> String {
-    let mut shared: Vec<(String, &str)> = Vec::new();
-    for (name, said) in reasons {
-        let cause = said.strip_prefix(name).and_then(|said| said.strip_prefix(": ")).unwrap_or(said);
-        match shared.last_mut() {
-            Some((names, last)) if *last == cause => *names += &format!(" and {name}"),
-            _ => shared.push(((*name).to_owned(), cause)),
+/// Why a library could not be loaded: the answer of the system's loader, which is the innermost
+/// source of the error. Most loaders begin it with the library's name.
+fn reason(name: &str, error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => reason(name, source),
+        None => {
+            let text = error.to_string();
+            if text.starts_with(name) { text } else { format!("{name}: {text}") }
         }
     }
-    let causes: Vec<String> = shared.into_iter().map(|(names, cause)| format!("{names}: {cause}")).collect();
-    causes.join("; ")
 }
 
 /// The library if the process has loaded it.
 #[cfg(target_os = "linux")]
 fn loaded(name: &str) -> Option<Library> {
     use libloading::os::unix;
-    /// Do not load what is not loaded, from `dlfcn.h` of Linux's C libraries.
+    /// Do not load a library that is not loaded, from `dlfcn.h` of Linux's C libraries.
     const RTLD_NOLOAD: std::ffi::c_int = 4;
     // SAFETY: nothing is loaded, so no initialisation runs.
     unsafe { unix::Library::open(Some(name), unix::RTLD_LAZY | RTLD_NOLOAD) }.ok().map(Library::from)
@@ -133,23 +123,4 @@ fn loaded(name: &str) -> Option<Library> {
 #[cfg(not(target_os = "linux"))]
 fn loaded(_name: &str) -> Option<Library> {
     None
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_library_is_named_once() {
-        assert_eq!(together(&[("libcuda.so.1", "libcuda.so.1: cannot open".into())]), "libcuda.so.1: cannot open");
-        assert_eq!(together(&[("nvcuda.dll", "not found".into())]), "nvcuda.dll: not found");
-    }
-
-    #[test]
-    fn a_reason_is_told_once() {
-        let [one, two] = ["libcuda.so.1", "libcuda.so"];
-        let reasons = |last: &str| [(one, format!("{one}: no such file")), (two, format!("{two}: {last}"))];
-        assert_eq!(together(&reasons("no such file")), "libcuda.so.1 and libcuda.so: no such file");
-        assert_eq!(together(&reasons("wrong class")), "libcuda.so.1: no such file; libcuda.so: wrong class");
-    }
 }

@@ -1,13 +1,13 @@
-//! Physical memory, reserved addresses, and mappings of the one at the other.
+//! Physical memory, reserved addresses, and mappings of physical memory there.
 //!
 //! The driver's demands on its callers (whole mappings, a reservation that is empty when it goes
 //! back) are checked here first. The lock of `rules` is held across the driver's calls on mappings,
-//! so that two threads cannot disagree about what is mapped; it is taken before a table's.
+//! so that two threads cannot disagree about the mappings; it is taken before a table's.
 
 use std::ffi::c_int;
 
 use super::gpu::Gpu;
-use super::handles::Object;
+use super::handles::OwnedObject;
 use super::installation::{bad_value, check};
 use super::raw::size;
 use super::shapes::{AccessDescription, AllocationProperties};
@@ -27,8 +27,8 @@ fn can_map(gpu: &Gpu, operation: Operation) -> Result<()> {
 pub(super) fn reserve(gpu: &Gpu, bytes: u64, alignment: u64) -> Result<DevicePtr> {
     let operation = Operation::Reserve;
     can_map(gpu, operation)?;
-    let reserve = gpu.optional(operation, gpu.core.functions().cuMemAddressReserve)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let reserve = gpu.optional(operation, gpu.context.functions().cuMemAddressReserve)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut ptr = 0;
     // The driver aligns to its granularity anyway.
     let more = if Some(alignment) > gpu.info.granularity_bytes { alignment } else { 0 };
@@ -50,27 +50,17 @@ pub(super) fn unreserve(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
     if gpu.mapped.any_in(ptr.0, bytes) {
         return Err(bad_value(operation, format!("memory is mapped in the {bytes} bytes at {ptr}")));
     }
-    match gpu.reserved.take_if(ptr.0, |()| true) {
-        Some((reserved, ())) if reserved == bytes => {}
-        other => {
-            if let Some((reserved, ())) = other {
-                gpu.reserved.insert(ptr.0, reserved, ());
-            }
-            return Err(bad_value(operation, format!("{bytes} bytes at {ptr} are no whole reservation")));
-        }
+    if gpu.reserved.bytes_from(ptr.0) != Some(bytes) {
+        return Err(bad_value(operation, format!("{bytes} bytes at {ptr} are no whole reservation")));
     }
-    let freed = unreserve_raw(gpu, ptr.0, bytes);
-    if freed.is_err() {
-        gpu.reserved.insert(ptr.0, bytes, ());
-    }
-    freed
+    gpu.reserved.give_back(ptr.0, |()| true, |()| unreserve_raw(gpu, ptr.0, bytes)).unwrap_or(Ok(()))
 }
 
 /// Gives addresses back that the table does not know any more.
 pub(super) fn unreserve_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
     let operation = Operation::Unreserve;
-    let free = gpu.optional(operation, gpu.core.functions().cuMemAddressFree)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let free = gpu.optional(operation, gpu.context.functions().cuMemAddressFree)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: a whole reservation with nothing mapped in it (F1).
     check(operation, unsafe { free(ptr, size(bytes)) })
 }
@@ -78,16 +68,16 @@ pub(super) fn unreserve_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
 pub(super) fn create_physical(gpu: &Gpu, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
     let operation = Operation::CreatePhysical;
     can_map(gpu, operation)?;
-    let create = gpu.optional(operation, gpu.core.functions().cuMemCreate)?;
+    let create = gpu.optional(operation, gpu.context.functions().cuMemCreate)?;
     check_options(gpu, options)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
-    let properties = AllocationProperties::new(gpu.core.device, options);
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let properties = AllocationProperties::new(gpu.context.device, options);
     let mut raw = 0;
     // SAFETY: handle and properties outlive the call; 0 are the only flags (F1).
     let code = unsafe { create(&raw mut raw, size(bytes), &raw const properties, 0) };
     check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
     // SAFETY: just created, and known only here.
-    gpu.physicals.insert(raw, unsafe { Object::new(&gpu.core, raw, bytes) });
+    gpu.physicals.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, bytes) });
     Ok(RawPhysical(raw))
 }
 
@@ -114,7 +104,7 @@ pub(super) fn release_physical(gpu: &Gpu, physical: RawPhysical) -> Result<()> {
 pub(super) fn map(gpu: &Gpu, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
     let operation = Operation::Map;
     can_map(gpu, operation)?;
-    let map = gpu.optional(operation, gpu.core.functions().cuMemMap)?;
+    let map = gpu.optional(operation, gpu.context.functions().cuMemMap)?;
     let memory = gpu.physicals.find(operation, physical.0)?;
     if memory.extra != bytes {
         let detail = format!("the physical memory has {} bytes, not the {bytes} that are to be mapped", memory.extra);
@@ -124,7 +114,7 @@ pub(super) fn map(gpu: &Gpu, ptr: DevicePtr, bytes: u64, physical: RawPhysical) 
     if !gpu.reserved.hold(ptr.0, bytes) {
         return Err(bad_value(operation, format!("{bytes} bytes at {ptr} are not all reserved")));
     }
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the addresses are reserved and the memory lives (L1, F1); its offset and the flags
     // must be 0.
     check(operation, unsafe { map(ptr.0, size(bytes), 0, memory.raw(), 0) })?;
@@ -150,8 +140,8 @@ pub(super) fn unmap(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
 /// Unmaps whole mappings that the table does not know any more.
 pub(super) fn unmap_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
     let operation = Operation::Unmap;
-    let unmap = gpu.optional(operation, gpu.core.functions().cuMemUnmap)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let unmap = gpu.optional(operation, gpu.context.functions().cuMemUnmap)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: whole mappings (F1).
     check(operation, unsafe { unmap(ptr, size(bytes)) })
 }
@@ -164,7 +154,7 @@ fn tiles(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<
 pub(super) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
     let operation = Operation::SetAccess;
     can_map(gpu, operation)?;
-    let set = gpu.optional(operation, gpu.core.functions().cuMemSetAccess)?;
+    let set = gpu.optional(operation, gpu.context.functions().cuMemSetAccess)?;
     let no_device = |ordinal: u32| {
         DeviceError::refused(operation, Code::INVALID_DEVICE).with_detail(format!("there is no GPU {ordinal}"))
     };
@@ -176,7 +166,7 @@ pub(super) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32])
     if descriptions.is_empty() {
         return Ok(());
     }
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the descriptions outlive the call, and their number is right; the range is mapped
     // (F1).
     check(operation, unsafe { set(ptr.0, size(bytes), descriptions.as_ptr(), descriptions.len()) })
@@ -184,10 +174,10 @@ pub(super) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32])
 
 pub(super) fn can_access_peer(gpu: &Gpu, peer: u32) -> Result<bool> {
     let operation = Operation::CanAccessPeer;
-    let ask = gpu.optional(operation, gpu.core.functions().cuDeviceCanAccessPeer)?;
-    let peer = gpu.core.installation.device(operation, peer)?;
+    let ask = gpu.optional(operation, gpu.context.functions().cuDeviceCanAccessPeer)?;
+    let peer = gpu.context.installation.device(operation, peer)?;
     let mut can: c_int = 0;
     // SAFETY: the number outlives the call (F1).
-    check(operation, unsafe { ask(&raw mut can, gpu.core.device, peer) })?;
+    check(operation, unsafe { ask(&raw mut can, gpu.context.device, peer) })?;
     Ok(can != 0)
 }

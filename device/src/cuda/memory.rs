@@ -5,7 +5,7 @@ use std::ptr;
 
 use cudarc::driver::sys::{CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpointer_attribute as PointerAttr};
 
-use super::context::Core;
+use super::context::GpuContext;
 use super::gpu::Gpu;
 use super::installation::{bad_value, check, check_function};
 use super::objects::{Locked, Source};
@@ -23,33 +23,33 @@ const DEVICE_MEMORY: u64 = 2;
 
 const NOT_REGISTERED: Code = Code(713);
 
-/// What page-locked memory is aligned to, in bytes.
+/// Alignment of page-locked memory, in bytes.
 const PAGE: u64 = 4096;
 
 /// Frees page-locked memory, from where the driver's allocation starts.
 ///
 /// # Safety
 /// It was allocated, not freed, and nothing uses it any more. The context is current.
-unsafe fn free_host(core: &Core, start: u64) -> Result<()> {
+unsafe fn free_host(context: &GpuContext, start: u64) -> Result<()> {
     // SAFETY: it was allocated and not freed (F1).
-    check(Operation::HostFree, unsafe { (core.functions().cuMemFreeHost)(pointer(start)) })
+    check(Operation::HostFree, unsafe { (context.functions().cuMemFreeHost)(pointer(start)) })
 }
 
 pub(super) fn memory_info(gpu: &Gpu) -> Result<MemoryInfo> {
     let operation = Operation::MemoryInfo;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: the numbers outlive the call (F1).
-    check(operation, unsafe { (gpu.core.functions().cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
+    check(operation, unsafe { (gpu.context.functions().cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
     Ok(MemoryInfo { free: free as u64, total: total as u64 })
 }
 
 pub(super) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
     let operation = Operation::Alloc;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut ptr = 0;
     // SAFETY: the address outlives the call (F1).
-    let code = unsafe { (gpu.core.functions().cuMemAlloc_v2)(&raw mut ptr, size(bytes)) };
+    let code = unsafe { (gpu.context.functions().cuMemAlloc_v2)(&raw mut ptr, size(bytes)) };
     check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
     gpu.memory.insert(ptr, bytes, Source::Plain);
     Ok(DevicePtr(ptr))
@@ -58,32 +58,25 @@ pub(super) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
 pub(super) fn free(gpu: &Gpu, ptr: DevicePtr) -> Result<()> {
     let operation = Operation::Free;
     captures::forbid_device_wait(gpu, operation)?;
-    // Out of the table first: the driver may give the address to another thread as soon as it is
-    // free.
-    let taken = gpu.memory.take_if(ptr.0, |_| true);
-    let (bytes, source) = taken.ok_or_else(|| bad_value(operation, format!("no live allocation starts at {ptr}")))?;
-    let freed = free_raw(gpu, ptr.0);
-    if freed.is_err() {
-        gpu.memory.insert(ptr.0, bytes, source);
-    }
-    freed
+    let freed = gpu.memory.give_back(ptr.0, |_| true, |_| free_raw(gpu, ptr.0));
+    freed.unwrap_or_else(|| Err(bad_value(operation, format!("no live allocation starts at {ptr}"))))
 }
 
 /// Frees memory that the table does not know any more.
 pub(super) fn free_raw(gpu: &Gpu, ptr: u64) -> Result<()> {
-    let _current = gpu.core.enter_relaxed(Operation::Free)?;
+    let _current = gpu.context.enter_relaxed(Operation::Free)?;
     // SAFETY: passed on to the caller (F1).
-    check(Operation::Free, unsafe { (gpu.core.functions().cuMemFree_v2)(ptr) })
+    check(Operation::Free, unsafe { (gpu.context.functions().cuMemFree_v2)(ptr) })
 }
 
 pub(super) fn alloc_async(gpu: &Gpu, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
     let operation = Operation::AllocAsync;
-    let alloc = gpu.optional(operation, gpu.core.functions().cuMemAllocAsync)?;
-    // What is given out has to come back.
-    gpu.optional(operation, gpu.core.functions().cuMemFreeAsync)?;
+    let alloc = gpu.optional(operation, gpu.context.functions().cuMemAllocAsync)?;
+    // Memory that is given out has to come back.
+    gpu.optional(operation, gpu.context.functions().cuMemFreeAsync)?;
     let stream = streams::live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &stream, "the driver's pool cannot be used in a capture here")?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut ptr = 0;
     // SAFETY: the address outlives the call, and the stream lives (L1, F1).
     let code = unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) };
@@ -94,37 +87,37 @@ pub(super) fn alloc_async(gpu: &Gpu, bytes: u64, stream: RawStream) -> Result<De
 
 pub(super) fn free_async(gpu: &Gpu, ptr: DevicePtr, stream: RawStream) -> Result<()> {
     let operation = Operation::FreeAsync;
-    let free = gpu.optional(operation, gpu.core.functions().cuMemFreeAsync)?;
+    let free = gpu.optional(operation, gpu.context.functions().cuMemFreeAsync)?;
     let stream = streams::live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &stream, "the driver's pool cannot be used in a capture here")?;
-    let taken = gpu.memory.take_if(ptr.0, |source| source == Source::Pool);
+    let freed = gpu.memory.give_back(
+        ptr.0,
+        |source| source == Source::Pool,
+        |_| {
+            let _current = gpu.context.enter_relaxed(operation)?;
+            // SAFETY: the memory is live (it was in the table), and so is the stream (L1, F1).
+            check(operation, unsafe { free(ptr.0, stream.raw) })
+        },
+    );
     let no_such = || bad_value(operation, format!("no live allocation of the driver's pool starts at {ptr}"));
-    let (bytes, source) = taken.ok_or_else(no_such)?;
-    let freed = gpu.core.enter_relaxed(operation).and_then(|_current| {
-        // SAFETY: the memory is live (it was in the table), and so is the stream (L1, F1).
-        check(operation, unsafe { free(ptr.0, stream.raw) })
-    });
-    if freed.is_err() {
-        gpu.memory.insert(ptr.0, bytes, source);
-    }
-    freed
+    freed.unwrap_or_else(|| Err(no_such()))
 }
 
 /// The pool that the driver's stream-ordered allocations come from, which others in the process may
 /// have set.
 fn pool(gpu: &Gpu, operation: Operation) -> Result<CUmemoryPool> {
-    let find = gpu.optional(operation, gpu.core.functions().cuDeviceGetMemPool)?;
+    let find = gpu.optional(operation, gpu.context.functions().cuDeviceGetMemPool)?;
     let mut pool = ptr::null_mut();
     // SAFETY: the handle outlives the call (F1).
-    let code = unsafe { find(&raw mut pool, gpu.core.device) };
+    let code = unsafe { find(&raw mut pool, gpu.context.device) };
     check_function(operation, "cuDeviceGetMemPool", code)?;
     Ok(pool)
 }
 
 pub(super) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
     let operation = Operation::PoolUsage;
-    let ask = gpu.optional(operation, gpu.core.functions().cuMemPoolGetAttribute)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let ask = gpu.optional(operation, gpu.context.functions().cuMemPoolGetAttribute)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let pool = pool(gpu, operation)?;
     let number = |attribute: PoolAttr| -> Result<u64> {
         let mut value = 0_u64;
@@ -142,8 +135,8 @@ pub(super) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
 
 pub(super) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {
     let operation = Operation::TrimPool;
-    let trim = gpu.optional(operation, gpu.core.functions().cuMemPoolTrimTo)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let trim = gpu.optional(operation, gpu.context.functions().cuMemPoolTrimTo)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let pool = pool(gpu, operation)?;
     // SAFETY: the pool is the device's current one, which lives as long as it is that (F1).
     check(operation, unsafe { trim(pool, size(keep)) })
@@ -152,10 +145,10 @@ pub(super) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {
 pub(super) fn trim_graph_memory(gpu: &Gpu) -> Result<()> {
     let operation = Operation::TrimGraphMemory;
     // Drivers without it are from before graphs could allocate.
-    let Some(trim) = gpu.core.functions().cuDeviceGraphMemTrim else { return Ok(()) };
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let Some(trim) = gpu.context.functions().cuDeviceGraphMemTrim else { return Ok(()) };
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the device is the driver's number of this one (F1).
-    check(operation, unsafe { trim(gpu.core.device) })
+    check(operation, unsafe { trim(gpu.context.device) })
 }
 
 /// Refuses a range that is not all live device memory, so that the driver cannot take it for the
@@ -171,14 +164,14 @@ pub(super) fn check_memory(gpu: &Gpu, operation: Operation, ptr: DevicePtr, byte
 /// one piece.
 ///
 /// To the driver a reservation is one piece, whether or not anything is mapped in it, and it knows
-/// the memory of every device. Work that touched what is not mapped, or what another device has,
+/// the memory of every device. Work that touched unmapped addresses, or memory of another device,
 /// would lose this one.
 fn driver_holds(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> bool {
-    let functions = gpu.core.functions();
+    let functions = gpu.context.functions();
     let (Some(ask), Some(range)) = (functions.cuPointerGetAttribute, functions.cuMemGetAddressRange_v2) else {
         return false;
     };
-    let (Some(end), Ok(_current)) = (ptr.0.checked_add(bytes), gpu.core.enter_relaxed(operation)) else {
+    let (Some(end), Ok(_current)) = (ptr.0.checked_add(bytes), gpu.context.enter_relaxed(operation)) else {
         return false;
     };
     let number = |attribute: PointerAttr, at: u64| {
@@ -191,7 +184,7 @@ fn driver_holds(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> 
     };
     let is_ours = |at| {
         number(PointerAttr::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, at) == Some(DEVICE_MEMORY)
-            && number(PointerAttr::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, at) == u64::try_from(gpu.core.device).ok()
+            && number(PointerAttr::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, at) == u64::try_from(gpu.context.device).ok()
     };
     // Where the allocation or mapping ends that holds an address.
     let mapped_to = |at: u64| {
@@ -225,9 +218,9 @@ pub(super) fn host_alloc(gpu: &Gpu, bytes: usize) -> Result<HostPtr> {
     if first.is_multiple_of(PAGE) {
         return Ok(note_allocated(gpu, first, bytes, 0));
     }
-    // Small pieces come from within pages that the driver shares out. What is a page longer has a
-    // page's border in it. SAFETY: just allocated, and known only here.
-    unsafe { gpu.core.destroy_or_leak("page-locked memory at", first, free_host) };
+    // Small pieces come from within pages that the driver shares out. An allocation that is a page
+    // longer has a page's border in it. SAFETY: just allocated, and known only here.
+    unsafe { gpu.context.destroy_or_leak("page-locked memory at", first, free_host) };
     let length =
         bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::refused(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
     let start = host_alloc_raw(gpu, length)?;
@@ -241,10 +234,10 @@ fn note_allocated(gpu: &Gpu, start: u64, bytes: usize, skipped: u64) -> HostPtr 
 
 fn host_alloc_raw(gpu: &Gpu, bytes: usize) -> Result<u64> {
     let operation = Operation::HostAlloc;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut start = ptr::null_mut();
     // SAFETY: the address outlives the call (F1).
-    let code = unsafe { (gpu.core.functions().cuMemHostAlloc)(&raw mut start, bytes, PORTABLE) };
+    let code = unsafe { (gpu.context.functions().cuMemHostAlloc)(&raw mut start, bytes, PORTABLE) };
     let detail = || format!("{bytes} bytes of page-locked memory asked for");
     check(operation, code).map_err(|error| error.with_more(detail()))?;
     Ok(handle(start))
@@ -256,17 +249,15 @@ fn host_alloc_raw(gpu: &Gpu, bytes: usize) -> Result<u64> {
 /// As for [`crate::Driver::host_free`].
 pub(super) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
     let operation = Operation::HostFree;
-    let taken = gpu.host.take_if(ptr.0 as u64, |locked| matches!(locked, Locked::Allocated { .. }));
-    let no_such = || bad_value(operation, format!("no page-locked allocation starts at {:#x}", ptr.0));
-    let (bytes, locked) = taken.ok_or_else(no_such)?;
-    let skipped = if let Locked::Allocated { skipped } = locked { skipped } else { 0 };
-    // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is freed
-    // once.
-    let freed = unsafe { host_free_raw(gpu, ptr.0 as u64 - skipped) };
-    if freed.is_err() {
-        gpu.host.insert(ptr.0 as u64, bytes, locked);
-    }
-    freed
+    let start = ptr.0 as u64;
+    let free = |locked| {
+        let skipped = if let Locked::Allocated { skipped } = locked { skipped } else { 0 };
+        // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is
+        // freed once.
+        unsafe { host_free_raw(gpu, start - skipped) }
+    };
+    let freed = gpu.host.give_back(start, |locked| matches!(locked, Locked::Allocated { .. }), free);
+    freed.unwrap_or_else(|| Err(bad_value(operation, format!("no page-locked allocation starts at {start:#x}"))))
 }
 
 /// Frees page-locked memory that the table does not know, from where the driver's allocation
@@ -275,9 +266,9 @@ pub(super) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
 /// # Safety
 /// It was allocated, not freed, and nothing uses it any more.
 pub(super) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
-    let _current = gpu.core.enter_relaxed(Operation::HostFree)?;
+    let _current = gpu.context.enter_relaxed(Operation::HostFree)?;
     // SAFETY: passed on to the caller.
-    unsafe { free_host(&gpu.core, start) }
+    unsafe { free_host(&gpu.context, start) }
 }
 
 /// Page-locks the caller's memory.
@@ -286,10 +277,10 @@ pub(super) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
 /// As for [`crate::Driver::host_register`].
 pub(super) unsafe fn host_register(gpu: &Gpu, start: *mut u8, bytes: usize) -> Result<HostPtr> {
     let operation = Operation::HostRegister;
-    let register = gpu.optional(operation, gpu.core.functions().cuMemHostRegister_v2)?;
-    // What is registered could not be freed without.
-    gpu.optional(operation, gpu.core.functions().cuMemHostUnregister)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let register = gpu.optional(operation, gpu.context.functions().cuMemHostRegister_v2)?;
+    // Registered memory could not be freed without it.
+    gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the caller vouches for the memory (F1).
     check(operation, unsafe { register(start.cast(), bytes, PORTABLE) })?;
     let address = handle(start);
@@ -303,22 +294,20 @@ pub(super) unsafe fn host_register(gpu: &Gpu, start: *mut u8, bytes: usize) -> R
 /// As for [`crate::Driver::host_unregister`].
 pub(super) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
     let operation = Operation::HostUnregister;
-    gpu.optional(operation, gpu.core.functions().cuMemHostUnregister)?;
+    gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
     captures::forbid_device_wait(gpu, operation)?;
-    let taken = gpu.host.take_if(ptr.0 as u64, |locked| locked == Locked::Registered);
-    let no_such = || {
-        DeviceError::refused(operation, NOT_REGISTERED)
-            .with_detail(format!("no registered memory starts at {:#x}", ptr.0))
+    let start = ptr.0 as u64;
+    let unregister = |_| {
+        captures::synchronize(gpu)?;
+        // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is
+        // unregistered once.
+        unsafe { host_unregister_raw(gpu, start) }
     };
-    let (bytes, locked) = taken.ok_or_else(no_such)?;
-    // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is
-    // unregistered once.
-    let unregister = || unsafe { host_unregister_raw(gpu, ptr.0 as u64) };
-    let done = captures::synchronize(gpu).and_then(|()| unregister());
-    if done.is_err() {
-        gpu.host.insert(ptr.0 as u64, bytes, locked);
-    }
-    done
+    let done = gpu.host.give_back(start, |locked| locked == Locked::Registered, unregister);
+    done.unwrap_or_else(|| {
+        Err(DeviceError::refused(operation, NOT_REGISTERED)
+            .with_detail(format!("no registered memory starts at {start:#x}")))
+    })
 }
 
 /// Unregisters memory that the table does not know any more.
@@ -327,13 +316,13 @@ pub(super) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
 /// It was registered, not unregistered, and nothing relies on its being page-locked any more.
 pub(super) unsafe fn host_unregister_raw(gpu: &Gpu, start: u64) -> Result<()> {
     let operation = Operation::HostUnregister;
-    let unregister = gpu.optional(operation, gpu.core.functions().cuMemHostUnregister)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let unregister = gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: passed on to the caller (F1).
     check(operation, unsafe { unregister(pointer(start)) })
 }
 
-/// Refuses a copy to or from the legacy stream where the driver takes none.
+/// Refuses batches on the legacy stream.
 pub(super) fn refuse_legacy(operation: Operation, stream: RawStream) -> Result<()> {
     if !stream.is_legacy() {
         return Ok(());

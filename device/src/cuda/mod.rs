@@ -1,7 +1,7 @@
 //! Real GPUs through NVIDIA's CUDA driver, which is loaded when it is first asked for.
 //!
 //! Building needs no toolkit and running no more than the display driver; without it, everything
-//! here answers with an error that says what is missing. [`CudaDriver`] implements
+//! here fails with an error that names the missing part. [`CudaDriver`] implements
 //! [`Driver`](crate::Driver); [`shared`] opens the device of a GPU, and [`device_of`],
 //! [`context_of`], [`stream()`] and [`stream_of`] hand devices and streams to and from cudarc.
 //!
@@ -9,14 +9,13 @@
 //!   starts it and asks it for GPUs. A function that is missing turns its capability off, or is an
 //!   error before anything is called.
 //! * **Calling**: `context` makes the context current for the length of a call. `handles` and
-//!   `ranges` know what is alive, because the driver does not check what it is given; `rows` knows
-//!   which ranges copies of rows touch. `registry` knows the devices of the process. `raw` has
-//!   handles and sizes, `shapes` structures as the driver takes them.
-//! * **State**: `objects` says what is known about each kind of object, `gpu` holds the tables of a
-//!   GPU, and `driver` implements the trait on top.
+//!   `ranges` list the live objects and memory, because the driver does not check its arguments;
+//!   `raw` has handles and sizes, `shapes` structures as the driver takes them.
+//! * **State**: `objects` describes each kind of object, `gpu` holds the tables of a GPU, and
+//!   `driver` implements the trait on top.
 //! * **Families of calls** are functions on a `Gpu`: `memory`, `mappings`, `streams`, `events`,
-//!   `copies`, `copy_rows`, `batch`, `peers`, `modules`, `captures`. `ongoing` knows which captures
-//!   of the context they must not break.
+//!   `copies`, `copy_rows`, `batch`, `peers`, `modules`, `captures`. `shared` is the state that all
+//!   drivers of a context share: its device, and its captures.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later
 //! call and is of kind [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls of
@@ -42,13 +41,11 @@ mod mappings;
 mod memory;
 mod modules;
 mod objects;
-mod ongoing;
 mod peers;
 mod ranges;
 mod raw;
-mod registry;
-mod rows;
 mod shapes;
+mod shared;
 mod streams;
 
 pub use driver::CudaDriver;

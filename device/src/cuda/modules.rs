@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute as FunctionAttr};
 
 use super::gpu::Gpu;
-use super::handles::Object;
+use super::handles::OwnedObject;
 use super::installation::{bad_value, check, check_function};
 use super::objects::{Kernel, Kernels, Modules};
 use super::raw::{handle, pointer};
@@ -29,20 +29,21 @@ pub(super) fn load_module(gpu: &Gpu, ptx: &str) -> Result<RawModule> {
     let operation = Operation::LoadModule;
     let text = CString::new(ptx)
         .map_err(|_| DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it"))?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut raw = ptr::null_mut();
     // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
-    let code = unsafe { (gpu.core.functions().cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) };
+    let code = unsafe { (gpu.context.functions().cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) };
     check(operation, code).map_err(|error| explain(gpu, error))?;
     let raw = handle(raw);
     // SAFETY: just created, and known only here.
-    gpu.modules.insert(raw, unsafe { Object::new(&gpu.core, raw, Kernels::default()) });
+    gpu.modules.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, Kernels::default()) });
     Ok(RawModule(raw))
 }
 
 /// Explains why PTX was refused.
 fn explain(gpu: &Gpu, error: DeviceError) -> DeviceError {
-    let ((major, minor), (device_major, device_minor)) = (gpu.core.installation.version, gpu.info.compute_capability);
+    let ((major, minor), (device_major, device_minor)) =
+        (gpu.context.installation.version, gpu.info.compute_capability);
     let detail = match error.code.0 {
         222 => {
             format!("the PTX text is newer than this driver, which supports CUDA {major}.{minor}; install a newer one")
@@ -75,8 +76,8 @@ pub(super) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Re
     let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
     let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
     // Relaxed: the first launch may load the kernel.
-    let _current = gpu.core.enter_relaxed(operation)?;
-    let call = gpu.core.functions().cuLaunchKernel;
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let call = gpu.context.functions().cuLaunchKernel;
     // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments
     // outlive the call, in which they are copied; the caller vouches that they are those that the
     // kernel expects.
@@ -87,7 +88,7 @@ pub(super) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Re
 }
 
 /// The kernel that is to be launched, looked up in the module at its first launch.
-fn kernel(gpu: &Gpu, module: &Object<Modules>, launch: &Launch) -> Result<u64> {
+fn kernel(gpu: &Gpu, module: &OwnedObject<Modules>, launch: &Launch) -> Result<u64> {
     if let Some(kernel) = module.extra.0.read().get(launch.name)
         && launch.shared_bytes <= kernel.shared_bytes.load(Ordering::Relaxed)
     {
@@ -105,14 +106,14 @@ fn kernel(gpu: &Gpu, module: &Object<Modules>, launch: &Launch) -> Result<u64> {
     Ok(kernel.raw)
 }
 
-fn look_up(gpu: &Gpu, module: &Object<Modules>, name: &str) -> Result<u64> {
+fn look_up(gpu: &Gpu, module: &OwnedObject<Modules>, name: &str) -> Result<u64> {
     let operation = Operation::Launch;
     let c_name = CString::new(name).map_err(|_| {
         DeviceError::refused(operation, Code(500)).with_detail(format!("the module has no kernel {name}"))
     })?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut raw = ptr::null_mut();
-    let call = gpu.core.functions().cuModuleGetFunction;
+    let call = gpu.context.functions().cuModuleGetFunction;
     // SAFETY: handle and name outlive the call, and the module lives (L1, F1).
     let code = unsafe { call(&raw mut raw, pointer(module.raw()), c_name.as_ptr()) };
     check_function(operation, "cuModuleGetFunction", code).map_err(|error| {
@@ -125,12 +126,12 @@ fn look_up(gpu: &Gpu, module: &Object<Modules>, name: &str) -> Result<u64> {
 /// variables.
 fn allow_shared(gpu: &Gpu, kernel: &Kernel, launch: &Launch) -> Result<()> {
     let operation = Operation::Launch;
-    let set = gpu.core.functions().cuFuncSetAttribute;
+    let set = gpu.context.functions().cuFuncSetAttribute;
     if set.is_some() || launch.shared_bytes > SHARED_BYTES_PLAIN {
         let set = gpu.optional(operation, set)?;
         let asked = || format!("kernel {} with {} bytes of shared memory", launch.name, launch.shared_bytes);
         let bytes = i32::try_from(launch.shared_bytes).map_err(|_| bad_value(operation, asked()))?;
-        let _current = gpu.core.enter_relaxed(operation)?;
+        let _current = gpu.context.enter_relaxed(operation)?;
         let attribute = FunctionAttr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
         // SAFETY: the kernel lives with its module (L1, F1).
         let code = unsafe { set(pointer(kernel.raw), attribute, bytes) };
@@ -140,33 +141,24 @@ fn allow_shared(gpu: &Gpu, kernel: &Kernel, launch: &Launch) -> Result<()> {
     Ok(())
 }
 
-/// One argument in memory, where its type may be read: its bytes from the start.
-#[derive(Clone, Copy)]
-#[repr(C, align(8))]
-struct Cell([u8; 8]);
-
-impl Cell {
-    fn new(arg: &KernelArg) -> Cell {
-        let mut cell = Cell([0; 8]);
-        match *arg {
-            KernelArg::Ptr(ptr) => cell.0 = ptr.0.to_ne_bytes(),
-            KernelArg::U64(value) => cell.0 = value.to_ne_bytes(),
-            KernelArg::F64(value) => cell.0 = value.to_ne_bytes(),
-            KernelArg::U32(value) => cell.0[..4].copy_from_slice(&value.to_ne_bytes()),
-            KernelArg::F32(value) => cell.0[..4].copy_from_slice(&value.to_ne_bytes()),
-        }
-        cell
-    }
-}
-
-/// Arguments of a kernel, in order; the cells behind them are empty.
-fn cells(args: &[KernelArg]) -> Result<[Cell; ARGS_MAX]> {
-    let mut cells = [Cell([0; 8]); ARGS_MAX];
+/// Arguments of a kernel, in order, each with its bytes at the start of a cell; the cells behind
+/// them are empty. The machines that CUDA runs on are little-endian, so smaller arguments are the
+/// lowest bytes.
+fn cells(args: &[KernelArg]) -> Result<[u64; ARGS_MAX]> {
+    let mut cells = [0; ARGS_MAX];
     if args.len() > ARGS_MAX {
         let detail = format!("{} arguments; a kernel takes at most {ARGS_MAX}", args.len());
         return Err(bad_value(Operation::Launch, detail));
     }
-    cells.iter_mut().zip(args).for_each(|(cell, arg)| *cell = Cell::new(arg));
+    for (cell, arg) in cells.iter_mut().zip(args) {
+        *cell = match *arg {
+            KernelArg::Ptr(ptr) => ptr.0,
+            KernelArg::U64(value) => value,
+            KernelArg::F64(value) => value.to_bits(),
+            KernelArg::U32(value) => value.into(),
+            KernelArg::F32(value) => value.to_bits().into(),
+        };
+    }
     Ok(cells)
 }
 
@@ -185,12 +177,10 @@ mod tests {
             KernelArg::F64(-2.25),
         ];
         let cells = cells(&args).unwrap();
-        let first = |index: usize| <[u8; 4]>::try_from(&cells[index].0[..4]).unwrap();
-        assert_eq!(u64::from_ne_bytes(cells[0].0), 0x1122_3344_5566_7788);
-        assert_eq!(u32::from_ne_bytes(first(1)), 7);
-        assert_eq!(u64::from_ne_bytes(cells[2].0), u64::MAX - 1);
-        assert_eq!(f32::from_ne_bytes(first(3)), 1.5);
-        assert_eq!(f64::from_ne_bytes(cells[4].0), -2.25);
+        let first = |index: usize| <[u8; 4]>::try_from(&cells[index].to_ne_bytes()[..4]).unwrap();
+        assert_eq!((cells[0], cells[2]), (0x1122_3344_5566_7788, u64::MAX - 1));
+        assert_eq!((u32::from_ne_bytes(first(1)), f32::from_ne_bytes(first(3))), (7, 1.5));
+        assert_eq!(f64::from_bits(cells[4]), -2.25);
     }
 
     #[test]

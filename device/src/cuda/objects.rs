@@ -1,16 +1,16 @@
-//! The driver's objects: what is known about each kind, and how one is destroyed.
+//! The driver's objects: the data kept with each kind, and how one is destroyed.
 
 use std::collections::HashMap;
 use std::ffi::c_uint;
 use std::ptr;
 use std::sync::atomic::AtomicU32;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureStatus as Status};
 
-use super::context::Core;
-use super::handles::{Kind, Object};
+use super::context::GpuContext;
+use super::handles::{Kind, OwnedObject};
 use super::installation::{check, check_function};
 use super::raw::{handle, pointer};
 use crate::driver::{CaptureStatus, RawStream};
@@ -21,7 +21,7 @@ use crate::fork::{Mutex, RwLock};
 #[derive(Debug)]
 pub(super) enum StreamEntry {
     /// Created here.
-    Owned(Object<Streams>),
+    Owned(OwnedObject<Streams>),
     /// Owned by another library, with the object that keeps it alive if its owner is cudarc.
     Adopted(OnceLock<Arc<CudaStream>>),
 }
@@ -32,7 +32,7 @@ impl StreamEntry {
         matches!(self, StreamEntry::Owned(object) if object.extra.0.get().is_some())
     }
 
-    /// Takes that object back; false while the caller has it.
+    /// Takes that object back; false while the caller holds it.
     pub(super) fn take_back(&mut self) -> bool {
         match self {
             StreamEntry::Owned(object) => Streams::release(&mut object.extra),
@@ -50,7 +50,7 @@ pub(super) enum Streams {}
 pub(super) struct Lent(pub(super) OnceLock<Arc<CudaStream>>);
 
 impl Lent {
-    /// Takes the object back; false while the caller has it.
+    /// Takes the object back; false while the caller holds it.
     fn take_back(&mut self) -> bool {
         let Some(lent) = self.0.take() else { return true };
         match Arc::try_unwrap(lent) {
@@ -73,12 +73,12 @@ impl Kind for Streams {
         lent.take_back()
     }
 
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+    unsafe fn destroy(context: &GpuContext, raw: u64) -> Result<()> {
         // SAFETY: the caller vouches for the stream.
-        unsafe { end_before_destruction(core, pointer(raw)) }?;
+        unsafe { end_before_destruction(context, pointer(raw)) }?;
         // SAFETY: the caller vouches for the stream (F1).
-        check(Self::DESTROY, unsafe { (core.functions().cuStreamDestroy_v2)(pointer(raw)) })?;
-        core.ongoing.end(RawStream(raw));
+        check(Self::DESTROY, unsafe { (context.functions().cuStreamDestroy_v2)(pointer(raw)) })?;
+        context.shared.end(RawStream(raw));
         Ok(())
     }
 }
@@ -98,9 +98,9 @@ impl Kind for Events {
     const DESTROY: Operation = Operation::DestroyEvent;
     type Extra = ();
 
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+    unsafe fn destroy(context: &GpuContext, raw: u64) -> Result<()> {
         // SAFETY: the caller vouches for the event (F1).
-        check(Self::DESTROY, unsafe { (core.functions().cuEventDestroy_v2)(pointer(raw)) })
+        check(Self::DESTROY, unsafe { (context.functions().cuEventDestroy_v2)(pointer(raw)) })
     }
 }
 
@@ -115,8 +115,8 @@ impl Kind for Graphs {
     const DESTROY: Operation = Operation::DestroyGraph;
     type Extra = Mutex<()>;
 
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
-        match core.functions().cuGraphExecDestroy {
+    unsafe fn destroy(context: &GpuContext, raw: u64) -> Result<()> {
+        match context.functions().cuGraphExecDestroy {
             // SAFETY: the caller vouches for the graph (F1).
             Some(destroy) => check_function(Self::DESTROY, "cuGraphExecDestroy", unsafe { destroy(pointer(raw)) }),
             // Nothing was created then.
@@ -129,8 +129,8 @@ impl Kind for Graphs {
 ///
 /// # Safety
 /// `raw` must be a live graph that nothing else uses.
-pub(super) unsafe fn destroy_captured(core: &Core, raw: u64) -> Result<()> {
-    match core.functions().cuGraphDestroy {
+pub(super) unsafe fn destroy_captured(context: &GpuContext, raw: u64) -> Result<()> {
+    match context.functions().cuGraphDestroy {
         // SAFETY: the caller vouches for the graph (F1).
         Some(destroy) => check(Operation::DestroyGraph, unsafe { destroy(pointer(raw)) }),
         None => Ok(()),
@@ -141,15 +141,15 @@ pub(super) unsafe fn destroy_captured(core: &Core, raw: u64) -> Result<()> {
 ///
 /// # Safety
 /// The stream must live.
-pub(super) unsafe fn status(core: &Core, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
-    let functions = core.functions();
-    let _current = core.enter(operation)?;
+pub(super) unsafe fn status(context: &GpuContext, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+    let functions = context.functions();
+    let _current = context.enter(operation)?;
     let mut status: c_uint = 0;
     let code = match functions.cuStreamGetCaptureInfo_v2 {
         Some(ask) => {
             let (id, graph, dependencies, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
             // SAFETY: the number outlives the call, the caller vouches for the stream (F1), and
-            // what is null is not asked for.
+            // null pointers ask for nothing.
             unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
         }
         // SAFETY: the number outlives the call, and the caller vouches for the stream (F1).
@@ -169,23 +169,23 @@ pub(super) unsafe fn status(core: &Core, operation: Operation, stream: CUstream)
 ///
 /// # Safety
 /// The stream must live, and nothing else may use it.
-unsafe fn end_before_destruction(core: &Core, stream: CUstream) -> Result<()> {
+unsafe fn end_before_destruction(context: &GpuContext, stream: CUstream) -> Result<()> {
     let operation = Operation::EndCapture;
     // SAFETY: passed on to the caller.
-    let is_over = || unsafe { status(core, operation, stream) }.map(|status| status == CaptureStatus::None);
+    let is_over = || unsafe { status(context, operation, stream) }.map(|status| status == CaptureStatus::None);
     if is_over()? {
         return Ok(());
     }
     // Without the function nothing was captured here.
-    let Some(end) = core.functions().cuStreamEndCapture else { return Ok(()) };
+    let Some(end) = context.functions().cuStreamEndCapture else { return Ok(()) };
     let mut graph: CUgraph = ptr::null_mut();
     // SAFETY: the handle outlives the call, and the caller vouches for the stream (F1).
     let ended = check(operation, unsafe { end(stream, &raw mut graph) });
     if !graph.is_null() {
         // SAFETY: the graph was just captured, and is known only here.
-        unsafe { core.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
+        unsafe { context.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
     }
-    // A capture that failed to end as it should has mostly ended all the same.
+    // A capture that failed to end as it should has mostly ended nevertheless.
     if is_over()? { Ok(()) } else { ended }
 }
 
@@ -198,8 +198,8 @@ impl Kind for Physicals {
     /// Length in bytes.
     type Extra = u64;
 
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
-        match core.functions().cuMemRelease {
+    unsafe fn destroy(context: &GpuContext, raw: u64) -> Result<()> {
+        match context.functions().cuMemRelease {
             // SAFETY: the caller vouches for the memory (F1).
             Some(release) => check(Self::DESTROY, unsafe { release(raw) }),
             // Nothing was created then.
@@ -216,9 +216,9 @@ impl Kind for Modules {
     const DESTROY: Operation = Operation::UnloadModule;
     type Extra = Kernels;
 
-    unsafe fn destroy(core: &Core, raw: u64) -> Result<()> {
+    unsafe fn destroy(context: &GpuContext, raw: u64) -> Result<()> {
         // SAFETY: the caller vouches for the module (F1).
-        check(Self::DESTROY, unsafe { (core.functions().cuModuleUnload)(pointer(raw)) })
+        check(Self::DESTROY, unsafe { (context.functions().cuModuleUnload)(pointer(raw)) })
     }
 }
 
@@ -233,7 +233,7 @@ pub(super) struct Kernel {
     pub(super) shared_bytes: AtomicU32,
 }
 
-/// Which call gave device memory out.
+/// The call that allocated device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     Plain,
@@ -249,7 +249,3 @@ pub(super) enum Locked {
     },
     Registered,
 }
-
-/// Contexts that were asked for access to their memory, whatever came of it.
-#[derive(Debug, Default)]
-pub(super) struct Peers(pub(super) Mutex<Vec<Weak<Core>>>);

@@ -1,13 +1,11 @@
-//! Calls in which two devices take part: waiting for another one's event, and copying from its
-//! memory.
+//! Copies from the memory of another device.
 //!
-//! Handles and ranges are checked on both sides, each by the driver that they belong to, and what
-//! the peer gave for them is held until the call returns (L1). A copy works without access between
-//! the devices: the driver then goes through the host. Where they can have it, it is enabled once
-//! for each pair before the first copy between plain allocations, which are out of reach without
-//! it. It says nothing of mapped memory, whose access is set with its mappings; no document says
-//! how the driver copies mapped memory that a peer cannot access once the contexts can, so such
-//! copies do not ask for it.
+//! Ranges are checked on both sides, each by the driver that they belong to. A copy works without
+//! access between the devices: the driver then goes through the host. Where they can have it, it is
+//! enabled once for each pair before the first copy between plain allocations, which are out of
+//! reach without it. It says nothing of mapped memory, whose access is set with its mappings; no
+//! document says how the driver copies mapped memory that a peer cannot access once the contexts
+//! can, so such copies do not ask for it.
 //!
 //! Locks: that of the pairs is held across the driver's call that enables one, and nothing else is
 //! taken under it.
@@ -15,27 +13,17 @@
 use std::ptr;
 use std::sync::{Arc, Weak};
 
-use super::context::Core;
+use super::context::GpuContext;
 use super::gpu::Gpu;
 use super::installation::{bad_value, check, check_function};
-use super::raw::{pointer, size};
-use super::{captures, events, mappings, memory, streams};
-use crate::driver::{DevicePtr, RawEvent, RawStream};
+use super::raw::size;
+use super::{captures, mappings, memory, streams};
+use crate::driver::{DevicePtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::label::DeviceLabel;
 
 /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
 const ALREADY_ENABLED: Code = Code(704);
-
-pub(super) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEvent) -> Result<()> {
-    let operation = Operation::Wait;
-    let event = events::find(peer, operation, event)?;
-    let stream = streams::live(gpu, operation, stream)?;
-    let _current = gpu.core.enter(operation)?;
-    // SAFETY: event and stream live (L1, F1), and an event may be of another context; 0 are the
-    // only flags.
-    check(operation, unsafe { (gpu.core.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
-}
 
 pub(super) fn copy_peer(
     gpu: &Gpu,
@@ -46,7 +34,7 @@ pub(super) fn copy_peer(
     stream: RawStream,
 ) -> Result<()> {
     let operation = Operation::CopyPeer;
-    let copy = gpu.optional(operation, gpu.core.functions().cuMemcpyPeerAsync)?;
+    let copy = gpu.optional(operation, gpu.context.functions().cuMemcpyPeerAsync)?;
     let stream = streams::live(gpu, operation, stream)?;
     if bytes == 0 {
         return Ok(());
@@ -63,24 +51,24 @@ pub(super) fn copy_peer(
     if gpu.memory.hold(dst.0, bytes) && peer.memory.hold(src.0, bytes) {
         reach(gpu, peer);
     }
-    let (to, from) = (gpu.core.handle(), peer.core.handle());
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let (to, from) = (gpu.context.handle(), peer.context.handle());
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their
     // drivers (C1), and the stream lives (L1, F1).
     check(operation, unsafe { copy(dst.0, to, src.0, from, size(bytes), stream.raw) })
 }
 
-/// Lets this device reach the plain memory of another one, if it can and was not let before. If
-/// that fails, copies take the way through the host.
+/// Enables access to the plain memory of another device, if that is possible and was not tried
+/// before. Without it, copies go through the host.
 fn reach(gpu: &Gpu, peer: &Gpu) {
-    let mut asked = gpu.peers.0.lock();
-    let is_peer = |core: &Weak<Core>| ptr::eq(core.as_ptr(), Arc::as_ptr(&peer.core));
+    let mut asked = gpu.peers.lock();
+    let is_peer = |context: &Weak<GpuContext>| ptr::eq(context.as_ptr(), Arc::as_ptr(&peer.context));
     if ptr::eq(gpu, peer) || asked.iter().any(is_peer) {
         return;
     }
     // A context that is gone had an object of its own, whose place none that is alive has.
-    asked.retain(|core| core.strong_count() > 0);
-    asked.push(Arc::downgrade(&peer.core));
+    asked.retain(|context| context.strong_count() > 0);
+    asked.push(Arc::downgrade(&peer.context));
     match enable(gpu, peer) {
         Ok(()) => {}
         Err(error) => {
@@ -95,10 +83,10 @@ fn enable(gpu: &Gpu, peer: &Gpu) -> Result<()> {
     if !mappings::can_access_peer(gpu, peer.info.ordinal)? {
         return Err(DeviceError::refused(operation, Code(217)).with_detail("the device cannot access the peer"));
     }
-    let enable = gpu.optional(operation, gpu.core.functions().cuCtxEnablePeerAccess)?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let enable = gpu.optional(operation, gpu.context.functions().cuCtxEnablePeerAccess)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: both contexts live (C1, F1); 0 are the only flags.
-    match Code(unsafe { enable(peer.core.handle(), 0) }) {
+    match Code(unsafe { enable(peer.context.handle(), 0) }) {
         ALREADY_ENABLED => Ok(()),
         Code(code) => check_function(operation, "cuCtxEnablePeerAccess", code),
     }

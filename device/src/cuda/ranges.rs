@@ -1,15 +1,16 @@
 //! Live ranges of memory by address, by which pointers are checked.
 //!
 //! With a unified address space the driver would accept an address of the host for one of the
-//! device, so a call that is safe must know what it is given.
+//! device, so a safe call must check its pointers.
 //!
 //! Locks: those here are leaves, never held across a driver call.
 
 use std::collections::BTreeMap;
 
+use crate::error::Result;
 use crate::fork::RwLock;
 
-/// Disjoint ranges of addresses, each with what is known about it.
+/// Disjoint ranges of addresses, each with its kind.
 #[derive(Debug)]
 pub(super) struct Ranges<K>(RwLock<BTreeMap<u64, Entry<K>>>);
 
@@ -31,11 +32,26 @@ impl<K: Copy> Ranges<K> {
         self.0.write().insert(start, Entry { bytes, kind });
     }
 
-    /// Takes the range out that starts at `start` if `matches` says so, and tells how long it was.
+    /// Takes the range out that starts at `start` if `matches` says so, and returns its length.
     pub(super) fn take_if(&self, start: u64, matches: impl FnOnce(K) -> bool) -> Option<(u64, K)> {
         let mut ranges = self.0.write();
         ranges.get(&start).filter(|entry| matches(entry.kind))?;
         ranges.remove(&start).map(|entry| (entry.bytes, entry.kind))
+    }
+
+    /// Takes the range that starts at `start` out if `matches` says so, and calls `give_back` to
+    /// give it back to the driver; the range stays if that fails. `None` if there is no such range.
+    ///
+    /// The range leaves the table first, because the driver may give its addresses to another
+    /// thread as soon as they are free.
+    pub(super) fn give_back(
+        &self,
+        start: u64,
+        matches: impl FnOnce(K) -> bool,
+        give_back: impl FnOnce(K) -> Result<()>,
+    ) -> Option<Result<()>> {
+        let (bytes, kind) = self.take_if(start, matches)?;
+        Some(give_back(kind).inspect_err(|_| self.insert(start, bytes, kind)))
     }
 
     /// Whether ranges without a gap between them hold all of `start..start + bytes`.
@@ -63,7 +79,12 @@ impl<K: Copy> Ranges<K> {
         border.map_or(bytes, |border| bytes.min(border - start))
     }
 
-    /// What is known about the range that holds an address.
+    /// The length of the range that starts at `start`.
+    pub(super) fn bytes_from(&self, start: u64) -> Option<u64> {
+        self.0.read().get(&start).map(|entry| entry.bytes)
+    }
+
+    /// The kind of the range that holds an address.
     pub(super) fn kind_at(&self, at: u64) -> Option<K> {
         let ranges = self.0.read();
         let (&start, entry) = ranges.range(..=at).next_back()?;
@@ -111,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_has_no_gap() {
+    fn a_range_with_a_gap_is_not_held() {
         let ranges = ranges();
         for (start, bytes) in [(10, 10), (10, 15), (12, 1), (19, 2), (24, 1), (30, 10), (39, 1), (12, 0)] {
             assert!(ranges.hold(start, bytes), "{bytes} at {start}");
@@ -147,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_gone() {
+    fn taken_ranges_are_gone() {
         let ranges = ranges();
         assert_eq!(ranges.take_if(10, |kind| kind == 'b'), None);
         assert_eq!(ranges.take_if(11, |_| true), None);

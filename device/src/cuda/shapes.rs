@@ -1,7 +1,7 @@
 //! Structures of the driver's interface whose bindings differ between versions of CUDA.
 //!
 //! The layouts are those of `cuda.h`; a test compares them with the bindings. Their memory has been
-//! the same in every version: what changed is how C spells it (a union around `id`, names).
+//! the same in every version: only its spelling in C changed (a union around `id`, names).
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -28,7 +28,7 @@ impl Location {
     }
 }
 
-/// `CUmemAllocationProp`: what physical memory is created for.
+/// `CUmemAllocationProp`: the purpose of physical memory.
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct AllocationProperties {

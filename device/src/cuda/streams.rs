@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUstream;
 use super::captures;
 use super::context::RelaxedMode;
 use super::gpu::Gpu;
-use super::handles::{Kind, Object, dead};
+use super::handles::{Kind, OwnedObject, dead};
 use super::installation::check;
 use super::objects::{Lent, LiveStream, StreamEntry, Streams};
 use super::raw::{handle, pointer};
@@ -37,11 +37,11 @@ pub(super) fn live(gpu: &Gpu, operation: Operation, stream: RawStream) -> Result
 /// The driver's number of the stream, if it has one: not while it captures, which the question
 /// would break.
 fn identity(gpu: &Gpu, operation: Operation, raw: CUstream) -> Result<Option<u64>> {
-    let Some(ask) = gpu.core.functions().cuStreamGetId else { return Ok(None) };
+    let Some(ask) = gpu.context.functions().cuStreamGetId else { return Ok(None) };
     if captures::status(gpu, operation, raw)? != CaptureStatus::None {
         return Ok(None);
     }
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     let mut id: c_ulonglong = 0;
     // SAFETY: the number outlives the call, and the stream lives (L1, F1).
     check(operation, unsafe { ask(raw, &raw mut id) })?;
@@ -56,18 +56,18 @@ pub(super) fn stream_id(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
 
 pub(super) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> {
     destroy_lent(gpu);
-    let _current = gpu.core.enter_relaxed(Operation::CreateStream)?;
+    let _current = gpu.context.enter_relaxed(Operation::CreateStream)?;
     let mut raw = ptr::null_mut();
     let non_blocking = if flags.non_blocking { NON_BLOCKING } else { 0 };
     let priority: c_int = flags.priority;
     // SAFETY: the handle outlives the call (F1).
-    let code = unsafe { (gpu.core.functions().cuStreamCreateWithPriority)(&raw mut raw, non_blocking, priority) };
+    let code = unsafe { (gpu.context.functions().cuStreamCreateWithPriority)(&raw mut raw, non_blocking, priority) };
     check(Operation::CreateStream, code)?;
     let raw = handle(raw);
     // An adopted stream that had this handle was destroyed by its owner.
     release(gpu, RawStream(raw));
     // SAFETY: just created, and known only here.
-    let object = unsafe { Object::new(&gpu.core, raw, Lent::default()) };
+    let object = unsafe { OwnedObject::new(&gpu.context, raw, Lent::default()) };
     gpu.streams.insert(raw, StreamEntry::Owned(object));
     Ok(RawStream(raw))
 }
@@ -133,22 +133,22 @@ pub(super) fn adopt(gpu: &Gpu, stream: RawStream) {
     if is_default(stream) || is_ours() {
         return;
     }
-    // What an owner destroyed without releasing it.
+    // The earlier stream of this handle was destroyed without being released.
     release(gpu, stream);
     gpu.streams.insert(stream.0, StreamEntry::Adopted(OnceLock::new()));
 }
 
-/// Ends what [`adopt`] began.
+/// Forgets a stream of [`adopt`].
 pub(super) fn release(gpu: &Gpu, stream: RawStream) {
     let entry = gpu.streams.take_if(stream.0, |entry| matches!(entry, StreamEntry::Adopted(_)));
     let Some(entry) = entry else { return };
     // A capture that was begun here and goes on is its owner's to end: no call can name the stream
     // here any more.
-    gpu.core.ongoing.end(stream);
+    gpu.context.shared.end(stream);
     // Outside of the table's lock, because the last reference to cudarc's stream may destroy it,
     // with the context current.
-    let _current = gpu.core.enter(Operation::DestroyStream).ok();
-    let _mode = RelaxedMode::enter(gpu.core.functions(), Operation::DestroyStream).ok();
+    let _current = gpu.context.enter(Operation::DestroyStream).ok();
+    let _mode = RelaxedMode::enter(gpu.context.functions(), Operation::DestroyStream).ok();
     drop(entry);
 }
 
@@ -156,18 +156,18 @@ pub(super) fn synchronize_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
     let operation = Operation::SynchronizeStream;
     let live = live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &live, "its work does not run, so it cannot be waited for")?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the stream lives (L1, F1).
-    check(operation, unsafe { (gpu.core.functions().cuStreamSynchronize)(live.raw) })
+    check(operation, unsafe { (gpu.context.functions().cuStreamSynchronize)(live.raw) })
 }
 
 pub(super) fn query_stream(gpu: &Gpu, stream: RawStream) -> Result<bool> {
     let operation = Operation::QueryStream;
     let live = live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &live, "its work does not run, so it is neither idle nor busy")?;
-    let _current = gpu.core.enter_relaxed(operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: the stream lives (L1, F1).
-    done(operation, unsafe { (gpu.core.functions().cuStreamQuery)(live.raw) })
+    done(operation, unsafe { (gpu.context.functions().cuStreamQuery)(live.raw) })
 }
 
 /// The result of a query.

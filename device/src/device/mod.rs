@@ -89,7 +89,7 @@ impl Device {
     pub(crate) fn of_driver(driver: Arc<dyn Driver>) -> Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
-        let default_stream = Stream::new(context.clone(), legacy, None);
+        let default_stream = Stream::new(context.clone(), legacy, None, false);
         Device(Arc::new(DeviceInner {
             context,
             default_stream,

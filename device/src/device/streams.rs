@@ -1,32 +1,18 @@
 //! The streams of a device: default streams, created ones, and those of other libraries.
 
-use std::sync::{Arc, Weak};
-
 use super::Device;
 use crate::driver::{Driver, RawStream, StreamFlags};
 use crate::error::{Operation, Result};
 use crate::external::ExternalStream;
 use crate::fork;
 use crate::stream::Stream;
+use crate::thread_end::RunningThread;
 use crate::timeline::{Owner, StreamKind, Timeline};
 
-/// A thread's default stream, and a sign that the thread runs.
+/// A thread's default stream.
 pub(super) struct ThreadStream {
     stream: Stream,
-    runs: Weak<()>,
-}
-
-impl ThreadStream {
-    /// True if the thread has ended. Its timeline can serve another stream once no handle of this
-    /// one is left.
-    fn has_ended(&self) -> bool {
-        self.runs.strong_count() == 0
-    }
-}
-
-thread_local! {
-    /// Dropped when the thread ends.
-    static RUNS: Arc<()> = Arc::default();
+    thread: RunningThread,
 }
 
 /// Number of ended threads from which on events are recorded for them. Every blocking stream waits
@@ -47,20 +33,21 @@ impl Device {
             return known.stream.clone();
         }
         self.close_streams_of_ended_threads();
-        // Where the thread is ending already, it is as if it had.
-        let runs = RUNS.try_with(Arc::downgrade).unwrap_or_default();
         let (context, owner) = (&self.0.context, Some(Owner::this_thread()));
         let new = || Timeline::new(context.clone(), RawStream::PER_THREAD, StreamKind::Blocking, owner);
         let timeline = self.0.reusable.reopen(RawStream::PER_THREAD, StreamKind::Blocking, owner).unwrap_or_else(new);
-        let stream = Stream::new(context.clone(), timeline, None);
-        self.0.per_thread.lock().insert(thread, ThreadStream { stream: stream.clone(), runs });
+        let stream = Stream::new(context.clone(), timeline, None, false);
+        self.0
+            .per_thread
+            .lock()
+            .insert(thread, ThreadStream { stream: stream.clone(), thread: RunningThread::current() });
         stream
     }
 
     /// Records the last events of ended threads' default streams, if there are several, so that
     /// their numbers can serve other streams. Those that fail are tried again later.
     fn close_streams_of_ended_threads(&self) {
-        let is_over = |ended: &ThreadStream| ended.has_ended() && ended.stream.is_last_handle();
+        let is_over = |ended: &ThreadStream| ended.thread.has_ended() && ended.stream.is_last_handle();
         let mut threads = self.0.per_thread.lock();
         if threads.values().filter(|thread| is_over(thread)).count() < ENDED_THREADS {
             return;
@@ -80,7 +67,8 @@ impl Device {
 
     /// Gives up captures of ended threads' default streams, which no call can end any more.
     pub(super) fn give_up_captures_of_ended_threads(&self) {
-        let captures = |ended: &ThreadStream| ended.has_ended().then(|| ended.stream.timeline().capture()).flatten();
+        let captures =
+            |ended: &ThreadStream| ended.thread.has_ended().then(|| ended.stream.timeline().capture()).flatten();
         let captures: Vec<_> = self.0.per_thread.lock().values().filter_map(captures).collect();
         captures.iter().for_each(|capture| capture.give_up());
     }
@@ -104,7 +92,7 @@ impl Device {
         let kind = if flags.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };
         let new = || Timeline::new(context.clone(), raw, kind, None);
         let timeline = self.0.reusable.reopen(raw, kind, None).unwrap_or_else(new);
-        let stream = Stream::new(context.clone(), timeline, Some(&self.0.reusable));
+        let stream = Stream::new(context.clone(), timeline, Some(&self.0.reusable), false);
         self.0.streams.insert(&stream, None, None).into_iter().for_each(ExternalStream::note_destroyed);
         Ok(stream)
     }
@@ -122,7 +110,7 @@ impl Device {
     /// ```
     /// use aquifer_device::{Device, Driver, StreamFlags};
     /// let device = Device::open("sim:24GiB")?;
-    /// let theirs = device.driver().create_stream(StreamFlags::default())?; // what another library does
+    /// let theirs = device.driver().create_stream(StreamFlags::default())?; // by another library
     /// // SAFETY: the stream lives until it is forgotten below.
     /// let stream = unsafe { device.stream_from_raw(theirs) }?;
     /// // SAFETY: as above.
@@ -200,7 +188,7 @@ impl Device {
         let (identity, kind) = (context.stream_identity(raw), StreamKind::of_unknown(raw));
         let timeline = self.0.reusable.reopen(raw, kind, None);
         let timeline = timeline.unwrap_or_else(|| Timeline::new(context.clone(), raw, kind, None));
-        let stream = Stream::adopted(context.clone(), timeline, &self.0.reusable);
+        let stream = Stream::new(context.clone(), timeline, Some(&self.0.reusable), true);
         let external = ExternalStream::new(stream.clone());
         let (kept, given) = if keeps { (Some(external), None) } else { (None, Some(external)) };
         let replaced = self.0.streams.insert(&stream, identity, kept);

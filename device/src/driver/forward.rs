@@ -6,10 +6,9 @@
 /// next to it.
 ///
 /// The driver has two methods of its own. `below(&self) -> &dyn Driver` returns the driver that it
-/// forwards to.
-/// `call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T>`
-/// makes a call there, with whatever comes before and after it. Methods that make no driver call
-/// use `below`. The types of the signatures must be in scope.
+/// forwards to. `call<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>)
+/// -> Result<T>` makes a call there, and anything that comes before and after it. Methods that make
+/// no driver call use `below`. The types of the signatures must be in scope.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! forward_calls {

@@ -43,8 +43,8 @@ use crate::sim::Checks;
 /// itself surface at later calls, as with CUDA. Sizes and pitches are in bytes. A copy or fill of 0
 /// bytes checks the stream and enqueues nothing.
 ///
-/// A method behaves as the CUDA call of the same purpose ([`crate::Operation::name`]), but for what
-/// its documentation says. Once the device is lost, every method that makes a driver call fails
+/// A method behaves as the CUDA call of the same purpose ([`crate::Operation::name`]), except where
+/// its documentation differs. Once the device is lost, every method that makes a driver call fails
 /// with [`crate::ErrorKind::DeviceLost`].
 #[allow(
     clippy::missing_errors_doc,
@@ -147,8 +147,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Announces that the host reads or writes page-locked memory now. The simulator's race
     /// detector looks for work of the device that may conflict; on CUDA this does nothing. Touches
-    /// no memory itself, whatever the address, makes no driver call, and works on a lost device
-    /// too.
+    /// no memory itself at any address, makes no driver call, and works on a lost device too.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 
     /// Page-locks `bytes` bytes at `ptr` that the caller allocated. From then on, copies may name
@@ -159,7 +158,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr>;
 
     /// Undoes [`Driver::host_register`]. The caller must know that work which uses the memory is
-    /// done. This waits for all work of the device all the same, so that no work ever meets memory
+    /// done. This still waits for all work of the device, so that no work ever meets memory
     /// which its owner has freed. It is therefore refused while a stream captures; the capture goes
     /// on.
     ///
@@ -273,9 +272,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()>;
 
     /// Enqueues many copies with one call. Nothing orders them among themselves, so none may write
-    /// what another reads or writes. Not supported where [`Attribute::BatchedCopies`] is 0, in
-    /// captures, for registered memory ([`Driver::host_register`]) that the device knows by another
-    /// address than the host, and on the legacy default stream; then nothing is enqueued.
+    /// bytes that another one reads or writes. Not supported where [`Attribute::BatchedCopies`] is
+    /// 0, in captures, for registered memory ([`Driver::host_register`]) that the device knows by
+    /// another address than the host, and on the legacy default stream; then nothing is enqueued.
     ///
     /// # Safety
     /// Host memory that the copies read must stay unwritten, and host memory that they write
@@ -337,7 +336,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Destroys a graph.
     fn destroy_graph(&self, graph: RawGraph) -> Result<()>;
 
-    /// The checks of how memory is used, which allocators tell of their blocks. Always `None` on
+    /// The checks of how memory is used, to which allocators report their blocks. Always `None` on
     /// real hardware.
     fn checks(&self) -> Option<Arc<Checks>> {
         None

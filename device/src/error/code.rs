@@ -1,4 +1,4 @@
-//! Raw result codes of the driver, and what they mean.
+//! Raw result codes of the driver, with their names and kinds.
 
 use super::ErrorKind;
 

@@ -1,8 +1,8 @@
-//! Errors of the device layer: which driver call failed, with which raw code, and what kind of
+//! Errors of the device layer: the driver call that failed, its raw code, and the kind of
 //! failure that is.
 //!
 //! The raw code is always kept, so no information of the driver is lost; [`ErrorKind`] is our
-//! reading of it, which is what callers branch on. Formatting an error never calls the driver.
+//! reading of it, on which callers branch. Formatting an error never calls the driver.
 
 mod code;
 mod request;
@@ -172,7 +172,7 @@ pub enum ErrorKind {
     DeviceLost,
     /// This device or driver cannot do that. Ask for the capability first.
     Unsupported,
-    /// There is no usable driver or device. The message says what to install or set.
+    /// There is no usable driver or device. The message names the thing to install or set.
     Unavailable,
     /// The call is not allowed in the present state of graph capture.
     Capture,
@@ -211,10 +211,10 @@ pub struct DeviceError {
     pub code: Code,
     /// Our reading of the code.
     pub kind: ErrorKind,
-    /// The device that was asked; `None` for what was refused before a driver was, and for errors
-    /// of a bare [`crate::Driver`].
+    /// The device that was asked; `None` for a request that was refused before it reached one, and
+    /// for errors of a bare [`crate::Driver`].
     pub device: Option<DeviceLabel>,
-    /// What was asked for and what to do, where that helps. Boxed: errors travel on fast paths.
+    /// The request and advice, where that helps. Boxed: errors travel on fast paths.
     pub detail: Option<Box<str>>,
 }
 
@@ -236,8 +236,8 @@ impl DeviceError {
         DeviceError { attempt: Attempt::Refused, ..DeviceError::new(operation, code) }
     }
 
-    /// The same error of a request that is no driver call: `not_done` says what was not done, such
-    /// as "the stream was not adopted".
+    /// The same error of a request that is no driver call: `not_done` names the effect that is
+    /// missing, such as "the stream was not adopted".
     #[must_use]
     pub fn of_request(self, not_done: &'static str) -> Self {
         DeviceError { attempt: Attempt::Request(not_done), ..self }
@@ -250,7 +250,7 @@ impl DeviceError {
         DeviceError { attempt: Attempt::Function(function), ..self }
     }
 
-    /// The same error with an explanation of what was asked for and what to do.
+    /// The same error with an explanation of the request, and advice.
     #[must_use]
     pub fn with_detail(mut self, detail: impl Into<String>) -> Self {
         self.detail = Some(detail.into().into_boxed_str());
@@ -294,7 +294,8 @@ impl DeviceError {
 
 impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (on, code) = (On(&self.device), self.code);
+        let code = self.code;
+        let on = self.device.as_ref().map_or_else(String::new, |device| format!(" on {}", device.spec()));
         match self.attempt {
             Attempt::Call => write!(f, "{} failed{on}: {} ({})", self.operation, code.name(), code.0)?,
             Attempt::Function(function) => write!(f, "{function} failed{on}: {} ({})", code.name(), code.0)?,
@@ -309,14 +310,6 @@ impl fmt::Display for DeviceError {
 }
 
 impl std::error::Error for DeviceError {}
-
-struct On<'a>(&'a Option<DeviceLabel>);
-
-impl fmt::Display for On<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.as_ref().map_or(Ok(()), |device| write!(f, " on {}", device.spec()))
-    }
-}
 
 #[cfg(test)]
 mod tests {

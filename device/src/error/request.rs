@@ -1,4 +1,4 @@
-//! Requests that cannot be served as the caller made them, whichever part of Aquifer was asked.
+//! Requests that cannot be served as the caller made them, for all crates of Aquifer.
 
 use crate::label::DeviceMismatch;
 
@@ -45,7 +45,7 @@ pub enum RequestError {
 }
 
 impl RequestError {
-    /// The caller passed what belongs to the device with the identity `is`, where that with
+    /// The caller passed a stream or memory of the device with the identity `is`, where the device
     /// `needed` was needed.
     #[doc(hidden)]
     #[cold]

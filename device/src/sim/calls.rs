@@ -1,20 +1,27 @@
-//! Calls about streams, copies, kernels and page-locked memory: what they check, enqueue and wait
-//! for.
+//! Calls about streams, events, copies, kernels and page-locked memory: their checks, and the work
+//! that they enqueue or wait for.
+//!
+//! A record of an event is a moment in virtual time and a copy of the clock that its stream had
+//! then. A wait takes the record that the event has at the call; recording again changes no earlier
+//! wait.
 
 use std::sync::Arc;
 
+use super::clock::OpClock;
 use super::machine::Machine;
 use super::module::Module;
+use super::objects::{EventRecord, EventState};
+use super::queue::LEGACY;
 use super::race::Space;
 use super::refused::{Answer, Refused};
 use super::violation::{OpRef, ViolationKind};
-use super::work::{Body, End, HostPart, explain};
-use crate::driver::{DevicePtr, HostPtr, RawModule, RawStream, StreamFlags};
+use super::work::{Body, End, HostPart, Part, explain};
+use crate::copies::{Copy2d, CopyEnd, CopyPart, first_overlap};
+use crate::driver::{Attribute, DevicePtr, HostPtr, RawEvent, RawModule, RawStream, StreamFlags};
 use crate::error::{Code, Operation};
 use crate::launch::{AccessKind, Launch};
 
-/// Host memory copies at about this rate when pageable memory is staged; order of magnitude of one
-/// core.
+/// Rate at which the host stages pageable memory: the order of magnitude of one core.
 const STAGING_BYTES_PER_NS: u64 = 10;
 
 /// Most threads of a block, on every card that can be simulated.
@@ -35,8 +42,26 @@ pub(super) fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> 
 }
 
 impl Machine {
-    pub(super) fn create_stream(&mut self, flags: StreamFlags) -> RawStream {
-        self.streams.create(!flags.non_blocking)
+    pub(super) fn attribute(&mut self, attribute: Attribute) -> Answer<u64> {
+        let card = self.engine.card();
+        Ok(match attribute {
+            Attribute::ComputeCapabilityMajor => card.capability.0.into(),
+            Attribute::ComputeCapabilityMinor => card.capability.1.into(),
+            Attribute::MultiprocessorCount => card.multiprocessors,
+            Attribute::AsyncEngineCount => card.copy_engines,
+            Attribute::VirtualMemoryManagement => self.vmm.into(),
+            Attribute::MemoryPools | Attribute::BatchedCopies => 1,
+            Attribute::GpuDirectRdmaWithVmm => self.can_rdma().into(),
+            Attribute::PosixFdHandles => self.export.into(),
+        })
+    }
+
+    pub(super) fn create_stream(&mut self, flags: StreamFlags) -> Answer<RawStream> {
+        Ok(self.streams.create(!flags.non_blocking))
+    }
+
+    pub(super) fn stream_id(&mut self, stream: RawStream) -> Answer<Option<u64>> {
+        self.streams.find(stream).map(|id| Some(id.into()))
     }
 
     pub(super) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
@@ -60,7 +85,7 @@ impl Machine {
 
     pub(super) fn synchronize_stream(&mut self, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
-        self.capture_forbids_wait(id)?;
+        self.forbid_wait(id)?;
         let tail = self.streams.get(id)?.tail;
         self.wait_until(tail)?;
         self.detector.known.learn(&self.streams.get(id)?.clock);
@@ -69,7 +94,7 @@ impl Machine {
 
     pub(super) fn query_stream(&mut self, stream: RawStream) -> Answer<bool> {
         let id = self.streams.find(stream)?;
-        self.capture_forbids_wait(id)?;
+        self.forbid_wait(id)?;
         let stream = self.streams.get(id)?;
         if stream.tail > self.now {
             return Ok(false);
@@ -79,7 +104,7 @@ impl Machine {
     }
 
     pub(super) fn synchronize(&mut self) -> Answer<()> {
-        self.capture_forbids_device_wait()?;
+        self.forbid_device_wait()?;
         self.wait_for_all()
     }
 
@@ -153,8 +178,18 @@ impl Machine {
         Ok(())
     }
 
-    /// Copies within the device, as `operation` asked for.
     pub(super) fn copy_on_device(
+        &mut self,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+        stream: RawStream,
+    ) -> Answer<()> {
+        self.copy_within(Operation::CopyOnDevice, dst, src, bytes, stream)
+    }
+
+    /// Copies within the device, as part of `operation`.
+    pub(super) fn copy_within(
         &mut self,
         operation: Operation,
         dst: DevicePtr,
@@ -200,8 +235,8 @@ impl Machine {
         self.submit(id, Body::Kernel(Arc::new(launch.clone()))).map(|_| ())
     }
 
-    pub(super) fn load_module(&mut self, ptx: &str, capability: (u64, u64)) -> Answer<RawModule> {
-        Module::parse(ptx, capability).map(|module| RawModule(self.modules.insert(module)))
+    pub(super) fn load_module(&mut self, ptx: &str) -> Answer<RawModule> {
+        Module::parse(ptx, self.engine.card().capability).map(|module| RawModule(self.modules.insert(module)))
     }
 
     pub(super) fn unload_module(&mut self, module: RawModule) -> Answer<()> {
@@ -228,8 +263,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Work that uses the memory is waited for: the memory is the caller's, and may be gone after
-    /// this.
+    /// Waits for work that uses the memory, which the caller may free afterwards.
     pub(super) fn host_unregister(&mut self, ptr: HostPtr) -> Answer<()> {
         self.refuse_device_wait()?;
         let range = self.host.registered(ptr.0)?;
@@ -250,6 +284,156 @@ impl Machine {
         let range = start..start.saturating_add(bytes as u64);
         if !range.is_empty() {
             self.detector.check_known(Space::Host, range, writes_only, ViolationKind::HostAccess, op);
+        }
+    }
+
+    pub(super) fn create_event(&mut self, timing: bool) -> Answer<RawEvent> {
+        Ok(RawEvent(self.events.insert(EventState { timing, record: EventRecord::Never })))
+    }
+
+    pub(super) fn destroy_event(&mut self, event: RawEvent) -> Answer<()> {
+        self.events.remove(event.0).map(|_| ()).ok_or_else(|| Refused::handle("event", event.0))
+    }
+
+    pub(super) fn event(&self, event: RawEvent) -> Answer<&EventState> {
+        self.events.get(event.0).ok_or_else(|| Refused::handle("event", event.0))
+    }
+
+    pub(super) fn record(&mut self, event: RawEvent, stream: RawStream) -> Answer<()> {
+        self.event(event)?;
+        let id = self.streams.find(stream)?;
+        self.capture_allows(id)?;
+        let record = if let Some(member) = &self.streams.get(id)?.capture {
+            EventRecord::Captured { capture: member.capture, clock: Arc::new(member.clock.clone()) }
+        } else {
+            self.streams.arrive(id);
+            let now = self.now;
+            let stream = self.streams.get(id)?;
+            self.detector.prune(&mut stream.clock);
+            EventRecord::Work { at: stream.tail.max(now), clock: Arc::new(stream.clock.clone()) }
+        };
+        if let Some(event) = self.events.get_mut(event.0) {
+            event.record = record;
+        }
+        Ok(())
+    }
+
+    pub(super) fn wait(&mut self, stream: RawStream, event: RawEvent) -> Answer<()> {
+        let record = self.event(event)?.record.clone();
+        let id = self.streams.find(stream)?;
+        self.capture_allows(id)?;
+        match record {
+            EventRecord::Captured { capture, clock } => self.wait_captured(id, capture, &clock),
+            EventRecord::Never => self.forbid_outside_event(id),
+            EventRecord::Work { at, clock } => {
+                self.forbid_outside_event(id)?;
+                self.streams.arrive(id);
+                let stream = self.streams.get(id)?;
+                stream.clock.join(&clock);
+                stream.tail = stream.tail.max(at);
+                let tail = stream.tail;
+                self.horizon = self.horizon.max(tail);
+                Ok(())
+            }
+        }
+    }
+
+    /// When the event's latest record is reached, and the clock that the host learns then. `None`
+    /// if there is no record.
+    pub(super) fn reached(&self, event: RawEvent) -> Answer<Option<(u64, Arc<OpClock>)>> {
+        match &self.event(event)?.record {
+            EventRecord::Never => Ok(None),
+            EventRecord::Work { at, clock } => Ok(Some((*at, Arc::clone(clock)))),
+            EventRecord::Captured { .. } => {
+                let detail = format!("event {:#x} was recorded in a capture and never completes", event.0);
+                Err(Refused::new(Code::CAPTURED_EVENT, detail))
+            }
+        }
+    }
+
+    pub(super) fn query_event(&mut self, event: RawEvent) -> Answer<bool> {
+        let Some((at, clock)) = self.reached(event)? else { return Ok(true) };
+        if at > self.now {
+            return Ok(false);
+        }
+        self.detector.known.learn(&clock);
+        Ok(true)
+    }
+
+    pub(super) fn synchronize_event(&mut self, event: RawEvent) -> Answer<()> {
+        let Some((at, clock)) = self.reached(event)? else { return Ok(()) };
+        self.wait_until(at)?;
+        self.detector.known.learn(&clock);
+        Ok(())
+    }
+
+    pub(super) fn elapsed_ms(&mut self, start: RawEvent, end: RawEvent) -> Answer<f64> {
+        let mut times = [0; 2];
+        for (time, event) in times.iter_mut().zip([start, end]) {
+            let timing = self.event(event)?.timing;
+            let (true, Some((at, _))) = (timing, self.reached(event)?) else {
+                let why = if timing { "was never recorded" } else { "was created without timing" };
+                return Err(Refused::new(Code::INVALID_HANDLE, format!("event {:#x} {why}", event.0)));
+            };
+            *time = at;
+        }
+        if times[0].max(times[1]) > self.now {
+            return Err(Refused::new(Code::NOT_READY, "an event's latest record is not complete"));
+        }
+        let [from, to] = times.map(|time| time as f64);
+        Ok((to - from) / 1e6)
+    }
+
+    pub(super) fn copy_2d(&mut self, copy: &Copy2d, stream: RawStream) -> Answer<()> {
+        let id = self.streams.find(stream)?;
+        let Copy2d { dst_pitch, src_pitch, width, height, .. } = *copy;
+        if dst_pitch < width || src_pitch < width {
+            return Err(Refused::value(format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}")));
+        }
+        if width == 0 || height == 0 {
+            return Ok(());
+        }
+        let too_long = || Refused::value(format!("{height} rows of {width} bytes are more than the device holds"));
+        // At least one end is on the device, so rows that do not overlap there hold no more than
+        // the device does.
+        width.checked_mul(height).filter(|&bytes| bytes <= self.memory.total()).ok_or_else(too_long)?;
+        let rows = copy.rows().ok_or_else(too_long)?;
+        self.submit_parts(id, Operation::Copy2d, &rows)
+    }
+
+    pub(super) fn copy_batch(&mut self, copies: &[CopyPart], stream: RawStream) -> Answer<()> {
+        let id = self.streams.find(stream)?;
+        if id == LEGACY {
+            return Err(Refused::new(Code::NOT_SUPPORTED, "there are no batches on the legacy default stream"));
+        }
+        self.forbid_capture(id, || Refused::new(Code::CAPTURE_UNSUPPORTED, "copies in a batch cannot be captured"))?;
+        self.submit_parts(id, Operation::CopyBatch, copies)
+    }
+
+    fn submit_parts(&mut self, id: u32, operation: Operation, copies: &[CopyPart]) -> Answer<()> {
+        let copies = copies.iter().filter(|copy| copy.bytes > 0);
+        let parts = copies.clone().map(|copy| self.part(copy)).collect::<Answer<Arc<[_]>>>()?;
+        if let Some(at) = first_overlap(copies.flat_map(CopyPart::touched).collect()) {
+            return Err(Refused::value(format!("a copy writes bytes that another one touches, at {at:#x}")));
+        }
+        if parts.is_empty() { Ok(()) } else { self.submit(id, Body::Copy { operation, parts }).map(|_| ()) }
+    }
+
+    fn part(&self, &CopyPart { dst, src, bytes }: &CopyPart) -> Answer<Part> {
+        if matches!((dst, src), (CopyEnd::Host(_), CopyEnd::Host(_))) {
+            return Err(Refused::value("both ends of a copy are on the host"));
+        }
+        Ok(Part { to: self.end(dst, bytes)?, from: self.end(src, bytes)? })
+    }
+
+    fn end(&self, place: CopyEnd, bytes: u64) -> Answer<End> {
+        match place {
+            CopyEnd::Device(ptr) => range(ptr, bytes).map(End::Device),
+            CopyEnd::Host(ptr) => {
+                let part = usize::try_from(bytes).ok().and_then(|bytes| self.page_locked(ptr.0, bytes));
+                let detail = || format!("{bytes} bytes at {:#x} are not page-locked memory of this device", ptr.0);
+                part.map(End::Host).ok_or_else(|| Refused::value(detail()))
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Graph capture: work that is recorded instead of run, and the rules of what a capture may touch.
+//! Graph capture: work that is recorded instead of run, and the calls that are refused meanwhile.
 //!
 //! A capture has one origin stream; a stream that waits for one of its events joins it. Inside a
 //! capture order is kept with clocks of its own, so unordered accesses of one graph are found while
@@ -10,9 +10,9 @@
 use std::collections::BTreeSet;
 
 use super::checks::Misuse;
-use super::clock::{Clock, StreamKey};
+use super::clock::{OpClock, StreamKey};
 use super::machine::Machine;
-use super::objects::{Capture, Membership};
+use super::objects::{CaptureState, Membership};
 use super::queue::LEGACY;
 use super::race::{Epoch, Space};
 use super::refused::{Answer, Refused};
@@ -47,36 +47,43 @@ impl Machine {
         }
         let capture = self.streams.get(id)?.capture.as_ref().map(|member| member.capture);
         match capture.and_then(|capture| self.captures.get(&capture)) {
-            Some(Capture { invalid: true, .. }) => {
+            Some(CaptureState { invalid: true, .. }) => {
                 Err(Refused::new(Code::CAPTURE_INVALIDATED, "an earlier call broke this stream's capture"))
             }
             _ => Ok(()),
         }
     }
 
-    /// Refuses what would wait for a capturing stream, and breaks its capture.
-    pub(super) fn capture_forbids_wait(&mut self, id: u32) -> Answer<()> {
+    /// Refuses a call that a capturing stream cannot take, and breaks its capture.
+    pub(super) fn forbid_capture(&mut self, id: u32, refusal: impl FnOnce() -> Refused) -> Answer<()> {
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_none() {
             return Ok(());
         }
         self.invalidate_capture_of(id);
-        Err(unsupported("the stream captures; its work does not run, so it cannot be waited for"))
+        Err(refusal())
     }
 
-    /// Refuses calls of the driver's pool on a capturing stream, and breaks its capture.
-    pub(super) fn capture_forbids_pool(&mut self, id: u32) -> Answer<()> {
-        self.capture_allows(id)?;
-        if self.streams.get(id)?.capture.is_none() {
-            return Ok(());
-        }
-        self.invalidate_capture_of(id);
-        Err(unsupported("the driver's pool cannot be used in a capture here"))
+    /// Refuses to wait for a capturing stream.
+    pub(super) fn forbid_wait(&mut self, id: u32) -> Answer<()> {
+        self.forbid_capture(id, || {
+            unsupported("the stream captures; its work does not run, so it cannot be waited for")
+        })
     }
 
-    /// Refuses what would wait for the whole device while anything captures, and breaks all
-    /// captures.
-    pub(super) fn capture_forbids_device_wait(&mut self) -> Answer<()> {
+    /// Refuses calls of the driver's pool on a capturing stream.
+    pub(super) fn forbid_pool(&mut self, id: u32) -> Answer<()> {
+        self.forbid_capture(id, || unsupported("the driver's pool cannot be used in a capture here"))
+    }
+
+    /// Refuses to make a capturing stream wait for an event from outside of the capture.
+    pub(super) fn forbid_outside_event(&mut self, id: u32) -> Answer<()> {
+        let detail = "the stream captures, and the event was not recorded in its capture";
+        self.forbid_capture(id, || Refused::new(Code::CAPTURE_ISOLATION, detail))
+    }
+
+    /// Refuses to wait for the whole device while anything captures, and breaks all captures.
+    pub(super) fn forbid_device_wait(&mut self) -> Answer<()> {
         let refused = self.refuse_device_wait();
         if refused.is_err() {
             self.captures.values_mut().for_each(|capture| capture.invalid = true);
@@ -84,8 +91,7 @@ impl Machine {
         refused
     }
 
-    /// Refuses what would wait for the whole device while anything captures, before it breaks a
-    /// capture.
+    /// Refuses to wait for the whole device while anything captures. Breaks no capture.
     pub(super) fn refuse_device_wait(&mut self) -> Answer<()> {
         if !self.has_captures() {
             return Ok(());
@@ -93,8 +99,8 @@ impl Machine {
         Err(unsupported("this waits for the device, which is not possible while a stream captures"))
     }
 
-    /// Whether any capture is live. Those that began on the default stream of a thread that has
-    /// ended are gone with it.
+    /// Whether any capture is live. A capture that began on the default stream of a thread that has
+    /// ended is removed.
     fn has_captures(&mut self) -> bool {
         if self.captures.is_empty() {
             return false;
@@ -126,8 +132,8 @@ impl Machine {
         }
     }
 
-    /// Takes a destroyed stream out of its capture, which is broken by that; without its origin it
-    /// is gone.
+    /// Removes a destroyed stream from its capture. That breaks the capture, or ends it if it began
+    /// on the stream.
     pub(super) fn leave_capture(&mut self, id: u32, member: &Membership) {
         self.invalidate(member.capture);
         let Some(capture) = self.captures.get_mut(&member.capture) else { return };
@@ -137,7 +143,7 @@ impl Machine {
         }
     }
 
-    fn dissolve(&mut self, number: u64) -> Option<Capture> {
+    fn dissolve(&mut self, number: u64) -> Option<CaptureState> {
         let capture = self.captures.remove(&number)?;
         for &member in &capture.members {
             if let Ok(stream) = self.streams.get(member) {
@@ -160,7 +166,7 @@ impl Machine {
         let number = self.streams.get(id)?.capture.as_ref().map(|member| member.capture);
         Ok(match number.and_then(|number| self.captures.get(&number)) {
             None => CaptureStatus::None,
-            Some(Capture { invalid: true, .. }) => CaptureStatus::Invalidated,
+            Some(CaptureState { invalid: true, .. }) => CaptureStatus::Invalidated,
             Some(_) => CaptureStatus::Active,
         })
     }
@@ -174,9 +180,9 @@ impl Machine {
             return Err(unsupported("the stream captures already"));
         }
         self.capture_count += 1;
-        let capture = Capture { origin: id, members: BTreeSet::from([id]), ..Capture::default() };
+        let capture = CaptureState { origin: id, members: BTreeSet::from([id]), ..CaptureState::default() };
         self.captures.insert(self.capture_count, capture);
-        let member = Membership { capture: self.capture_count, clock: Clock::default(), seq: 0 };
+        let member = Membership { capture: self.capture_count, clock: OpClock::default(), seq: 0 };
         self.streams.get(id)?.capture = Some(member);
         Ok(())
     }
@@ -214,7 +220,7 @@ impl Machine {
     }
 
     /// A wait for an event that was recorded inside a capture: the stream joins it.
-    pub(super) fn wait_captured(&mut self, id: u32, capture: u64, clock: &Clock) -> Answer<()> {
+    pub(super) fn wait_captured(&mut self, id: u32, capture: u64, clock: &OpClock) -> Answer<()> {
         if !self.captures.contains_key(&capture) {
             return Err(Refused::new(Code::CAPTURED_EVENT, "the event was recorded in a capture that is over"));
         }
@@ -248,16 +254,13 @@ impl Machine {
         if self.streams.get(id)?.capture.is_none() {
             return Ok(Some(body));
         }
-        let refused = match body {
-            Body::FromTaken { .. } | Body::ToWaiting { .. } => {
-                Some("copies of pageable memory cannot be captured here; use page-locked memory")
+        let pageable = "copies of pageable memory cannot be captured here; use page-locked memory";
+        match body {
+            Body::FromTaken { .. } | Body::ToWaiting { .. } => self.forbid_capture(id, || unsupported(pageable))?,
+            Body::FromPeer { .. } => {
+                self.forbid_capture(id, || unsupported("copies between devices cannot be captured here"))?;
             }
-            Body::FromPeer { .. } => Some("copies between devices cannot be captured here"),
-            _ => None,
-        };
-        if let Some(detail) = refused {
-            self.invalidate_capture_of(id);
-            return Err(unsupported(detail));
+            _ => {}
         }
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
         let key = self.streams.key(id);
@@ -283,11 +286,7 @@ impl Machine {
     pub(super) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
         let found = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
         let id = self.streams.find(stream)?;
-        self.capture_allows(id)?;
-        if self.streams.get(id)?.capture.is_some() {
-            self.invalidate_capture_of(id);
-            return Err(unsupported("launches of graphs cannot be captured"));
-        }
+        self.forbid_capture(id, || unsupported("launches of graphs cannot be captured"))?;
         if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(found.needed.iter().copied())) {
             let second = self.op_ref(Some(id), Operation::LaunchGraph, None);
             let Misuse { kind, at, block, why } = misuse;

@@ -19,9 +19,9 @@
 //! host implementation is checked as it runs where it may leave unwritten bytes alone: in a range
 //! that is written in part, such as rows with gaps, and in a range that it writes.
 //!
-//! Invariants: a live block is one range of `blocks`; what is in `unwritten` was written by no work
-//! enqueued so far. The lock is a leaf, taken under that of the machine, so blocks may be dropped
-//! while a kernel runs.
+//! Invariants: a live block is one range of `blocks`; no work enqueued so far wrote the bytes in
+//! `unwritten`. The lock is a leaf, taken under that of the machine, so blocks may be dropped while
+//! a kernel runs.
 
 use std::ops::Range;
 use std::panic::Location;
@@ -51,11 +51,11 @@ pub struct NewBlock {
     pub at: Option<&'static Location<'static>>,
 }
 
-/// What the allocators of a simulated device tell it of their memory, and which bytes were never
-/// written.
+/// The reports of allocators to a simulated device about their memory, and the bytes that were
+/// never written.
 #[derive(Debug, Default)]
 pub struct Checks {
-    state: Mutex<State>,
+    state: Mutex<ReportedMemory>,
 }
 
 /// Where memory that was never written was allocated.
@@ -65,20 +65,20 @@ pub(super) type Origin = Option<Caller>;
 pub(super) type Unwritten = Vec<(Range<u64>, Origin)>;
 
 #[derive(Debug, Default)]
-struct State {
+struct ReportedMemory {
     /// Blocks so far.
     count: u64,
-    /// What allocators hand out in blocks.
+    /// Memory that allocators hand out in blocks.
     managed: IntervalMap<()>,
     /// Blocks in managed memory. One that was dropped stays until another takes its place.
-    blocks: IntervalMap<Held>,
+    blocks: IntervalMap<Arc<Block>>,
     unwritten: IntervalMap<Origin>,
     /// Page-locked memory with contents that were moved there and were never written, by host
     /// address.
     unwritten_host: IntervalMap<Origin>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 struct Block {
     number: u64,
     is_for_graphs: bool,
@@ -95,15 +95,6 @@ impl Block {
     }
 }
 
-#[derive(Clone, Debug)]
-struct Held(Arc<Block>);
-
-impl PartialEq for Held {
-    fn eq(&self, other: &Held) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
 /// A range that work must not touch.
 #[derive(Debug)]
 pub(super) struct Misuse {
@@ -115,15 +106,15 @@ pub(super) struct Misuse {
 }
 
 /// A block that a graph uses, and that is not the graph's own: its address and number, and the end
-/// of what is used.
+/// of the part in use.
 pub(super) type Needed = (u64, u64, u64);
 
 /// Unwritten bytes that work reads.
 #[derive(Debug, Default)]
 pub(super) struct Reads {
-    /// Read whatever the work does.
+    /// Read in any case.
     pub(super) all: Unwritten,
-    /// Read if the kernel does, which is seen when it runs.
+    /// Read if the kernel does, which shows when it runs.
     pub(super) perhaps: Unwritten,
 }
 
@@ -133,7 +124,7 @@ impl Checks {
         self.state.lock().managed.insert(range, ());
     }
 
-    /// A block is handed out. Its bytes are unwritten, whatever the memory held before.
+    /// A block is handed out. Its bytes are unwritten, even if the memory was written before.
     pub fn allocated(&self, block: NewBlock) {
         let mut state = self.state.lock();
         state.count += 1;
@@ -143,13 +134,13 @@ impl Checks {
         let shown = BlockRef { ptr, bytes, tag, allocated: at, dropped: None };
         let block = Block { number: state.count, is_for_graphs, shown };
         state.unwritten.insert(ptr.range(bytes), at);
-        state.blocks.insert(ptr.range(bytes), Held(Arc::new(block)));
+        state.blocks.insert(ptr.range(bytes), Arc::new(block));
     }
 
-    /// The block at an address has `bytes` bytes from now on. What it gained is unwritten.
+    /// The block at an address has `bytes` bytes from now on. Bytes that it gained are unwritten.
     pub fn resized(&self, ptr: DevicePtr, bytes: u64, at: Option<&'static Location<'static>>) {
         let mut state = self.state.lock();
-        let Some(Held(held)) = state.blocks.at(ptr.0, u64::MAX).0.cloned() else { return };
+        let Some(held) = state.blocks.at(ptr.0, u64::MAX).0.cloned() else { return };
         let (end, shown) = (held.end(), BlockRef { bytes, ..held.shown.clone() });
         let block = Block { number: held.number, is_for_graphs: held.is_for_graphs, shown };
         if block.end() < end {
@@ -157,13 +148,13 @@ impl Checks {
         } else {
             state.unwritten.insert(end..block.end(), at);
         }
-        state.blocks.insert(ptr.range(bytes), Held(Arc::new(block)));
+        state.blocks.insert(ptr.range(bytes), Arc::new(block));
     }
 
     /// The block at an address was dropped: work that is enqueued from now on must not use it.
     pub fn dropped(&self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
         let mut state = self.state.lock();
-        if let Some(Held(held)) = state.blocks.at(ptr.0, u64::MAX).0.cloned() {
+        if let Some(held) = state.blocks.at(ptr.0, u64::MAX).0.cloned() {
             state.end(&held, at);
         }
     }
@@ -193,7 +184,7 @@ impl Checks {
 
     /// The block at an address, if there is or was one.
     pub(super) fn block_at(&self, at: u64) -> Option<BlockRef> {
-        self.state.lock().blocks.at(at, u64::MAX).0.map(|held| held.0.shown.clone())
+        self.state.lock().blocks.at(at, u64::MAX).0.map(|held| held.shown.clone())
     }
 
     /// Checks that a range lies in one live block, where an allocator manages the memory. Returns
@@ -203,7 +194,7 @@ impl Checks {
         if state.managed.at(range.start, u64::MAX).0.is_none() || thread::moves_contents() {
             return Ok(None);
         }
-        let Some(Held(block)) = state.blocks.at(range.start, u64::MAX).0 else {
+        let Some(block) = state.blocks.at(range.start, u64::MAX).0 else {
             return Err(Box::new(state.in_no_block(range.start)));
         };
         let shown = Some(block.shown.clone());
@@ -214,7 +205,7 @@ impl Checks {
         let end = block.end();
         if range.end > end {
             let mut why = format!("it reaches {} bytes past the end of the block", range.end - end);
-            if let Some(Held(next)) = state.blocks.at(end, u64::MAX).0.filter(|held| held.0.is_live()) {
+            if let Some(next) = state.blocks.at(end, u64::MAX).0.filter(|held| held.is_live()) {
                 why.push_str(&format!(", into {}", next.shown));
             }
             return Err(Box::new(Misuse { kind: ViolationKind::OutOfBounds, at: end, block: shown, why }));
@@ -226,7 +217,7 @@ impl Checks {
     pub(super) fn check_needed(&self, needed: impl IntoIterator<Item = Needed>) -> Option<Misuse> {
         let state = self.state.lock();
         needed.into_iter().find_map(|(at, number, end)| {
-            let block = state.blocks.at(at, u64::MAX).0.map(|held| &held.0);
+            let block = state.blocks.at(at, u64::MAX).0;
             let own = block.filter(|block| block.number == number);
             if own.is_some_and(|block| block.is_live() && block.end() >= end) {
                 return None;
@@ -245,7 +236,7 @@ impl Checks {
         })
     }
 
-    /// Notes what work does to unwritten bytes, and returns those that it reads.
+    /// Notes how work changes unwritten bytes, and returns those that it reads.
     pub(super) fn run(&self, body: &Body) -> Reads {
         let mut state = self.state.lock();
         let mut reads = Reads::default();
@@ -256,7 +247,7 @@ impl Checks {
             Body::FromPeer { to, unwritten, .. } => state.carried(to, unwritten),
             Body::ToWaiting { from } if !moves => reads.all = state.unwritten_in(from),
             Body::Copy { parts, .. } => {
-                // No part writes what another one touches.
+                // No part writes bytes that another one touches.
                 for part in parts.iter() {
                     state.copied(&part.to, &part.from, moves, &mut reads);
                 }
@@ -296,7 +287,7 @@ impl Checks {
     }
 }
 
-impl State {
+impl ReportedMemory {
     /// Ends the life of a block.
     fn end(&mut self, held: &Arc<Block>, at: Option<Caller>) {
         if !held.is_live() {
@@ -306,15 +297,15 @@ impl State {
         let thread = std::thread::current().name().map(Into::into);
         let shown = BlockRef { dropped: Some(DropRef { at, thread, after }), ..held.shown.clone() };
         let block = Block { shown, number: held.number, is_for_graphs: held.is_for_graphs };
-        self.blocks.insert(held.shown.ptr.0..held.end(), Held(Arc::new(block)));
+        self.blocks.insert(held.shown.ptr.0..held.end(), Arc::new(block));
     }
 
     /// Names the live block that begins in the memory of one that was dropped, and ends last before
     /// an address.
     fn in_place_of(&self, dropped: &Block, at: u64) -> String {
         let pieces = self.blocks.overlapping(dropped.shown.ptr.0..at);
-        let live = pieces.filter(|(_, held)| held.0.is_live()).last();
-        live.map_or_else(String::new, |(range, Held(live))| {
+        let live = pieces.filter(|(_, held)| held.is_live()).last();
+        live.map_or_else(String::new, |(range, live)| {
             format!(", and the memory is in use again: {} bytes before this ends {}", at - range.end, live.shown)
         })
     }
@@ -325,7 +316,7 @@ impl State {
             self.managed.at(range.end - 1, at + 1).1 > at
         });
         let (block, why) = match before {
-            Some((range, Held(block))) => {
+            Some((range, block)) => {
                 let gap = at - range.end;
                 (Some(block.shown.clone()), format!("it begins {gap} bytes past the end of the block, in no block"))
             }

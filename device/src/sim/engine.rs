@@ -1,7 +1,7 @@
 //! When work runs in virtual time.
 //!
 //! A piece of work is scheduled when it is enqueued: it starts once its stream gets there and its
-//! engine is free, after a start delay, and takes what the card takes for it. Delays and durations
+//! engine is free, after a start delay, and takes as long as on the card. Delays and durations
 //! vary with the seed, with occasional long stalls, so that seeds explore the orders that CUDA
 //! allows. As all dependencies of work are enqueued before it, its time is known at once and
 //! nothing can wait for ever.
@@ -27,21 +27,21 @@ pub(super) enum Unit {
     None,
 }
 
-/// What a piece of work costs.
+/// The cost of a piece of work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cost {
     pub(super) unit: Unit,
     pub(super) bytes: u64,
     pub(super) operations: u64,
-    /// What it takes at least.
+    /// The least time that it takes.
     pub(super) busy_ns: u64,
 }
 
 /// For how long each part of a simulated device was booked, in virtual ns since the start.
 ///
 /// Work is booked when it is enqueued, for the whole time from its start to its end, start delay
-/// included: once all work is done, these are the times that the parts were busy. What a part was
-/// idle in between is the time that passed less these.
+/// included: once all work is done, these are the times that the parts were busy. The rest of the
+/// time that passed, a part was idle.
 ///
 /// ```
 /// use aquifer_device::sim::{SimConfig, SimDriver};
@@ -124,18 +124,13 @@ impl Engine {
         };
         let duration = self.vary(delay).saturating_add(self.vary(base)).max(1);
         let duration = duration.saturating_add(self.stall());
-        let start = match cost.unit {
-            Unit::ToDevice => self.to_device.book(now, ready, duration),
-            Unit::ToHost => self.to_host.book(now, ready, duration),
-            Unit::Compute | Unit::None => ready,
+        let times = &mut self.times;
+        let (start, busy) = match cost.unit {
+            Unit::ToDevice => (self.to_device.book(now, ready, duration), &mut times.to_device_busy_ns),
+            Unit::ToHost => (self.to_host.book(now, ready, duration), &mut times.to_host_busy_ns),
+            Unit::Compute | Unit::None => (ready, &mut times.compute_busy_ns),
         };
-        let EngineTimes { to_device_busy_ns, to_host_busy_ns, compute_busy_ns } = &mut self.times;
-        let booked = match cost.unit {
-            Unit::ToDevice => to_device_busy_ns,
-            Unit::ToHost => to_host_busy_ns,
-            Unit::Compute | Unit::None => compute_busy_ns,
-        };
-        *booked = booked.saturating_add(duration);
+        *busy = busy.saturating_add(duration);
         start.saturating_add(duration)
     }
 
@@ -148,7 +143,7 @@ impl Engine {
         self.rng.next()
     }
 
-    /// The duration itself to half as much again, the start delay to eight times.
+    /// Lengthens a duration by up to a half, and a start delay to up to eight times.
     fn vary(&mut self, base_ns: u64) -> u64 {
         if !self.jitter {
             return base_ns;
@@ -178,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn without_jitter_work_takes_what_the_card_takes() {
+    fn without_jitter_work_takes_the_times_of_the_card() {
         let mut engine = Engine::new(super::super::Preset::H100.card(), 0, false);
         let cost = Cost { unit: Unit::ToDevice, bytes: 53_000_000, operations: 0, busy_ns: 0 };
         assert_eq!(engine.schedule(0, 0, cost), 1_001_500);

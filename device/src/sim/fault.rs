@@ -6,7 +6,9 @@ use std::fmt;
 use std::time::Duration;
 
 use super::rng::Rng;
-use crate::error::{Code, ErrorKind, Operation};
+#[cfg(doc)]
+use crate::error::ErrorKind;
+use crate::error::{Code, Operation};
 
 /// A fault to inject.
 ///
@@ -44,7 +46,7 @@ pub enum Fault {
         operation: Option<Operation>,
         /// Which of them fails, from 1.
         nth: u64,
-        /// What it fails with.
+        /// The code that it fails with.
         code: Code,
     },
     /// Calls fail at random.
@@ -53,7 +55,7 @@ pub enum Fault {
         operation: Option<Operation>,
         /// Fraction of calls that fail, 0 to 1.
         rate: f64,
-        /// What they fail with.
+        /// The code that they fail with.
         code: Code,
     },
     /// Allocations that would bring the bytes held from the device above `bytes` fail with
@@ -91,18 +93,18 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What the faults make of one call.
+/// The effect of the faults on one call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// What it fails with.
+    /// The code that it fails with.
     pub code: Option<Code>,
     /// Virtual time that it takes in addition, in ns.
     pub spike_ns: u64,
 }
 
-/// Faults in force, with what they counted so far: for a driver whose calls fail as those of the
-/// simulated device do.
+/// Faults in force, with the calls that they counted so far: for a driver whose calls fail as those
+/// of the simulated device do.
 ///
 /// ```
 /// use aquifer_device::sim::{Fault, FaultPlan};
@@ -143,7 +145,7 @@ impl FaultPlan {
         limits.min().unwrap_or(u64::MAX)
     }
 
-    /// Counts a call and returns what happens to it. Of several faults the first that was added
+    /// Counts a call and returns its fate. Of several faults the first that was added
     /// decides the code. After one that loses the device ([`ErrorKind::DeviceLost`]) it is for the
     /// driver to let every call fail.
     #[inline]
@@ -192,37 +194,5 @@ pub(super) fn default_code(operation: Option<Operation>) -> Code {
             Code::OUT_OF_MEMORY
         }
         _ => Code(999),
-    }
-}
-
-/// Whether a code means that every later call fails too.
-pub(super) fn is_sticky(code: Code) -> bool {
-    code.kind() == ErrorKind::DeviceLost
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_nth_call_fails_once_and_other_operations_are_not_counted() {
-        let fault = Fault::Nth { operation: Some(Operation::Alloc), nth: 2, code: Code::OUT_OF_MEMORY };
-        let mut plan = FaultPlan::new(&[fault], 0);
-        let calls = [Operation::Alloc, Operation::Free, Operation::Alloc, Operation::Alloc];
-        let codes = calls.map(|operation| plan.strike(operation).code);
-        assert_eq!(codes, [None, None, Some(Code::OUT_OF_MEMORY), None]);
-    }
-
-    #[test]
-    fn random_faults_come_about_as_often_as_asked_and_repeat_with_the_seed() {
-        let fault = Fault::Rate { operation: None, rate: 0.1, code: Code(999) };
-        let run = |seed| {
-            let mut plan = FaultPlan::new(std::slice::from_ref(&fault), seed);
-            (0..10_000).map(|_| plan.strike(Operation::Wait).code.is_some()).collect::<Vec<_>>()
-        };
-        let failures = run(1).iter().filter(|&&failed| failed).count();
-        assert!((800..1200).contains(&failures), "{failures}");
-        assert_eq!(run(1), run(1));
-        assert_ne!(run(1), run(2));
     }
 }

@@ -8,17 +8,17 @@ use std::collections::BinaryHeap;
 
 /// Objects by handle value.
 #[derive(Debug)]
-pub(super) struct Handles<T> {
+pub(super) struct HandleTable<T> {
     base: u64,
     /// By how much the handle is above the base.
     objects: Vec<Option<T>>,
     freed: BinaryHeap<Reverse<usize>>,
 }
 
-impl<T> Handles<T> {
+impl<T> HandleTable<T> {
     /// An empty table whose handles start at `base`.
     pub(super) fn new(base: u64) -> Self {
-        Handles { base, objects: Vec::new(), freed: BinaryHeap::new() }
+        HandleTable { base, objects: Vec::new(), freed: BinaryHeap::new() }
     }
 
     fn place(&self, handle: u64) -> usize {
@@ -60,19 +60,5 @@ impl<T> Handles<T> {
         let object = self.objects.get_mut(place)?.take()?;
         self.freed.push(Reverse(place));
         Some(object)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_lowest_free_value_comes_back_first() {
-        let mut handles = Handles::new(10);
-        assert_eq!([handles.insert('a'), handles.insert('b'), handles.insert('c')], [10, 11, 12]);
-        assert_eq!((handles.remove(11), handles.remove(10), handles.remove(10)), (Some('b'), Some('a'), None));
-        assert_eq!((handles.insert('d'), handles.get(10), handles.get(11)), (10, Some(&'d'), None));
-        assert_eq!([9, 13, u64::MAX].map(|handle| handles.get(handle)), [None; 3]);
     }
 }

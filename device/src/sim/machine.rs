@@ -15,35 +15,35 @@ use super::address::AddressSpace;
 use super::checks::{Checks, Misuse, Needed, Unwritten};
 use super::config::SimConfig;
 use super::engine::Engine;
-use super::fault::{FaultPlan, is_sticky};
-use super::handle::Handles;
-use super::host::HostMemory;
+use super::fault::FaultPlan;
+use super::handle::HandleTable;
+use super::host::HostBlocks;
 use super::memory::Memory;
 use super::module::Module;
-use super::objects::{Capture, CapturedGraph, Event, Physicals};
-use super::queue::Streams;
+use super::objects::{CaptureState, CapturedGraph, EventState, PhysicalTable};
+use super::queue::StreamSet;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
 use super::thread;
-use super::violation::{OpRef, Violation, ViolationKind};
+use super::violation::{OpRef, Violation, ViolationKind, line};
 use super::work::{Body, Cause, HostPart, Touch};
 use crate::driver::PoolUsage;
-use crate::error::{Code, Operation};
+use crate::error::{Code, ErrorKind, Operation};
 
 /// Work that is scheduled.
 #[derive(Debug)]
 pub(super) struct Pending {
     op: OpRef,
     body: Body,
-    /// What a kernel may read of what was never written.
+    /// Bytes that were never written and that a kernel may read.
     unwritten: Unwritten,
 }
 
-/// What the device was lost by.
+/// Why the device was lost.
 #[derive(Debug)]
 struct Lost {
     code: Code,
-    /// The work that failed, where, and why, as far as there was any.
+    /// The work that failed, where, and why, or the fault that was injected.
     why: Box<str>,
 }
 
@@ -53,9 +53,9 @@ impl Lost {
     }
 }
 
-/// When scheduled work finishes; then, among work that finishes at the same time, its lot and its
-/// number.
-type Turn = (u64, u64, u64);
+/// The order in which scheduled work finishes: virtual time, then a random number, then the number
+/// of the operation.
+type FinishOrder = (u64, u64, u64);
 
 /// Everything that changes in a simulated device.
 #[derive(Debug)]
@@ -72,6 +72,10 @@ pub(super) struct Machine {
     lost: Option<Lost>,
     /// Ordinal of the device.
     pub(super) ordinal: u32,
+    /// Whether it can map physical memory.
+    pub(super) vmm: bool,
+    /// Whether its physical memory can be exported.
+    pub(super) export: bool,
     /// Operations numbered so far.
     op_count: u64,
     pub(super) capture_count: u64,
@@ -79,17 +83,17 @@ pub(super) struct Machine {
     pub(super) engine: Engine,
     pub(super) memory: Memory,
     pub(super) address: AddressSpace,
-    pub(super) physicals: Physicals,
-    pub(super) host: HostMemory,
-    pub(super) streams: Streams,
-    pub(super) events: Handles<Event>,
-    pub(super) captures: BTreeMap<u64, Capture>,
-    pub(super) graphs: Handles<CapturedGraph>,
-    pub(super) modules: Handles<Module>,
-    /// What the driver's pool holds. It gives memory back at once, so all that it holds is in use.
+    pub(super) physicals: PhysicalTable,
+    pub(super) host: HostBlocks,
+    pub(super) streams: StreamSet,
+    pub(super) events: HandleTable<EventState>,
+    pub(super) captures: BTreeMap<u64, CaptureState>,
+    pub(super) graphs: HandleTable<CapturedGraph>,
+    pub(super) modules: HandleTable<Module>,
+    /// Usage of the driver's pool. It gives memory back at once, so all that it holds is in use.
     pub(super) pool: PoolUsage,
     pub(super) detector: Detector,
-    pending: BTreeMap<Turn, Pending>,
+    pending: BTreeMap<FinishOrder, Pending>,
 }
 
 impl Machine {
@@ -105,19 +109,21 @@ impl Machine {
             in_calls: 0,
             lost: None,
             ordinal: config.ordinal,
+            vmm: config.vmm,
+            export: config.vmm && config.export,
             op_count: 0,
             capture_count: 0,
             faults: FaultPlan::new(&config.faults, config.seed),
             engine: Engine::new(config.card(), config.seed, config.jitter),
             memory: Memory::new(config.capacity_bytes, config.other_process_bytes),
             address: AddressSpace::new(config.ordinal, config.capacity_bytes),
-            physicals: Physicals::new(handles(3)),
-            host: HostMemory::default(),
-            streams: Streams::new(detector.known.device, handles(1)),
-            events: Handles::new(handles(2)),
+            physicals: PhysicalTable::new(handles(3)),
+            host: HostBlocks::default(),
+            streams: StreamSet::new(detector.known.device, handles(1)),
+            events: HandleTable::new(handles(2)),
             captures: BTreeMap::new(),
-            graphs: Handles::new(handles(4)),
-            modules: Handles::new(handles(5)),
+            graphs: HandleTable::new(handles(4)),
+            modules: HandleTable::new(handles(5)),
             pool: PoolUsage::default(),
             detector,
             pending: BTreeMap::new(),
@@ -141,7 +147,7 @@ impl Machine {
         match verdict.code {
             None => Ok(()),
             Some(code) => {
-                if is_sticky(code) {
+                if code.kind() == ErrorKind::DeviceLost {
                     self.lose(code, "by an injected fault");
                 }
                 Err(Refused::new(code, "injected fault"))
@@ -149,8 +155,8 @@ impl Machine {
         }
     }
 
-    /// Forgets of streams that are gone what the host knows complete: clocks would grow with every
-    /// stream that there ever was.
+    /// Forgets operations of streams that are gone, once the host knows them complete. Otherwise
+    /// clocks would grow with every stream that there ever was.
     fn forget_known_streams(&mut self) {
         let known = &self.detector.known;
         self.streams.forget_known(|stream, seq| known.knows(stream, seq));
@@ -167,8 +173,8 @@ impl Machine {
         self.lost.as_ref().map_or(Ok(()), |lost| Err(lost.refusal()))
     }
 
-    /// Loses the device, and returns the answer of calls from then on. What was pending never
-    /// happens, so nothing can meet it in memory any more.
+    /// Loses the device, and returns the answer of calls from then on. Pending work never happens,
+    /// so nothing can meet it in memory any more.
     pub(super) fn lose(&mut self, code: Code, why: &str) -> Refused {
         self.pending.clear();
         self.detector.end();
@@ -229,7 +235,7 @@ impl Machine {
         }
     }
 
-    /// Why work failed, in words; reports what could not be seen before it ran.
+    /// Why work failed, in words. Reports a violation that shows only when the work runs.
     fn explain_broken(&mut self, op: OpRef, cause: Cause) -> String {
         match cause {
             Cause::Reported(violation) => violation.to_string(),
@@ -256,7 +262,7 @@ impl Machine {
         }
     }
 
-    /// Notes what the driver's pool holds now.
+    /// Notes how much the driver's pool holds now.
     pub(super) fn pool_holds(&mut self, bytes: u64) {
         let peak = self.pool.used_peak.max(bytes);
         self.pool = PoolUsage { used: bytes, used_peak: peak, reserved: bytes, reserved_peak: peak };
@@ -301,8 +307,8 @@ impl Machine {
         needed
     }
 
-    /// Notes what work does to memory that was never written, and reports what it reads of it.
-    /// Returns what it may read when it runs.
+    /// Notes how work changes memory that was never written, and reports such bytes that it reads.
+    /// Returns those that it may read when it runs.
     fn check_written(&mut self, op: OpRef, body: &Body) -> Unwritten {
         let Some(reads) = self.checks().map(|checks| checks.run(body)) else { return Vec::new() };
         self.report_unwritten(op, reads.all);
@@ -316,7 +322,7 @@ impl Machine {
         let mut missing = format!("{bytes} of the bytes that it reads were never written");
         // A copy may have brought them here from elsewhere.
         if let Some(at) = origin.filter(|&at| block.as_ref().is_none_or(|block| block.allocated != Some(at))) {
-            missing.push_str(&format!("; the memory was allocated at {}:{}", at.file(), at.line()));
+            missing.push_str(&format!("; the memory was allocated at {}", line(at)));
         }
         let kind = ViolationKind::NeverWritten;
         self.detector.report(Violation { kind, first: None, second: op, range, missing, block });
@@ -341,16 +347,11 @@ impl Machine {
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
         let epoch = self.streams.step(id, op)?;
         let cost = body.cost();
-        let freed = |part: &&HostPart| self.host.freed(&part.block).is_some();
-        if let Some(part) = body.host_parts().into_iter().find(freed) {
-            let by = self.host.freed(&part.block);
-            let range = part.block.range(part.offset, part.bytes);
-            let missing = match by {
-                Some(by) => format!("the page-locked memory was taken away by {by}"),
-                None => "the page-locked memory is gone".to_owned(),
-            };
+        let freed = |part: &HostPart| Some((part.block.range(part.offset, part.bytes), self.host.freed(&part.block)?));
+        if let Some((range, by)) = body.host_parts().into_iter().find_map(freed) {
+            let missing = format!("the page-locked memory was taken away by {by}");
             let kind = ViolationKind::UseAfterFree;
-            let violation = Violation { kind, first: by, second: op, range, missing, block: None };
+            let violation = Violation { kind, first: Some(by), second: op, range, missing, block: None };
             body = Body::Fault { violation: violation.to_string().into() };
             self.detector.report(violation);
         }
@@ -379,8 +380,7 @@ impl Machine {
         let finish = self.engine.schedule(now, stream.tail.max(now), cost);
         stream.tail = finish;
         self.horizon = self.horizon.max(finish);
-        let turn = (finish, self.engine.lot(), op.number);
-        self.pending.insert(turn, Pending { op, body, unwritten });
+        self.pending.insert((finish, self.engine.lot(), op.number), Pending { op, body, unwritten });
         Ok(Submitted { finish, op })
     }
 }

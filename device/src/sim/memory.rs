@@ -2,8 +2,8 @@
 //!
 //! A [`Store`] is one piece of physical memory. It holds bytes in pages where single bytes were
 //! written, and fills (byte value by range) where memory was set; anything else is poison. So a
-//! fill of any size costs one entry, and a device of any capacity costs the host only what programs
-//! write to it: a store that was never written to is three words.
+//! fill of any size costs one entry, and a device costs the host memory only for the bytes that
+//! programs write: a store that was never written to is three words.
 //!
 //! Invariants: where a page exists it alone counts, and fills below it mean nothing. `used` is the
 //! sum of the sizes of all stores, and never exceeds the capacity.
@@ -11,12 +11,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::handle::Handles;
+use super::handle::HandleTable;
 use super::interval::IntervalMap;
 use super::refused::{Answer, Refused};
 use crate::error::Code;
 
-/// What memory reads as before anything was written to it. Recognisable, so that bugs show.
+/// The value of bytes that were never written. Recognisable, so that bugs show.
 pub(super) const POISON: u8 = 0xCD;
 
 const PAGE: u64 = 16 << 10;
@@ -45,7 +45,7 @@ struct Store {
     written: Option<Box<Written>>,
 }
 
-/// What was written to a store.
+/// The bytes written to a store.
 #[derive(Debug, Default)]
 struct Written {
     pages: BTreeMap<u64, Box<[u8]>>,
@@ -178,12 +178,12 @@ pub(super) struct Memory {
     /// Bytes that the driver keeps, unused.
     pub(super) kept: Kept,
     used: u64,
-    stores: Handles<Store>,
+    stores: HandleTable<Store>,
 }
 
 impl Memory {
     pub(super) fn new(total: u64, other: u64) -> Self {
-        Memory { total, other, kept: Kept::default(), used: 0, stores: Handles::new(0) }
+        Memory { total, other, kept: Kept::default(), used: 0, stores: HandleTable::new(0) }
     }
 
     /// Bytes that can still be given out.
@@ -258,35 +258,11 @@ impl Memory {
 
     /// Copies pieces to pieces of the same total length, fills as fills.
     pub(super) fn copy(&mut self, to: &[Piece], from: &[Piece]) {
-        let mut to = to.iter().copied().filter(|piece| piece.bytes > 0);
-        let mut target = to.next();
-        for source in from {
-            let mut done = 0;
-            while let Some(piece) = target
-                && done < source.bytes
-            {
-                let Some(store) = self.stores.get(source.store) else { return };
-                let end = source.offset + source.bytes.min(done + piece.bytes);
-                let content = store.written().content(source.offset + done, end);
-                let Some(store) = self.stores.get_mut(piece.store) else { return };
-                let length = match &content {
-                    Content::Bytes(bytes) => {
-                        store.written_mut().write(piece.offset, bytes);
-                        bytes.len() as u64
-                    }
-                    Content::Fill(value, length) => {
-                        store.written_mut().fill(piece.offset..piece.offset + length, *value);
-                        *length
-                    }
-                };
-                done += length;
-                let left = Piece { offset: piece.offset + length, bytes: piece.bytes - length, ..piece };
-                target = if left.bytes > 0 { Some(left) } else { to.next() };
-            }
-        }
+        let contents = self.contents(from);
+        self.put(to, &contents);
     }
 
-    /// What is in the pieces, one after the other, fills as fills.
+    /// The contents of the pieces, one after the other, fills as fills.
     pub(super) fn contents(&self, pieces: &[Piece]) -> Vec<Content> {
         let mut contents = Vec::new();
         for piece in pieces {
@@ -355,17 +331,6 @@ mod tests {
         memory.fill(&all(a), 8);
         memory.fill(&all(b), POISON);
         assert_eq!(memory.resident_bytes(), 64);
-    }
-
-    #[test]
-    fn all_of_the_capacity_and_no_more_can_be_taken() {
-        let mut memory = Memory::new(100, 20);
-        let store = memory.create(80, u64::MAX).unwrap();
-        assert_eq!(memory.create(1, u64::MAX).unwrap_err().code, Code::OUT_OF_MEMORY);
-        memory.set_other(90);
-        assert_eq!(memory.free(), 0);
-        memory.destroy(store);
-        assert_eq!(memory.free(), 10);
     }
 
     proptest! {

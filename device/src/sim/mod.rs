@@ -2,19 +2,19 @@
 //!
 //! [`SimDriver`] implements [`Driver`] without a GPU. It finds errors that real hardware hides:
 //!
-//! * **Time is virtual.** Driver calls and work cost what they cost on a real card, to an order of
+//! * **Time is virtual.** Driver calls and work cost as much as on a real card, to an order of
 //!   magnitude (see [`Preset`]). The device only makes progress as calls advance the clock. The
 //!   same seed and calls give the same run.
 //! * **Order is random.** Work that nothing orders finishes in an order that the seed picks.
 //! * **Data is real.** Copies, fills and kernels take effect when they finish. Memory that was
-//!   never written reads as `0xCD`. Host memory is used for what programs write, not for what they
-//!   allocate.
+//!   never written reads as `0xCD`. Host memory is used for bytes that programs write, not for
+//!   those they allocate.
 //! * **Every access is checked** in program order, by happens-before between streams, events and
-//!   the host. A [`Violation`] names two operations and the missing order, whatever the seed. The
+//!   the host. A [`Violation`] names two operations and the missing order, with every seed. The
 //!   detector never changes results.
 //! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped,
-//!   or that reads what nothing has written. See [`Checks`]; `checks=off` ([`SimConfig::checks`])
-//!   turns it off.
+//!   or that reads bytes which nothing has written. See [`Checks`]; `checks=off`
+//!   ([`SimConfig::checks`]) turns it off.
 //! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that
 //!   touches memory which is not there loses the device, as on hardware; all errors from then on
 //!   say which work, where and why.
@@ -23,22 +23,22 @@
 //!
 //! Its parts:
 //!
-//! * **What it is like**: `config`, read from text by `parse`, with costs from `preset` and faults
-//!   from `fault`; `made` knows which devices there are.
-//! * **Calls**: `driver` names them and hands them on to `calls` (streams, copies, kernels), `vmm`
-//!   (memory), `capture`, `copies` (many ranges at once), `peer` (two devices), `module`; `refused`
-//!   is why one is refused. `inspect` looks inside without a call.
+//! * **Configuration**: `config`, read from text by `parse`, with costs from `preset` and faults
+//!   from `fault`.
+//! * **Calls**: `driver` hands them on to `calls` (streams, events, copies, kernels), `vmm`
+//!   (memory), `capture`, `peer` (two devices), `module`; `refused` is the reason for a refusal.
+//!   `inspect` looks inside without a call.
 //! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory`
-//!   and `host` the bytes; `queue`, `event` and `handle` streams, events and their handles;
-//!   `interval` a map of ranges.
+//!   and `host` the bytes; `queue`, `objects` and `handle` streams, other objects and their
+//!   handles; `interval` a map of ranges.
 //! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race`
-//!   finds what nothing orders, by `clock` and by what the host has `known`, and reports a
-//!   `violation`. `checks` finds misuse of memory; `thread` knows where calls come from. `lag`
-//!   makes the device lag behind.
+//!   finds accesses that nothing orders, by `clock` and by the host's knowledge (`known`), and
+//!   reports a `violation`. `checks` finds misuse of memory; `thread` knows where calls come from.
+//!   `lag` makes the device lag behind.
 //!
 //! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The
 //! legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
-//! host covers only what was enqueued on it. Stream priorities are accepted and have no effect.
+//! host covers only work enqueued on it. Stream priorities are accepted and have no effect.
 //!
 //! Each device has its own address space and virtual clock. Devices wait for each other's events
 //! ([`Driver::wait_peer`]) and copy from each other's memory ([`Driver::copy_peer`]). Their race
@@ -67,10 +67,8 @@ mod capture;
 mod checks;
 mod clock;
 mod config;
-mod copies;
 mod driver;
 mod engine;
-mod event;
 mod fault;
 mod handle;
 mod host;
@@ -79,7 +77,6 @@ mod interval;
 mod known;
 mod lag;
 mod machine;
-mod made;
 mod mappings;
 mod memory;
 mod module;
@@ -121,7 +118,6 @@ use crate::capturing_streams::CapturingStreams;
 use crate::driver::{DeviceInfo, DevicePtr, DriverKind, RawStream};
 use crate::error::{Operation, Result};
 use machine::Machine;
-use preset::Card;
 use refused::Answer;
 
 #[cfg(doc)]
@@ -130,9 +126,6 @@ use crate::driver::Driver;
 /// A simulated GPU. See the [module documentation](self).
 pub struct SimDriver {
     info: DeviceInfo,
-    card: Card,
-    vmm: bool,
-    export: bool,
     panic_on_violation: bool,
     /// How many violations the program has seen.
     seen: AtomicUsize,
@@ -148,22 +141,19 @@ impl fmt::Debug for SimDriver {
 }
 
 impl SimDriver {
-    /// A device as `config` describes it. It shares nothing with others but that each can be
+    /// A device as `config` describes it. It shares nothing with other devices, but each can be
     /// another one's peer, by its ordinal.
     pub fn new(mut config: SimConfig) -> Arc<SimDriver> {
         config.capacity_bytes = config.capacity_bytes.clamp(1, CAPACITY_BYTES_MAX);
-        made::note(config.ordinal);
+        vmm::note_made(config.ordinal);
         let card = config.card();
-        let name = format!("Simulated {} {}", card.name, Size(config.capacity_bytes));
+        let name = format!("Simulated {} {}", card.name, size_text(config.capacity_bytes));
         let mut info = DeviceInfo::new(DriverKind::Simulated, config.ordinal, name, config.capacity_bytes);
-        info.granularity_bytes = config.vmm.then_some(address::GRANULARITY);
+        info.granularity_bytes = config.vmm.then_some(mappings::GRANULARITY);
         info.priorities = (0, -5);
-        info.compute_capability = (small(card.capability.0), small(card.capability.1));
+        info.compute_capability = card.capability;
         Arc::new(SimDriver {
             info,
-            card,
-            vmm: config.vmm,
-            export: config.vmm && config.export,
             panic_on_violation: config.panic_on_violation,
             seen: AtomicUsize::new(0),
             capturing: Arc::default(),
@@ -215,7 +205,7 @@ impl SimDriver {
         self.machine.lock().in_calls
     }
 
-    /// What is mapped at an address, and which devices may touch it. Makes no driver call.
+    /// The mapping at an address, and the devices that may touch it. Makes no driver call.
     pub fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
         self.machine.lock().mapping_at(ptr)
     }
@@ -245,11 +235,21 @@ impl SimDriver {
     /// A driver call without effect: it is counted, takes its time, and fails where a fault
     /// strikes.
     fn ask(&self, operation: Operation) -> Result<()> {
-        self.call(operation, 0, |_| Ok(()))
+        self.call(operation, |_| Ok(()))
     }
 
-    /// Makes one driver call.
-    fn call<T>(&self, operation: Operation, bytes: u64, call: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
+    /// Makes one driver call whose cost does not depend on a size.
+    fn call<T>(&self, operation: Operation, call: impl FnOnce(&mut Machine) -> Answer<T>) -> Result<T> {
+        self.call_about(operation, 0, call)
+    }
+
+    /// Makes one driver call about `bytes` bytes.
+    fn call_about<T>(
+        &self,
+        operation: Operation,
+        bytes: u64,
+        call: impl FnOnce(&mut Machine) -> Answer<T>,
+    ) -> Result<T> {
         self.step(operation, |machine| machine.enter(operation, bytes).and_then(|()| call(machine)))
     }
 
@@ -299,20 +299,11 @@ impl Drop for SimDriver {
     }
 }
 
-/// A number of a card's table, which is small.
-fn small(number: u64) -> u32 {
-    u32::try_from(number).unwrap_or(u32::MAX)
-}
-
 /// A size in a readable unit.
-struct Size(u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-        match units.iter().find(|(shift, _)| self.0 >= 1 << shift && self.0.is_multiple_of(1 << shift)) {
-            Some((shift, unit)) => write!(f, "{} {unit}", self.0 >> shift),
-            None => write!(f, "{} B", self.0),
-        }
+fn size_text(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    match units.iter().find(|(shift, _)| bytes >= 1 << shift && bytes.is_multiple_of(1 << shift)) {
+        Some((shift, unit)) => format!("{} {unit}", bytes >> shift),
+        None => format!("{bytes} B"),
     }
 }

@@ -1,4 +1,4 @@
-//! Modules of kernels: what the driver checks of PTX text before it compiles it.
+//! Modules of kernels: the checks of PTX text that the driver makes before it compiles it.
 //!
 //! The simulator runs a kernel's host implementation, so of the text only the header and the names
 //! of the entries count. The syntax is that of NVIDIA's "Parallel Thread Execution ISA", chapters
@@ -20,7 +20,7 @@ pub(super) struct Module {
 
 impl Module {
     /// Reads PTX text for a device of the given compute capability.
-    pub(super) fn parse(ptx: &str, capability: (u64, u64)) -> Answer<Module> {
+    pub(super) fn parse(ptx: &str, capability: (u32, u32)) -> Answer<Module> {
         let invalid = |what: &str| Refused::new(INVALID_PTX, format!("the PTX text {what}"));
         let text = without_comments(ptx);
         let mut words = text.split(|c: char| c.is_whitespace() || "(,;".contains(c)).filter(|word| !word.is_empty());
@@ -56,9 +56,9 @@ impl Module {
 
 /// `sm_75` and such; digits before the last are the major number. A suffix (`a`, `f`) is part of
 /// the name only.
-fn architecture(target: &str) -> Option<(u64, u64)> {
+fn architecture(target: &str) -> Option<(u32, u32)> {
     let digits = target.strip_prefix("sm_")?.trim_end_matches(|c: char| c.is_ascii_lowercase());
-    let number: u64 = digits.parse().ok()?;
+    let number: u32 = digits.parse().ok()?;
     Some((number / 10, number % 10))
 }
 
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ptx_or_for_a_newer_device_is_refused() {
+    fn text_that_is_not_ptx_or_for_newer_devices_is_refused() {
         for text in ["", "hello", ".version 8", ".version 8.2", ".version 8.2 .target x", "/*", "/"] {
             assert_eq!(entries(text), Err(INVALID_PTX), "{text}");
         }

@@ -1,4 +1,4 @@
-//! The cards that the simulator can stand for, and what calls and work cost on them in virtual
+//! The cards that the simulator can stand for, and the costs of calls and work on them in virtual
 //! time.
 //!
 //! | figure | H100 SXM | H200 SXM | A100 SXM 80 GB | RTX 4090 | source |
@@ -99,7 +99,7 @@ impl Preset {
     }
 }
 
-/// What the cost model and the attributes take from a card. 1 GB/s is one byte a nanosecond.
+/// The figures of a card for the cost model and the attributes. 1 GB/s is one byte a nanosecond.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Card {
     pub(super) name: &'static str,
@@ -107,7 +107,7 @@ pub(super) struct Card {
     pub(super) link_gb_s: u64,
     pub(super) gflops: u64,
     pub(super) multiprocessors: u64,
-    pub(super) capability: (u64, u64),
+    pub(super) capability: (u32, u32),
     pub(super) copy_engines: u64,
     pub(super) rdma: bool,
 }
@@ -120,7 +120,7 @@ impl Card {
         link_gb_s: u64,
         gflops: u64,
         multiprocessors: u64,
-        capability: (u64, u64),
+        capability: (u32, u32),
         copy_engines: u64,
         rdma: bool,
     ) -> Card {
@@ -146,7 +146,7 @@ impl Card {
     }
 }
 
-/// What calls about memory cost on Hopper: nanoseconds fixed, a mapping, and a MiB. `None` for
+/// Costs of calls about memory on Hopper: nanoseconds fixed, a mapping, and a MiB. `None` for
 /// calls that were not measured.
 const fn on_hopper(operation: Operation) -> Option<(u64, u64, u64)> {
     Some(match operation {
@@ -164,7 +164,8 @@ const fn on_hopper(operation: Operation) -> Option<(u64, u64, u64)> {
     })
 }
 
-/// What calls cost elsewhere, and what was not measured: nanoseconds fixed, a mapping, and a MiB.
+/// Costs of calls on other cards, and of calls that were not measured: nanoseconds fixed, a
+/// mapping, and a MiB.
 const fn estimated(operation: Operation) -> (u64, u64, u64) {
     let (fixed, ns_per_mib) = match operation {
         Operation::Alloc => (66_000, 450),

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::checks::Checks;
-use super::clock::{Clock, StreamKey};
+use super::clock::{OpClock, StreamKey};
 use super::interval::IntervalMap;
 use super::known::Known;
 use super::violation::{BlockRef, OpRef, Violation, ViolationKind};
@@ -33,14 +33,14 @@ pub(super) struct Epoch {
     pub(super) op: OpRef,
 }
 
-/// The accesses of a piece of memory that later ones can conflict with.
+/// The accesses of a piece of memory with which later ones can conflict.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Cell {
+struct LastAccesses {
     write: Option<Epoch>,
     reads: Vec<Epoch>,
 }
 
-impl Cell {
+impl LastAccesses {
     fn epochs(&self) -> impl Iterator<Item = &Epoch> {
         self.write.iter().chain(&self.reads)
     }
@@ -57,7 +57,7 @@ pub(super) struct Conflict {
 /// The last accesses of an address space.
 #[derive(Debug, Default)]
 pub(super) struct Shadow {
-    cells: IntervalMap<Cell>,
+    cells: IntervalMap<LastAccesses>,
     /// Cells left by the last sweep; the next one runs when there are twice as many.
     swept: usize,
 }
@@ -85,7 +85,7 @@ impl Shadow {
             }
         }
         match kind {
-            AccessKind::Write => self.cells.insert(range, Cell { write: Some(epoch), reads: Vec::new() }),
+            AccessKind::Write => self.cells.insert(range, LastAccesses { write: Some(epoch), reads: Vec::new() }),
             AccessKind::Read => self.cells.update(range, |_, held| {
                 let mut cell = held.cloned().unwrap_or_default();
                 cell.reads.retain(|read| !ordered(read));
@@ -135,14 +135,14 @@ impl Shadow {
     }
 }
 
-/// What the host knows, what memory remembers, and what went wrong so far.
+/// The host's knowledge, the accesses of memory, and the violations so far.
 #[derive(Debug)]
 pub(super) struct Detector {
     /// Accesses by device address.
     pub(super) device: Shadow,
     /// Device-side accesses of page-locked memory, by host address.
     pub(super) host: Shadow,
-    /// What the host knows complete.
+    /// The operations that the host knows complete.
     pub(super) known: Known,
     /// The checks of how memory is used, unless they are off.
     pub(super) checks: Option<Arc<Checks>>,
@@ -179,8 +179,7 @@ impl Detector {
         }
     }
 
-    /// The device is lost: what was pending never happens, so nothing can meet it in memory any
-    /// more.
+    /// The device is lost: pending work never happens, so nothing can meet it in memory any more.
     pub(super) fn end(&mut self) {
         self.known.end();
         self.device.cells.clear();
@@ -201,13 +200,13 @@ impl Detector {
         }
     }
 
-    /// Drops the components that order nothing beyond what the host knows.
-    pub(super) fn prune(&self, clock: &mut Clock) {
+    /// Drops the components that the host knows complete.
+    pub(super) fn prune(&self, clock: &mut OpClock) {
         clock.forget_unless(|stream, seq| !self.known.knows(stream, seq));
     }
 
     /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`.
-    pub(super) fn access(&mut self, space: Space, range: Range<u64>, kind: AccessKind, epoch: Epoch, clock: &Clock) {
+    pub(super) fn access(&mut self, space: Space, range: Range<u64>, kind: AccessKind, epoch: Epoch, clock: &OpClock) {
         let known = &self.known;
         self.foreign |= epoch.stream.device != known.device;
         let ordered =
@@ -238,7 +237,7 @@ impl Detector {
     }
 
     /// Reports work that the host does not know complete, in memory that `second` takes away or
-    /// touches. Returns what was found.
+    /// touches. Returns that work.
     pub(super) fn check_known(
         &mut self,
         space: Space,

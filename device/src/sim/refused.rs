@@ -2,7 +2,7 @@
 
 use crate::error::{Code, DeviceError, ErrorKind, Operation};
 
-/// Result of what driver calls do inside the simulator.
+/// Result of a driver call inside the simulator.
 pub(super) type Answer<T> = Result<T, Refused>;
 
 /// A refusal: the code and the explanation that the caller will see.

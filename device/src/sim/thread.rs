@@ -1,5 +1,5 @@
-//! What the simulator knows of the calling thread: the place in the program that it was called
-//! from, and what it must not do there.
+//! The calling thread: the place in the program that the simulator was called from, and whether it
+//! may panic there.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -55,9 +55,9 @@ pub(super) fn last_caller() -> Option<Caller> {
     LAST.try_with(Cell::get).ok().flatten()
 }
 
-/// While this exists, the thread's copies move contents of memory elsewhere and back, whatever they
-/// are: nobody reads them meanwhile. Their ranges need not be blocks, and bytes that were never
-/// written stay what they are.
+/// While this exists, the thread's copies move contents of memory elsewhere and back, and nothing
+/// reads them meanwhile. Their ranges need not be blocks, and bytes that were never written stay
+/// unwritten.
 #[derive(Debug)]
 pub struct MovesContents(bool, OfThread);
 
@@ -77,8 +77,8 @@ pub(super) fn moves_contents() -> bool {
     MOVES.get()
 }
 
-/// Keeps violations from panicking on this thread from now on: it works for others, who would wait
-/// for it in vain. They panic in the next wait of another thread instead. See
+/// Keeps violations from panicking on this thread from now on: other threads wait for its work.
+/// They panic in the next wait of another thread instead. See
 /// [`SimConfig::panic_on_violation`](super::SimConfig::panic_on_violation).
 #[doc(hidden)]
 pub fn defer_panics_here() {

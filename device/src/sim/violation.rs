@@ -1,4 +1,4 @@
-//! What the simulator reports: the operation that broke a rule, the one before it, the memory, and
+//! Reports of the simulator: the operation that broke a rule, the one before it, the memory, and
 //! the remedy.
 
 use std::fmt;
@@ -40,7 +40,7 @@ pub struct OpRef {
     pub kernel: Option<&'static str>,
     /// Its number among all operations of the device, in program order from 1.
     pub number: u64,
-    /// The stream it was enqueued on; `None` for what the host did.
+    /// The stream it was enqueued on; `None` for an action of the host.
     pub stream: Option<StreamRef>,
     /// Ordinal of the device whose operation it is; `None` for one of the device that reports it.
     pub peer: Option<u32>,
@@ -50,35 +50,8 @@ pub struct OpRef {
 
 impl OpRef {
     /// The operation without its stream, such as `'memset #12'`.
-    pub(super) fn short(&self) -> Short<'_> {
-        Short(self)
-    }
-
-    /// The stream it was enqueued on, or the host.
-    pub(super) fn place(&self) -> Place<'_> {
-        Place(self)
-    }
-}
-
-/// Where an operation took place.
-pub(super) struct Place<'a>(&'a OpRef);
-
-impl fmt::Display for Place<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.stream {
-            Some(stream) => write!(f, "{stream}")?,
-            None => f.write_str("the host")?,
-        }
-        self.0.peer.map_or(Ok(()), |peer| write!(f, " of sim:{peer}"))
-    }
-}
-
-/// An operation without its stream.
-pub(super) struct Short<'a>(&'a OpRef);
-
-impl fmt::Display for Short<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.0.operation {
+    pub(super) fn short(&self) -> String {
+        let name = match self.operation {
             None => "host access",
             Some(Operation::Memset) => "memset",
             Some(Operation::CopyToDevice) => "copy to device",
@@ -90,11 +63,14 @@ impl fmt::Display for Short<'_> {
             Some(Operation::FreeAsync) => "pool free",
             Some(other) => other.name(),
         };
-        write!(f, "'{name}")?;
-        if let Some(kernel) = self.0.kernel {
-            write!(f, " {kernel}")?;
-        }
-        write!(f, " #{}'", self.0.number)
+        let kernel = self.kernel.map_or_else(String::new, |kernel| format!(" {kernel}"));
+        format!("'{name}{kernel} #{}'", self.number)
+    }
+
+    /// The stream it was enqueued on, or the host.
+    pub(super) fn place(&self) -> String {
+        let stream = self.stream.map_or_else(|| "the host".to_owned(), |stream| stream.to_string());
+        self.peer.map_or_else(|| stream.clone(), |peer| format!("{stream} of sim:{peer}"))
     }
 }
 
@@ -104,17 +80,13 @@ impl fmt::Display for OpRef {
             Some(_) => write!(f, "{} on {}", self.short(), self.place())?,
             None => write!(f, "{} by the host", self.short())?,
         }
-        self.at.map_or(Ok(()), |at| write!(f, " (called at {})", Line(at)))
+        self.at.map_or(Ok(()), |at| write!(f, " (called at {})", line(at)))
     }
 }
 
 /// File and line of a place.
-struct Line(&'static Location<'static>);
-
-impl fmt::Display for Line {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.0.file(), self.0.line())
-    }
+pub(super) fn line(at: &Location<'_>) -> String {
+    format!("{}:{}", at.file(), at.line())
 }
 
 /// A block of an allocator's memory.
@@ -137,7 +109,7 @@ impl fmt::Display for BlockRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the block of {} bytes at {}", self.bytes, self.ptr)?;
         self.tag.as_ref().map_or(Ok(()), |tag| write!(f, " (tag `{tag}`)"))?;
-        self.allocated.map_or(Ok(()), |at| write!(f, ", allocated at {}", Line(at)))?;
+        self.allocated.map_or(Ok(()), |at| write!(f, ", allocated at {}", line(at)))?;
         self.dropped.as_ref().map_or(Ok(()), |dropped| write!(f, ", {dropped}"))
     }
 }
@@ -159,17 +131,17 @@ impl fmt::Display for DropRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("dropped")?;
         if let Some(at) = self.at {
-            return write!(f, " at {}", Line(at));
+            return write!(f, " at {}", line(at));
         }
         match &self.thread {
             Some(thread) => write!(f, " by thread `{thread}`")?,
             None => f.write_str(" by a thread without a name")?,
         }
-        self.after.map_or(Ok(()), |after| write!(f, ", which came from {}", Line(after)))
+        self.after.map_or(Ok(()), |after| write!(f, ", which came from {}", line(after)))
     }
 }
 
-/// What kind of rule was broken.
+/// The kind of rule that was broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ViolationKind {
@@ -216,8 +188,7 @@ impl fmt::Display for ViolationKind {
 }
 
 impl ViolationKind {
-    /// True if the call that enqueues the work knows it by what the program did so far on this
-    /// thread: a wrong pointer or length.
+    /// True if the call that enqueues the work finds it: a wrong pointer or length.
     pub(super) fn is_of_the_call(self) -> bool {
         use ViolationKind::{NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
         matches!(self, UseAfterFree | OutOfBounds | NotAllocated | NoAccess)
@@ -237,7 +208,7 @@ pub struct Violation {
     pub second: OpRef,
     /// The addresses where they met: device addresses, or host addresses of page-locked memory.
     pub range: Range<u64>,
-    /// What was missing between the two, or what is wrong, in words.
+    /// The order that is missing between the two, or the mistake, in words.
     pub missing: String,
     /// The allocator's block that the memory belongs to, where the allocator reported it to the
     /// device.
@@ -251,7 +222,7 @@ impl Violation {
         is_unmapped && self.block.as_ref().is_some_and(|block| block.dropped.is_none())
     }
 
-    /// What to do about it.
+    /// Advice.
     pub fn remedy(&self) -> String {
         use ViolationKind::{
             HostAccess, NeverWritten, NoAccess, NotAllocated, OutOfBounds, PendingWork, ReadWrite, Undeclared,

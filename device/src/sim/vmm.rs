@@ -5,19 +5,41 @@
 //! whole mappings, no access before it is given, and no waiting for work. Invariant: a piece of
 //! physical memory lives while its handle or its mapping does.
 
+use std::collections::BTreeSet;
+
+use parking_lot::Mutex;
+
 use super::machine::Machine;
+use super::mappings::GRANULARITY;
 use super::memory::StoreId;
 use super::objects::Physical;
 use super::race::{Space, host_has_not_waited};
 use super::refused::{Answer, Refused};
 use super::violation::{Violation, ViolationKind};
 use super::work::Body;
-use crate::driver::{DevicePtr, RawPhysical, RawStream};
+use crate::driver::{DevicePtr, MemoryInfo, PoolUsage, RawPhysical, RawStream};
 use crate::error::{Code, Operation};
 use crate::physical::PhysicalOptions;
 
 /// Plain allocations take memory in multiples of this.
 const ROUNDING: u64 = 512;
+
+/// Ordinals of the devices that the process has made so far. One whose driver is dropped stays, as
+/// a GPU does that no handle has open, so that access given to it stays valid.
+static MADE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+/// Notes that there is a device with this ordinal.
+pub(super) fn note_made(ordinal: u32) {
+    MADE.lock().insert(ordinal);
+}
+
+/// Refuses an ordinal that no device of the process has.
+pub(super) fn check_made(ordinal: u32) -> Answer<()> {
+    if MADE.lock().contains(&ordinal) {
+        return Ok(());
+    }
+    Err(Refused::new(Code::INVALID_DEVICE, format!("there is no simulated device {ordinal}")))
+}
 
 /// Physical memory mapped at an address, as tests want to know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,6 +56,35 @@ pub struct Mapped {
 }
 
 impl Machine {
+    /// Refuses mapping calls where the device is configured not to map.
+    fn check_can_map(&self) -> Answer<()> {
+        if self.vmm { Ok(()) } else { Err(Refused::new(Code::NOT_SUPPORTED, "this device cannot map memory")) }
+    }
+
+    pub(super) fn can_rdma(&self) -> bool {
+        self.vmm && self.engine.card().rdma
+    }
+
+    pub(super) fn memory_info(&mut self) -> Answer<MemoryInfo> {
+        Ok(MemoryInfo { free: self.memory.free(), total: self.memory.total() })
+    }
+
+    pub(super) fn pool_usage(&mut self) -> Answer<PoolUsage> {
+        let reserved = self.pool.reserved.saturating_add(self.memory.kept.pool);
+        Ok(PoolUsage { reserved, reserved_peak: self.pool.reserved_peak.max(reserved), ..self.pool })
+    }
+
+    pub(super) fn trim_pool(&mut self, keep: u64) -> Answer<()> {
+        let kept = &mut self.memory.kept.pool;
+        *kept = keep.saturating_sub(self.pool.used).min(*kept);
+        Ok(())
+    }
+
+    pub(super) fn trim_graph_memory(&mut self) -> Answer<()> {
+        self.memory.kept.graphs = 0;
+        Ok(())
+    }
+
     /// Memory for an allocation; when it runs short, pending frees of the driver's pool are waited
     /// for.
     fn create_store(&mut self, bytes: u64) -> Answer<StoreId> {
@@ -70,7 +121,7 @@ impl Machine {
 
     pub(super) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
         let range = ptr.range(self.address.allocation(ptr.0)?.bytes);
-        self.capture_forbids_device_wait()?;
+        self.forbid_device_wait()?;
         self.wait_for_all()?;
         let op = self.op_ref(None, Operation::Free, None);
         // Work of other devices was not waited for.
@@ -81,7 +132,7 @@ impl Machine {
 
     pub(super) fn alloc_async(&mut self, bytes: u64, stream: RawStream) -> Answer<DevicePtr> {
         let id = self.streams.find(stream)?;
-        self.capture_forbids_pool(id)?;
+        self.forbid_pool(id)?;
         let ptr = self.allocate(bytes, true)?;
         self.pool_holds(self.pool.used.saturating_add(bytes));
         self.submit(id, Body::PoolAlloc { memory: ptr..ptr + bytes })?;
@@ -97,14 +148,20 @@ impl Machine {
             )));
         }
         let memory = ptr.range(allocation.bytes);
-        self.capture_forbids_pool(id)?;
+        self.forbid_pool(id)?;
         if let Some(submitted) = self.submit(id, Body::PoolFree { memory })? {
             self.address.allocation(ptr.0)?.freed = Some(submitted.op);
         }
         Ok(())
     }
 
+    pub(super) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<DevicePtr> {
+        self.check_can_map()?;
+        self.address.reserve(bytes, alignment).map(DevicePtr)
+    }
+
     pub(super) fn unreserve(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
+        self.check_can_map()?;
         let op = self.op_ref(None, Operation::Unreserve, None);
         self.address.unreserve(ptr.0, bytes, op)?;
         self.checks().inspect(|checks| checks.removed(ptr.range(bytes)));
@@ -112,19 +169,27 @@ impl Machine {
     }
 
     pub(super) fn create_physical(&mut self, bytes: u64, options: PhysicalOptions) -> Answer<RawPhysical> {
-        let granularity = super::address::GRANULARITY;
-        if bytes == 0 || !bytes.is_multiple_of(granularity) {
-            return Err(Refused::value(format!("{bytes} is not a positive multiple of {granularity} bytes")));
+        self.check_can_map()?;
+        if options.rdma && !self.can_rdma() {
+            return Err(Refused::new(Code::NOT_SUPPORTED, "this device has no memory for RDMA"));
+        }
+        if options.exportable.is_some() && !self.export {
+            return Err(Refused::new(Code::NOT_SUPPORTED, "this device has no memory that can be exported"));
+        }
+        if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
+            return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));
         }
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
-        let number = self.physicals.live.insert(Physical { bytes, options, store });
+        let number = self.physicals.live.insert(Physical { bytes, options, store, mapped_at: None });
         Ok(RawPhysical(self.physicals.handles.insert(number)))
     }
 
     pub(super) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
-        let (number, _) = self.physicals.get(handle)?;
+        self.check_can_map()?;
+        let (number, physical) = self.physicals.get(handle)?;
+        let is_mapped = physical.mapped_at.is_some();
         self.physicals.handles.remove(handle.0);
-        if self.address.mapped_at(number).is_some() {
+        if is_mapped {
             self.physicals.released.insert(number);
         } else {
             self.end_physical(number);
@@ -148,25 +213,28 @@ impl Machine {
     }
 
     pub(super) fn map(&mut self, ptr: DevicePtr, bytes: u64, handle: RawPhysical) -> Answer<()> {
+        self.check_can_map()?;
         let (number, physical) = self.physicals.get(handle)?;
         if physical.bytes != bytes {
             return Err(Refused::value(format!("{bytes} bytes are not all {} bytes of the memory", physical.bytes)));
         }
-        if let Some(at) = self.address.mapped_at(number) {
+        if let Some(at) = physical.mapped_at {
             return Err(Refused::value(format!("the memory is already mapped at {at:#x}")));
         }
-        self.address.map(ptr.0, bytes, number, physical.store)
+        self.address.mappings.map(ptr.0, bytes, number, physical.store)?;
+        self.physicals.mapped(number, Some(ptr.0));
+        Ok(())
     }
 
     /// What is mapped at `ptr`.
     pub(super) fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
-        let (number, mapping) = self.address.mapping(ptr.0)?;
-        let physical = self.physicals.live.get(number)?;
+        let mapping = self.address.mappings.at(ptr.0)?;
+        let physical = self.physicals.live.get(mapping.physical)?;
         Some(Mapped {
             ptr: DevicePtr(mapping.start),
             bytes: mapping.bytes,
             options: physical.options,
-            devices: self.address.access_to(mapping).to_vec(),
+            devices: mapping.devices.clone(),
         })
     }
 
@@ -177,15 +245,16 @@ impl Machine {
     }
 
     pub(super) fn unmap(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
-        let tiles = self.address.count_tiles(ptr.0, bytes)?;
+        self.check_can_map()?;
+        let tiles = self.address.mappings.count_tiles(ptr.0, bytes)?;
         self.spend_on_mappings(Operation::Unmap, tiles)?;
         let op = self.op_ref(None, Operation::Unmap, None);
         let all = ptr.range(bytes);
-        // Mostly none of it is in use any more.
+        // Usually none of it is in use any more.
         let untouched = self.detector.device.is_untouched(all.clone());
         let mut at = all.start;
         while at < all.end
-            && let Some((number, mapping)) = self.address.unmap(at)
+            && let Some(mapping) = self.address.mappings.unmap(at)
         {
             let range = at..mapping.end();
             at = range.end;
@@ -195,21 +264,27 @@ impl Machine {
                 unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
                 self.detector.device.clear(range);
             }
-            if self.physicals.unmapped(number, unfinished) {
-                self.end_physical(number);
+            if self.physicals.unmapped(mapping.physical, unfinished) {
+                self.end_physical(mapping.physical);
             }
         }
-        self.address.unmapped(all, op);
+        self.address.gone.insert(all, op);
         Ok(())
     }
 
+    pub(super) fn can_access_peer(&mut self, ordinal: u32) -> Answer<bool> {
+        check_made(ordinal).map(|()| ordinal != self.ordinal)
+    }
+
     pub(super) fn set_access(&mut self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Answer<()> {
+        self.check_can_map()?;
+        devices.iter().try_for_each(|&ordinal| check_made(ordinal))?;
         if devices.is_empty() {
             return Err(Refused::value("no devices given"));
         }
-        let tiles = self.address.count_tiles(ptr.0, bytes)?;
+        let tiles = self.address.mappings.count_tiles(ptr.0, bytes)?;
         self.spend_on_mappings(Operation::SetAccess, tiles)?;
-        self.address.set_access(ptr.range(bytes), devices);
+        self.address.mappings.give_access(ptr.range(bytes), devices);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Pieces of work: what they touch, what they cost, and what they do when their time has come.
+//! Pieces of work: the ranges that they touch, their costs, and their effects.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -81,7 +81,7 @@ impl Part {
     }
 }
 
-/// What a piece of work does.
+/// The effect of a piece of work.
 #[derive(Clone, Debug)]
 pub(super) enum Body {
     /// Fills memory.
@@ -90,7 +90,7 @@ pub(super) enum Body {
     Copy { operation: Operation, parts: Arc<[Part]> },
     /// Copies bytes that were taken from pageable memory.
     FromTaken { to: Range<u64>, bytes: Arc<[u8]> },
-    /// Copies what was in a peer's memory; nothing, if the source was not there, but why.
+    /// Copies contents of a peer's memory, or fails with the reason why the source was not there.
     FromPeer { to: Range<u64>, contents: std::result::Result<Arc<[Content]>, Arc<str>>, unwritten: Arc<Unwritten> },
     /// Copies to pageable memory; the waiting host takes the bytes itself.
     ToWaiting { from: Range<u64> },
@@ -100,7 +100,7 @@ pub(super) enum Body {
     PoolAlloc { memory: Range<u64> },
     /// Ends the life of pool memory.
     PoolFree { memory: Range<u64> },
-    /// Touches memory that is not there: what was reported of it.
+    /// Touches memory that is not there, as was reported.
     Fault { violation: Arc<str> },
 }
 
@@ -178,7 +178,7 @@ impl Body {
         }
     }
 
-    /// What it costs on the device.
+    /// Its cost on the device.
     pub(super) fn cost(&self) -> Cost {
         let length = |range: &Range<u64>| range.end - range.start;
         let (unit, bytes, operations) = match self {
@@ -206,14 +206,14 @@ impl Body {
         Cost { unit, bytes, operations, busy_ns }
     }
 
-    /// Does the work. Pool frees are the caller's business. Also returns what a kernel read first
-    /// of the memory listed as unwritten.
+    /// Does the work. The caller handles pool frees. Also returns the first piece of the unwritten
+    /// memory that a kernel read.
     pub(super) fn run(
         &self,
         memory: &mut Memory,
         address: &AddressSpace,
         unwritten: &Unwritten,
-    ) -> (std::result::Result<(), Broken>, Option<Piece>) {
+    ) -> (std::result::Result<(), Broken>, Option<UnwrittenPiece>) {
         let Body::Kernel(launch) = self else { return (self.run_plain(memory, address), None) };
         let mut left = IntervalMap::new();
         unwritten.iter().for_each(|(piece, origin)| left.insert(piece.clone(), *origin));
@@ -243,7 +243,7 @@ impl Body {
 }
 
 /// Unwritten memory, and where it was allocated.
-type Piece = (Range<u64>, Origin);
+type UnwrittenPiece = (Range<u64>, Origin);
 
 /// Work that failed on the device, which is lost by that.
 #[derive(Debug)]
@@ -255,7 +255,7 @@ pub(super) struct Broken {
 /// Why work failed.
 #[derive(Debug)]
 pub(super) enum Cause {
-    /// What was found when it was enqueued, with the work's name.
+    /// The violation found when it was enqueued, with the work's name.
     Reported(Arc<str>),
     /// A kernel touched this, which its launch did not declare.
     Undeclared(Range<u64>),
@@ -291,12 +291,12 @@ fn run_kernel(view: &mut View<'_>) -> std::result::Result<(), Broken> {
     })
 }
 
-/// Device memory as a kernel sees it: only what its launch declared.
+/// Device memory as a kernel sees it: only the ranges that its launch declared.
 struct View<'a> {
     memory: &'a mut Memory,
     address: &'a AddressSpace,
     launch: &'a Launch,
-    /// What was never written when the kernel was enqueued, and the kernel has not written yet.
+    /// Bytes that were never written when the kernel was enqueued, and that it has not written yet.
     unwritten: IntervalMap<Origin>,
     /// The first of it that the kernel read.
     read: Cell<Option<(u64, u64, Origin)>>,
@@ -357,7 +357,7 @@ fn illegal(illegal: Illegal) -> DeviceError {
 }
 
 impl Illegal {
-    /// What is wrong with `op`, which touches a range that holds this.
+    /// The violation of `op`, which touches a range that holds this.
     pub(super) fn violation(&self, op: OpRef, range: &Range<u64>) -> Violation {
         let range = self.at.max(range.start)..range.end;
         Violation { kind: self.kind, first: self.gone, second: op, range, missing: explain(self), block: None }

@@ -64,7 +64,7 @@ impl Timeline {
         self.refuse_capture_of_others(raw)?;
         state.borrowed += 1;
         drop(state);
-        // Dropped whatever happens in the driver.
+        // Dropped even if the driver panics.
         let _borrow = Borrow(self);
         match enqueue(raw) {
             Err(error) if error.is_device_lost() => Err(error),

@@ -96,30 +96,23 @@ impl Timeline {
 
     /// Calls `begin` to begin a capture, once no call is under way that would break it. This
     /// happens under the timeline's lock, so that no event is recorded into the capture by mistake.
+    ///
+    /// If another library has begun the capture (the scope's launches are foreign), `begin` only
+    /// looks for it, and this does not wait for calls under way.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
         handle: StreamHandle,
         begin: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let blocking = self.kind == StreamKind::Blocking;
-        self.context.capturing.enter(blocking);
+        let (blocking, capturing) = (self.kind == StreamKind::Blocking, &self.context.capturing);
+        if scope.launches.is_foreign() {
+            capturing.enter_begun(blocking)
+        } else {
+            capturing.enter(blocking)
+        }
         let begun = self.begin_capture_now(scope, handle, begin);
-        begun.inspect_err(|_| self.context.capturing.leave(blocking))
-    }
-
-    /// As [`Timeline::begin_capture`], for a capture that another library has begun, if `ask` finds
-    /// it.
-    pub(crate) fn announce_capture(
-        self: &Arc<Self>,
-        scope: &Arc<Scope>,
-        handle: StreamHandle,
-        ask: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        let blocking = self.kind == StreamKind::Blocking;
-        self.context.capturing.enter_begun(blocking);
-        let found = self.begin_capture_now(scope, handle, ask);
-        found.inspect_err(|_| self.context.capturing.leave(blocking))
+        begun.inspect_err(|_| capturing.leave(blocking))
     }
 
     fn begin_capture_now(

@@ -1,4 +1,4 @@
-//! Vector clocks over streams: what a stream is already ordered after.
+//! Vector clocks over streams: the ticks that a stream is already ordered after.
 //!
 //! This is the clock of timelines, which count recorded events; the simulator's race detector has
 //! its own, which counts operations and must not trust this one.
@@ -8,7 +8,7 @@ use crate::stream_map::StreamMap;
 /// For each stream, up to which tick everything is known to come before.
 ///
 /// An entry `(stream, n)` says: ordered after every tick of `stream` smaller than `n`. Absent means
-/// 0. A clock is copied at each recorded event; copies share what is equal.
+/// 0. A clock is copied at each recorded event; copies share equal parts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clock(StreamMap);
 
@@ -26,23 +26,5 @@ impl Clock {
     /// Notes everything that `other` knows.
     pub(crate) fn merge(&mut self, other: &Clock) {
         self.0.join(&other.0);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn merging_takes_the_later_of_each_stream() {
-        let mut left = Clock::default();
-        left.raise(4, 10);
-        left.raise(1, 3);
-        left.raise(4, 7);
-        let mut right = Clock::default();
-        right.raise(1, 5);
-        right.raise(2, 1);
-        left.merge(&right);
-        assert_eq!([left.of(1), left.of(2), left.of(3), left.of(4)], [5, 1, 0, 10]);
     }
 }

@@ -3,7 +3,8 @@
 //! A *tick* `(stream, n)` stands for all work enqueued on a stream so far; `n` is how many events
 //! were recorded there. Taking a tick is an atomic load. An event is recorded only when something
 //! must be ordered after a tick, and that event covers every tick taken before it. Each stream
-//! remembers what it is already ordered after (a vector clock), so a dependency is paid for once.
+//! remembers the ticks that it is already ordered after (a vector clock), so a dependency is paid
+//! for once.
 //!
 //! Invariants (numbered as in ARCHITECTURE.md):
 //! * **T1** The counter is raised *before* the event is recorded, and the event covers the ticks
@@ -13,8 +14,8 @@
 //!   it, because no work comes after it.
 //! * **T2** An event keeps a copy of its stream's clock as of the recording. A waiter merges that
 //!   copy, never the stream's present clock, and only after the driver's wait succeeded. A failed
-//!   record or wait changes no clock. A waiter on another device notes what the event covers, and
-//!   no more, because a clock is about the streams of one device.
+//!   record or wait changes no clock. A waiter on another device notes the ticks that the event
+//!   covers, and no more, because a clock is about the streams of one device.
 //! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait
 //!   and recycling happen under the timeline's own lock, or while a reference keeps the event
 //!   alive.
@@ -26,7 +27,7 @@
 //!   known to be done once the host has waited for the device. The handle of a per-thread stream
 //!   means another stream on every thread, so only its owner makes driver calls with it; when
 //!   another thread needs its ticks, an event on the legacy stream covers them. The handle of a
-//!   released stream may come to mean another stream, so no driver call names it.
+//!   released stream may later mean another stream, so no driver call names it.
 //! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record
 //!   on it nor make it wait, and its clock does not change. Ticks that were open when the capture
 //!   began stay open unless they were covered. Waiting for an event recorded in a capture changes
@@ -312,7 +313,7 @@ impl Timeline {
         recorded.event.synchronize()?;
         self.mark_done(recorded.covers);
         if let Err(error) = self.poll(&mut self.state.lock()) {
-            tracing::debug!(%error, "how far a stream got is not known beyond what was waited for");
+            tracing::debug!(%error, "the progress of a stream is not known beyond the tick that was waited for");
         }
         Ok(())
     }

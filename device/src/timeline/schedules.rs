@@ -110,7 +110,7 @@ fn t1_events_recorded_while_others_enqueue_and_take_ticks() {
 }
 
 #[test]
-fn t1_covered_ticks_that_were_asked_are_done() {
+fn t1_covered_ticks_are_done_when_the_driver_says_so() {
     explore(|| {
         let world = World::new();
         let (one, two) = (world.stream(), world.stream());
@@ -318,7 +318,7 @@ fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
             spawn(&world, move |world| {
                 let capture = one.begin_capture().unwrap();
                 world.fill(&one, 8);
-                capture.end().expect("nobody may break a capture");
+                capture.end().expect("no thread may break a capture");
             }),
             spawn(&world, move |world| {
                 for answer in
@@ -335,7 +335,7 @@ fn t5_no_capture_is_broken_by_calls_that_wait_for_the_device() {
     });
 }
 
-/// Whoever ends the capture announces it first, while the copy waits for that end.
+/// The thread that ends the capture announces it first, while the copy waits for that end.
 #[test]
 fn t5_a_capture_of_others_is_announced_while_a_blocking_copy_waits_for_its_end() {
     let model = || {
@@ -349,7 +349,7 @@ fn t5_a_capture_of_others_is_announced_while_a_blocking_copy_waits_for_its_end()
             spawn(&world, move |world| {
                 let driver = world.device.driver();
                 driver.begin_capture(blocking.raw()).unwrap();
-                // The copy may have broken it: it was begun before anybody could know.
+                // The copy may have broken it: no thread knew of it yet.
                 let announced = blocking.announce_capture();
                 assert!(announced.as_ref().err().is_none_or(|error| error.kind == ErrorKind::Capture));
                 let graph = driver.end_capture(blocking.raw());
@@ -358,12 +358,12 @@ fn t5_a_capture_of_others_is_announced_while_a_blocking_copy_waits_for_its_end()
             }),
         ]);
     };
-    // At random alone: who is waited for must run some time, and the copy sleeps in between.
+    // At random only: the copy sleeps between attempts, and the other thread must run meanwhile.
     shuttle::check_random(model, 300);
 }
 
 #[test]
-fn t5_no_capture_begins_on_a_stream_that_was_let_go_meanwhile() {
+fn t5_no_capture_begins_on_a_stream_that_was_released_meanwhile() {
     explore(|| {
         let world = World::new();
         let raw = world.device.driver().create_stream(StreamFlags::default()).unwrap();
@@ -379,7 +379,7 @@ fn t5_no_capture_begins_on_a_stream_that_was_let_go_meanwhile() {
                 }
             }),
             spawn(&world, move |_| {
-                // Refused while the stream captures; dropping it lets go all the same.
+                // Refused while the stream captures; dropping it releases the stream in any case.
                 let _refused = adopted.release();
             }),
             spawn(&world, |world| drop(world.device.synchronize())),
@@ -411,7 +411,7 @@ fn t4_a_handle_that_threads_ask_for_and_forget_has_one_stream() {
 }
 
 #[test]
-fn t4_ticks_of_a_destroyed_stream_are_answered_whoever_else_asks() {
+fn t4_ticks_of_a_destroyed_stream_are_answered_on_every_thread() {
     explore(|| {
         let world = World::new();
         let (gone, other) = (world.stream(), world.stream());

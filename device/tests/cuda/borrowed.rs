@@ -10,7 +10,7 @@ use crate::bench::{Bench, standin};
 const HALF: usize = 4096;
 const BYTES: usize = 2 * HALF;
 
-/// Which function fails, at which of its calls from now on, and with what.
+/// The function that fails, the number of the call from now on, and its code.
 type Order = (&'static str, u64, Code);
 
 /// Host memory of which the first half is page-locked, so that it is copied in two pieces and read
@@ -78,11 +78,11 @@ fn orders_of_uploads() -> Vec<(Vec<Order>, usize)> {
 }
 
 #[test]
-fn an_upload_that_fails_half_way_reads_nothing_after_it_returned() {
+fn a_partial_upload_reads_nothing_after_it_returned() {
     for (orders, copied) in orders_of_uploads() {
         let mut copies = Copies::failing(&orders);
         let error = copies.stream.upload_blocking(copies.ptr, &copies.host).unwrap_err();
-        assert_eq!(error.code, UNKNOWN, "what the copy itself failed by");
+        assert_eq!(error.code, UNKNOWN, "the error of the copy itself");
         copies.host.fill(9);
         let expected = [vec![0; copied], vec![7; BYTES - copied]].concat();
         assert!(copies.on_device() == expected, "{orders:?}");
@@ -91,7 +91,7 @@ fn an_upload_that_fails_half_way_reads_nothing_after_it_returned() {
 }
 
 #[test]
-fn a_download_that_fails_half_way_writes_nothing_after_it_returned() {
+fn a_partial_download_writes_nothing_after_it_returned() {
     let orders = [
         vec![("cuStreamSynchronize", 1, UNKNOWN)],
         vec![("cuMemcpyDtoHAsync_v2", 2, UNKNOWN), ("cuStreamSynchronize", 1, UNKNOWN)],
@@ -108,7 +108,7 @@ fn a_download_that_fails_half_way_writes_nothing_after_it_returned() {
 }
 
 #[test]
-fn a_copy_that_was_enqueued_and_could_not_be_waited_for_at_first_is_waited_for() {
+fn a_failed_wait_for_an_enqueued_copy_is_tried_again() {
     let waits = [("cuStreamSynchronize", 1, UNKNOWN), ("cuCtxSynchronize", 1, UNKNOWN)];
     let mut copies = Copies::failing(&waits);
     let (stream, ptr) = (copies.stream.clone(), copies.ptr);
@@ -130,7 +130,7 @@ fn a_lost_device_is_not_waited_for() {
 
 /// Its thread is this one, so it could not end before the copy returned.
 #[test]
-fn a_blocking_copy_that_a_capture_nobody_announced_forbids_is_refused_at_once() {
+fn a_blocking_copy_is_refused_at_once_during_an_unannounced_capture() {
     let copies = Copies::failing(&[]);
     let (driver, legacy) = (&copies.bench.driver, copies.device.default_stream());
     let blocking = driver.create_stream(StreamFlags { non_blocking: false, priority: 0 }).unwrap();
@@ -138,6 +138,6 @@ fn a_blocking_copy_that_a_capture_nobody_announced_forbids_is_refused_at_once() 
     for half in [&copies.host[..HALF], &copies.host[HALF..]] {
         assert_eq!(legacy.upload_blocking(copies.ptr, half).unwrap_err().kind, ErrorKind::Capture);
     }
-    let graph = driver.end_capture(blocking).expect("nobody broke it");
+    let graph = driver.end_capture(blocking).expect("no call broke it");
     driver.destroy_graph(graph).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Every call does what the trait says.
+//! Every call has the effect that the trait documents.
 
 use aquifer_device::{
     Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, DriverKind, HandleKind, HostPtr,
@@ -9,7 +9,7 @@ use aquifer_standin::Number;
 use crate::bench::{Bench, MIB, PTX, code, fill, standin};
 
 #[test]
-fn facts_of_the_device_are_those_that_the_driver_tells() {
+fn facts_of_the_device_come_from_the_driver() {
     let bench = Bench::new();
     let info = bench.driver.info();
     assert_eq!((info.kind, info.ordinal), (DriverKind::Cuda, bench.device.ordinal()));
@@ -80,7 +80,7 @@ fn physical_memory_is_mapped_at_reserved_addresses() {
 }
 
 #[test]
-fn peers_are_told_by_the_driver_and_may_be_given_access() {
+fn the_driver_reports_peers_which_may_be_given_access() {
     let (bench, other) = (Bench::new(), Bench::new());
     let driver = &*bench.driver;
     assert!(driver.can_access_peer(other.device.ordinal()).unwrap());
@@ -123,7 +123,7 @@ fn copies_move_bytes_between_all_kinds_of_memory() {
     driver.copy_on_device(one, two, 0, stream).unwrap();
     driver.memset(one, 0, 0, stream).unwrap();
     assert!(bench.download(one, 0, stream).unwrap().is_empty());
-    // SAFETY: nobody uses the memory any more.
+    // SAFETY: nothing uses the memory any more.
     unsafe { driver.host_free(pinned) }.unwrap();
     bench.assert_no_violation();
 }
@@ -152,7 +152,7 @@ fn rows_are_copied_to_their_pitch() {
     assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr().wrapping_add(16), 4) }, b"cccc");
     // SAFETY: nothing is copied.
     unsafe { driver.copy_2d(&Copy2d { height: 0, ..rows }, stream) }.unwrap();
-    // SAFETY: nobody uses the memory any more.
+    // SAFETY: nothing uses the memory any more.
     unsafe { driver.host_free(pinned) }.unwrap();
     bench.assert_no_violation();
 }
@@ -178,7 +178,7 @@ fn many_copies_are_one_call() {
         // SAFETY: no work uses the memory.
         assert_eq!(unsafe { std::slice::from_raw_parts(pinned.as_ptr(), 16) }, [5; 16]);
         assert_eq!(bench.download(device.offset(1024), 16, stream).unwrap(), [5; 16]);
-        // SAFETY: nobody uses the memory any more.
+        // SAFETY: nothing uses the memory any more.
         unsafe { driver.host_free(pinned) }.unwrap();
         bench.assert_no_violation();
     }
@@ -259,7 +259,7 @@ fn kernels_are_launched_from_modules() {
     for (pattern, shared_bytes) in [(0x0101_0101_0101_0101, 0), (0x0202_0202_0202_0202, 100 << 10), (0, 100 << 10)] {
         let mut launch = fill(Some(module), memory, 4096, pattern);
         launch.shared_bytes = shared_bytes;
-        // SAFETY: the kernel fills what it is told to, which is declared.
+        // SAFETY: the kernel fills the range that its launch declares.
         unsafe { driver.launch(&launch, stream) }.unwrap();
         let found = bench.download(memory, 4096, stream).unwrap();
         assert!(found.chunks(8).all(|word| word == pattern.to_le_bytes()));
@@ -269,7 +269,7 @@ fn kernels_are_launched_from_modules() {
 }
 
 #[test]
-fn what_is_alive_at_the_end_is_given_back() {
+fn objects_left_at_the_end_are_given_back() {
     let device = standin().add_device("1GiB").unwrap();
     let watch = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
     let driver = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
@@ -348,7 +348,7 @@ fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
         // SAFETY: memory of this length that was just written, and no work pending.
         let found = unsafe { std::slice::from_raw_parts(host.as_ptr(), bytes) };
         assert!(found.iter().all(|&byte| usize::from(byte) == bytes % 251));
-        // SAFETY: nobody uses the memory any more.
+        // SAFETY: nothing uses the memory any more.
         unsafe { driver.host_free(host) }.unwrap();
     }
     // What the caller did not free goes with the driver. A piece that could not be freed when it

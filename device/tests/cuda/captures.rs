@@ -1,5 +1,5 @@
-//! Captures: what breaks one is refused before it reaches the driver, and the calls around it leave
-//! it alone.
+//! Captures: a call that breaks one is refused before it reaches the driver, and the calls around
+//! it leave it alone.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use crate::bench::{Bench, MIB, code, kind, standin};
 
 #[test]
-fn a_graph_runs_what_was_captured() {
+fn a_graph_runs_the_captured_work() {
     let bench = Bench::new();
     let (driver, stream) = (&*bench.driver, bench.stream());
     let memory = driver.alloc(4096).unwrap();
@@ -33,7 +33,7 @@ fn a_graph_runs_what_was_captured() {
 }
 
 #[test]
-fn what_would_break_a_capture_is_refused_and_does_not() {
+fn calls_that_would_break_a_capture_are_refused() {
     let bench = Bench::new();
     let (driver, stream) = (&*bench.driver, bench.stream());
     let memory = driver.alloc(4096).unwrap();
@@ -59,7 +59,7 @@ fn what_would_break_a_capture_is_refused_and_does_not() {
     breaks(unsafe { driver.copy_batch(&[], stream) });
     let graph = driver.end_capture(stream).unwrap();
     driver.destroy_graph(graph).unwrap();
-    // SAFETY: it was registered above, and nobody uses it.
+    // SAFETY: it was registered above, and nothing uses it.
     unsafe { driver.host_unregister(host) }.unwrap();
     driver.free(memory).unwrap();
     driver.free_async(pool, stream).unwrap();
@@ -74,7 +74,7 @@ fn blocking_copies_of_page_locked_memory_are_kept_out_of_captures() {
     let device = Device::new(bench.driver.clone());
     let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
     let host = device.driver().host_alloc(4096).unwrap();
-    // SAFETY: 4096 bytes of page-locked memory that nobody else uses, freed below.
+    // SAFETY: 4096 bytes of page-locked memory that nothing else uses, freed below.
     let slice = unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), 4096) };
     let capture = stream.begin_capture().unwrap();
     assert_eq!(kind(stream.download_blocking(slice, memory)), ErrorKind::Capture);
@@ -107,7 +107,7 @@ fn a_device_that_goes_while_another_of_its_context_captures_takes_nothing_from_p
     stream.fill(ptr, 1, granule).unwrap();
     // SAFETY: the memory is left to the device below, with a tick that covers this.
     unsafe { stream.download(host, ptr, 4096) }.unwrap();
-    // SAFETY: allocated above, and nobody else uses it.
+    // SAFETY: allocated above, and nothing else uses it.
     unsafe { going.host_free_later(host, 4096, vec![stream.tick()]) };
     going.unreserve_later(Reservation { ptr, bytes: granule, mapped: vec![(ptr, granule, physical)] });
     let capture = capturing.begin_capture().unwrap();
@@ -121,7 +121,7 @@ fn a_device_that_goes_while_another_of_its_context_captures_takes_nothing_from_p
 }
 
 #[test]
-fn events_are_not_recorded_in_captures_that_nobody_made_known() {
+fn events_are_not_recorded_in_unannounced_captures() {
     let bench = Bench::new();
     let device = Device::new(bench.driver.clone());
     let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
@@ -142,7 +142,7 @@ fn events_are_not_recorded_in_captures_that_nobody_made_known() {
 }
 
 #[test]
-fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
+fn calls_that_captures_in_other_modes_forbid_break_none() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let context = CudaContext::new(bench.device.ordinal() as usize).unwrap();
@@ -165,7 +165,7 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
     driver.memory_info().unwrap();
     driver.copy_peer(memory, &*peer.driver, from, 4096, other).unwrap();
     let pinned = driver.host_alloc(4096).unwrap();
-    // SAFETY: nobody uses the memory.
+    // SAFETY: nothing uses the memory.
     unsafe { driver.host_free(pinned) }.unwrap();
     driver.unmap(start, 2 * MIB).unwrap();
     // The thread's own mode is as it was: cudarc's allocation would still break the capture, and
@@ -178,7 +178,7 @@ fn calls_that_captures_in_other_modes_forbid_are_made_beside_them() {
 
 /// What seems harmless may load a kernel, or make a context.
 #[test]
-fn fills_contexts_and_questions_are_relaxed_too() {
+fn fills_contexts_and_queries_are_relaxed_too() {
     let bench = Bench::new();
     let (driver, stream, ordinal) = (&*bench.driver, bench.stream(), bench.device.ordinal());
     let memory = driver.alloc(4096).unwrap();
@@ -202,7 +202,7 @@ fn fills_contexts_and_questions_are_relaxed_too() {
 }
 
 #[test]
-fn a_capture_ends_where_it_cannot_be_a_graph() {
+fn a_capture_that_cannot_become_a_graph_ends() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let (one, two) = (bench.stream(), bench.stream());
@@ -218,7 +218,7 @@ fn a_capture_ends_where_it_cannot_be_a_graph() {
 }
 
 #[test]
-fn a_broken_capture_is_told_and_can_be_ended() {
+fn a_broken_capture_is_reported_and_can_be_ended() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let (one, two) = (bench.stream(), bench.stream());
@@ -245,7 +245,7 @@ fn the_legacy_stream_captures_nothing_and_a_destroyed_one_nothing_any_more() {
     let stream = bench.stream();
     driver.begin_capture(stream).unwrap();
     driver.destroy_stream(stream).unwrap();
-    driver.synchronize().expect("what captured is gone");
+    driver.synchronize().expect("the capturing stream is gone");
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn drivers_of_one_context_leave_each_others_captures_alone() {
     breaks(theirs.default_stream().tick().cover());
     assert!(theirs.is_capturing());
     stream.fill(memory, 5, 4096).unwrap();
-    let graph = capture.end().expect("nobody broke the capture");
+    let graph = capture.end().expect("no call broke the capture");
     graph.launch(&stream).unwrap();
     theirs.synchronize().unwrap();
     theirs.default_stream().tick().cover().unwrap();
@@ -308,14 +308,14 @@ fn drivers_of_one_context_leave_each_others_captures_alone() {
     bench.driver.begin_capture(stream.raw()).unwrap();
     breaks(other.synchronize());
     bench.driver.destroy_graph(bench.driver.end_capture(stream.raw()).unwrap()).unwrap();
-    // SAFETY: registered above, and nobody uses it.
+    // SAFETY: registered above, and nothing uses it.
     unsafe { other.host_unregister(host) }.unwrap();
     theirs.free(memory).unwrap();
     bench.assert_no_violation();
 }
 
 #[test]
-fn asking_who_an_adopted_stream_is_breaks_no_capture() {
+fn asking_for_the_identity_of_an_adopted_stream_breaks_no_capture() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let owner = CudaDriver::open(bench.device.ordinal()).unwrap();
@@ -327,7 +327,7 @@ fn asking_who_an_adopted_stream_is_breaks_no_capture() {
     assert_eq!(driver.capture_status(theirs).unwrap(), CaptureStatus::Active);
     driver.memset(memory, 3, 4096, theirs).unwrap();
     assert_eq!(kind(driver.stream_id(theirs)), ErrorKind::Capture);
-    let graph = owner.end_capture(theirs).expect("nobody broke the capture");
+    let graph = owner.end_capture(theirs).expect("no call broke the capture");
     owner.launch_graph(graph, theirs).unwrap();
     assert!(driver.stream_id(theirs).unwrap().is_some());
     assert_eq!(bench.download(memory, 4, theirs).unwrap(), [3; 4]);
@@ -354,7 +354,7 @@ fn threads_launch_a_graph_one_after_the_other() {
 
 /// The driver says no more than a code, and the capture is lost.
 #[test]
-fn waiting_while_somebody_captures_unannounced_says_what_to_do() {
+fn waiting_during_an_unannounced_capture_fails_with_advice() {
     let bench = Bench::new();
     let theirs = CudaContext::new(bench.device.ordinal() as usize).unwrap().new_stream().unwrap();
     theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();

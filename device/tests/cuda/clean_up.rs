@@ -6,8 +6,8 @@ use cudarc::driver::CudaContext;
 
 use crate::bench::{Bench, kind, standin};
 
-/// CUDA does not say what becomes of a capture whose stream is destroyed; in the stand-in it goes
-/// on, and nobody can end it.
+/// CUDA does not specify the fate of a capture whose stream is destroyed; in the stand-in it goes
+/// on, and no call can end it.
 #[test]
 fn a_capture_is_ended_before_its_stream_is_destroyed() {
     let bench = Bench::new();
@@ -26,7 +26,7 @@ fn a_capture_is_ended_before_its_stream_is_destroyed() {
         bench.driver.synchronize().unwrap();
         assert_eq!(bench.device.number(Number::LiveObjects), objects);
     }
-    // Of a stream that a device owns, and of which nobody said that it captures.
+    // Of a stream that a device owns, and whose capture was not announced.
     let device = Device::new(bench.driver.clone());
     let stream = device.stream().unwrap();
     device.driver().begin_capture(stream.raw()).unwrap();
@@ -43,7 +43,7 @@ fn a_capture_is_ended_before_its_stream_is_destroyed() {
 }
 
 #[test]
-fn what_a_graph_was_made_from_is_destroyed_at_the_second_attempt() {
+fn a_captured_graph_is_destroyed_at_the_second_attempt() {
     let bench = Bench::new();
     let stream = bench.stream();
     let objects = bench.device.number(Number::LiveObjects);

@@ -9,7 +9,7 @@ use aquifer_device::{
 
 use crate::bench::{MIB, PTX, fill, standin};
 
-/// A program that makes every call of the trait, and gives back what it can whatever happens.
+/// A program that makes every call of the trait, and gives back as much as it can after any error.
 fn program(driver: &CudaDriver) -> Result<()> {
     let flags = StreamFlags { non_blocking: true, priority: 0 };
     let stream = driver.create_stream(flags)?;
@@ -84,19 +84,19 @@ fn copied(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<(
     let (device, host) = (CopyEnd::Device(memory), CopyEnd::Host(pinned));
     let rows = Copy2d { dst: device, dst_pitch: 128, src: host, src_pitch: 64, width: 64, height: 4 };
     let part = CopyPart { dst: device, src: host, bytes: 64 };
-    // SAFETY: nobody touches the page-locked memory, which the device is waited for before it is
+    // SAFETY: nothing touches the page-locked memory, which the device is waited for before it is
     // freed.
     let outcome = unsafe { driver.copy_2d(&rows, stream) };
     // SAFETY: as above.
     let outcome = outcome.and_then(|()| unsafe { driver.copy_batch(&[part], stream) });
     let waited = driver.synchronize().or_else(|_| driver.synchronize());
-    // SAFETY: nobody uses the memory any more; what could not be freed is still there.
+    // SAFETY: nothing uses the memory any more; memory that could not be freed is still there.
     let free = || unsafe { driver.host_free(pinned) };
     let outcome = outcome.and(waited).and(free().or_else(|_| free()));
     let mut registered = vec![0_u8; 4096];
     // SAFETY: unregistered below, at the second attempt at the latest.
     let host = outcome.and_then(|()| unsafe { driver.host_register(registered.as_mut_ptr(), 4096) })?;
-    // SAFETY: it was registered above, and nobody uses it.
+    // SAFETY: it was registered above, and nothing uses it.
     let unregister = || unsafe { driver.host_unregister(host) };
     unregister().or_else(|error| unregister().and(Err(error)))
 }
@@ -124,7 +124,7 @@ fn ordered(driver: &CudaDriver, stream: RawStream) -> Result<()> {
 fn launched(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<()> {
     let module = driver.load_module(PTX)?;
     let launch = aquifer_device::Launch { shared_bytes: 64 << 10, ..fill(Some(module), memory, 4096, 7) };
-    // SAFETY: the kernel fills what it is told to, which is declared.
+    // SAFETY: the kernel fills the range that its launch declares.
     let outcome = unsafe { driver.launch(&launch, stream) };
     let outcome = outcome.and(driver.synchronize().or_else(|_| driver.synchronize()));
     outcome.and(driver.unload_module(module).or_else(|_| driver.unload_module(module)))
@@ -134,7 +134,7 @@ fn captured(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result
     driver.begin_capture(stream)?;
     let outcome = driver.memset(memory, 1, 4096, stream).and(driver.capture_status(stream).map(drop));
     let graph = driver.end_capture(stream).or_else(|error| {
-        // It ended, or nobody heard of it.
+        // It ended, or its error was not reported.
         driver.end_capture(stream).map_or(Ok(()), |graph| driver.destroy_graph(graph))?;
         Err(error)
     })?;
@@ -175,7 +175,7 @@ fn every_call_of_the_driver_fails_once() {
 }
 
 #[test]
-fn a_lost_device_is_lost_for_every_call_and_for_good() {
+fn a_lost_device_fails_every_later_call() {
     let standin = standin();
     let device = standin.add_device("1GiB").unwrap();
     let driver = CudaDriver::open(device.ordinal()).unwrap();
@@ -212,11 +212,11 @@ fn codes_that_no_binding_knows_are_kept() {
 }
 
 #[test]
-fn codes_that_others_cause_are_explained() {
+fn codes_that_other_code_causes_are_explained() {
     let standin = standin();
     let device = standin.add_device("1GiB").unwrap();
     let driver = CudaDriver::open(device.ordinal()).unwrap();
-    // A child that was forked; a device that another process has; a context that somebody
+    // A forked child; a device that another process has; a context that other code
     // destroyed.
     for (code, words) in [(3, "forked"), (46, "another process"), (709, "destroyed or reset")] {
         standin.fail("cuMemAlloc_v2", 1, Code(code)).unwrap();

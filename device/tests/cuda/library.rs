@@ -12,7 +12,7 @@ use crate::bench::standin;
 const PATH: &str = "AQUIFER_TEST_CHOSEN_LIBRARY";
 
 #[test]
-fn a_library_is_chosen_before_the_first_use_alone() {
+fn a_library_can_be_chosen_only_before_the_first_use() {
     if let Some(path) = env::var_os(PATH) {
         // SAFETY: the stand-in is a CUDA driver, and nothing here is passed to others.
         unsafe { cuda::set_library("/nowhere/driver.so") }.unwrap();
@@ -28,7 +28,7 @@ fn a_library_is_chosen_before_the_first_use_alone() {
     let path = env::temp_dir().join(format!("aquifer-chosen-driver-{}.so", std::process::id()));
     symlink(standin().path(), &path).unwrap();
     let mut child = Command::new(env::current_exe().unwrap());
-    child.args(["--exact", "library::a_library_is_chosen_before_the_first_use_alone", "--nocapture"]);
+    child.args(["--exact", "library::a_library_can_be_chosen_only_before_the_first_use", "--nocapture"]);
     let output = child.env(PATH, &path).output().unwrap();
     std::fs::remove_file(path).unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

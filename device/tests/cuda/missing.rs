@@ -9,7 +9,7 @@ use crate::bench::{Bench, MIB, PTX, code, fill, standin};
 use crate::faults::{PARTS, asked};
 
 #[test]
-fn without_what_is_needed_nothing_starts_and_the_error_names_it() {
+fn without_a_required_function_nothing_starts_and_the_error_names_it() {
     let device = standin().add_device("1GiB").unwrap();
     for symbol in CudaDriver::functions().0 {
         let error = CudaDriver::open_without(device.ordinal(), &[symbol]).unwrap_err();
@@ -22,7 +22,7 @@ fn without_what_is_needed_nothing_starts_and_the_error_names_it() {
 
 /// Each takes its own capability with it and no other, and leaves nothing behind.
 #[test]
-fn without_any_one_that_is_not_needed_all_else_works() {
+fn without_any_one_optional_function_all_else_works() {
     for symbol in CudaDriver::functions().1 {
         let bench = Bench::without(&[symbol]);
         let (driver, stream, memory) = (&*bench.driver, bench.stream(), bench.driver.alloc(MIB).unwrap());
@@ -74,12 +74,12 @@ fn registered(bench: &Bench) -> Result<()> {
 fn much_shared(bench: &Bench) -> Result<()> {
     let (memory, module) = (bench.driver.alloc(4096)?, bench.driver.load_module(PTX)?);
     let launch = aquifer_device::Launch { shared_bytes: 64 << 10, ..fill(Some(module), memory, 4096, 0) };
-    // SAFETY: the kernel fills what it is told to, which is declared.
+    // SAFETY: the kernel fills the range that its launch declares.
     unsafe { bench.driver.launch(&launch, bench.stream()) }
 }
 
 #[test]
-fn without_what_is_not_needed_its_capability_is_off() {
+fn without_an_optional_function_its_capability_is_off() {
     let off: &[(&str, Try)] = &[
         ("cuMemAllocAsync", |bench| bench.driver.alloc_async(4096, bench.stream()).map(drop)),
         ("cuMemFreeAsync", |bench| bench.driver.alloc_async(4096, bench.stream()).map(drop)),
@@ -125,14 +125,14 @@ fn without_what_is_not_needed_its_capability_is_off() {
 }
 
 #[test]
-fn what_replaces_a_missing_function_does_the_same() {
+fn the_replacement_of_a_missing_function_has_the_same_effect() {
     // An older way to ask whether a stream captures.
     let bench = Bench::without(&["cuStreamGetCaptureInfo_v2"]);
     let (driver, stream) = (&*bench.driver, bench.stream());
     driver.begin_capture(stream).unwrap();
     assert_eq!(driver.capture_status(stream).unwrap(), CaptureStatus::Active);
     driver.end_capture(stream).unwrap();
-    // Streams without identities, and memory of others without anybody to ask.
+    // Streams without identities, and memory of others that no function can be asked about.
     let bench = Bench::without(&["cuStreamGetId", "cuPointerGetAttribute"]);
     let (driver, stream) = (&*bench.driver, bench.stream());
     assert_eq!(driver.stream_id(stream).unwrap(), None);

@@ -1,5 +1,5 @@
-//! Two devices: waits for each other's events, copies between them, and what of both sides is
-//! checked.
+//! Two devices: waits for each other's events, copies between them, and which arguments of both
+//! sides are checked.
 
 use std::sync::Arc;
 
@@ -94,7 +94,7 @@ fn copies_of_mapped_memory_ask_for_no_access_between_contexts() {
 }
 
 #[test]
-fn what_is_not_ordered_is_found() {
+fn races_between_devices_are_found() {
     let pair = Pair::new();
     pair.one.driver.memset(pair.src, 1, MIB, pair.from).unwrap();
     pair.copy().unwrap();
@@ -109,8 +109,9 @@ fn what_is_not_ordered_is_found() {
 }
 
 #[test]
-fn access_that_cannot_be_had_leaves_the_way_through_the_host() {
-    // Somebody enabled it already, it fails, nobody can be asked, or it cannot be enabled at all.
+fn without_access_copies_go_through_the_host() {
+    // Other code enabled it already, it fails, the driver cannot be asked, or it cannot be enabled
+    // at all.
     let already = Pair::new();
     already.copy().unwrap();
     let again = CudaDriver::open(already.two.device.ordinal()).unwrap();
@@ -135,7 +136,7 @@ fn access_that_cannot_be_had_leaves_the_way_through_the_host() {
 }
 
 #[test]
-fn access_is_enabled_again_for_a_device_that_came_again() {
+fn access_is_enabled_again_for_a_device_that_was_opened_again() {
     let pair = Pair::new();
     pair.copy().unwrap();
     let Pair { one, two, to, dst, .. } = pair;
@@ -218,7 +219,7 @@ fn a_device_is_its_own_peer() {
 }
 
 #[test]
-fn captures_take_no_part() {
+fn copies_between_devices_are_refused_in_captures() {
     let pair = Pair::new();
     let driver: &CudaDriver = &pair.two.driver;
     let event = pair.one.driver.create_event(false).unwrap();

@@ -129,7 +129,7 @@ fn reserved_addresses_and_memory_of_other_devices_are_no_memory_of_this_one() {
     bad(theirs, 4 * MIB + 1);
     bad(theirs.offset(5 * MIB), 8);
     bad(theirs.offset(u64::MAX - theirs.0), 8);
-    // And what is reserved here.
+    // And addresses that are reserved here.
     bad(driver.reserve(2 * MIB, 0).unwrap(), 8);
     driver.synchronize().unwrap();
     bench.assert_no_violation();
@@ -169,7 +169,7 @@ fn mappings_follow_the_rules() {
 }
 
 #[test]
-fn a_device_that_cannot_map_says_so() {
+fn a_device_that_cannot_map_refuses_mapping_calls() {
     let device = standin().add_device("1GiB,vmm=off").unwrap();
     let driver = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
     assert_eq!(driver.info().granularity_bytes, None);
@@ -240,7 +240,7 @@ fn copies_of_rows_and_batches_are_checked_before_they_are_made() {
     // SAFETY: refused before anything is copied.
     let legacy = unsafe { driver.copy_batch(&[part], RawStream::LEGACY) };
     assert_eq!(refused(legacy), Code::NOT_SUPPORTED);
-    // SAFETY: nobody uses the memory any more.
+    // SAFETY: nothing uses the memory any more.
     unsafe { driver.host_free(pinned) }.unwrap();
     // SAFETY: refused: it is gone.
     assert_eq!(code(unsafe { driver.host_free(pinned) }), Code::INVALID_VALUE);
@@ -263,14 +263,14 @@ fn registered_memory_is_not_freed_and_allocated_memory_not_unregistered() {
     assert_eq!(code(unsafe { driver.host_free(registered) }), Code::INVALID_VALUE);
     // SAFETY: refused: it is not registered.
     assert_eq!(code(unsafe { driver.host_unregister(pinned) }), Code(713));
-    // SAFETY: it was registered above, and nobody uses it.
+    // SAFETY: it was registered above, and nothing uses it.
     unsafe { driver.host_unregister(registered) }.unwrap();
-    // SAFETY: nobody uses the memory any more.
+    // SAFETY: nothing uses the memory any more.
     unsafe { driver.host_free(pinned) }.unwrap();
 }
 
 #[test]
-fn modules_and_launches_that_cannot_be_are_refused() {
+fn impossible_modules_and_launches_are_refused() {
     let bench = Bench::new();
     let (driver, stream) = (&*bench.driver, bench.stream());
     let memory = driver.alloc(4096).unwrap();
@@ -296,7 +296,7 @@ fn modules_and_launches_that_cannot_be_are_refused() {
     assert_eq!(launch(&aquifer_device::Launch { shared_bytes: u32::MAX, ..good.clone() }), Code::INVALID_VALUE);
     let many = vec![aquifer_device::KernelArg::U32(0); 65];
     assert_eq!(launch(&aquifer_device::Launch { args: many, ..good.clone() }), Code::INVALID_VALUE);
-    // SAFETY: the kernel fills what it is told to, which is declared.
+    // SAFETY: the kernel fills the range that its launch declares.
     unsafe { driver.launch(&good, stream) }.unwrap();
     driver.synchronize().unwrap();
     driver.unload_module(module).unwrap();
@@ -305,7 +305,7 @@ fn modules_and_launches_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn a_gpu_that_is_not_there_cannot_be_opened() {
+fn a_missing_gpu_cannot_be_opened() {
     standin();
     for ordinal in [100_000, u32::MAX] {
         let error = aquifer_device::cuda::CudaDriver::open(ordinal).unwrap_err();

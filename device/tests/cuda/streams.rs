@@ -19,7 +19,7 @@ fn an_adopted_stream_takes_calls_until_it_is_released() {
     let owner = CudaDriver::open(bench.device.ordinal()).unwrap();
     let theirs = owner.create_stream(StreamFlags { non_blocking: true, priority: 0 }).unwrap();
     let memory = driver.alloc(4096).unwrap();
-    assert_eq!(code(driver.memset(memory, 1, 4096, theirs)), Code::INVALID_HANDLE, "nobody vouches for it");
+    assert_eq!(code(driver.memset(memory, 1, 4096, theirs)), Code::INVALID_HANDLE, "it was not adopted");
     // SAFETY: the stream lives until it is released below.
     unsafe { driver.adopt_stream(theirs) };
     driver.memset(memory, 1, 4096, theirs).unwrap();
@@ -32,7 +32,7 @@ fn an_adopted_stream_takes_calls_until_it_is_released() {
 }
 
 #[test]
-fn adopting_what_needs_none_changes_nothing() {
+fn adopting_a_stream_of_the_device_changes_nothing() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let ours = bench.stream();

@@ -32,9 +32,10 @@ fn a_thread_keeps_the_context_that_it_had() {
     });
 }
 
-/// cudarc makes the context of what it drops current, and leaves it so, even one that ends then.
+/// cudarc makes the context of an object that it drops current, and leaves it current, even if the
+/// context ends then.
 #[test]
-fn a_thread_keeps_its_context_when_what_cudarc_made_goes() {
+fn a_thread_keeps_its_context_when_objects_of_cudarc_are_dropped() {
     let (bench, other) = (Bench::new(), Bench::new());
     let context = |bench: &Bench| CudaContext::new(bench.device.ordinal() as usize).unwrap();
     let theirs = context(&other);
@@ -50,7 +51,7 @@ fn a_thread_keeps_its_context_when_what_cudarc_made_goes() {
     keeps("a driver of the primary context", &mut || driver = None);
     let another = CudaContext::new_non_primary(bench.device.ordinal() as usize, 0).unwrap();
     let mut driver = Some(CudaDriver::from_context(another).unwrap());
-    keeps("a driver with whose context nobody else is left", &mut || driver = None);
+    keeps("the last driver of a context", &mut || driver = None);
     let mut opened = Some(cuda::shared(bench.device.ordinal()).unwrap());
     cuda::context_of(opened.as_ref().unwrap()).unwrap();
     keeps("a device of which cudarc made an object", &mut || opened = None);
@@ -60,7 +61,7 @@ fn a_thread_keeps_its_context_when_what_cudarc_made_goes() {
 }
 
 #[test]
-fn what_one_thread_made_another_destroys() {
+fn a_thread_may_destroy_objects_of_another_thread() {
     let bench = Bench::new();
     let driver = &*bench.driver;
     let (stream, event, memory) =
@@ -79,11 +80,11 @@ fn what_one_thread_made_another_destroys() {
     drop(device);
 }
 
-#[allow(non_upper_case_globals, reason = "short for what the test says")]
+#[allow(non_upper_case_globals, reason = "short names for the test")]
 const RawLegacy: aquifer_device::RawStream = aquifer_device::RawStream::LEGACY;
 
 #[test]
-fn objects_destroyed_while_others_use_them_are_errors_at_worst() {
+fn objects_destroyed_while_other_threads_use_them_cause_errors_only() {
     const ROUNDS: usize = 300;
     let bench = Bench::new();
     let driver = &*bench.driver;

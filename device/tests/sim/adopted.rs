@@ -1,4 +1,4 @@
-//! Streams that somebody else owns, adopted by a device (T4).
+//! Streams that another library owns, adopted by a device (T4).
 
 use std::any::Any;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ fn cost(device: &Device) -> (u64, u64) {
 }
 
 #[test]
-fn t5_a_stream_that_captures_stays_adopted_until_that_is_over() {
+fn t5_a_capturing_stream_stays_adopted_until_its_capture_ends() {
     let bench = Bench::new();
     let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
     // SAFETY: the stream lives to the end of the test, and is adopted once.
@@ -56,7 +56,7 @@ fn an_adopted_stream_that_its_own_graph_keeps_goes_with_it() {
 
 /// No handle is left that could end its capture.
 #[test]
-fn t5_an_adopted_stream_dropped_while_it_captures_captures_no_more() {
+fn t5_dropping_an_adopted_stream_ends_its_capture() {
     for fails in [0, 4, 8] {
         let bench = Bench::new();
         let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
@@ -131,7 +131,7 @@ fn t4_an_adopted_stream_dropped_without_release_is_released() {
     assert!(tick.is_done().unwrap());
 }
 
-/// Its handle may be another stream's by then.
+/// Its handle may then name another stream.
 #[test]
 fn t4_a_handle_of_a_released_stream_takes_no_call_of_a_clone() {
     let bench = Bench::new();

@@ -1,4 +1,4 @@
-//! Graph capture: what it records and what it forbids.
+//! Graph capture: the work that it records, and the calls that it forbids.
 
 use aquifer_device::sim::{SimDriver, ViolationKind};
 use aquifer_device::{Code, Driver, ErrorKind, RawStream};

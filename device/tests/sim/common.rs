@@ -129,7 +129,7 @@ pub(crate) trait Short: Driver {
         let accesses = accesses.iter().map(|&(ptr, bytes, kind)| Access { ptr, bytes, kind }).collect();
         let launch =
             Launch { name, block: [32, 1, 1], args: vec![KernelArg::U32(1)], accesses, host, ..Launch::default() };
-        // SAFETY: the kernels of the tests keep to what they declare, or test what happens when
+        // SAFETY: the kernels of the tests keep to their declarations, or test the case that
         // they do not.
         unsafe { self.launch(&launch, stream) }
     }

@@ -1,5 +1,5 @@
-//! Copies of rows and batches of copies, registered host memory, modules, and what the driver tells
-//! about pools and captures.
+//! Copies of rows and batches of copies, registered host memory, modules, and the facts that the
+//! driver reports about pools and captures.
 
 use aquifer_device::AccessKind::Write;
 use aquifer_device::sim::ViolationKind;
@@ -97,7 +97,7 @@ fn a_batch_is_one_call_and_its_copies_must_be_independent() {
 }
 
 #[test]
-fn rows_that_cannot_be_are_refused() {
+fn impossible_rows_are_refused() {
     let driver = device(3);
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
     let place = CopyEnd::Device(memory);
@@ -148,7 +148,7 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
     driver.stall(stream, std::time::Duration::from_millis(1)).unwrap();
     driver.kernel("later", &[(memory, 100, Write)], None, stream).unwrap();
     driver.download(host, memory.offset(4096), 16, stream);
-    // It was not waited for, so that is a violation; the work ran all the same while the memory was
+    // It was not waited for, so that is a violation; the work still ran while the memory was
     // there. SAFETY: it was registered above, and only the simulator counts on that.
     unsafe { driver.host_unregister(host) }.unwrap();
     assert_eq!(driver.take_violations()[0].kind, ViolationKind::PendingWork);
@@ -160,7 +160,7 @@ fn registered_memory_is_page_locked_until_it_is_unregistered() {
 }
 
 #[test]
-fn registered_memory_stays_so_while_a_stream_captures() {
+fn unregistering_is_refused_while_a_stream_captures() {
     let driver = device(5);
     let stream = driver.stream();
     let mut own = vec![7u8; 4096];
@@ -213,7 +213,7 @@ fn modules_hold_the_kernels_that_their_text_declares() {
 }
 
 #[test]
-fn the_pool_says_what_it_holds() {
+fn the_pool_reports_its_usage() {
     let driver = device(8);
     let stream = driver.stream();
     let memory = driver.alloc_async(MIB, stream).unwrap();
@@ -228,7 +228,7 @@ fn the_pool_says_what_it_holds() {
 }
 
 #[test]
-fn what_the_driver_keeps_goes_back_when_it_is_asked_to() {
+fn memory_that_the_driver_keeps_is_trimmed_on_request() {
     let driver = device(8);
     let free = || driver.memory_info().unwrap().free;
     let all = free();
@@ -243,7 +243,7 @@ fn what_the_driver_keeps_goes_back_when_it_is_asked_to() {
 }
 
 #[test]
-fn a_stream_tells_whether_it_captures_and_who_it_is() {
+fn a_stream_reports_its_capture_and_its_identity() {
     let driver = device(9);
     let stream = driver.blocking_stream();
     let first = driver.stream_id(stream).unwrap();

@@ -35,7 +35,7 @@ fn program(driver: &SimDriver) -> Result<()> {
     driver.release_physical(physical)?;
     driver.unreserve(address, GRANULE)?;
     let host = driver.host_alloc(64)?;
-    // SAFETY: nobody uses the memory.
+    // SAFETY: nothing uses the memory.
     unsafe { driver.host_free(host) }?;
     driver.free(memory)?;
     driver.synchronize_event(event)?;
@@ -135,7 +135,7 @@ fn call(driver: &SimDriver, operation: Operation) -> Result<()> {
     }
 }
 
-/// By its name, as people write it, and with any code.
+/// By its name in device strings, and with any code.
 #[test]
 fn every_operation_can_be_made_to_fail_with_any_code() {
     for &operation in Operation::ALL {
@@ -247,7 +247,7 @@ fn the_host_may_touch_its_memory_once_the_device_is_lost() {
 }
 
 #[test]
-fn refused_requests_take_no_time_to_speak_of() {
+fn refused_requests_take_little_time() {
     let driver = device(0);
     assert!(driver.alloc(u64::MAX).unwrap_err().is_out_of_memory());
     assert!(driver.now_ns() < 1_000_000);

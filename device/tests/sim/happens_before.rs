@@ -13,7 +13,7 @@ type Before = BTreeSet<u64>;
 
 #[derive(Default)]
 struct Model {
-    /// By stream: what its next operation is ordered after. Stream 0 is the legacy stream.
+    /// By stream: the operations that its next one is ordered after. Stream 0 is the legacy stream.
     streams: Vec<Before>,
     blocking: Vec<bool>,
     events: Vec<Option<Before>>,

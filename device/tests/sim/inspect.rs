@@ -16,7 +16,7 @@ fn allocations_are_found_by_any_address_in_them() {
     }
     assert_eq!((driver.held_bytes(), driver.calls_made()), (2 * MIB, calls), "nothing was called");
     driver.set_other_process_bytes(MIB);
-    assert_eq!(driver.held_bytes(), 2 * MIB, "what others hold does not count");
+    assert_eq!(driver.held_bytes(), 2 * MIB, "memory of other processes does not count");
     driver.free_async(pool, stream).unwrap();
     assert_eq!(driver.allocation_at(pool), None, "the program gave it back, whatever the stream has reached");
     assert_eq!(driver.allocation_at(DevicePtr(0)), None);

@@ -97,7 +97,7 @@ proptest! {
         // Queries tell the host different things under different seeds, so they are left out.
         let steps: Vec<_> = steps.into_iter().filter(|step| step.0 % 8 != 6).collect();
         let runs = seeds.map(|seed| run(&SimConfig::new(MIB).seed(seed), &steps, false));
-        prop_assert_eq!(&runs[0].2, &runs[1].2, "what is found does not depend on the seed");
+        prop_assert_eq!(&runs[0].2, &runs[1].2, "the violations do not depend on the seed");
         if runs[0].2.is_empty() {
             prop_assert!(runs.iter().all(|run| run.0 == runs[0].0));
         }

@@ -1,4 +1,4 @@
-//! A device that lags: where it stands, what waits, and what it finds.
+//! A device that lags: its position, the calls that wait, and the hazards that it finds.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn hazards(driver: &Lagging) -> Vec<String> {
 }
 
 #[test]
-fn the_position_is_the_later_of_what_was_waited_for_and_now_less_the_lag() {
+fn the_position_is_the_later_of_the_last_wait_and_now_less_the_lag() {
     let driver = lagging(10);
     let (stream, early, late) = (driver.stream(), driver.event(), driver.event());
     assert!(driver.query_event(early).unwrap(), "never recorded");
@@ -33,11 +33,11 @@ fn the_position_is_the_later_of_what_was_waited_for_and_now_less_the_lag() {
     advance(&driver, 7);
     assert_eq!((driver.now(), driver.position(), done()), (15, 5, [true, false]));
     driver.synchronize_event(early).unwrap();
-    assert_eq!((driver.position(), driver.stalls()), (5, 0), "what is reached needs no waiting");
+    assert_eq!((driver.position(), driver.stalls()), (5, 0), "an event that is reached needs no waiting");
     driver.synchronize_event(late).unwrap();
     assert_eq!((driver.position(), driver.stalls(), done()), (8, 1, [true, true]));
     advance(&driver, 2);
-    assert_eq!(driver.position(), 8, "now - lag is behind what was waited for");
+    assert_eq!(driver.position(), 8, "now - lag is behind the last wait");
     advance(&driver, 3);
     assert_eq!(driver.position(), 10);
     driver.record(early, stream).unwrap();
@@ -132,7 +132,7 @@ fn unmapping_before_the_device_is_done_is_a_hazard() {
 }
 
 #[test]
-fn unmapping_what_is_done_is_none() {
+fn unmapping_after_the_last_use_is_no_hazard() {
     for wait in [false, true] {
         let driver = lagging(5);
         let memory = used_granule(&driver);
@@ -161,11 +161,11 @@ fn each_use_counts() {
     driver.freed(memory);
     advance(&driver, 4);
     driver.unmap(memory, GRANULE).unwrap();
-    assert_eq!(hazards(&driver).len(), 2, "two pieces, both freed at event 3");
+    assert_eq!(hazards(&driver).len(), 1, "all of it was last used at event 3");
 }
 
 #[test]
-fn live_memory_must_not_go_nor_be_given_out_again() {
+fn live_memory_that_is_freed_or_given_out_again_is_a_hazard() {
     let driver = lagging(0);
     let ((mapped, _), plain) = (driver.mapped(), driver.alloc(GRANULE).unwrap());
     for memory in [mapped, plain] {
@@ -182,7 +182,7 @@ fn live_memory_must_not_go_nor_be_given_out_again() {
 }
 
 #[test]
-fn the_race_detector_below_is_heard() {
+fn violations_of_the_inner_device_are_reported() {
     let driver = lagging(3);
     let (one, two, memory) = (driver.stream(), driver.stream(), driver.alloc(GRANULE).unwrap());
     driver.memset(memory, 1, 8, one).unwrap();
@@ -194,7 +194,7 @@ fn the_race_detector_below_is_heard() {
 }
 
 #[test]
-fn asking_in_vain_has_its_price() {
+fn queries_cost_time_before_the_device_gets_there() {
     let sim = SimDriver::new(SimConfig::new(1 << 30));
     let driver = Lagging::new(sim.clone(), 5);
     let (stream, event) = (driver.stream(), driver.create_event(true).unwrap());

@@ -7,7 +7,7 @@ use aquifer_device::{AccessKind, Code, Device, DeviceError, DevicePtr, Driver, O
 use crate::common::{MIB, Short, device};
 
 /// The text of the error that a lost device gives, which every call gives alike.
-fn told(driver: &SimDriver) -> String {
+fn loss(driver: &SimDriver) -> String {
     let text = |error: DeviceError| error.detail.unwrap_or_default().into_string();
     let first = text(driver.synchronize().unwrap_err());
     assert_eq!(text(driver.memory_info().unwrap_err()), first);
@@ -15,11 +15,11 @@ fn told(driver: &SimDriver) -> String {
 }
 
 #[test]
-fn work_outside_of_any_memory_is_named_with_its_stream_and_where() {
+fn work_outside_of_any_memory_is_named_with_its_stream_and_address() {
     let driver = device(0);
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
     driver.memset(memory, 1, 2 * MIB, stream).unwrap();
-    let (found, text) = (driver.take_violation().unwrap(), told(&driver));
+    let (found, text) = (driver.take_violation().unwrap(), loss(&driver));
     assert_eq!(text, format!("the simulated device is lost: {found}"));
     let end = memory.offset(MIB);
     for part in ["'memset #1' on stream 1", &end.to_string(), "(1048576 bytes)", "nothing is allocated"] {
@@ -28,12 +28,12 @@ fn work_outside_of_any_memory_is_named_with_its_stream_and_where() {
 }
 
 #[test]
-fn work_on_memory_that_is_gone_is_named_with_who_took_it_away() {
+fn work_on_freed_memory_is_named_with_the_call_that_freed_it() {
     let driver = device(0);
     let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
     driver.free(memory).unwrap();
     driver.kernel("axpy", &[(memory, MIB, AccessKind::Write)], None, stream).unwrap();
-    let text = told(&driver);
+    let text = loss(&driver);
     assert!(text.contains("'kernel axpy #") && text.contains("was taken away by 'cuMemFree #"), "{text}");
 }
 
@@ -44,7 +44,7 @@ fn a_kernel_that_breaks_its_declaration_is_named() {
     let declared = [(memory, 512, AccessKind::Write)];
     let kernel = move |device: &mut dyn aquifer_device::KernelMemory| device.write(memory.offset(512), &[1]);
     driver.kernel("stray", &declared, Some(std::sync::Arc::new(move |device, _| kernel(device))), stream).unwrap();
-    let text = told(&driver);
+    let text = loss(&driver);
     assert!(text.contains("undeclared access: 'kernel stray #1' on stream 1"), "{text}");
 }
 
@@ -54,16 +54,16 @@ fn a_copy_of_nothing_on_a_peer_names_the_peer() {
     let two = SimDriver::new(SimConfig::new(1 << 30).ordinal(1));
     let (stream, memory) = (two.stream(), two.alloc(MIB).unwrap());
     two.copy_peer(memory, &*one, DevicePtr(one.alloc(MIB).unwrap().0 + MIB), 64, stream).unwrap();
-    let text = told(&two);
+    let text = loss(&two);
     assert!(text.contains("'copy from a peer #1'") && text.contains("on the peer, sim:0 (Simulated H100"), "{text}");
 }
 
 #[test]
-fn the_first_call_that_heard_of_it_is_remembered_and_named_by_all_later_ones() {
+fn later_errors_name_the_call_that_reported_the_loss_first() {
     let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).ordinal(4)));
     let (stream, memory) = (device.stream().unwrap(), device.alloc(MIB).unwrap());
     stream.fill(memory, 1, 2 * MIB).unwrap();
-    assert_eq!(device.lost(), None, "nobody heard of it yet");
+    assert_eq!(device.lost(), None, "no call has reported it yet");
     let first = stream.synchronize().unwrap_err();
     assert_eq!(device.lost().as_ref(), Some(&first));
     assert_eq!((first.operation, first.code), (Operation::SynchronizeStream, Code::ILLEGAL_ADDRESS));
@@ -78,23 +78,23 @@ fn the_first_call_that_heard_of_it_is_remembered_and_named_by_all_later_ones() {
 }
 
 #[test]
-fn a_device_that_host_memory_was_given_back_to_first_says_so() {
+fn the_loss_of_a_device_is_noted_when_host_memory_is_given_back() {
     for registered in [false, true] {
         let device = Device::new(device(0));
         let (memory, mut own) = (device.alloc(MIB).unwrap(), vec![0_u8; 4096]);
         let host = if registered {
-            // SAFETY: the memory is there until the end of the test, and nobody copies.
+            // SAFETY: the memory is there until the end of the test, and nothing copies.
             unsafe { device.driver().host_register(own.as_mut_ptr(), own.len()).unwrap() }
         } else {
             device.driver().host_alloc(4096).unwrap()
         };
         device.default_stream().fill(memory, 1, 2 * MIB).unwrap();
-        assert_eq!(device.lost(), None, "the work failed, and no call has told so yet");
+        assert_eq!(device.lost(), None, "the work failed, and no call has reported it yet");
         let given = if registered {
-            // SAFETY: nobody uses the memory.
+            // SAFETY: nothing uses the memory.
             unsafe { device.driver().host_unregister(host) }
         } else {
-            // SAFETY: nobody uses the memory.
+            // SAFETY: nothing uses the memory.
             unsafe { device.driver().host_free(host) }
         };
         assert_eq!(device.lost(), given.err());

@@ -91,7 +91,7 @@ fn new_mappings_have_no_access_until_it_is_given_to_this_device() {
 }
 
 #[test]
-fn unmapped_memory_is_named_with_who_unmapped_it() {
+fn use_of_unmapped_memory_names_the_call_that_unmapped_it() {
     let driver = device(0);
     let (stream, (memory, _)) = (driver.stream(), driver.mapped());
     driver.unmap(memory, GRANULE).unwrap();
@@ -157,7 +157,7 @@ fn physical_memory_comes_from_the_same_capacity() {
 }
 
 #[test]
-fn devices_that_cannot_map_say_so() {
+fn devices_that_cannot_map_refuse_mapping_calls() {
     let driver = SimDriver::new(SimConfig::parse("h100,vmm=off").unwrap());
     assert_eq!(driver.info().granularity_bytes, None);
     assert_eq!(driver.attribute(Attribute::VirtualMemoryManagement).unwrap(), 0);
@@ -217,7 +217,7 @@ fn devices_that_were_never_made_do_not_exist() {
     }
     assert_eq!(driver.mapping_at(memory).unwrap().devices, [], "all or none");
     drop(SimDriver::new(SimConfig::default().ordinal(900)));
-    assert!(driver.can_access_peer(900).unwrap(), "nobody has it open, but it exists");
+    assert!(driver.can_access_peer(900).unwrap(), "it is not open, but it exists");
     driver.set_access(memory, GRANULE, &[0, 900]).unwrap();
     assert_eq!(driver.mapping_at(memory).unwrap().devices, [0, 900]);
 }
@@ -234,7 +234,7 @@ fn each_mapping_has_its_own_list_of_devices() {
     driver.set_access(memory, GRANULE, &[3, 1]).unwrap();
     assert_eq!(devices(0), [0, 1, 3], "those that had access keep it");
     driver.map(memory.offset(GRANULE), GRANULE, new()).unwrap();
-    assert_eq!(devices(GRANULE), [], "a new mapping is nobody's, beside one that peers may touch, too");
+    assert_eq!(devices(GRANULE), [], "no device may touch a new mapping, even next to one that peers may touch");
     driver.set_access(memory.offset(GRANULE), GRANULE, &[1]).unwrap();
     driver.memset(memory, 1, GRANULE, stream).unwrap();
     assert_eq!(driver.violations(), []);
@@ -254,7 +254,7 @@ fn other_devices_fault_on_memory_that_they_have_no_access_to() {
 }
 
 #[test]
-fn calls_cost_by_the_mappings_they_cover() {
+fn costs_of_calls_grow_with_the_mappings_that_they_cover() {
     let driver = device(0);
     let cost = |call: &dyn Fn()| {
         let before = driver.time_in_calls_ns();

@@ -1,5 +1,5 @@
-//! Plain memory, page-locked memory and the driver's pool: addresses, capacity, content, and what
-//! they cost the host.
+//! Plain memory, page-locked memory and the driver's pool: addresses, capacity, content, and
+//! their costs on the host.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -72,7 +72,7 @@ fn content_is_real_and_starts_as_poison() {
 }
 
 #[test]
-fn kernels_keep_to_what_they_declare_or_lose_the_device() {
+fn kernels_that_touch_undeclared_memory_lose_the_device() {
     for (kind, write) in [(Read, true), (Write, false)] {
         let driver = device(0);
         let (stream, memory) = (driver.stream(), driver.alloc(MIB).unwrap());
@@ -115,7 +115,7 @@ fn kernels_that_fail_lose_the_device() {
 }
 
 #[test]
-fn touching_what_is_not_there_is_found_and_loses_the_device() {
+fn touching_missing_memory_is_found_and_loses_the_device() {
     let check = |program: &dyn Fn(&SimDriver, RawStream), kind| {
         let driver = device(0);
         let stream = driver.stream();
@@ -178,13 +178,13 @@ fn page_locked_copies_take_effect_when_they_run() {
     driver.memset(memory, 7, MIB, stream).unwrap();
     driver.stall(stream, std::time::Duration::from_millis(1)).unwrap();
     driver.download(host, memory, 4096, stream);
-    // SAFETY: page-locked memory is initialised, and nobody else touches it while the lock-step
+    // SAFETY: page-locked memory is initialised, and nothing else touches it while the lock-step
     // program is here.
     let byte = || unsafe { host.as_ptr().read() };
     assert_eq!(byte(), 0, "the copy has not run yet");
     driver.synchronize_stream(stream).unwrap();
     assert_eq!(byte(), 7);
-    // SAFETY: nobody uses the memory any more.
+    // SAFETY: nothing uses the memory any more.
     unsafe { driver.host_free(host) }.unwrap();
     // SAFETY: refused: it is gone.
     assert_eq!(code(unsafe { driver.host_free(host) }), Code::INVALID_VALUE);

@@ -33,7 +33,7 @@ fn kinds(driver: &SimDriver) -> Vec<ViolationKind> {
 }
 
 #[test]
-fn what_reaches_beyond_a_block_is_found() {
+fn work_beyond_a_block_is_found() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     checks.allocated(NewBlock { tag: Some("weights".into()), ..block(memory, 500) });
@@ -104,7 +104,7 @@ fn blocks_that_grow_and_shrink_keep_their_contents() {
 }
 
 #[test]
-fn copies_carry_what_was_never_written_and_readers_report_it() {
+fn copies_carry_unwritten_bytes_and_readers_report_them() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     let blocks = [0, 1, 2].map(|n| memory.offset(n * 1024));
@@ -126,7 +126,7 @@ fn copies_carry_what_was_never_written_and_readers_report_it() {
 }
 
 #[test]
-fn a_kernel_that_reads_parts_of_its_range_is_checked_for_those() {
+fn a_kernel_that_reads_parts_of_its_range_is_checked_as_it_runs() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     checks.allocated(block(memory, 1024));
@@ -176,7 +176,7 @@ fn an_access_of_no_bytes_reads_nothing() {
 }
 
 #[test]
-fn contents_that_are_moved_away_and_back_stay_what_they_are() {
+fn contents_that_are_moved_away_and_back_keep_their_state() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     let (from, to) = (memory, memory.offset(1024));
@@ -224,7 +224,7 @@ fn graphs_may_use_their_pools_memory_and_need_all_other_blocks() {
 }
 
 #[test]
-fn a_peers_copy_is_checked_where_it_reads() {
+fn a_peers_copy_is_checked_on_the_device_of_its_source() {
     let (driver, memory, checks) = managed();
     let other = SimDriver::new(SimConfig::new(1 << 30).ordinal(1));
     let (there, other_checks) = (other.alloc(MIB).unwrap(), Driver::checks(&*other).unwrap());
@@ -245,7 +245,7 @@ fn a_peers_copy_is_checked_where_it_reads() {
 }
 
 #[test]
-fn without_checks_nothing_is_told_or_found() {
+fn without_checks_no_misuse_is_reported() {
     let driver = SimDriver::new(SimConfig::parse("1GiB,checks=off").unwrap());
     assert!(Driver::checks(&*driver).is_none());
 }
@@ -263,7 +263,7 @@ fn texts_name_both_places_and_the_remedy() {
     assert!(text.contains("`b.wait_for(&a.tick())`, where `a` is stream 1"), "{text}");
 }
 
-/// A device that panics, with one block, and what a program on it panics with.
+/// A device that panics, with one block, and the text of a program's panic.
 fn panics(program: impl FnOnce(&Device, DevicePtr)) -> Option<String> {
     let driver = SimDriver::new(SimConfig::parse("1GiB,violations=panic").unwrap());
     let memory = driver.alloc(MIB).unwrap();

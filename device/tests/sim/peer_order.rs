@@ -29,7 +29,7 @@ struct Access {
 
 #[derive(Default)]
 struct Model {
-    /// By device and stream: what its next operation is ordered after.
+    /// By device and stream: the operations that its next one is ordered after.
     streams: [[Before; STREAMS]; 2],
     events: [[Option<Before>; EVENTS]; 2],
     /// What destroyed streams left.
@@ -41,8 +41,8 @@ struct Model {
 }
 
 impl Model {
-    /// Adds an operation; tells on which device's memory it conflicts with an earlier one that it
-    /// is not ordered after.
+    /// Adds an operation; returns the device on whose memory it conflicts with an earlier one that
+    /// it is not ordered after.
     fn enqueue(&mut self, (device, stream): (usize, usize), touched: &[(usize, u64, u64, bool)]) -> [bool; 2] {
         self.count += 1;
         let op = self.count;

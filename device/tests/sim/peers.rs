@@ -1,5 +1,5 @@
-//! Waits and copies between devices: what is right is silent and arrives, what is wrong is found
-//! where the memory is.
+//! Waits and copies between devices: right programs are silent and their bytes arrive, wrong ones
+//! are found where the memory is.
 
 use std::sync::Arc;
 
@@ -120,7 +120,7 @@ fn a_source_that_is_overwritten_too_early_is_found() {
         pair.copy();
         pair.fill(2);
         pair.assert_found(ViolationKind::ReadWrite, &["'copy from a peer #", "of sim:1 after", "'memset #"]);
-        // The bytes are those of the time of the copy all the same: the detector changes nothing.
+        // The bytes are still those of the time of the copy: the detector changes nothing.
         assert_eq!(pair.two.get(pair.dst, 4, pair.to).unwrap(), [1; 4]);
     }
 }
@@ -212,7 +212,7 @@ fn waiting_for_the_sources_device_does_not_end_the_copy() {
 }
 
 #[test]
-fn what_the_host_learns_on_one_device_counts_on_all() {
+fn knowledge_of_the_host_from_one_device_counts_on_all() {
     for seed in SEEDS {
         let pair = Pair::new(seed);
         let (mapped, physical) = pair.one.mapped();
@@ -346,7 +346,7 @@ fn faults_strike_before_the_calls_do_anything() {
 }
 
 #[test]
-fn what_is_not_live_is_refused_on_both_sides() {
+fn dead_handles_and_ranges_are_refused_on_both_sides() {
     let pair = Pair::new(0);
     let (one, two) = (&*pair.one, &*pair.two);
     let (theirs, ours) = (one.event(), two.event());

@@ -15,13 +15,13 @@ use crate::common::{Bench, MIB};
 fn leave_in_flight(bench: &Bench) {
     bench.driver.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
     let host = bench.device.driver().host_alloc(4096).unwrap();
-    // SAFETY: nobody touches the memory, and it is freed after the copy.
+    // SAFETY: nothing touches the memory, and it is freed after the copy.
     unsafe { bench.stream.upload(bench.ptr, host, 4096) }.unwrap();
-    // SAFETY: allocated above; nobody has it, and the copy comes before the tick.
+    // SAFETY: allocated above; nothing else has it, and the copy comes before the tick.
     unsafe { bench.device.host_free_later(host, 4096, vec![bench.stream.tick()]) };
 }
 
-/// Leaves registered memory to the device, with an owner who tells that it is there while the
+/// Leaves registered memory to the device, with an owner that shows that it is there while the
 /// answer can be upgraded.
 fn leave_registered(bench: &Bench, bytes: usize, uses: Vec<Tick>) -> std::sync::Weak<()> {
     let (mut memory, life) = (vec![0_u8; bytes], Arc::new(()));
@@ -29,14 +29,14 @@ fn leave_registered(bench: &Bench, bytes: usize, uses: Vec<Tick>) -> std::sync::
     // SAFETY: the owner keeps the memory.
     let host = unsafe { bench.device.driver().host_register(memory.as_mut_ptr(), bytes) }.unwrap();
     let owner: Box<dyn Any + Send> = Box::new((memory, life));
-    // SAFETY: registered above; nobody else has it.
+    // SAFETY: registered above; nothing else has it.
     unsafe { bench.device.host_unregister_later(host, bytes as u64, owner, uses) };
     there
 }
 
 /// What an owner does when it is dropped is its own affair.
 #[test]
-fn its_owner_may_begin_a_capture() {
+fn the_owner_of_a_stream_may_begin_a_capture() {
     struct Owner(Vec<u8>, Stream, Arc<AtomicBool>);
 
     impl Drop for Owner {
@@ -53,14 +53,14 @@ fn its_owner_may_begin_a_capture() {
     // SAFETY: the owner keeps the memory.
     let host = unsafe { device.driver().host_register(memory.as_mut_ptr(), 4096) }.unwrap();
     let owner = Box::new(Owner(memory, stream.clone(), ended.clone()));
-    // SAFETY: registered above; nobody else has it.
+    // SAFETY: registered above; nothing else has it.
     unsafe { device.host_unregister_later(host, 4096, owner, Vec::new()) };
     device.settle();
     assert!(ended.load(Ordering::Relaxed));
 }
 
 #[test]
-fn it_goes_when_its_uses_are_done_and_nobody_waits_for_the_device() {
+fn page_locked_memory_is_freed_after_its_uses_without_a_wait_for_the_device() {
     let bench = Bench::new();
     leave_in_flight(&bench);
     assert_eq!(bench.device.settle_host(), 0);
@@ -72,7 +72,7 @@ fn it_goes_when_its_uses_are_done_and_nobody_waits_for_the_device() {
 }
 
 #[test]
-fn who_needs_all_of_it_waits() {
+fn settling_all_page_locked_memory_waits() {
     for settle in
         [|device: &Device| device.settle(), |device: &Device| assert_eq!(device.wait_and_settle_host(), 3 * 4096)]
     {
@@ -95,7 +95,7 @@ fn ticks_of_streams_that_are_gone_are_answered() {
 }
 
 #[test]
-fn registered_memory_goes_when_there_is_much_and_its_owner_with_it() {
+fn much_registered_memory_is_unregistered_and_its_owners_dropped() {
     let bench = Bench::new();
     let first = leave_registered(&bench, 40 << 20, Vec::new());
     assert_eq!(bench.device.settle_host(), 0);
@@ -109,7 +109,7 @@ fn registered_memory_goes_when_there_is_much_and_its_owner_with_it() {
 }
 
 #[test]
-fn a_capture_is_not_broken_and_what_fails_is_tried_again() {
+fn releases_break_no_capture_and_are_tried_again_after_a_failure() {
     let bench = Bench::new();
     leave_in_flight(&bench);
     bench.driver.advance(Duration::from_secs(2));
@@ -125,7 +125,7 @@ fn a_capture_is_not_broken_and_what_fails_is_tried_again() {
 }
 
 #[test]
-fn it_goes_with_the_device_at_last_and_a_lost_one_keeps_its_owner() {
+fn closing_a_device_releases_its_memory_but_a_lost_one_keeps_the_owners() {
     let bench = Bench::new();
     leave_in_flight(&bench);
     let there = leave_registered(&bench, 100, vec![bench.stream.tick()]);
@@ -143,7 +143,7 @@ fn it_goes_with_the_device_at_last_and_a_lost_one_keeps_its_owner() {
 }
 
 #[test]
-fn what_cannot_go_at_the_end_is_not_in_the_way_of_the_rest() {
+fn an_object_that_cannot_be_released_at_the_end_does_not_keep_the_others() {
     for failing in [Operation::Free, Operation::Unmap, Operation::Synchronize, Operation::ReleasePhysical] {
         for nth in 1..=4 {
             let Bench { driver: sim, device, stream, ptr: memory } = Bench::new();

@@ -1,4 +1,4 @@
-//! Streams, events and what the host learns from them.
+//! Streams, events, and the host's knowledge of them.
 
 use std::thread;
 use std::time::Duration;
@@ -120,7 +120,7 @@ fn each_thread_has_a_default_stream_of_its_own() {
 }
 
 #[test]
-fn a_wait_on_one_stream_passes_on_what_that_stream_waited_for() {
+fn a_wait_for_one_stream_covers_earlier_waits_of_that_stream() {
     let driver = device(0);
     let (a, b, c) = (driver.stream(), driver.stream(), driver.stream());
     let memory = driver.alloc(MIB).unwrap();
@@ -134,7 +134,7 @@ fn a_wait_on_one_stream_passes_on_what_that_stream_waited_for() {
 }
 
 #[test]
-fn many_operations_are_fast_and_leave_little_behind() {
+fn many_operations_are_fast_and_keep_little_memory() {
     let driver = device(0);
     let streams: Vec<_> = (0..8).map(|_| driver.stream()).collect();
     let memory = driver.alloc(512 * MIB).unwrap();
@@ -160,7 +160,7 @@ fn blocking_copies_leave_no_events_behind() {
         stream.upload_blocking(memory, &bytes).unwrap();
         let tick = stream.tick();
         stream.download_blocking(&mut bytes, memory).unwrap();
-        assert!(tick.is_done().unwrap(), "what came before is known to be done");
+        assert!(tick.is_done().unwrap(), "earlier work is known to be done");
     }
     assert_eq!(device.driver_calls().of(Operation::CreateEvent), 0);
     device.free(memory).unwrap();

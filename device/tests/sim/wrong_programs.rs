@@ -14,7 +14,7 @@ use crate::common::{GRANULE, MIB, Short, device};
 const SEEDS: u64 = 1000;
 
 /// Runs `program(driver, correct)` both ways under every seed. A violation of the wrong one must
-/// name both operations with their streams, where they met, and what was missing between them.
+/// name both operations with their streams, the memory where they met, and the missing order.
 fn check(kind: ViolationKind, first: &str, second: &str, program: impl Fn(&SimDriver, bool)) {
     for seed in 0..SEEDS {
         let wrong = device(seed);
@@ -151,7 +151,7 @@ fn page_locked_memory_freed_while_work_is_pending() {
         if correct {
             driver.synchronize_stream(stream).unwrap();
         }
-        // SAFETY: nobody has a reference to it, and the simulator keeps what a copy still uses.
+        // SAFETY: nothing has a reference to it, and the simulator keeps what a copy still uses.
         unsafe { driver.host_free(host) }.unwrap();
         driver.synchronize().unwrap();
     });

@@ -1,5 +1,5 @@
-//! [`Driver`] for a device that lags: calls about order are answered by the position, memory that
-//! goes is checked, and everything is passed on.
+//! [`Driver`] for a device that lags: answers calls about order by the position, checks memory that
+//! goes away, and forwards all calls.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -25,6 +25,11 @@ impl Lagging {
         make(&*self.inner)
     }
 
+    /// Length of the plain allocation at an address.
+    fn bytes_at(&self, ptr: DevicePtr) -> u64 {
+        self.inner.allocation_at(ptr).map_or(0, |range| range.end - range.start)
+    }
+
     /// Whether work is done that was enqueued at `event`, asking the simulator once the device has
     /// reached it. Asking has its price before that, too.
     fn answer(&self, operation: Operation, event: u64, done: impl FnOnce() -> Result<bool>) -> Result<bool> {
@@ -33,41 +38,29 @@ impl Lagging {
 }
 
 impl Driver for Lagging {
-    // The simulator answers `wait_peer` at once, whatever the peer's position is: only what the
-    // host learns lags.
+    // The simulator answers `wait_peer` at once, at any position of the peer: only the host's
+    // knowledge lags.
     crate::forward_calls! {
         info as_any capturing_streams adopt_stream release_stream host_access checks
-        memory_info attribute reserve unreserve create_physical release_physical map set_access
+        memory_info attribute alloc alloc_async reserve unreserve create_physical release_physical map set_access
         host_alloc host_free host_register create_stream destroy_stream stream_id create_event wait wait_peer
         copy_to_device copy_to_host copy_on_device copy_peer copy_2d copy_batch memset load_module unload_module launch
         begin_capture capture_status end_capture launch_graph destroy_graph
         pool_usage trim_pool trim_graph_memory can_access_peer
     }
 
-    fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
-        let ptr = self.inner.alloc(bytes)?;
-        self.state.lock().plain.insert(ptr, bytes);
-        Ok(ptr)
-    }
-
-    fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
-        let ptr = self.inner.alloc_async(bytes, stream)?;
-        self.state.lock().plain.insert(ptr, bytes);
-        Ok(ptr)
-    }
-
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.wait_for(self.now());
+        let bytes = self.bytes_at(ptr);
         self.inner.free(ptr)?;
-        let bytes = self.state.lock().plain.remove(&ptr).unwrap_or(0);
         self.taken_away(Operation::Free.name(), ptr, bytes, self.position());
         Ok(())
     }
 
     fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+        let bytes = self.bytes_at(ptr);
         self.inner.free_async(ptr, stream)?;
-        let bytes = self.state.lock().plain.remove(&ptr).unwrap_or(0);
-        // The stream gets there after its own uses, whatever the position is now.
+        // The stream gets there after its own uses, at any position of the device.
         self.taken_away(Operation::FreeAsync.name(), ptr, bytes, self.now());
         Ok(())
     }

@@ -13,7 +13,6 @@
 //! it.
 
 mod driver;
-mod uses;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -23,8 +22,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::SimDriver;
+use super::interval::IntervalMap;
 use crate::driver::{DevicePtr, RawEvent};
-use uses::Uses;
 
 /// Most hazards that are kept until they are taken; later ones are dropped.
 const KEPT_MAX: usize = 4096;
@@ -32,9 +31,9 @@ const KEPT_MAX: usize = 4096;
 /// A simulated device that lags behind the host by a number of events of a program.
 ///
 /// The simulated device is fast, and a replayed program enqueues no work, so its memory is always
-/// done with. A real device lags. This one stands before the simulator and answers as if the device
-/// were behind: the program counts its events ([`Lagging::advance`]), its *now*, and the device
-/// stands at
+/// done with. A real device lags. This one wraps the simulator and answers as if the device were
+/// behind: the program counts its events ([`Lagging::advance`]), its *now*, and the device stands
+/// at
 ///
 /// > position = max(the latest event that the host waited for, now − lag)
 ///
@@ -44,8 +43,8 @@ const KEPT_MAX: usize = 4096;
 /// the device, such as `cuMemFree`, do so here.
 ///
 /// It also watches over memory, independently of an allocator: from reports of which addresses are
-/// live and when they were last used, it reports as a violation what is unmapped too early, freed
-/// while live, or given out twice.
+/// live and when they were last used, it reports memory that is unmapped too early, freed while
+/// live, or given out twice.
 ///
 /// ```
 /// use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
@@ -75,13 +74,31 @@ pub struct Lagging {
 struct LagState {
     /// When each live event was last recorded.
     recorded: HashMap<RawEvent, u64>,
-    /// Bytes of each plain allocation.
-    plain: HashMap<DevicePtr, u64>,
-    uses: Uses,
+    /// The allocations of the program by address, and those that were there before.
+    uses: IntervalMap<Use>,
     hazards: VecDeque<String>,
 }
 
+/// An allocation of the program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Use {
+    /// Its first address.
+    start: u64,
+    /// The event of its last use.
+    last: u64,
+    live: bool,
+}
+
 impl LagState {
+    /// Notes a use at event `now`, 0 for none, of the live allocation that starts at `start`; with
+    /// `live` false there is none after it.
+    fn touch(&mut self, start: u64, now: u64, live: bool) {
+        let (found, end) = self.uses.at(start, u64::MAX);
+        if let Some(&Use { last, .. }) = found.filter(|found| found.live && found.start == start) {
+            self.uses.insert(start..end, Use { start, last: last.max(now), live });
+        }
+    }
+
     fn report(&mut self, hazard: String) {
         if self.hazards.len() < KEPT_MAX {
             self.hazards.push_back(hazard);
@@ -140,29 +157,31 @@ impl Lagging {
     pub fn allocated(&self, ptr: DevicePtr, bytes: u64) {
         let mut state = self.state.lock();
         let now = self.now();
-        if let Some(other) = state.uses.allocate(ptr.range(bytes), now) {
+        let range = ptr.range(bytes);
+        let overlapped = state.uses.overlapping(range.clone()).find(|(_, other)| other.live);
+        if let Some(start) = overlapped.map(|(other, _)| other.start) {
             state.report(format!(
-                "{bytes} bytes at {ptr} were given out at event {now}, while those at {:#x} are live",
-                other.start
+                "{bytes} bytes at {ptr} were given out at event {now}, while those at {start:#x} are live"
             ));
         }
+        state.uses.insert(range, Use { start: ptr.0, last: now, live: true });
     }
 
     /// The program uses the live allocation that starts at `ptr` once more.
     pub fn used(&self, ptr: DevicePtr) {
-        self.state.lock().uses.touch(ptr.0, self.now(), true);
+        self.state.lock().touch(ptr.0, self.now(), true);
     }
 
     /// The program gives the live allocation that starts at `ptr` back; this counts as its last
     /// use.
     pub fn freed(&self, ptr: DevicePtr) {
-        self.state.lock().uses.touch(ptr.0, self.now(), false);
+        self.state.lock().touch(ptr.0, self.now(), false);
     }
 
     /// The program gives the live allocation that starts at `ptr` back, and used it before for the
     /// last time: its stream is gone, for instance.
     pub fn given_back(&self, ptr: DevicePtr) {
-        self.state.lock().uses.touch(ptr.0, 0, false);
+        self.state.lock().touch(ptr.0, 0, false);
     }
 
     fn has_reached(&self, event: u64) -> bool {
@@ -186,8 +205,11 @@ impl Lagging {
     fn taken_away(&self, call: &str, ptr: DevicePtr, bytes: u64, position: u64) {
         let mut state = self.state.lock();
         let now = self.now();
-        for found in state.uses.remove(ptr.range(bytes)) {
-            let (start, bytes) = (found.range.start, found.range.end - found.range.start);
+        let range = ptr.range(bytes);
+        let all: Vec<_> = state.uses.overlapping(range.clone()).map(|(piece, found)| (piece, found.clone())).collect();
+        state.uses.remove(range);
+        for (piece, found) in all {
+            let (start, bytes) = (piece.start, piece.end - piece.start);
             if found.live {
                 state.report(format!("{call} at event {now} took {bytes} bytes at {start:#x} away, which are live"));
             } else if found.last > position {
