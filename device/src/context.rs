@@ -203,15 +203,18 @@ impl Context {
         settled.host_bytes
     }
 
+    /// Holds captures off for a call that would break one; refused while a stream captures.
+    fn hold_off_for(&self, operation: Operation, detail: &str) -> Result<HeldOff<'_>> {
+        fork::check(operation)?;
+        let refusal = || DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail);
+        self.hold_off().ok_or_else(refusal)
+    }
+
     /// Waits on the host until the device is idle; refused while a stream captures, because that
     /// would break the capture.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        fork::check(Operation::Synchronize)?;
-        match self.hold_off() {
-            Some(held_off) => self.wait_for_all(&held_off),
-            None => Err(DeviceError::refused(Operation::Synchronize, Code::CAPTURE_UNSUPPORTED)
-                .with_detail("the device cannot be waited for while one of its streams captures")),
-        }
+        let detail = "the device cannot be waited for while one of its streams captures";
+        self.wait_for_all(&self.hold_off_for(Operation::Synchronize, detail)?)
     }
 
     /// As [`Context::synchronize`], while the caller holds captures off.
@@ -240,22 +243,16 @@ impl Context {
     /// Frees plain memory; refused while a stream captures, because the driver waits for the device
     /// first.
     pub(crate) fn free(&self, ptr: DevicePtr) -> Result<()> {
-        fork::check(Operation::Free)?;
-        let Some(_held_off) = self.hold_off() else {
-            return Err(DeviceError::refused(Operation::Free, Code::CAPTURE_UNSUPPORTED)
-                .with_detail("memory cannot be freed while a stream captures: freeing waits for the device"));
-        };
+        let detail = "memory cannot be freed while a stream captures: freeing waits for the device";
+        let _held_off = self.hold_off_for(Operation::Free, detail)?;
         self.driver.free(ptr)
     }
 
     /// Unmaps memory; refused while a stream captures, because CUDA does not say whether that
     /// breaks the capture.
     pub(crate) fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
-        fork::check(Operation::Unmap)?;
-        let Some(_held_off) = self.hold_off() else {
-            return Err(DeviceError::refused(Operation::Unmap, Code::CAPTURE_UNSUPPORTED)
-                .with_detail("memory cannot be unmapped while a stream captures: that might break the capture"));
-        };
+        let detail = "memory cannot be unmapped while a stream captures: that might break the capture";
+        let _held_off = self.hold_off_for(Operation::Unmap, detail)?;
         self.driver.unmap(ptr, bytes)
     }
 }

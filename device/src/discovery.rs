@@ -48,7 +48,8 @@ pub enum DeviceSpec {
 pub enum OpenError {
     /// The text names no kind of device.
     #[error(
-        "unknown device {text:?}; known are cuda, cuda:N, sim, sim:SIZE (such as sim:80GiB) and sim:PRESET (such as sim:h100)"
+        "unknown device {text:?}; known are cuda, cuda:N, sim, sim:SIZE (such as sim:80GiB) and sim:PRESET (such \
+         as sim:h100)"
     )]
     UnknownDevice {
         /// The text.

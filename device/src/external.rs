@@ -103,7 +103,8 @@ impl Drop for ExternalStream {
             }
         }
         if let Err(error) = self.close(true, false) {
-            tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be recorded");
+            tracing::warn!(%error, "an adopted stream was dropped without release and its last event could not be \
+                recorded");
         }
         // Once the stream is closed, so that no event is recorded into the capture.
         scope.inspect(|scope| scope.give_up());

@@ -9,14 +9,14 @@ use crate::fork;
 pub enum Unavailable {
     /// The program was built without CUDA.
     #[error(
-        "this program was built without CUDA; build aquifer (or aquifer-device) with its feature `cuda`, which is on by default, on a 64-bit machine, \
-         or use sim for a simulated GPU"
+        "this program was built without CUDA; build aquifer (or aquifer-device) with its feature `cuda`, which is on \
+         by default, on a 64-bit machine, or use sim for a simulated GPU"
     )]
     NotBuilt,
     /// There is no driver on this machine.
     #[error(
-        "no CUDA driver was found: {reason}. Install NVIDIA's display driver (no CUDA toolkit is needed; in a container, start it \
-         with access to the GPU), or use sim for a simulated GPU"
+        "no CUDA driver was found: {reason}. Install NVIDIA's display driver (no CUDA toolkit is needed; in a \
+         container, start it with access to the GPU), or use sim for a simulated GPU"
     )]
     NoDriver {
         /// The answer of the system's loader for each name that was tried.
@@ -24,13 +24,15 @@ pub enum Unavailable {
     },
     /// The library found is a toolkit's stub, which exists for linking and drives nothing.
     #[error(
-        "the CUDA driver that was found is the stub of a toolkit, which drives nothing: take the toolkit's folder `stubs` off \
-         the library path (LD_LIBRARY_PATH), install NVIDIA's display driver, or use sim for a simulated GPU"
+        "the CUDA driver that was found is the stub of a toolkit, which drives nothing: take the toolkit's folder \
+         `stubs` off the library path (LD_LIBRARY_PATH), install NVIDIA's display driver, or use sim for a simulated \
+         GPU"
     )]
     Stub,
     /// The driver is older than anything that works.
     #[error(
-        "the CUDA driver is too old: it supports CUDA {}, and CUDA {} is needed. Install a newer driver, or use sim for a simulated GPU",
+        "the CUDA driver is too old: it supports CUDA {}, and CUDA {} is needed. Install a newer driver, or use \
+         sim for a simulated GPU",
         version(*.supported), version(*.needed)
     )]
     TooOld {
@@ -41,8 +43,8 @@ pub enum Unavailable {
     },
     /// The driver lacks a function without which nothing works.
     #[error(
-        "the CUDA driver{} lacks {symbol}, so it is broken or no CUDA driver at all. Install NVIDIA's display driver again, or \
-         use sim for a simulated GPU",
+        "the CUDA driver{} lacks {symbol}, so it is broken or no CUDA driver at all. Install NVIDIA's display driver \
+         again, or use sim for a simulated GPU",
         of_version(*.version)
     )]
     MissingSymbol {
@@ -56,7 +58,8 @@ pub enum Unavailable {
     NoDevice,
     /// The environment hides every GPU.
     #[error(
-        "CUDA_VISIBLE_DEVICES={value:?} hides every GPU from this program; change or unset it, or use sim for a simulated GPU"
+        "CUDA_VISIBLE_DEVICES={value:?} hides every GPU from this program; change or unset it, or use sim for a \
+         simulated GPU"
     )]
     Hidden {
         /// Value of `CUDA_VISIBLE_DEVICES`.

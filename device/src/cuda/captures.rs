@@ -22,8 +22,9 @@ use crate::driver::{CaptureStatus, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 
 /// Why the driver refuses to wait for the context although no stream is known to capture.
-const UNANNOUNCED: &str = "another library captures a stream of the device's context and did not announce that, and waiting has broken the capture; \
-                           announce captures with `Stream::announce_capture` or `Allocator::capture` when they begin";
+const UNANNOUNCED: &str = "another library captures a stream of the device's context and did not announce that, and \
+    waiting has broken the capture; announce captures with `Stream::announce_capture` or `Allocator::capture` when \
+    they begin";
 
 fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
     DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)

@@ -29,10 +29,10 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
 
+use super::context_state::ContextState;
 use super::functions::Functions;
 use super::installation::{Installation, check, check_function};
 use super::raw::handle;
-use super::shared::OfContext;
 use crate::error::{DeviceError, Operation, Result};
 use crate::fork;
 
@@ -43,11 +43,11 @@ pub(super) struct GpuContext {
     pub(super) device: CUdevice,
     raw: RawContext,
     /// cudarc's object of the context, once it was asked for or given.
-    cudarc: OnceLock<Arc<CudaContext>>,
+    pub(super) cudarc: OnceLock<Arc<CudaContext>>,
     /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context
     /// alive.
     retained: bool,
-    pub(super) shared: Arc<OfContext>,
+    pub(super) shared: Arc<ContextState>,
 }
 
 /// Destroys an object by its handle, while the context is current.
@@ -100,14 +100,9 @@ impl GpuContext {
         context: CUcontext,
         given: Option<Arc<CudaContext>>,
     ) -> Arc<GpuContext> {
-        let (shared, retained) = (OfContext::find(handle(context)), given.is_none());
+        let (shared, retained) = (ContextState::find(handle(context)), given.is_none());
         let cudarc = given.map(OnceLock::from).unwrap_or_default();
         Arc::new(GpuContext { installation, device, raw: RawContext(context), cudarc, retained, shared })
-    }
-
-    /// cudarc's object of the context, once it was asked for or given.
-    pub(super) fn cudarc(&self) -> &OnceLock<Arc<CudaContext>> {
-        &self.cudarc
     }
 
     /// Whether a context of cudarc's is this one.

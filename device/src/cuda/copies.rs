@@ -1,22 +1,26 @@
-//! Copies of one range, and fills, through the CUDA driver.
+//! Copies and fills through the CUDA driver.
 //!
 //! Memory is pageable unless this driver allocated or registered it. CUDA copies pageable memory
 //! through buffers of its own; where the device can reach the memory directly, CUDA may return
 //! before it has read it. A copy here has read or written pageable memory when it returns, because
 //! it waits for the stream first. It cannot be captured, because a graph would touch the memory
-//! whenever it is launched. Copies of rows (`copy_rows.rs`) and batches (`batch.rs`) have files of
-//! their own.
+//! whenever it is launched.
 
 use std::ffi::c_void;
+use std::ptr;
 
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
+
+use super::functions::Functions;
 use super::gpu::Gpu;
 use super::installation::{bad_value, check, check_function};
-use super::objects::LiveStream;
+use super::objects::{LiveStream, Locked};
 use super::raw::{pointer, size};
+use super::shapes::CopyAttributes;
 use super::{captures, memory, streams};
-use crate::copies::{CopyEnd, Touched, first_overlap};
+use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
 use crate::driver::{DevicePtr, HostPtr, RawStream};
-use crate::error::{Code, Operation, Result};
+use crate::error::{Code, DeviceError, Operation, Result};
 
 /// Enqueues a copy from host memory.
 ///
@@ -116,7 +120,7 @@ fn by_piece(
 
 /// Waits for the part of a failed copy that was enqueued, because a caller that gets an error takes
 /// the memory for unused. Does nothing in a capture, where nothing runs.
-pub(super) fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, enqueued: u64) {
+fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, enqueued: u64) {
     if enqueued == 0 || captures::forbid_capture(gpu, operation, stream, "part of a copy is in the graph").is_err() {
         return;
     }
@@ -132,7 +136,7 @@ pub(super) fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, 
 /// An end on the device is live device memory. For an end on the host the caller vouches as for
 /// [`crate::Driver::copy_to_device`] and [`crate::Driver::copy_to_host`]. At most one end is on the
 /// host.
-pub(super) unsafe fn copy_range(
+unsafe fn copy_range(
     gpu: &Gpu,
     operation: Operation,
     dst: CopyEnd,
@@ -199,7 +203,7 @@ pub(super) fn memset(gpu: &Gpu, ptr: DevicePtr, value: u8, bytes: u64, stream: R
 }
 
 /// Refuses copies within the host, which the driver would make while the caller waits.
-pub(super) fn check_ends(operation: Operation, dst: CopyEnd, src: CopyEnd) -> Result<()> {
+fn check_ends(operation: Operation, dst: CopyEnd, src: CopyEnd) -> Result<()> {
     if matches!((dst, src), (CopyEnd::Host(_), CopyEnd::Host(_))) {
         return Err(bad_value(operation, "both ends of a copy are on the host"));
     }
@@ -208,7 +212,7 @@ pub(super) fn check_ends(operation: Operation, dst: CopyEnd, src: CopyEnd) -> Re
 
 /// Refuses an end of a copy that is neither live device memory nor within one piece of page-locked
 /// memory.
-pub(super) fn check_place(gpu: &Gpu, operation: Operation, place: CopyEnd, bytes: u64) -> Result<()> {
+fn check_place(gpu: &Gpu, operation: Operation, place: CopyEnd, bytes: u64) -> Result<()> {
     match place {
         CopyEnd::Device(ptr) => memory::check_memory(gpu, operation, ptr, bytes),
         CopyEnd::Host(ptr) if !gpu.host.hold(ptr.0 as u64, bytes) => {
@@ -223,9 +227,166 @@ pub(super) fn check_place(gpu: &Gpu, operation: Operation, place: CopyEnd, bytes
     }
 }
 
-pub(super) fn refuse_overlap(operation: Operation, touched: Vec<Touched>) -> Result<()> {
+fn refuse_overlap(operation: Operation, touched: Vec<Touched>) -> Result<()> {
     match first_overlap(touched) {
         None => Ok(()),
         Some(at) => Err(bad_value(operation, format!("a copy writes bytes that another one touches, at {at:#x}"))),
     }
+}
+
+/// Enqueues a copy of rows.
+///
+/// # Safety
+/// As for [`crate::Driver::copy_2d`].
+pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Result<()> {
+    let operation = Operation::Copy2d;
+    let call = gpu.optional(operation, gpu.context.functions().cuMemcpy2DAsync_v2)?;
+    let stream = streams::live(gpu, operation, stream)?;
+    let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
+    if dst_pitch < width || src_pitch < width {
+        let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
+        return Err(bad_value(operation, detail));
+    }
+    if width == 0 || height == 0 {
+        return Ok(());
+    }
+    check_ends(operation, dst, src)?;
+    let mut spans = Vec::new();
+    for (place, pitch, writes) in [(dst, dst_pitch, true), (src, src_pitch, false)] {
+        let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
+        let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
+        check_place(gpu, operation, place, bytes)?;
+        spans.push(Touched::new(place, bytes, writes));
+    }
+    // Mostly the two ends cannot overlap, and then no row has to be looked at.
+    if first_overlap(spans).is_some() {
+        let rows = copy.rows().ok_or_else(|| bad_value(operation, "rows beyond the last address"))?;
+        refuse_overlap(operation, rows.iter().flat_map(CopyPart::touched).collect())?;
+    }
+    if height == 1 || (dst_pitch == width && src_pitch == width) {
+        // SAFETY: the ends were checked for all of the rows, and the caller vouches for those on
+        // the host.
+        return unsafe { copy_range(gpu, operation, dst, src, width * height, &stream) };
+    }
+    let copy = CUDA_MEMCPY2D {
+        dstPitch: size(dst_pitch),
+        srcPitch: size(src_pitch),
+        WidthInBytes: size(width),
+        Height: size(height),
+        ..ends(dst, src)
+    };
+    let _current = gpu.context.enter_relaxed(operation)?;
+    // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked
+    // memory for which the caller vouches; the stream lives (L1, F1).
+    check(operation, unsafe { call(&raw const copy, stream.raw) })
+}
+
+/// A description of a copy of rows in which only the two ends are set.
+fn ends(dst: CopyEnd, src: CopyEnd) -> CUDA_MEMCPY2D {
+    let kind = |place| match place {
+        CopyEnd::Device(_) => CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        CopyEnd::Host(_) => CUmemorytype::CU_MEMORYTYPE_HOST,
+    };
+    let host = |place| match place {
+        CopyEnd::Device(_) => ptr::null_mut::<c_void>(),
+        CopyEnd::Host(ptr) => pointer(ptr.0 as u64),
+    };
+    let device = |place| match place {
+        CopyEnd::Device(ptr) => ptr.0,
+        CopyEnd::Host(_) => 0,
+    };
+    CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: kind(src),
+        srcHost: host(src).cast_const(),
+        srcDevice: device(src),
+        srcArray: ptr::null_mut(),
+        srcPitch: 0,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: kind(dst),
+        dstHost: host(dst),
+        dstDevice: device(dst),
+        dstArray: ptr::null_mut(),
+        dstPitch: 0,
+        WidthInBytes: 0,
+        Height: 0,
+    }
+}
+
+/// Enqueues many copies.
+///
+/// # Safety
+/// As for [`crate::Driver::copy_batch`].
+pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+    let operation = Operation::CopyBatch;
+    let functions = gpu.context.functions();
+    gpu.optional(operation, has_batches(functions).then_some(()))?;
+    if stream.is_legacy() {
+        return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
+            .with_detail("the driver takes no batches on the legacy default stream; use another stream"));
+    }
+    let stream = streams::live(gpu, operation, stream)?;
+    captures::forbid_capture(gpu, operation, &stream, "copies in a batch cannot be captured")?;
+    let (mut targets, mut sources, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
+    for copy in copies.iter().filter(|copy| copy.bytes > 0) {
+        check_ends(operation, copy.dst, copy.src)?;
+        for place in [copy.dst, copy.src] {
+            check_place(gpu, operation, place, copy.bytes)?;
+            check_address(gpu, operation, place)?;
+        }
+        // Places in the unified address space of host and device.
+        let [target, source] = copy.touched();
+        targets.push(target.range.start);
+        sources.push(source.range.start);
+        lengths.push(size(copy.bytes));
+    }
+    if targets.is_empty() {
+        return Ok(());
+    }
+    refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let (count, raw) = (targets.len(), stream.raw);
+    let (targets, sources, lengths) = (targets.as_mut_ptr(), sources.as_mut_ptr(), lengths.as_mut_ptr());
+    // One description, from the first copy on.
+    let (mut attributes, mut first, mut failed) = (CopyAttributes::in_stream_order(), 0, usize::MAX);
+    let (attributes, first) = (&raw mut attributes, &raw mut first);
+    // The call lost an argument with CUDA 13.
+    let code = match (functions.cuMemcpyBatchAsync_v2, functions.cuMemcpyBatchAsync) {
+        // SAFETY: all of it outlives the call; the three lists have one length, and their ranges
+        // are live device memory, or page-locked memory for which the caller vouches; the stream
+        // lives (L1, F1).
+        (Some(call), _) => unsafe { call(targets, sources, lengths, count, attributes, first, 1, raw) },
+        (None, Some(call)) => {
+            let failed = &raw mut failed;
+            // SAFETY: as above.
+            unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed, raw) }
+        }
+        (None, None) => Code::NOT_SUPPORTED.0,
+    };
+    check(operation, code).map_err(|error| {
+        if failed < count { error.with_detail(format!("copy {failed} of {}", copies.len())) } else { error }
+    })
+}
+
+/// Refuses memory that the device knows by another address than the host: here the driver takes
+/// every address for one that both use, as it does not ask which an address is. The device would
+/// fail to reach it.
+fn check_address(gpu: &Gpu, operation: Operation, place: CopyEnd) -> Result<()> {
+    match place {
+        CopyEnd::Host(ptr)
+            if !gpu.facts.registered_by_address && gpu.host.kind_at(ptr.0 as u64) == Some(Locked::Registered) =>
+        {
+            Err(DeviceError::refused(operation, Code::NOT_SUPPORTED).with_detail(
+                "this device does not know registered memory by the host's address; copy it with a call of its own",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether the driver takes many copies at once.
+pub(super) fn has_batches(functions: &Functions) -> bool {
+    functions.cuMemcpyBatchAsync_v2.is_some() || functions.cuMemcpyBatchAsync.is_some()
 }

@@ -11,7 +11,7 @@ use super::functions::{CALLED_BY_CUDARC, Functions};
 use super::gpu::Gpu;
 use super::installation::{Installation, bad_value};
 use super::objects::Locked;
-use super::{batch, captures, copies, copy_rows, events, mappings, memory, modules, peers, streams};
+use super::{captures, copies, events, mappings, memory, modules, peers, streams};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
@@ -184,7 +184,7 @@ impl Driver for CudaDriver {
             Attribute::MemoryPools => ask(Attr::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED),
             Attribute::GpuDirectRdmaWithVmm => Ok(self.gpu.facts.rdma.into()),
             Attribute::PosixFdHandles => Ok(self.gpu.facts.posix_fd.into()),
-            Attribute::BatchedCopies => Ok(batch::has_batches(self.gpu.context.functions()).into()),
+            Attribute::BatchedCopies => Ok(copies::has_batches(self.gpu.context.functions()).into()),
         }
     }
 
@@ -267,10 +267,11 @@ impl Driver for CudaDriver {
         unsafe host_free(ptr: HostPtr) -> () = memory::host_free;
         unsafe host_register(ptr: *mut u8, bytes: usize) -> HostPtr = memory::host_register;
         unsafe host_unregister(ptr: HostPtr) -> () = memory::host_unregister;
-        unsafe copy_to_device(dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> () = copies::copy_to_device;
+        unsafe copy_to_device(dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> ()
+            = copies::copy_to_device;
         unsafe copy_to_host(dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> () = copies::copy_to_host;
-        unsafe copy_2d(copy: &Copy2d, stream: RawStream) -> () = copy_rows::copy_2d;
-        unsafe copy_batch(copies: &[CopyPart], stream: RawStream) -> () = batch::copy_batch;
+        unsafe copy_2d(copy: &Copy2d, stream: RawStream) -> () = copies::copy_2d;
+        unsafe copy_batch(copies: &[CopyPart], stream: RawStream) -> () = copies::copy_batch;
         unsafe launch(launch: &Launch, stream: RawStream) -> () = modules::launch;
     }
 }

@@ -178,8 +178,8 @@ fn error_of(operation: Operation, code: Code) -> DeviceError {
 fn explanation(code: Code) -> Option<&'static str> {
     match code {
         Code(3) => Some(
-            "the driver was not initialised in this process: a forked child cannot use the driver that its parent initialised, so start \
-             another process instead",
+            "the driver was not initialised in this process: a forked child cannot use the driver that its parent \
+             initialised, so start another process instead",
         ),
         Code(4) => Some("the driver is shutting down, because the process ends"),
         Code(46) => Some("another process has the GPU to itself (see `nvidia-smi -q -d COMPUTE`), or it must be reset"),
@@ -203,16 +203,11 @@ fn load(missing: &[&str]) -> Result<&'static Functions, Unavailable> {
     let library = Box::leak(Box::new(library));
     match found {
         Ok(functions) => Ok(Box::leak(Box::new(functions))),
-        Err(symbol) => Err(lacking(symbol, library_version(library, missing))),
-    }
-}
-
-/// Why a driver without a required function is of no use: it is from before that function, or it is
-/// broken.
-fn lacking(symbol: &'static str, version: Option<(u32, u32)>) -> Unavailable {
-    match version.and_then(too_old) {
-        Some(too_old) => too_old,
-        None => Unavailable::MissingSymbol { symbol, version },
+        // It is from before that function, or it is broken.
+        Err(symbol) => {
+            let version = library_version(library, missing);
+            Err(version.and_then(too_old).unwrap_or(Unavailable::MissingSymbol { symbol, version }))
+        }
     }
 }
 
@@ -261,12 +256,8 @@ fn start(functions: &'static Functions) -> Result<Installation, Unavailable> {
 
 fn none_visible() -> Unavailable {
     match visible_devices() {
-        Some(value) if !shows_first(&value) => Unavailable::Hidden { value },
+        // The first GPU is there if any GPU is.
+        Some(value) if value.trim() != "0" => Unavailable::Hidden { value },
         _ => Unavailable::NoDevice,
     }
-}
-
-/// Whether a value of `CUDA_VISIBLE_DEVICES` shows the first GPU, which is there if any GPU is.
-fn shows_first(value: &str) -> bool {
-    value.trim() == "0"
 }

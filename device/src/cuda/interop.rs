@@ -6,11 +6,11 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
 use super::context::GpuContext;
+use super::context_state::ContextState;
 use super::driver::CudaDriver;
 use super::installation::Installation;
 use super::objects::StreamEntry;
 use super::raw::{handle, pointer};
-use super::shared::OfContext;
 use super::streams::{self, is_default};
 use crate::device::Device;
 use crate::driver::{Driver, RawStream};
@@ -57,7 +57,7 @@ pub fn shared(ordinal: u32) -> Result<Device> {
 /// When the context's GPU cannot be asked about.
 pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
     fork::check(Operation::Init)?;
-    let device = OfContext::find(handle(context.cu_ctx())).device(|| CudaDriver::from_context(context.clone()))?;
+    let device = ContextState::find(handle(context.cu_ctx())).device(|| CudaDriver::from_context(context.clone()))?;
     driver_of(device.driver(), Operation::Init)?.keep_context(context);
     Ok(device)
 }
@@ -179,11 +179,11 @@ impl CudaDriver {
         // cudarc makes the context current when it drops an object, and leaves it so; this restores
         // the thread's own.
         let _current = self.gpu.context.enter_relaxed(Operation::Init).ok();
-        let _ = self.gpu.context.cudarc().set(context);
+        let _ = self.gpu.context.cudarc.set(context);
     }
 
     fn cudarc_context(&self) -> Result<Arc<CudaContext>> {
-        if let Some(context) = self.gpu.context.cudarc().get() {
+        if let Some(context) = self.gpu.context.cudarc.get() {
             return Ok(context.clone());
         }
         let operation = Operation::Init;
@@ -196,7 +196,7 @@ impl CudaDriver {
                 "cudarc uses another driver library than this crate: is a toolkit's stub on the library path?",
             ));
         }
-        Ok(self.gpu.context.cudarc().get_or_init(|| context).clone())
+        Ok(self.gpu.context.cudarc.get_or_init(|| context).clone())
     }
 
     fn cudarc_stream(&self, raw: RawStream) -> Result<Arc<CudaStream>> {

@@ -321,12 +321,3 @@ pub(super) unsafe fn host_unregister_raw(gpu: &Gpu, start: u64) -> Result<()> {
     // SAFETY: passed on to the caller (F1).
     check(operation, unsafe { unregister(pointer(start)) })
 }
-
-/// Refuses batches on the legacy stream.
-pub(super) fn refuse_legacy(operation: Operation, stream: RawStream) -> Result<()> {
-    if !stream.is_legacy() {
-        return Ok(());
-    }
-    Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
-        .with_detail("the driver takes no batches on the legacy default stream; use another stream"))
-}

@@ -14,8 +14,8 @@
 //! * **State**: `objects` describes each kind of object, `gpu` holds the tables of a GPU, and
 //!   `driver` implements the trait on top.
 //! * **Families of calls** are functions on a `Gpu`: `memory`, `mappings`, `streams`, `events`,
-//!   `copies`, `copy_rows`, `batch`, `peers`, `modules`, `captures`. `shared` is the state that all
-//!   drivers of a context share: its device, and its captures.
+//!   `copies`, `peers`, `modules`, `captures`.
+//!   `context_state` is the state that all drivers of a context share: its device and its captures.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later
 //! call and is of kind [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls of
@@ -24,11 +24,10 @@
 //! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`)
 //! and passes promises on.
 
-mod batch;
 mod captures;
 mod context;
+mod context_state;
 mod copies;
-mod copy_rows;
 mod driver;
 mod events;
 mod functions;
@@ -45,7 +44,6 @@ mod peers;
 mod ranges;
 mod raw;
 mod shapes;
-mod shared;
 mod streams;
 
 pub use driver::CudaDriver;

@@ -33,17 +33,12 @@ impl Machine {
             return Ok(());
         }
         if id == LEGACY {
-            let capturing = self.streams.iter_mut().filter(|(_, stream)| stream.blocking);
-            let broken: Vec<u64> = capturing.filter_map(|(_, stream)| Some(stream.capture.as_ref()?.capture)).collect();
-            for capture in &broken {
-                self.invalidate(*capture);
-            }
-            return match broken[..] {
-                [] => Ok(()),
-                _ => {
-                    Err(Refused::new(Code::CAPTURE_IMPLICIT, "the legacy stream would wait for a stream that captures"))
-                }
-            };
+            let blocking = self.streams.iter_mut().filter(|(_, stream)| stream.blocking);
+            let broken: Vec<u64> = blocking.filter_map(|(_, stream)| Some(stream.capture.as_ref()?.capture)).collect();
+            broken.iter().for_each(|&capture| self.invalidate(capture));
+            let refusal =
+                || Refused::new(Code::CAPTURE_IMPLICIT, "the legacy stream would wait for a stream that captures");
+            return if broken.is_empty() { Ok(()) } else { Err(refusal()) };
         }
         let capture = self.streams.get(id)?.capture.as_ref().map(|member| member.capture);
         match capture.and_then(|capture| self.captures.get(&capture)) {

@@ -226,10 +226,7 @@ impl Checks {
                 Some(block) if block.is_live() => {
                     format!("the graph uses {} bytes that the block gave up after the capture", end - block.end())
                 }
-                Some(_) => "the graph uses a block that was dropped after the capture".to_owned(),
-                None => {
-                    "the graph uses a block that was dropped after the capture; the memory serves others".to_owned()
-                }
+                _ => "the graph uses a block that was dropped after the capture".to_owned(),
             };
             let block = own.map(|block| block.shown.clone());
             Some(Misuse { kind: ViolationKind::UseAfterFree, at, block, why })

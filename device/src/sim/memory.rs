@@ -335,7 +335,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn behaves_like_bytes(steps in prop::collection::vec((0u8..3, 0usize..40_000, 1usize..30_000, any::<u8>()), 1..20)) {
+        fn behaves_like_bytes(
+            steps in prop::collection::vec((0u8..3, 0usize..40_000, 1usize..30_000, any::<u8>()), 1..20),
+        ) {
             const SIZE: usize = 70_000;
             let mut memory = Memory::new(1 << 20, 0);
             // Two stores back one range, so that pieces are crossed as well.
@@ -360,7 +362,8 @@ mod tests {
                         model[offset..offset + length].fill(value);
                     }
                     1 => {
-                        let bytes: Vec<u8> = (0..length).map(|i| value.wrapping_add(u8::try_from(i % 251).unwrap())).collect();
+                        let byte = |i: usize| value.wrapping_add(u8::try_from(i % 251).unwrap());
+                        let bytes: Vec<u8> = (0..length).map(byte).collect();
                         memory.write(&pieces(offset, length), &bytes);
                         model[offset..offset + length].copy_from_slice(&bytes);
                     }

@@ -1,7 +1,7 @@
 //! The objects of a simulated device that calls name by handles: events, captures and their graphs,
 //! physical memory.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::checks::Needed;
@@ -72,6 +72,10 @@ pub(super) struct Physical {
     pub(super) store: StoreId,
     /// The address that it is mapped at.
     pub(super) mapped_at: Option<u64>,
+    /// False once its handle was released. It lives on while it is mapped.
+    pub(super) has_handle: bool,
+    /// Work that was not known complete when it was last unmapped.
+    pub(super) unfinished: Vec<Epoch>,
 }
 
 /// Physical memory by handle, and by a number of our own that it keeps until it is gone.
@@ -79,43 +83,16 @@ pub(super) struct Physical {
 pub(super) struct PhysicalTable {
     pub(super) handles: HandleTable<u64>,
     pub(super) live: HandleTable<Physical>,
-    /// Memory that is mapped, and whose handle is gone.
-    pub(super) released: BTreeSet<u64>,
-    /// Work that was not known complete when memory was last unmapped, if there was any.
-    pub(super) unfinished: BTreeMap<u64, Vec<Epoch>>,
 }
 
 impl PhysicalTable {
     pub(super) fn new(first_handle: u64) -> Self {
-        let (released, unfinished) = (BTreeSet::new(), BTreeMap::new());
-        PhysicalTable { handles: HandleTable::new(first_handle), live: HandleTable::new(0), released, unfinished }
+        PhysicalTable { handles: HandleTable::new(first_handle), live: HandleTable::new(0) }
     }
 
     pub(super) fn get(&self, handle: RawPhysical) -> Answer<(u64, &Physical)> {
         let number = self.handles.get(handle.0).copied();
         let physical = number.and_then(|number| Some((number, self.live.get(number)?)));
         physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
-    }
-
-    /// Notes the address that memory is mapped at.
-    pub(super) fn mapped(&mut self, number: u64, at: Option<u64>) {
-        if let Some(physical) = self.live.get_mut(number) {
-            physical.mapped_at = at;
-        }
-    }
-
-    /// Notes that memory was unmapped, which `unfinished` work may still use. Returns true if its
-    /// handle is gone, so that nothing holds it any more.
-    pub(super) fn unmapped(&mut self, number: u64, unfinished: Vec<Epoch>) -> bool {
-        self.mapped(number, None);
-        if self.released.remove(&number) {
-            return true;
-        }
-        if unfinished.is_empty() {
-            self.unfinished.remove(&number);
-        } else {
-            self.unfinished.insert(number, unfinished);
-        }
-        false
     }
 }

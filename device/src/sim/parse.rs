@@ -12,7 +12,7 @@ use crate::error::{Code, Operation};
 
 /// A device string that cannot be understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` at byte {offset}{}: expected {expected}", file.as_ref().map_or_else(String::new, |file| format!(" of {file}")))]
+#[error("`{text}` at byte {offset}{}: expected {expected}", of_file(file))]
 #[non_exhaustive]
 pub struct SimConfigError {
     /// The part that was not understood.
@@ -25,9 +25,14 @@ pub struct SimConfigError {
     pub expected: String,
 }
 
+fn of_file(file: &Option<String>) -> String {
+    file.as_ref().map_or_else(String::new, |file| format!(" of {file}"))
+}
+
 type Result<T> = std::result::Result<T, SimConfigError>;
 
-const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, violations, link, other, fault, fault_rate, oom_at, lost_at, spike, faults";
+const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, violations, link, other, \
+    fault, fault_rate, oom_at, lost_at, spike, faults";
 /// Snapshots have a list for each lower ordinal, too.
 const ORDINALS: u32 = 4096;
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
@@ -114,19 +119,12 @@ impl<'a> TextPart<'a> {
         }
     }
 
-    fn switch(self) -> Result<bool> {
+    /// True for the first text, false for the second.
+    fn either(self, on: &str, off: &str) -> Result<bool> {
         match self.text {
-            "on" => Ok(true),
-            "off" => Ok(false),
-            _ => self.refuse("on or off"),
-        }
-    }
-
-    fn violations(self) -> Result<bool> {
-        match self.text {
-            "panic" => Ok(true),
-            "report" => Ok(false),
-            _ => self.refuse("report or panic"),
+            text if text == on => Ok(true),
+            text if text == off => Ok(false),
+            _ => self.refuse(format!("{on} or {off}")),
         }
     }
 
@@ -199,11 +197,11 @@ fn setting(config: &mut SimConfig, key: TextPart<'_>, value: TextPart<'_>) -> Re
         "size" => config.capacity_bytes = value.capacity()?,
         "ordinal" => config.ordinal = value.ordinal()?,
         "seed" => config.seed = value.number(0)?,
-        "jitter" => config.jitter = value.switch()?,
-        "vmm" => config.vmm = value.switch()?,
-        "export" => config.export = value.switch()?,
-        "checks" => config.checks = value.switch()?,
-        "violations" => config.panic_on_violation = value.violations()?,
+        "jitter" => config.jitter = value.either("on", "off")?,
+        "vmm" => config.vmm = value.either("on", "off")?,
+        "export" => config.export = value.either("on", "off")?,
+        "checks" => config.checks = value.either("on", "off")?,
+        "violations" => config.panic_on_violation = value.either("panic", "report")?,
         "link" => config.link_gb_s = Some(value.number(1)?),
         "other" => config.other_process_bytes = value.size()?,
         "faults" => file(config, value)?,
@@ -337,8 +335,8 @@ mod tests {
 
     #[test]
     fn the_text_of_a_configuration_reads_as_the_same_configuration() {
-        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,violations=panic,link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,\
-                    fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
+        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,violations=panic,\
+                    link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {
             let read = config(text).unwrap();
             assert_eq!(config(&read.to_string()).unwrap(), read, "{text}");
@@ -406,7 +404,8 @@ mod tests {
 
         #[test]
         fn plausible_text_is_read_or_refused(
-            text in "(h100|[0-9]{1,25}(GiB|é|kb|)?)?(,(seed|fault|fault_rate|spike|other|size|vmm)=[a-zA-Z0-9#:.=é ]{0,20}){0,4}",
+            text in "(h100|[0-9]{1,25}(GiB|é|kb|)?)?(,(seed|fault|fault_rate|spike|other|size|vmm)=[a-zA-Z0-9#:.=é \
+                ]{0,20}){0,4}",
         ) {
             if let Err(error) = config(&text) {
                 prop_assert!(text[error.offset..].starts_with(&error.text));

@@ -180,19 +180,21 @@ impl Machine {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));
         }
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
-        let number = self.physicals.live.insert(Physical { bytes, options, store, mapped_at: None });
+        let (mapped_at, unfinished) = (None, Vec::new());
+        let physical = Physical { bytes, options, store, mapped_at, has_handle: true, unfinished };
+        let number = self.physicals.live.insert(physical);
         Ok(RawPhysical(self.physicals.handles.insert(number)))
     }
 
     pub(super) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
         self.check_can_map()?;
-        let (number, physical) = self.physicals.get(handle)?;
-        let is_mapped = physical.mapped_at.is_some();
+        let (number, _) = self.physicals.get(handle)?;
         self.physicals.handles.remove(handle.0);
-        if is_mapped {
-            self.physicals.released.insert(number);
-        } else {
-            self.end_physical(number);
+        if let Some(physical) = self.physicals.live.get_mut(number) {
+            physical.has_handle = false;
+            if physical.mapped_at.is_none() {
+                self.end_physical(number);
+            }
         }
         Ok(())
     }
@@ -202,7 +204,7 @@ impl Machine {
         let Some(physical) = self.physicals.live.remove(number) else { return };
         self.memory.destroy(physical.store);
         let op = self.op_ref(None, Operation::ReleasePhysical, None);
-        for epoch in self.physicals.unfinished.remove(&number).unwrap_or_default() {
+        for epoch in physical.unfinished {
             if !self.detector.known.knows(epoch.stream, epoch.seq) {
                 let (kind, range) = (ViolationKind::PendingWork, 0..physical.bytes);
                 let missing = host_has_not_waited(&epoch, &op);
@@ -222,7 +224,9 @@ impl Machine {
             return Err(Refused::value(format!("the memory is already mapped at {at:#x}")));
         }
         self.address.mappings.map(ptr.0, bytes, number, physical.store)?;
-        self.physicals.mapped(number, Some(ptr.0));
+        if let Some(physical) = self.physicals.live.get_mut(number) {
+            physical.mapped_at = Some(ptr.0);
+        }
         Ok(())
     }
 
@@ -264,7 +268,11 @@ impl Machine {
                 unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
                 self.detector.device.clear(range);
             }
-            if self.physicals.unmapped(mapping.physical, unfinished) {
+            let Some(physical) = self.physicals.live.get_mut(mapping.physical) else { continue };
+            physical.mapped_at = None;
+            if physical.has_handle {
+                physical.unfinished = unfinished;
+            } else {
                 self.end_physical(mapping.physical);
             }
         }

@@ -110,7 +110,7 @@ impl StreamKind {
     /// The kind of a stream of which only the handle is known: blocking, unless it is the legacy
     /// stream itself.
     pub(crate) fn of_unknown(raw: RawStream) -> StreamKind {
-        if matches!(raw, RawStream(0) | RawStream::LEGACY) { StreamKind::Legacy } else { StreamKind::Blocking }
+        if raw.is_legacy() { StreamKind::Legacy } else { StreamKind::Blocking }
     }
 }
 

@@ -98,8 +98,9 @@ impl Timeline {
 
     pub(super) fn record(&self, state: &mut TimelineState) -> Result<Recorded> {
         if state.closed {
-            let detail = "the stream was destroyed or released and its last event could not be recorded; once the host has waited \
-                          for the device (`Tick::synchronize`, `Device::synchronize`) its work is known to be done";
+            let detail = "the stream was destroyed or released and its last event could not be recorded; once the \
+                host has waited for the device (`Tick::synchronize`, `Device::synchronize`) its work is known to be \
+                done";
             return Err(self.closed_error(Operation::Record, detail));
         }
         if state.capture.is_some() {

@@ -70,7 +70,8 @@ fn step() -> impl Strategy<Value = Step> {
         (0u64..64, 1u64..24, prop::bool::weighted(0.4)).prop_map(|(from, length, write)| (from, from + length, write));
     let (stream, event) = (0..STREAMS, 0usize..3);
     prop_oneof![
-        12 => (stream.clone(), prop::collection::vec(access, 1..3)).prop_map(|(stream, accesses)| Step::Kernel { stream, accesses }),
+        12 => (stream.clone(), prop::collection::vec(access, 1..3))
+            .prop_map(|(stream, accesses)| Step::Kernel { stream, accesses }),
         8 => (event.clone(), stream.clone()).prop_map(|(event, stream)| Step::Record { event, stream }),
         10 => (event.clone(), stream.clone()).prop_map(|(event, stream)| Step::Wait { event, stream }),
         2 => stream.clone().prop_map(Step::SynchronizeStream),
@@ -116,7 +117,10 @@ proptest! {
                     let races = model.enqueue(stream, &accesses);
                     let kind = |write| if write { AccessKind::Write } else { AccessKind::Read };
                     let ranges: Vec<_> =
-                        accesses.iter().map(|&(from, to, write)| (memory.offset(from), to - from, kind(write))).collect();
+                        accesses
+                            .iter()
+                            .map(|&(from, to, write)| (memory.offset(from), to - from, kind(write)))
+                            .collect();
                     driver.kernel("work", &ranges, None, streams[stream]).unwrap();
                     let found = driver.violations();
                     prop_assert_eq!(races, !found.is_empty(), "{:?}", found);

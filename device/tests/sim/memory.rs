@@ -212,7 +212,9 @@ proptest! {
 
     /// Against the simplest model: take the first gap that is wide enough.
     #[test]
-    fn plain_addresses_are_first_fit(steps in prop::collection::vec((any::<bool>(), 1u64..20 * MIB, any::<prop::sample::Index>()), 1..60)) {
+    fn plain_addresses_are_first_fit(
+        steps in prop::collection::vec((any::<bool>(), 1u64..20 * MIB, any::<prop::sample::Index>()), 1..60),
+    ) {
         let driver = device(0);
         let mut live: BTreeMap<u64, u64> = BTreeMap::new();
         for (allocates, bytes, which) in steps {

@@ -350,7 +350,9 @@ struct Byte {
 proptest! {
     /// Random blocks, fills, copies and reads against one cell a byte.
     #[test]
-    fn checks_agree_with_a_model_of_bytes(steps in prop::collection::vec((0usize..7, 0usize..120, 1usize..40, 0usize..120), 1..80)) {
+    fn checks_agree_with_a_model_of_bytes(
+        steps in prop::collection::vec((0usize..7, 0usize..120, 1usize..40, 0usize..120), 1..80),
+    ) {
         const SIZE: usize = 160;
         let (driver, memory, checks) = managed();
         let stream = driver.stream();

@@ -100,7 +100,8 @@ fn step() -> impl Strategy<Value = Step> {
     let event = || (0usize..2, 0..EVENTS);
     let (place, length) = (|| 0..BYTES - 16, || 1u64..16);
     prop_oneof![
-        6 => (at(), place(), length(), any::<u8>()).prop_map(|(at, from, length, value)| Step::Fill { at, from, length, value }),
+        6 => (at(), place(), length(), any::<u8>())
+            .prop_map(|(at, from, length, value)| Step::Fill { at, from, length, value }),
         4 => (at(), place(), length()).prop_map(|(at, from, length)| Step::Read { at, from, length }),
         8 => (at(), place(), place(), length()).prop_map(|(at, dst, src, length)| Step::Copy { at, dst, src, length }),
         9 => (0..EVENTS, at()).prop_map(|(event, at)| Step::Record { event, at }),
@@ -217,7 +218,8 @@ proptest! {
         let mut model = Model { bytes: [zeros.clone(), zeros], ..Model::default() };
         for step in &steps {
             let races = devices.play(&mut model, step);
-            prop_assert_eq!(races, devices.found(), "at {:?}, found {:?}", step, devices.drivers.each_ref().map(|driver| driver.violations()));
+            let violations = devices.drivers.each_ref().map(|driver| driver.violations());
+            prop_assert_eq!(races, devices.found(), "at {:?}, found {:?}", step, violations);
             if races != [false; 2] {
                 return Ok(());
             }

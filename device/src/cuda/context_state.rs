@@ -1,4 +1,4 @@
-//! What the drivers of one context share: its device, and the captures in progress.
+//! The state that the drivers of one context share: its device, and the captures in progress.
 //!
 //! A context has one device. It is known by a weak reference only: the last handle of a device
 //! closes it, and a later request opens a new one. The device keeps its context alive, so the
@@ -30,7 +30,7 @@ type Which = (u64, Option<ThreadId>);
 
 /// The shared state of the drivers of a context.
 #[derive(Default)]
-pub(super) struct OfContext {
+pub(super) struct ContextState {
     device: Mutex<Weak<DeviceInner>>,
     /// Streams on which a driver began a capture that has not ended. Where the handle means one
     /// stream for each thread, the thread is listed, too, with a sign that it runs: the default
@@ -41,24 +41,24 @@ pub(super) struct OfContext {
     pub(super) known: Arc<CapturingStreams>,
 }
 
-impl fmt::Debug for OfContext {
+impl fmt::Debug for ContextState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OfContext").field("begun", &self.begun).field("known", &self.known).finish_non_exhaustive()
+        f.debug_struct("ContextState").field("begun", &self.begun).field("known", &self.known).finish_non_exhaustive()
     }
 }
 
-impl OfContext {
+impl ContextState {
     /// The state of the context with this handle. Its holder keeps the context, so that no other
     /// context has the handle.
-    pub(super) fn find(handle: u64) -> Arc<OfContext> {
-        static CONTEXTS: Mutex<Option<HashMap<u64, Weak<OfContext>>>> = Mutex::new(None);
+    pub(super) fn find(handle: u64) -> Arc<ContextState> {
+        static CONTEXTS: Mutex<Option<HashMap<u64, Weak<ContextState>>>> = Mutex::new(None);
         let mut contexts = CONTEXTS.lock();
         let contexts = contexts.get_or_insert_default();
         contexts.retain(|_, shared| shared.strong_count() > 0);
         if let Some(shared) = contexts.get(&handle).and_then(Weak::upgrade) {
             return shared;
         }
-        let shared = Arc::new(OfContext::default());
+        let shared = Arc::new(ContextState::default());
         contexts.insert(handle, Arc::downgrade(&shared));
         shared
     }
@@ -103,9 +103,9 @@ mod tests {
 
     #[test]
     fn a_context_has_its_own_state_as_long_as_it_is_held() {
-        let (one, other) = (OfContext::find(u64::MAX), OfContext::find(u64::MAX - 1));
+        let (one, other) = (ContextState::find(u64::MAX), ContextState::find(u64::MAX - 1));
         one.begin(RawStream(7));
-        assert!(OfContext::find(u64::MAX).any() && !other.any());
+        assert!(ContextState::find(u64::MAX).any() && !other.any());
         one.end(RawStream(8));
         assert!(one.any());
         one.end(RawStream(7));
@@ -118,8 +118,8 @@ mod tests {
         });
         assert!(!one.any(), "its thread has ended");
         one.known.enter(false);
-        assert!(OfContext::find(u64::MAX).any());
+        assert!(ContextState::find(u64::MAX).any());
         drop(one);
-        assert!(!OfContext::find(u64::MAX).any(), "another context with the same handle");
+        assert!(!ContextState::find(u64::MAX).any(), "another context with the same handle");
     }
 }
