@@ -149,16 +149,4 @@ mod tests {
         drop(stream);
         assert_eq!(DeviceLabel::of(id).to_string(), "a device that is closed");
     }
-
-    #[test]
-    fn devices_with_equal_labels_are_distinguished_by_their_opening() {
-        let (one, two, same) = (open(1), open(2), open(1));
-        let text = |is: &Device, needed: &Device| DeviceMismatch::between(is.id(), needed.id()).to_string();
-        let name = "(Simulated H100 80 GiB)";
-        assert_eq!(text(&one, &two), format!("sim:1 {name}, and this needs one of sim:2 {name}"));
-        let opened = text(&one, &same);
-        assert!(opened.contains("sim:1") && opened.find("earlier") < opened.find("later"), "{opened}");
-        let opened = text(&same, &one);
-        assert!(opened.find("later") < opened.find("earlier"), "{opened}");
-    }
 }

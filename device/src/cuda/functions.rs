@@ -238,12 +238,4 @@ mod tests {
             assert_eq!(ours, theirs, "{name}");
         }
     }
-
-    #[test]
-    fn no_function_is_listed_twice() {
-        let all: Vec<&str> = Functions::REQUIRED.iter().chain(Functions::OPTIONAL).copied().collect();
-        for (index, name) in all.iter().enumerate() {
-            assert!(!all[..index].contains(name), "{name}");
-        }
-    }
 }

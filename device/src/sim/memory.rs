@@ -302,36 +302,12 @@ impl Memory {
             }
         }
     }
-
-    /// Bytes that the content occupies on the host, roughly.
-    #[cfg(test)]
-    fn resident_bytes(&self) -> usize {
-        let written = self.stores.iter().map(Store::written);
-        written.map(|written| written.pages.len() * PAGE_BYTES + written.fills.len() * 64).sum()
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn fills_and_copies_of_fills_take_no_pages() {
-        let mut memory = Memory::new(1 << 40, 0);
-        let (a, b) = (memory.create(1 << 38, u64::MAX).unwrap(), memory.create(1 << 38, u64::MAX).unwrap());
-        let all = |store| [Piece { store, offset: 0, bytes: 1 << 38 }];
-        memory.fill(&all(a), 7);
-        memory.write(&[Piece { store: a, offset: 1 << 30, bytes: 3 }], &[1, 2, 3]);
-        memory.copy(&all(b), &all(a));
-        assert!(memory.resident_bytes() < 3 * PAGE_BYTES);
-        let mut bytes = [0; 5];
-        memory.read(&[Piece { store: b, offset: (1 << 30) - 1, bytes: 5 }], &mut bytes);
-        assert_eq!(bytes, [7, 1, 2, 3, 7]);
-        memory.fill(&all(a), 8);
-        memory.fill(&all(b), POISON);
-        assert_eq!(memory.resident_bytes(), 64);
-    }
 
     proptest! {
         #[test]

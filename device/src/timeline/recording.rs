@@ -5,6 +5,7 @@ use super::{Owner, Recorded, Recording, Timeline, TimelineState};
 use crate::context::Waited;
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::release::Object;
 use crate::sync::atomic::Ordering;
 
 /// Number of events on one timeline from which on the driver is asked about them as more are
@@ -62,6 +63,19 @@ impl Timeline {
         self.owner.close();
         cover_later_ticks(&mut state);
         Ok(())
+    }
+
+    /// Destroys the stream after its last event, which keeps all its ticks answerable (T4). Returns
+    /// false if the event cannot be recorded. The ticks are then known to be done once the host has
+    /// waited for the device.
+    pub(crate) fn destroy(&self) -> bool {
+        let closed = self.close();
+        if let Err(error) = &closed {
+            tracing::debug!(%error, "a stream's last event could not be recorded");
+            self.close_without_event();
+        }
+        self.context.releases.release(Object::Stream(self.raw()));
+        closed.is_ok()
     }
 
     /// Closes the timeline of a stream that is gone without a last event.

@@ -12,7 +12,6 @@ use std::sync::Arc;
 use super::{Owner, StreamKind, Timeline};
 use crate::driver::RawStream;
 use crate::fork::Mutex;
-use crate::release::Object;
 
 /// How many timelines are asked whether their work is done before a new one is made.
 const LOOKS: usize = 2;
@@ -40,20 +39,5 @@ impl ReusableTimelines {
             self.add(timeline);
         }
         None
-    }
-}
-
-impl Timeline {
-    /// Destroys the stream after its last event, which keeps all its ticks answerable (T4). Returns
-    /// false if the event cannot be recorded. The ticks are then known to be done once the host has
-    /// waited for the device.
-    pub(crate) fn destroy(&self) -> bool {
-        let closed = self.close();
-        if let Err(error) = &closed {
-            tracing::debug!(%error, "a stream's last event could not be recorded");
-            self.close_without_event();
-        }
-        self.context.releases.release(Object::Stream(self.raw()));
-        closed.is_ok()
     }
 }
