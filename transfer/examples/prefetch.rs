@@ -2,7 +2,7 @@
 //!
 //! On a simulated device it shows, and asserts, that a step takes as long as the longer of
 //! computing and copying: the other hides behind it. With `cuda` as argument it runs on a real GPU,
-//! and shows what that makes of it.
+//! and prints the measured times.
 
 use std::error::Error;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use aquifer_transfer::{Prefetcher, Tensor, Timer, Transfer};
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const STEPS: u32 = 16;
-/// Batches that are on their way or there before they are asked for.
+/// Batches in flight or on the device before they are requested.
 const AHEAD: usize = 2;
 /// Steps that are not measured: the first take memory from the device.
 const WARM_UP: u32 = 4;
@@ -34,11 +34,11 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Times one loop and what it is made of.
+/// Times one loop and its parts.
 fn show(name: &str, transfer: &Transfer, compute: Duration, assert: bool) -> Result<()> {
     let (device, kernels) = (transfer.device(), transfer.kernels()?);
     let stream = device.stream()?;
-    // What a loader with threads of its own has ready: batches in page-locked memory.
+    // A loader with threads of its own has batches ready in page-locked memory.
     let batches: Vec<Tensor> = (0..STEPS)
         .map(|_| Tensor::zeros_in(transfer.pinned(), DType::U8, &[BATCH_BYTES]))
         .collect::<std::result::Result<_, _>>()?;

@@ -59,8 +59,8 @@ impl Counters {
     }
 }
 
-/// The place of copies on the host, after those of each direction.
-const ON_HOST: usize = Direction::OnDevice as usize + 1;
+/// The place of copies between host memory, after those of each direction.
+pub(crate) const ON_HOST: usize = Direction::OnDevice as usize + 1;
 
 /// The counters, shared by threads.
 #[derive(Debug, Default)]
@@ -75,20 +75,11 @@ pub(crate) struct AtomicCounters {
 
 impl AtomicCounters {
     pub(crate) fn count(&self, direction: Direction, bytes: u64) {
-        self.count_all(direction, 1, bytes);
+        self.count_all(direction as usize, 1, bytes);
     }
 
-    /// Several copies, of `bytes` bytes in total.
-    pub(crate) fn count_all(&self, direction: Direction, copies: u64, bytes: u64) {
-        self.add(direction as usize, copies, bytes);
-    }
-
-    /// A copy between host memory.
-    pub(crate) fn count_on_host(&self, bytes: u64) {
-        self.add(ON_HOST, 1, bytes);
-    }
-
-    fn add(&self, place: usize, copies: u64, bytes: u64) {
+    /// Several copies, of `bytes` bytes in total: of a direction, or [`ON_HOST`].
+    pub(crate) fn count_all(&self, place: usize, copies: u64, bytes: u64) {
         self.copies[place].fetch_add(copies, Ordering::Relaxed);
         self.bytes[place].fetch_add(bytes, Ordering::Relaxed);
     }
@@ -130,7 +121,7 @@ impl AtomicCounters {
     }
 }
 
-fn nanoseconds(time: Duration) -> u64 {
+pub(crate) fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
@@ -146,7 +137,7 @@ mod tests {
     use crate::Transfer;
 
     #[test]
-    fn overlap_is_the_share_that_was_not_waited() {
+    fn overlap_is_the_share_of_time_without_waiting() {
         assert_eq!(Counters::default().overlap(), None);
         let ms = Duration::from_millis;
         let counters = Counters { time_waited: ms(25), time_in_flight: ms(100), ..Counters::default() };
@@ -187,7 +178,7 @@ mod tests {
 
     /// Whether a copy is done by the time that it is waited for is chance.
     #[test]
-    fn reading_one_element_counts_as_waiting_however_quick_the_device_is() {
+    fn reading_one_element_always_counts_as_waiting() {
         let sim = SimDriver::new(SimConfig::default());
         let transfer = Transfer::new(&Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap()).unwrap();
         let stream = transfer.device().stream().unwrap();

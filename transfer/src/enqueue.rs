@@ -1,8 +1,33 @@
-//! Driver calls for copies of rows and of many pieces.
+//! Driver calls for copies of rows and of many pieces, and the ticks after them.
+//!
+//! Streams that capture a graph are refused, and captures are held off while work is enqueued: a
+//! graph's work runs later, perhaps many times, when the memory may have another owner.
 
-use aquifer_device::{Copy2d, CopyEnd, CopyPart, DeviceError, Stream};
+use aquifer_device::internal::CapturesHeldOff;
+use aquifer_device::{Code, Copy2d, CopyEnd, CopyPart, DeviceError, Operation, Stream, Tick};
 
 use crate::layout::{Block, Rows};
+
+/// Refuses a stream that captures, with advice for the caller.
+pub(crate) fn refuse_capture(stream: &Stream, advice: &'static str) -> Result<(), DeviceError> {
+    if stream.is_capturing() { Err(captured(advice)) } else { Ok(()) }
+}
+
+/// Refuses a stream that captures, and holds captures off while work is enqueued on it. Call it
+/// after access guards are taken, because these may wait for a thread that is about to capture;
+/// hold it until the tick after the work is taken, because a tick orders nothing while its stream
+/// captures.
+pub(crate) fn hold_off_captures<'a>(
+    stream: &'a Stream,
+    advice: &'static str,
+) -> Result<CapturesHeldOff<'a>, DeviceError> {
+    stream.hold_off_captures().ok_or_else(|| captured(advice))
+}
+
+fn captured(advice: &'static str) -> DeviceError {
+    let error = DeviceError::refused(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
+    error.of_request("nothing was enqueued").with_detail(advice)
+}
 
 /// Enqueues a copy of all rows of elements of `size` bytes: one call for each block, or for each
 /// row where rows overlap or repeat.
@@ -83,6 +108,17 @@ unsafe fn enqueue_part(stream: &Stream, CopyPart { dst, src, bytes }: CopyPart) 
         (CopyEnd::Device(from), CopyEnd::Device(to)) => stream.copy(to, from, bytes),
         (CopyEnd::Host(_), CopyEnd::Host(_)) => unreachable!("one end is the device's"),
     }
+}
+
+/// A tick that covers the stream's work so far, which the host can query without waiting for later
+/// work.
+pub(crate) fn covered_tick(stream: &Stream) -> Tick {
+    let tick = stream.tick();
+    // Without an event the tick can still be queried, at the cost of waiting for later work, too.
+    if let Err(error) = tick.cover() {
+        tracing::debug!(%error, "no event could be recorded after a copy");
+    }
+    tick
 }
 
 /// The place `bytes` further on, within memory that was checked.

@@ -5,12 +5,11 @@ use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_allocator::{AllocError, OomReport};
-use aquifer_device::{DeviceError, DeviceLabel, RequestError, Unavailable};
+use aquifer_device::{DeviceError, RequestError};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 
 use crate::layout::LayoutError;
 use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
-use crate::placement::NoDevice;
 use crate::tensor::OperandsError;
 
 /// The error of a transfer, or of another request to the runtime. The runtime stays usable.
@@ -130,12 +129,6 @@ pub enum TransferError {
     /// The request cannot be served as the caller made it.
     #[error(transparent)]
     Request(#[from] RequestError),
-    /// No device meets the requirements. The report has the reasons, device by device.
-    #[error(transparent)]
-    NoDevice(#[from] Box<NoDevice>),
-    /// No real GPU can be used at all. Open a simulated one instead, or allow the host.
-    #[error("no real GPU can be used: {0}")]
-    NoGpu(Unavailable),
     /// The caller asked for an impossible layout or view.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -155,17 +148,6 @@ pub enum TransferError {
     NoDType {
         /// The name.
         name: String,
-    },
-    /// The device has no instructions for the dtype, which the caller said it must have. Use
-    /// another dtype or device.
-    #[error("{device} does not compute with {dtype} natively: it lacks {missing}")]
-    NotNative {
-        /// The dtype.
-        dtype: DType,
-        /// The device.
-        device: DeviceLabel,
-        /// The missing instructions.
-        missing: &'static str,
     },
     /// The caller asked for device memory of a tensor that is elsewhere. Move it first.
     #[error("the tensor is on {place}, not on a device; move it with `Tensor::to`")]
@@ -261,11 +243,8 @@ impl TransferError {
 
     /// Whether memory ran out, on the host or on the device: freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
-        self.is_out_of_host_memory() || self.is_out_of_device_memory()
-    }
-
-    fn is_out_of_host_memory(&self) -> bool {
         matches!(self, TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. })
+            || self.is_out_of_device_memory()
     }
 
     /// Whether the device, not the host, ran out of memory.

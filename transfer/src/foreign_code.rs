@@ -23,6 +23,9 @@ use crate::error::TransferError;
 /// The idle time after which a background thread ends.
 const IDLE: Duration = Duration::from_secs(2);
 
+/// The source of a panic outside of code of the caller.
+pub(crate) const DRIVER: &str = "the driver of the device";
+
 type Call = Box<dyn FnOnce() + Send>;
 
 static BACKGROUND: Mutex<Background> = Mutex::new(Background { queue: VecDeque::new(), threads: 0, idle: 0 });

@@ -13,7 +13,7 @@ use aquifer_device::Tick;
 use aquifer_device::fork::Mutex;
 
 use crate::error::TransferError;
-use crate::job::{Job, Progress};
+use crate::job::{Job, JobProgress};
 
 /// A set of at most this many entries is not searched for complete ones.
 const FEW: usize = 64;
@@ -63,8 +63,8 @@ impl InFlight {
             (list.ticks.values().cloned().collect(), list.jobs.clone())
         };
         ticks.extend(jobs.iter().filter_map(|job| match job.wait() {
-            Progress::Enqueued(tick) => Some(tick),
-            Progress::Working | Progress::Finished(_) => None,
+            JobProgress::Enqueued(tick) => Some(tick),
+            JobProgress::Working | JobProgress::Finished(_) => None,
         }));
         let waited = ticks.iter().map(Tick::synchronize).fold(Ok(()), Result::and);
         Ok(waited?)
@@ -83,9 +83,9 @@ impl List {
         let is_open = |tick: &Tick| !tick.is_done().unwrap_or(false);
         self.ticks.retain(|_, tick| is_open(tick));
         self.jobs.retain(|job| match job.progress() {
-            Progress::Working => true,
-            Progress::Enqueued(tick) => is_open(&tick),
-            Progress::Finished(_) => false,
+            JobProgress::Working => true,
+            JobProgress::Enqueued(tick) => is_open(&tick),
+            JobProgress::Finished(_) => false,
         });
         self.len_then = self.ticks.len() + self.jobs.len();
     }

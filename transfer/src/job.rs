@@ -24,14 +24,14 @@ pub(crate) struct Job {
 
 #[derive(Debug, Default)]
 struct State {
-    progress: Progress,
+    progress: JobProgress,
     /// The waker of the last poll: one future has the transfer.
     waker: Option<Waker>,
 }
 
 /// The progress of a job.
 #[derive(Clone, Debug, Default)]
-pub(crate) enum Progress {
+pub(crate) enum JobProgress {
     /// Threads work on it.
     #[default]
     Working,
@@ -48,17 +48,17 @@ impl Job {
 
     /// Settles a job whose work is enqueued before the tick. It holds no reservation any more.
     pub(crate) fn enqueued(&self, tick: Tick) {
-        self.settle(Progress::Enqueued(tick));
+        self.settle(JobProgress::Enqueued(tick));
     }
 
     /// Settles a job that is complete, or failed. The first call counts.
     pub(crate) fn finish(&self, result: Result<(), TransferError>) {
-        self.settle(Progress::Finished(result));
+        self.settle(JobProgress::Finished(result));
     }
 
-    fn settle(&self, progress: Progress) {
+    fn settle(&self, progress: JobProgress) {
         let mut state = self.state.lock();
-        if !matches!(state.progress, Progress::Working) {
+        if !matches!(state.progress, JobProgress::Working) {
             return;
         }
         state.progress = progress;
@@ -79,15 +79,16 @@ impl Job {
     }
 
     /// The progress.
-    pub(crate) fn progress(&self) -> Progress {
+    pub(crate) fn progress(&self) -> JobProgress {
         self.state.lock().progress.clone()
     }
 
     /// The progress. While threads work on the job, `waker` is woken at the next change.
-    pub(crate) fn poll(&self, waker: &Waker) -> Progress {
+    pub(crate) fn poll(&self, waker: &Waker) -> JobProgress {
         let mut state = self.state.lock();
         let progress = state.progress.clone();
-        if !matches!(progress, Progress::Working) || state.waker.as_ref().is_some_and(|known| known.will_wake(waker)) {
+        if !matches!(progress, JobProgress::Working) || state.waker.as_ref().is_some_and(|known| known.will_wake(waker))
+        {
             return progress;
         }
         let before = state.waker.replace(waker.clone());
@@ -98,9 +99,9 @@ impl Job {
     }
 
     /// Waits until no thread works on it any more.
-    pub(crate) fn wait(&self) -> Progress {
+    pub(crate) fn wait(&self) -> JobProgress {
         let mut state: MutexGuard<'_, State> = self.state.lock();
-        while matches!(state.progress, Progress::Working) {
+        while matches!(state.progress, JobProgress::Working) {
             self.changed.wait(&mut state);
         }
         state.progress.clone()
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_keeps_the_waker_of_the_last_poll_alone() {
+    fn a_job_keeps_only_the_waker_of_the_last_poll() {
         let (job, counted) = (Job::new(), Arc::new(Counted));
         for _ in 0..100 {
             // Each is another one, as with executors that make one for each poll.

@@ -17,13 +17,12 @@
 //! the copy's ticks before the call returns.
 #![deny(unsafe_code)]
 
-mod capture;
 mod copy;
 mod counters;
 mod enqueue;
 mod error;
 mod foreign_code;
-mod host_vec;
+mod host_memory;
 mod in_flight;
 mod job;
 mod layout;
@@ -31,7 +30,6 @@ mod methods;
 mod params;
 mod pending;
 mod pinned;
-mod placement;
 mod prefetch;
 mod regular_file;
 mod runtime;
@@ -60,10 +58,9 @@ pub use pinned::{
     HostMemoryStats, PinnedBuffer, PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Returned, SlabSource,
     TimeStat,
 };
-pub use placement::{Candidate, Chosen, Fallback, NoDevice, Placement, Refused, Verdict};
 pub use prefetch::{Batch, Prefetcher};
 pub use runtime::{Transfer, TransferConfig};
 pub use spill::{Resident, SpillStats, Spillable, Spiller};
 pub use staging::{DirectIo, FileReport, StagingConfig, StagingStats};
-pub use tensor::{OperandInfo, OperandsError, Place, Scalar, Tensor, To};
+pub use tensor::{Fallback, OperandInfo, OperandsError, Place, Scalar, Tensor, To};
 pub use timer::{Timer, Timing};

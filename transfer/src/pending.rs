@@ -16,7 +16,7 @@ use aquifer_device::{Operation, Stream, Tick, fork};
 use crate::counters::AtomicCounters;
 use crate::error::TransferError;
 use crate::in_flight::InFlight;
-use crate::job::{Job, Progress};
+use crate::job::{Job, JobProgress};
 use crate::waiter::{Signal, Waiter};
 
 /// State that the transfers of one runtime share.
@@ -302,29 +302,22 @@ impl<T> Pending<T> {
             return Poll::Ready(Err(error.into()));
         }
         while let Some(step) = self.steps.front().cloned() {
-            let tick = match step {
-                Step::Tick(tick) => Some(tick),
-                Step::Job(job) => match job.poll(waker) {
-                    Progress::Working => return Poll::Pending,
-                    Progress::Enqueued(tick) => Some(tick),
-                    Progress::Finished(result) => {
-                        result?;
-                        None
-                    }
-                },
+            let progress = match step {
+                Step::Tick(tick) => JobProgress::Enqueued(tick),
+                Step::Job(job) => job.poll(waker),
             };
-            if let Some(tick) = tick {
-                if self.signal.is_none() {
-                    if tick.is_done()? {
-                        self.steps.pop_front();
-                        continue;
+            match progress {
+                JobProgress::Working => return Poll::Pending,
+                JobProgress::Finished(result) => result?,
+                JobProgress::Enqueued(tick) => {
+                    if self.signal.is_none() && !tick.is_done()? {
+                        self.signal = Some(self.shared.waiter.watch(tick)?);
                     }
-                    self.signal = Some(self.shared.waiter.watch(tick)?);
-                }
-                match self.signal.as_ref().map(|signal| signal.poll(waker)) {
-                    Some(Poll::Pending) => return Poll::Pending,
-                    Some(Poll::Ready(result)) => result?,
-                    None => {}
+                    match self.signal.as_ref().map(|signal| signal.poll(waker)) {
+                        Some(Poll::Pending) => return Poll::Pending,
+                        Some(Poll::Ready(result)) => result?,
+                        None => {}
+                    }
                 }
             }
             self.signal = None;
@@ -345,48 +338,42 @@ fn is_done(tick: &Tick) -> Result<bool, TransferError> {
 }
 
 impl Step {
+    fn progress(&self) -> JobProgress {
+        match self {
+            Step::Tick(tick) => JobProgress::Enqueued(tick.clone()),
+            Step::Job(job) => job.progress(),
+        }
+    }
+
     fn is_done(&self) -> Result<bool, TransferError> {
-        Ok(match self {
-            Step::Tick(tick) => is_done(tick)?,
-            Step::Job(job) => match job.progress() {
-                Progress::Working => false,
-                Progress::Enqueued(tick) => is_done(&tick)?,
-                Progress::Finished(_) => true,
-            },
-        })
+        match self.progress() {
+            JobProgress::Working => Ok(false),
+            JobProgress::Enqueued(tick) => is_done(&tick),
+            JobProgress::Finished(_) => Ok(true),
+        }
+    }
+
+    /// Waits until the step's work is enqueued. Returns the tick after it, unless it is complete.
+    fn enqueued(&self) -> Result<Option<Tick>, TransferError> {
+        if let Step::Job(job) = self {
+            job.wait();
+        }
+        match self.progress() {
+            JobProgress::Working => Ok(None),
+            JobProgress::Enqueued(tick) => Ok(Some(tick)),
+            JobProgress::Finished(result) => result.map(|()| None),
+        }
     }
 
     fn wait(&self) -> Result<(), TransferError> {
-        match self {
-            Step::Tick(tick) => Ok(tick.synchronize()?),
-            Step::Job(job) => match job.wait() {
-                Progress::Working => Ok(()),
-                Progress::Enqueued(tick) => Ok(tick.synchronize()?),
-                Progress::Finished(result) => result,
-            },
-        }
-    }
-
-    /// The tick after the step's work, once all of it is enqueued.
-    fn enqueued(&self) -> Result<Option<Tick>, TransferError> {
-        match self {
-            Step::Tick(tick) => Ok(Some(tick.clone())),
-            Step::Job(job) => match job.wait() {
-                Progress::Working => Ok(None),
-                Progress::Enqueued(tick) => Ok(Some(tick)),
-                Progress::Finished(result) => result.map(|()| None),
-            },
-        }
+        self.enqueued()?.map_or(Ok(()), |tick| Ok(tick.synchronize()?))
     }
 
     /// The result of a step that is done.
     fn result(&self) -> Result<(), TransferError> {
-        match self {
-            Step::Tick(_) => Ok(()),
-            Step::Job(job) => match job.progress() {
-                Progress::Finished(result) => result,
-                Progress::Working | Progress::Enqueued(_) => Ok(()),
-            },
+        match self.progress() {
+            JobProgress::Finished(result) => result,
+            JobProgress::Working | JobProgress::Enqueued(_) => Ok(()),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Prefetching: batches that are on the device before they are needed.
 //!
-//! There is a slot for each batch ahead, and one for the batch in use; [`Prefetcher`] says what
-//! that bounds.
+//! There is a slot for each batch ahead, and one for the batch in use. [`Prefetcher`] documents the
+//! bounds.
 
 use std::error::Error;
 use std::fmt;
@@ -20,6 +20,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounde
 use parking_lot::Condvar;
 
 use crate::counters::Direction;
+use crate::enqueue::covered_tick;
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::pending::{OnStreams, Pending};
@@ -322,14 +323,9 @@ impl<B: Batch> Prefetcher<B> {
         if !std::mem::take(&mut self.holds_slot) {
             return;
         }
-        let tick = self.stream.tick();
-        // Without an event here the thread records one later, and waits for more than it must.
-        if let Err(error) = tick.cover() {
-            tracing::debug!(%error, "no event could be recorded after the use of a batch");
-        }
         if let Some(slots) = &self.slots {
             // The thread may have ended.
-            let _ = slots.send(tick);
+            let _ = slots.send(covered_tick(&self.stream));
         }
     }
 }
@@ -373,7 +369,7 @@ impl<B: Batch> Drop for Prefetcher<B> {
         let Some((thread, at)) = self.worker.take() else { return };
         at.is_dropped.store(true, Ordering::Relaxed);
         // The channel would keep its batches until the thread ends, which may wait for its source
-        // as long as it likes.
+        // for any time.
         self.batches.iter().for_each(|batches| batches.try_iter().for_each(drop));
         // Wakes the thread if it waits for this side.
         self.batches = None;

@@ -8,12 +8,12 @@ use aquifer_allocator::{AccessGuard, Allocator, Buffer, Storage};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::{CalledFrom, MovesContents};
 use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, RequestError, Stream, Tick};
-use aquifer_kernels::Kernels;
+use aquifer_kernels::{DType, Kernels};
 
-use crate::capture;
 use crate::counters::{Counters, Direction};
+use crate::enqueue::{covered_tick, hold_off_captures, refuse_capture};
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::pending::{Pending, Shared};
 use crate::pinned::{HostAccess, HostPart, PinnedConfig, PinnedPool};
 use crate::staging::{Staging, StagingConfig, StagingStats};
@@ -63,30 +63,26 @@ impl Default for TransferConfig {
 impl TransferConfig {
     /// Sets [`TransferConfig::pinned`].
     #[must_use]
-    pub fn pinned(mut self, pinned: PinnedConfig) -> Self {
-        self.pinned = pinned;
-        self
+    pub fn pinned(self, pinned: PinnedConfig) -> Self {
+        Self { pinned, ..self }
     }
 
     /// Sets [`TransferConfig::streams`].
     #[must_use]
-    pub fn streams(mut self, streams: usize) -> Self {
-        self.streams = streams;
-        self
+    pub fn streams(self, streams: usize) -> Self {
+        Self { streams, ..self }
     }
 
     /// Sets [`TransferConfig::staging`].
     #[must_use]
-    pub fn staging(mut self, staging: StagingConfig) -> Self {
-        self.staging = staging;
-        self
+    pub fn staging(self, staging: StagingConfig) -> Self {
+        Self { staging, ..self }
     }
 
     /// Sets [`TransferConfig::priority`].
     #[must_use]
-    pub fn priority(mut self, priority: i32) -> Self {
-        self.priority = priority;
-        self
+    pub fn priority(self, priority: i32) -> Self {
+        Self { priority, ..self }
     }
 }
 
@@ -123,7 +119,7 @@ impl TransferConfig {
 /// let mut x: Buffer<f32> = allocator.alloc(1000, &stream)?;
 /// let mut y: Buffer<f32> = allocator.alloc(1000, &stream)?;
 /// let _ = transfer.upload(&host, &mut x)?;     // returns at once
-/// kernels.fill(&stream, &mut y, 1.0f32)?;      // runs beside it
+/// kernels.fill(&stream, &mut y, 1.0f32)?;      // runs at the same time
 /// kernels.axpy(&stream, 3.0, &x, &mut y)?;     // ordered after it
 /// let result = transfer.to_pinned(&y)?.wait()?;  // waits on the host
 /// assert_eq!(result.read()?[999], 7.0);
@@ -158,15 +154,8 @@ impl Runtime {
         let device = allocator.device();
         let pinned = PinnedPool::new(device, config.pinned)?;
         let staging = Staging::new(&pinned, config.staging);
-        let inner = Runtime {
-            pinned,
-            levels: Levels::new(device, config.streams),
-            priority: config.priority,
-            crossovers: Default::default(),
-            shared: Arc::default(),
-            staging,
-        };
-        Ok(inner)
+        let (levels, priority) = (Levels::new(device, config.streams), config.priority);
+        Ok(Runtime { pinned, levels, priority, crossovers: Default::default(), shared: Arc::default(), staging })
     }
 }
 
@@ -302,7 +291,7 @@ impl Transfer {
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
     /// let [first, second, third] = [(); 3].map(|()| transfer.next_stream(Direction::Upload).id());
-    /// assert!(first != second && first == third); // two streams a direction take turns
+    /// assert!(first != second && first == third); // two streams a direction, in rotation
     ///
     /// let own = device.stream()?;
     /// assert_eq!(transfer.on(&own)?.next_stream(Direction::Upload).id(), own.id());
@@ -324,10 +313,15 @@ impl Transfer {
         Ok(stream)
     }
 
-    /// New device memory of `bytes` bytes.
+    /// New device memory for `len` elements.
     #[track_caller]
-    pub(crate) fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Buffer<u8>, TransferError> {
-        Ok(self.allocator().alloc(host_vec::len_of(bytes, 1)?, stream)?)
+    pub(crate) fn alloc_elements(
+        &self,
+        len: usize,
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<Buffer<u8>, TransferError> {
+        Ok(self.allocator().alloc(host_memory::bytes_of(len, dtype.bytes())?, stream)?)
     }
 
     /// All work enqueued on the stream so far, as a [`Pending`] to wait for or to await.
@@ -350,7 +344,7 @@ impl Transfer {
     pub fn enqueued_on(&self, stream: &Stream) -> Result<Pending<()>, TransferError> {
         self.check_stream(stream)?;
         self.refuse_capture(stream)?;
-        Ok(Pending::enqueued(self.shared(), self.covered_tick(stream), ()))
+        Ok(Pending::enqueued(self.shared(), covered_tick(stream), ()))
     }
 
     /// Waits on the host until all transfers that handles of this runtime began are complete, on
@@ -426,25 +420,13 @@ impl Transfer {
     }
 
     pub(crate) fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {
-        Ok(capture::refuse(stream, NO_CAPTURE)?)
-    }
-
-    /// A tick that covers the stream's work so far, which the host can query without waiting for
-    /// later work.
-    pub(crate) fn covered_tick(&self, stream: &Stream) -> Tick {
-        let tick = stream.tick();
-        // Without an event the tick can still be queried, at the cost of waiting for later work,
-        // too.
-        if let Err(error) = tick.cover() {
-            tracing::debug!(%error, "no event could be recorded after a copy");
-        }
-        tick
+        Ok(refuse_capture(stream, NO_CAPTURE)?)
     }
 
     /// Enqueues work on a stream while it holds access to the memory that the work uses. The memory
     /// then carries the tick.
     ///
-    /// If `work` fails, the memory counts as used all the same: the driver may have begun the work.
+    /// If `work` fails, the memory still counts as used: the driver may have begun the work.
     pub(crate) fn enqueue(
         &self,
         stream: &Stream,
@@ -453,7 +435,7 @@ impl Transfer {
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, TransferError> {
         self.enqueue_uncovered(stream, device, host, work)?;
-        Ok(self.covered_tick(stream))
+        Ok(covered_tick(stream))
     }
 
     /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
@@ -475,7 +457,7 @@ impl Transfer {
                 break (access, on_host);
             }
         };
-        let _held_off = capture::hold_off(stream, NO_CAPTURE)?;
+        let _held_off = hold_off_captures(stream, NO_CAPTURE)?;
         let worked = work();
         drop(on_host);
         drop(access);

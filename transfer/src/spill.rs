@@ -27,7 +27,6 @@ use bytemuck::Pod;
 
 use crate::error::TransferError;
 use crate::pinned::PinnedBuffer;
-use crate::placement::Candidate;
 use crate::runtime::Transfer;
 
 /// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out
@@ -45,7 +44,7 @@ use crate::runtime::Transfer;
 ///
 /// let spiller = Spiller::new(&transfer, 0);
 /// let cache = spiller.add(transfer.to_device(vec![7u8; 40 << 20], &stream)?.wait()?, 0)?;
-/// let activations = allocator.alloc_bytes(40 << 20, &stream)?; // does not fit beside the cache, which makes room
+/// let activations = allocator.alloc_bytes(40 << 20, &stream)?; // does not fit next to the cache, which is spilled
 /// assert!(!cache.is_on_device());
 /// drop(activations);
 /// let access = cache.access(&stream)?; // comes back
@@ -112,8 +111,8 @@ pub struct Spillable<T> {
 /// done when this is dropped.
 #[must_use = "the memory may go again once this is dropped"]
 pub struct Resident<'a, T> {
-    entry: &'a SpillEntry,
     buffer: Buffer<T>,
+    in_use: InUse<'a>,
 }
 
 impl Spiller {
@@ -219,7 +218,11 @@ impl Inner {
 
     /// The bytes that a request needs in addition to the free ones, in any number of pieces.
     fn lacking(&self, requested: u64) -> u64 {
-        let free = Candidate::from(self.transfer.allocator()).free().unwrap_or(0);
+        let allocator = self.transfer.allocator();
+        let Ok(info) = self.transfer.device().memory_info() else { return requested.max(1) };
+        let (allocated, reserved) = (allocator.memory_allocated(), allocator.memory_reserved());
+        let growth = allocator.limit().map_or(info.free, |limit| info.free.min(limit.saturating_sub(reserved)));
+        let free = growth.saturating_add(reserved.saturating_sub(allocated));
         requested.saturating_sub(free).max(1)
     }
 
@@ -232,9 +235,8 @@ impl Inner {
                 break;
             }
             match entry.spill() {
-                Ok(Went::Away(freed)) => spilled.bytes += freed,
-                Ok(Went::Before) => {}
-                Ok(Went::Not) => spilled.in_use += 1,
+                Ok(Some(freed)) => spilled.bytes += freed,
+                Ok(None) => spilled.in_use += 1,
                 // The request fails by itself then.
                 Err(error) if error.is_asleep() => break,
                 Err(error) => {
@@ -276,25 +278,16 @@ impl Spilled {
     }
 }
 
-/// Whether a buffer went to the host.
-enum Went {
-    /// It did, and freed this many bytes of device memory.
-    Away(u64),
-    /// It was there before.
-    Before,
-    /// It did not: it is in use.
-    Not,
-}
-
 impl SpillEntry {
-    /// Moves the contents to the host, if they are unused.
-    fn spill(&self) -> Result<Went, TransferError> {
+    /// Moves the contents to the host, and returns the freed bytes of device memory: 0 if the
+    /// contents were there before, and `None` if they are in use.
+    fn spill(&self) -> Result<Option<u64>, TransferError> {
         // The thread with the lock brings the contents back, or is this thread.
-        let Some(mut home) = self.home.try_lock() else { return Ok(Went::Not) };
-        let Home::Device(buffer) = &*home else { return Ok(Went::Before) };
+        let Some(mut home) = self.home.try_lock() else { return Ok(None) };
+        let Home::Device(buffer) = &*home else { return Ok(Some(0)) };
         // Accesses have a handle, too, but a caller may have forgotten one.
         if self.users.load(Ordering::Acquire) > 0 || Arc::strong_count(buffer.storage()) > 1 {
-            return Ok(Went::Not);
+            return Ok(None);
         }
         let freed = buffer.storage().bytes();
         let transfer = &self.spiller.transfer;
@@ -305,7 +298,7 @@ impl SpillEntry {
         drop(moves);
         *home = Home::Host(host);
         self.spiller.spills.fetch_add(1, Ordering::Relaxed);
-        Ok(Went::Away(freed))
+        Ok(Some(freed))
     }
 
     /// Brings the contents to the device, if they are not there, and counts a user.
@@ -352,15 +345,14 @@ impl<T: Pod + Send + Sync> Spillable<T> {
     pub fn access(&self, stream: &Stream) -> Result<Resident<'_, T>, TransferError> {
         let _place = self.entry.spiller.transfer.called_here();
         let bytes = self.entry.access(stream)?;
-        // Counted from here on, so that a failure below is undone by its end.
-        let guard = InUse(&self.entry);
+        // Uncounts the access after a failure below.
+        let in_use = InUse(&self.entry);
         bytes.ready_on(stream)?;
         let buffer = bytes
             .reinterpret()
             .ok_or(RequestError::Unsupported { what: "device memory that is aligned for its elements" })?
             .share();
-        std::mem::forget(guard);
-        Ok(Resident { entry: &self.entry, buffer })
+        Ok(Resident { buffer, in_use })
     }
 }
 
@@ -379,10 +371,7 @@ impl<T> Spillable<T> {
     #[track_caller]
     pub fn spill(&self) -> Result<u64, TransferError> {
         let _place = self.entry.spiller.transfer.called_here();
-        Ok(match self.entry.spill()? {
-            Went::Away(freed) => freed,
-            Went::Before | Went::Not => 0,
-        })
+        Ok(self.entry.spill()?.unwrap_or(0))
     }
 }
 
@@ -400,13 +389,13 @@ impl<T> Drop for Resident<'_, T> {
     fn drop(&mut self) {
         // Under the lock, so that no other access begins meanwhile. Where that is not possible,
         // spilling waits for later work, too.
-        if let Some(_home) = self.entry.home.try_lock()
-            && self.entry.users.load(Ordering::Acquire) == 1
+        let InUse(entry) = self.in_use;
+        if let Some(_home) = entry.home.try_lock()
+            && entry.users.load(Ordering::Acquire) == 1
             && let Err(error) = self.buffer.storage().end_ready()
         {
             tracing::debug!(%error, "a buffer is spilled after all work of the streams that used it");
         }
-        drop(InUse(self.entry));
     }
 }
 

@@ -24,14 +24,13 @@ pub(crate) struct Levels {
 #[derive(Debug)]
 pub(crate) struct Streams {
     priority: i32,
-    uploads: Lanes,
-    downloads: Lanes,
-    on_device: Lanes,
+    /// By direction.
+    rotations: [Rotation; 3],
 }
 
 /// The streams of one direction, used in rotation.
 #[derive(Debug)]
-struct Lanes {
+struct Rotation {
     streams: Vec<Stream>,
     next: AtomicUsize,
 }
@@ -62,8 +61,12 @@ impl Levels {
 
 impl Streams {
     fn new(device: &Device, count: usize, priority: i32) -> Result<Streams, DeviceError> {
-        let lanes = || Lanes::new(device, count, StreamFlags { non_blocking: true, priority });
-        Ok(Streams { priority, uploads: lanes()?, downloads: lanes()?, on_device: lanes()? })
+        let flags = StreamFlags { non_blocking: true, priority };
+        let rotation = || -> Result<Rotation, DeviceError> {
+            let streams = (0..count).map(|_| device.stream_with(flags)).collect::<Result<_, _>>()?;
+            Ok(Rotation { streams, next: AtomicUsize::new(0) })
+        };
+        Ok(Streams { priority, rotations: [rotation()?, rotation()?, rotation()?] })
     }
 
     /// Their priority; lower is more urgent.
@@ -73,23 +76,8 @@ impl Streams {
 
     /// The next stream in rotation.
     pub(crate) fn next(&self, direction: Direction) -> &Stream {
-        match direction {
-            Direction::Upload => self.uploads.next(),
-            Direction::Download => self.downloads.next(),
-            Direction::OnDevice => self.on_device.next(),
-        }
-    }
-}
-
-impl Lanes {
-    fn new(device: &Device, count: usize, flags: StreamFlags) -> Result<Lanes, DeviceError> {
-        let streams = (0..count).map(|_| device.stream_with(flags)).collect::<Result<_, _>>()?;
-        Ok(Lanes { streams, next: AtomicUsize::new(0) })
-    }
-
-    fn next(&self) -> &Stream {
-        let turn = self.next.fetch_add(1, Ordering::Relaxed);
-        &self.streams[turn % self.streams.len()]
+        let Rotation { streams, next } = &self.rotations[direction as usize];
+        &streams[next.fetch_add(1, Ordering::Relaxed) % streams.len()]
     }
 }
 
@@ -100,10 +88,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_number_of_streams_may_be_asked_for() {
+    fn any_number_of_streams_is_accepted() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         for (count, made) in [(0, 1), (3, 3), (usize::MAX, STREAMS_MAX)] {
-            assert_eq!(Levels::new(&device, count).at(0).unwrap().uploads.streams.len(), made);
+            assert_eq!(Levels::new(&device, count).at(0).unwrap().rotations[0].streams.len(), made);
         }
     }
 

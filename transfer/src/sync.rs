@@ -1,5 +1,5 @@
 //! The locks whose interleavings matter: those of parking_lot, or with `--cfg aquifer_shuttle`,
-//! which is for the crate's own tests alone, counterparts that hand every interleaving to a
+//! which is for the crate's own tests alone, counterparts that pass every interleaving to a
 //! scheduler (`ci/schedules`).
 //!
 //! Leaf locks need no counterpart and are parking_lot's.

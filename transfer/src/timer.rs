@@ -46,9 +46,7 @@ impl Timer {
     /// # Errors
     /// A stream of another device, and errors of the driver.
     pub fn start(device: &Device, stream: &Stream) -> Result<Timer, TransferError> {
-        if stream.device_id() != device.id() {
-            return Err(RequestError::wrong_device("stream", stream.device_id(), device.id()).into());
-        }
+        check_stream(stream, device.id())?;
         let (start, stop) = (device.create_event(true)?, device.create_event(true)?);
         start.record(stream)?;
         Ok(Timer { start, stop, device_id: device.id() })
@@ -61,12 +59,15 @@ impl Timer {
     /// # Errors
     /// A stream of another device, and errors of the driver.
     pub fn stop(self, stream: &Stream) -> Result<Timing, TransferError> {
-        if stream.device_id() != self.device_id {
-            return Err(RequestError::wrong_device("stream", stream.device_id(), self.device_id).into());
-        }
+        check_stream(stream, self.device_id)?;
         self.stop.record(stream)?;
         Ok(Timing { start: self.start, stop: self.stop })
     }
+}
+
+fn check_stream(stream: &Stream, needed: u32) -> Result<(), RequestError> {
+    let is = stream.device_id();
+    if is == needed { Ok(()) } else { Err(RequestError::wrong_device("stream", is, needed)) }
 }
 
 /// A stopped measurement. Its result is known once the device has done the work.
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_device_s_time_is_measured_and_nothing_waits_unasked() {
+    fn the_time_of_the_device_is_measured_without_waiting() {
         let device = Device::new(SimDriver::new(SimConfig::default().jitter(false)));
         let (stream, kernels) = (device.stream().unwrap(), Kernels::load(&device).unwrap());
         kernels.spin(&stream, Duration::from_millis(50)).unwrap(); // before: not measured

@@ -1,91 +1,71 @@
 //! Threads that wait for ticks and wake tasks, so that tasks need neither poll nor block.
 //!
-//! Each timeline that tasks wait for has a thread, a *lane*. It waits on the host for the earliest
-//! requested tick (the driver puts it to sleep meanwhile), and then wakes the tasks. A request for
-//! an earlier tick than the one a lane waits for gets another lane. An idle lane ends after a
-//! while. A timeline has few lanes; once all are busy, a request for a still earlier tick joins the
-//! lane with the earliest tick.
+//! Each timeline that tasks wait for has a thread. It waits on the host for the earliest requested
+//! tick (the driver puts it to sleep meanwhile), and then wakes the tasks. A request for an earlier
+//! tick than the one that a thread waits for gets another thread. An idle thread ends after a
+//! while. A timeline has few threads; once all are busy, a request for a still earlier tick joins
+//! the thread with the earliest tick.
 //!
-//! Wakers are foreign code, which may wait for any other transfer. A lane with an empty queue runs
-//! a waker itself, and is not listed meanwhile. A lane with more to do hands the waker to another
-//! thread (`foreign_code`).
+//! Wakers are foreign code, which may wait for any other transfer. A thread with an empty queue
+//! runs a waker itself, and is not listed meanwhile. A thread with more to do hands the waker to
+//! another thread (`foreign_code`).
 //!
-//! Invariants: a listed lane serves its queue; every signal in it is settled, at the latest with
+//! Invariants: a listed thread serves its queue; every signal in it is settled, at the latest with
 //! the error of a lost device.
 //!
-//! Lock order: the list of lanes, then a lane's queue. A signal's lock is a leaf.
+//! Lock order: the list of threads, then a thread's queue. A signal's lock is a leaf.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
+use aquifer_device::Tick;
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::defer_panics_here;
-use aquifer_device::{Code, DeviceError, Operation, Tick};
 use parking_lot::Condvar;
 
 use crate::error::TransferError;
-use crate::foreign_code;
+use crate::foreign_code::{self, DRIVER, guarded};
 
-/// The idle time after which a lane's thread ends.
+/// The idle time after which a thread ends.
 const IDLE: Duration = Duration::from_secs(2);
 
 /// Most threads that wait for ticks of one timeline.
-const LANES_MAX: usize = 4;
+const THREADS_MAX: usize = 4;
 
-/// The lanes of a runtime.
+/// The threads of a runtime that wait for ticks.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
     /// By device and timeline.
-    lanes: Mutex<HashMap<Key, Vec<Arc<Lane>>>>,
+    threads: Mutex<HashMap<Key, Vec<Arc<TickThread>>>>,
 }
 
 /// A device and a timeline.
 type Key = (u32, u32);
 
-/// The queue of one thread.
+/// One thread.
 #[derive(Debug, Default)]
-struct Lane {
+struct TickThread {
     queue: Mutex<Queue>,
     grown: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
-    entries: BinaryHeap<Reverse<TickRequest>>,
+    /// By the tick's place on the timeline, then in the order of the requests.
+    entries: BTreeMap<(u64, u64), TickRequest>,
+    requests: u64,
     /// The tick that the thread waits for now, or waited for last.
     waits_for: u64,
 }
 
-/// A requested tick. Ordered by its place on the timeline.
+/// A requested tick.
 #[derive(Debug)]
 struct TickRequest {
     tick: Tick,
     signal: Arc<Signal>,
-}
-
-impl PartialEq for TickRequest {
-    fn eq(&self, other: &Self) -> bool {
-        self.tick.n() == other.tick.n()
-    }
-}
-
-impl Eq for TickRequest {}
-
-impl PartialOrd for TickRequest {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for TickRequest {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.tick.n().cmp(&other.tick.n())
-    }
 }
 
 /// The state of a requested tick, and the waker of its task.
@@ -95,12 +75,12 @@ pub(crate) struct Signal(Mutex<SignalState>);
 #[derive(Debug)]
 enum SignalState {
     Open(Option<Waker>),
-    Settled(Result<(), DeviceError>),
+    Settled(Result<(), TransferError>),
 }
 
 impl Signal {
     /// The result, if the tick is done; else `waker` is woken later, instead of an earlier one.
-    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<(), DeviceError>> {
+    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<(), TransferError>> {
         // Cloned and dropped without the lock: wakers are foreign code, which may poll this again.
         let next = waker.clone();
         let mut state = self.0.lock();
@@ -114,7 +94,7 @@ impl Signal {
     }
 
     /// Sets the result, and returns the waker to call.
-    fn settle(&self, result: Result<(), DeviceError>) -> Option<Waker> {
+    fn settle(&self, result: Result<(), TransferError>) -> Option<Waker> {
         match std::mem::replace(&mut *self.0.lock(), SignalState::Settled(result)) {
             SignalState::Open(waker) => waker,
             SignalState::Settled(_) => None,
@@ -136,18 +116,18 @@ impl Waiter {
         let signal = Arc::new(Signal(Mutex::new(SignalState::Open(None))));
         let key = (tick.timeline().device_id(), tick.timeline().id());
         let entry = TickRequest { tick, signal: signal.clone() };
-        let mut lanes = self.lanes.lock();
-        let listed = lanes.entry(key).or_default();
-        let Some(entry) = listed.iter().try_fold(entry, |entry, lane| lane.take(entry)) else { return Ok(signal) };
-        if listed.len() >= LANES_MAX
-            && let Some(earliest) = listed.iter().min_by_key(|lane| lane.queue.lock().waits_for)
+        let mut threads = self.threads.lock();
+        let listed = threads.entry(key).or_default();
+        let Some(entry) = listed.iter().try_fold(entry, |entry, thread| thread.take(entry)) else { return Ok(signal) };
+        if listed.len() >= THREADS_MAX
+            && let Some(earliest) = listed.iter().min_by_key(|thread| thread.queue.lock().waits_for)
         {
             earliest.push(entry);
             return Ok(signal);
         }
-        let lane = Arc::new(Lane::default());
-        lane.queue.lock().entries.push(Reverse(entry));
-        let (waiter, own) = (self.clone(), lane.clone());
+        let thread = Arc::new(TickThread::default());
+        thread.queue.lock().push(entry);
+        let (waiter, own) = (self.clone(), thread.clone());
         thread::Builder::new()
             .name("aquifer-waiter".to_owned())
             .spawn(move || {
@@ -155,24 +135,22 @@ impl Waiter {
                 foreign_code::deferring(|| own.run(&waiter, key));
             })
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
-        listed.push(lane);
+        listed.push(thread);
         Ok(signal)
     }
 }
 
-/// Calls the driver. A panic must not end the lane, which other tasks count on.
-fn guarded(wait: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
-    catch_unwind(AssertUnwindSafe(wait)).unwrap_or_else(|_| {
-        tracing::error!("the driver panicked while a task waited for the device");
-        let error = DeviceError::new(Operation::SynchronizeEvent, Code(999)).of_request("a tick was not waited for");
-        Err(error.with_detail("the driver panicked"))
-    })
+impl Queue {
+    fn push(&mut self, entry: TickRequest) {
+        self.requests += 1;
+        self.entries.insert((entry.tick.n(), self.requests), entry);
+    }
 }
 
-impl Lane {
+impl TickThread {
     fn run(self: &Arc<Self>, waiter: &Waiter, key: Key) {
         while let Some(TickRequest { tick, signal }) = self.next(waiter, key) {
-            let Some(waker) = signal.settle(guarded(|| tick.synchronize())) else { continue };
+            let Some(waker) = signal.settle(guarded(DRIVER, || Ok(tick.synchronize()?))) else { continue };
             drop((tick, signal));
             if !self.leave(waiter, key) {
                 wake(waker);
@@ -185,32 +163,32 @@ impl Lane {
         }
     }
 
-    /// Removes the lane from the list if its queue is empty, and returns whether it is.
+    /// Removes the thread from the list if its queue is empty, and returns whether it is.
     fn leave(&self, waiter: &Waiter, key: Key) -> bool {
-        let mut lanes = waiter.lanes.lock();
+        let mut threads = waiter.threads.lock();
         let is_idle = self.queue.lock().entries.is_empty();
-        if is_idle && let Some(listed) = lanes.get_mut(&key) {
-            listed.retain(|lane| !std::ptr::eq(&raw const **lane, self));
+        if is_idle && let Some(listed) = threads.get_mut(&key) {
+            listed.retain(|thread| !std::ptr::eq(&raw const **thread, self));
             if listed.is_empty() {
-                lanes.remove(&key);
+                threads.remove(&key);
             }
         }
         is_idle
     }
 
-    /// Lists the lane again, unless there are enough others.
+    /// Lists the thread again, unless there are enough others.
     fn come_back(self: &Arc<Self>, waiter: &Waiter, key: Key) -> bool {
-        let mut lanes = waiter.lanes.lock();
-        let listed = lanes.entry(key).or_default();
-        let has_room = listed.len() < LANES_MAX;
+        let mut threads = waiter.threads.lock();
+        let listed = threads.entry(key).or_default();
+        let has_room = listed.len() < THREADS_MAX;
         if has_room {
             listed.push(self.clone());
         }
         has_room
     }
 
-    /// Accepts an entry unless its tick is earlier than the one that the lane waits for; returns it
-    /// otherwise.
+    /// Accepts an entry unless its tick is earlier than the one that the thread waits for; returns
+    /// it otherwise.
     fn take(&self, entry: TickRequest) -> Option<TickRequest> {
         let queue = self.queue.lock();
         if entry.tick.n() < queue.waits_for {
@@ -222,11 +200,11 @@ impl Lane {
     }
 
     fn push(&self, entry: TickRequest) {
-        self.queue.lock().entries.push(Reverse(entry));
+        self.queue.lock().push(entry);
         self.grown.notify_one();
     }
 
-    /// The earliest requested tick; `None` when there was none for a while, and the lane is no
+    /// The earliest requested tick; `None` when there was none for a while, and the thread is no
     /// longer listed.
     fn next(&self, waiter: &Waiter, key: Key) -> Option<TickRequest> {
         loop {
@@ -234,7 +212,7 @@ impl Lane {
             if queue.entries.is_empty() {
                 self.grown.wait_for(&mut queue, IDLE);
             }
-            if let Some(Reverse(entry)) = queue.entries.pop() {
+            if let Some((_, entry)) = queue.entries.pop_first() {
                 queue.waits_for = entry.tick.n();
                 return Some(entry);
             }
@@ -264,7 +242,7 @@ mod tests {
     }
 
     /// Waits as a task does.
-    fn settled(signal: &Signal) -> Result<(), DeviceError> {
+    fn settled(signal: &Signal) -> Result<(), TransferError> {
         let waker = Waker::from(Arc::new(Unpark(thread::current())));
         loop {
             match signal.poll(&waker) {
@@ -291,19 +269,14 @@ mod tests {
     fn an_earlier_tick_does_not_wait_for_a_later_one() {
         let [earlier, later] = ticks();
         let waiter = Arc::new(Waiter::default());
-        // A lane that waits for the later one, for ever.
-        let busy = Arc::new(Lane::default());
+        // A thread that waits for the later one, for ever.
+        let busy = Arc::new(TickThread::default());
         busy.queue.lock().waits_for = later.n();
         let key = (earlier.timeline().device_id(), earlier.timeline().id());
-        waiter.lanes.lock().insert(key, vec![busy.clone()]);
+        waiter.threads.lock().insert(key, vec![busy.clone()]);
         settled(&waiter.watch(earlier).unwrap()).unwrap();
         let after = waiter.watch(later).unwrap();
-        assert_eq!(busy.queue.lock().entries.len(), 1, "what is not earlier is left to it");
+        assert_eq!(busy.queue.lock().entries.len(), 1, "a later tick joins the present thread");
         assert!(after.poll(Waker::noop()).is_pending());
-    }
-
-    #[test]
-    fn a_driver_that_panics_is_an_error() {
-        assert!(guarded(|| panic!("a driver's")).unwrap_err().to_string().contains("panicked"));
     }
 }

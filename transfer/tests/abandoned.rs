@@ -1,5 +1,5 @@
-//! Memory that only threads of the runtime have any more. A test of its own, as any allocator that
-//! is made or dropped in the process gives such memory back, too.
+//! Memory that only threads of the runtime still hold. This is a test binary of its own because any
+//! allocator that is made or dropped in the process releases such memory, too.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ fn the_last_memory_of_a_transfer_in_flight_goes_back_to_the_device() {
             }
         }
         let held = || sim.held_bytes();
-        // As long as it takes, which is next to nothing.
+        // Usually one look is enough.
         (0..1000).take_while(|_| held() > 0).for_each(|_| std::thread::sleep(Duration::from_millis(10)));
         assert_eq!(held(), 0, "cancelled: {cancelled}");
     }

@@ -1,7 +1,7 @@
-//! What the types forbid: each file of `compile_fail` is a mistake that must not compile, with what
-//! the compiler says.
+//! Mistakes that the types forbid: each file of `compile_fail` must not compile, and has the
+//! compiler's message.
 //!
-//! `TRYBUILD=overwrite` writes down what a new compiler says.
+//! `TRYBUILD=overwrite` records the messages of a new compiler.
 
 #[test]
 fn mistakes_do_not_compile() {

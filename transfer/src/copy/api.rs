@@ -7,10 +7,10 @@ use bytemuck::Pod;
 
 use super::batch::TransferBatch;
 use super::endpoints::{DeviceSource, HostCopySource, Source, Target};
+use super::peer::Route;
 use super::region::Plan;
-use super::route::Route;
-use super::{batch, crossover, download, on_device, peer};
-use crate::counters::Direction;
+use super::{batch, crossover, host, on_device, peer};
+use crate::counters::{Direction, ON_HOST};
 use crate::error::TransferError;
 use crate::pending::Pending;
 use crate::pinned::{PinnedBuffer, PinnedSliceMut};
@@ -129,7 +129,7 @@ impl Transfer {
     #[track_caller]
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<Pending<Vec<T>>, TransferError> {
         let _place = self.called_here();
-        download::new_vec(self, from)
+        host::download_new_vec(self, from)
     }
 
     /// Copies device memory to borrowed memory, and waits on the host for it.
@@ -139,7 +139,7 @@ impl Transfer {
     #[track_caller]
     pub fn download_blocking<T: Pod + Send + Sync>(&self, from: &Buffer<T>, to: &mut [T]) -> Result<(), TransferError> {
         let _place = self.called_here();
-        download::blocking(self, from, to)
+        host::download_blocking(self, from, to)
     }
 
     /// Reads one element, and waits on the host for it: the device is idle meanwhile unless it has
@@ -216,8 +216,8 @@ impl Transfer {
             // By way of the host, threads may go on with it, and may fail.
             return copied.enqueued_for(self.next_stream(Direction::OnDevice)).map(drop);
         }
-        if let Some(copied) = on_device::enqueue(self, from, to, region)? {
-            self.shared().counters.count(Direction::OnDevice, copied.bytes);
+        if let Some((_, bytes)) = on_device::enqueue(self, from, to, region)? {
+            self.shared().counters.count(Direction::OnDevice, bytes);
         }
         Ok(())
     }
@@ -269,7 +269,7 @@ impl Transfer {
         let (to, (len, region)) = (to.into(), from.extent());
         if let Some(plan) = Plan::of(region, len, to.len())?.filter(|_| size_of::<T>() > 0) {
             plan.rows.copy(from.elements()?, to.into_write()?);
-            self.shared().counters.count_on_host(plan.bytes::<T>());
+            self.shared().counters.count_all(ON_HOST, 1, plan.bytes::<T>());
         }
         Ok(Pending::ready(self.shared(), ()))
     }

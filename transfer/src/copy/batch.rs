@@ -14,7 +14,7 @@ use super::on_device::{check_apart, check_lengths};
 use crate::counters::Direction;
 use crate::enqueue::enqueue_parts;
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::pending::Pending;
 use crate::pinned::{HostPart, PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::runtime::Transfer;
@@ -134,7 +134,7 @@ impl BatchResults {
             end: end as u64,
             len: bytes.len() as u64,
         })?;
-        host_vec::copied(own, download.len)
+        host_memory::copied(own, download.len)
     }
 }
 
@@ -190,16 +190,13 @@ impl TransferBatch {
     pub fn download<T: Pod>(&mut self, from: &Buffer<T>) -> Result<Downloaded<T>, TransferError> {
         self.transfer.check_device("buffer", from.storage().device_id())?;
         let len = from.len();
-        let bytes = len * size_of::<T>();
+        let bytes = host_memory::bytes_of(len, size_of::<T>() as u64)?;
         if bytes == 0 {
             return Ok(Downloaded { batch: self.number, offset: 0, len, element: PhantomData });
         }
         let adjacent = self.continues(Direction::Download, |last| &last.from, &Endpoint::of(from));
         let offset = if adjacent { self.downloaded } else { self.downloaded.next_multiple_of(PACKED_ALIGNMENT) };
-        let overflow = TransferError::Request(RequestError::LengthOverflow {
-            len: from.len() as u64,
-            size: size_of::<T>() as u64,
-        });
+        let overflow = RequestError::LengthOverflow { len: len as u64, size: size_of::<T>() as u64 };
         let end = offset.checked_add(bytes).ok_or(overflow)?;
         self.add(
             Direction::Download,
@@ -368,7 +365,7 @@ fn enqueue_pieces(
             enqueue_parts(stream, &batched, &single)
         }
     })?;
-    pieces.iter().for_each(|piece| transfer.shared().counters.count_all(direction, piece.copies, piece.bytes));
+    pieces.iter().for_each(|piece| transfer.shared().counters.count_all(direction as usize, piece.copies, piece.bytes));
     Ok(tick)
 }
 

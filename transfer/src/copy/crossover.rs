@@ -4,15 +4,17 @@
 //! in a batch, differently in each direction. So the first use of a direction times both ways, by
 //! events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
+use std::time::Duration;
+
 use aquifer_allocator::{AccessGuard, Buffer, Storage};
-use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, DeviceError, ErrorKind, Stream};
+use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, ErrorKind, Stream};
 
 use crate::counters::Direction;
 use crate::enqueue::{enqueue_parts, offset};
 use crate::error::TransferError;
-use crate::host_vec;
 use crate::pinned::{HostPart, PinnedBuffer, PinnedSliceMut};
 use crate::runtime::Transfer;
+use crate::timer::Timer;
 
 /// The sizes to try, in bytes, in rising order.
 const SIZES: [u64; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
@@ -34,7 +36,7 @@ pub(super) fn batch_calls_pay_below(transfer: &Transfer, direction: Direction) -
 }
 
 /// As [`batch_calls_pay_below`], for a batch: `None` if the measurement fails, as single copies do
-/// as well. If the driver refuses, it is not asked again.
+/// as well. After a refusal of the driver there is no other attempt.
 pub(super) fn batched_below(transfer: &Transfer, direction: Direction) -> Result<Option<u64>, TransferError> {
     // While one thread measures, others do without.
     let Some(mut known) = transfer.inner.crossovers[direction as usize].try_lock() else { return Ok(None) };
@@ -77,9 +79,10 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferErr
     let (on_host, other) = if direction == Direction::OnDevice { (0, bytes) } else { (bytes, 0) };
     // A stream without other work, because it is waited for.
     let stream = &transfer.device().stream()?;
-    let mut host: PinnedBuffer<u8> = transfer.pinned().alloc(host_vec::len_of(on_host, 1)?)?;
-    let device: Buffer<u8> = transfer.alloc_bytes(bytes, stream)?;
-    let other: Buffer<u8> = transfer.alloc_bytes(other, stream)?;
+    let [bytes, on_host, other] = [bytes, on_host, other].map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+    let mut host: PinnedBuffer<u8> = transfer.pinned().alloc(on_host)?;
+    let device: Buffer<u8> = transfer.allocator().alloc(bytes, stream)?;
+    let other: Buffer<u8> = transfer.allocator().alloc(other, stream)?;
     let host = PinnedSliceMut::from(&mut host).part();
     let (reads, writes) = match direction {
         Direction::Upload => (CopyEnd::Host(host.ptr), CopyEnd::Device(device.ptr())),
@@ -108,33 +111,30 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferErr
     Ok(u64::MAX)
 }
 
-/// The time of copies in milliseconds, some with one call, the others with one each.
+/// The time of copies, some with one call, the others with one each.
 fn time(
     transfer: &Transfer,
     bench: &Bench<'_>,
     batched: &[CopyPart],
     single: &[CopyPart],
-) -> Result<f64, TransferError> {
+) -> Result<Duration, TransferError> {
     let Bench { stream, device, host } = *bench;
-    let mut least = f64::INFINITY;
+    let mut least = Duration::MAX;
     for _ in 0..ROUNDS {
-        let (start, end) = (transfer.device().create_event(true)?, transfer.device().create_event(true)?);
-        {
-            let _access = AccessGuard::acquire(stream, device)?;
-        }
+        drop(AccessGuard::acquire(stream, device)?);
         transfer.shared().counters.waits();
         stream.synchronize()?;
-        transfer.enqueue(stream, device, host, || -> Result<(), DeviceError> {
-            start.record(stream)?;
+        let timer = Timer::start(transfer.device(), stream)?;
+        transfer.enqueue_uncovered(stream, device, host, || {
             #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
             // SAFETY: the host ends lie in `host`, which the pool keeps until the tick of this
             // access is done; the host does not touch it before (N1, N2).
-            unsafe { enqueue_parts(stream, batched, single) }?;
-            end.record(stream)
+            unsafe {
+                enqueue_parts(stream, batched, single)
+            }
         })?;
         transfer.shared().counters.waits();
-        end.synchronize()?;
-        least = least.min(start.elapsed_ms(&end)?);
+        least = least.min(timer.stop(stream)?.wait()?);
     }
     Ok(least)
 }

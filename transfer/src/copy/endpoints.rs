@@ -8,11 +8,11 @@ use std::sync::Arc;
 use aquifer_allocator::{Buffer, View, ViewMut};
 use bytemuck::Pod;
 
+use super::host;
 use super::memory::Owned;
 use super::region::Region;
-use super::{download, upload};
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::pending::Pending;
 use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 use crate::regular_file;
@@ -194,7 +194,7 @@ macro_rules! sources {
                 region: Option<&Region<'_>>,
             ) -> Result<Pending<()>, TransferError> {
                 let $from = self;
-                upload::$upload(transfer, $end, to, region)
+                host::$upload(transfer, $end, to, region)
             }
         }
 
@@ -212,15 +212,15 @@ macro_rules! sources {
 }
 
 sources! {
-    PinnedSlice<'_, T>: from => pinned(from), from.read();
-    &PinnedBuffer<T>: from => pinned(from.into()), from.read();
-    &[T]: from => borrowed(from);
-    &Vec<T>: from => borrowed(from);
-    &[T; N] [N]: from => borrowed(from);
-    Vec<T>: from => owned(Owned::new::<T, _>(from)), Ok(from);
-    Box<[T]>: from => owned(Owned::new::<T, _>(from)), Ok(from);
-    Arc<[T]>: from => owned(Owned::new::<T, _>(from)), Ok(from);
-    Owner<T>: from => owned(from.0), Ok(bytemuck::cast_slice(from.0.bytes()));
+    PinnedSlice<'_, T>: from => upload_pinned(from), from.read();
+    &PinnedBuffer<T>: from => upload_pinned(from.into()), from.read();
+    &[T]: from => upload_borrowed(from);
+    &Vec<T>: from => upload_borrowed(from);
+    &[T; N] [N]: from => upload_borrowed(from);
+    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), Ok(from);
+    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), Ok(from);
+    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), Ok(from);
+    Owner<T>: from => upload_owned(from.0), Ok(bytemuck::cast_slice(from.0.bytes()));
 }
 
 impl Sealed for FilePart {}
@@ -230,7 +230,7 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
 
     fn elements(&self) -> Result<usize, TransferError> {
         let bytes = self.len()?;
-        host_vec::len_of(bytes / (size_of::<T>() as u64).max(1), size_of::<T>() as u64)
+        host_memory::len_of(bytes / (size_of::<T>() as u64).max(1), size_of::<T>() as u64)
     }
 
     fn upload_to(
@@ -240,7 +240,7 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
         region: Option<&Region<'_>>,
     ) -> Result<Pending<FileReport>, TransferError> {
         match region {
-            None => upload::file(transfer, &self.path, self.offset, to),
+            None => host::upload_file(transfer, &self.path, self.offset, to),
             Some(_) => Err(TransferError::Region { reason: "files are read without gaps" }),
         }
     }
@@ -254,7 +254,7 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
     /// The number of elements that the region writes.
     fn elements(&self) -> Result<usize, TransferError> {
         let elements = self.region.extents.iter().fold(1, |all: usize, &extent| all.saturating_mul(extent));
-        host_vec::len_of(elements as u64, size_of::<T>() as u64)
+        host_memory::len_of(elements as u64, size_of::<T>() as u64)
     }
 
     fn upload_to(
@@ -298,12 +298,12 @@ macro_rules! targets {
 }
 
 targets! {
-    PinnedSliceMut<'_, T>: (), |transfer, from, to, region| download::pinned(transfer, from, to, region);
-    &mut PinnedBuffer<T>: (), |transfer, from, to, region| download::pinned(transfer, from, to.into(), region);
+    PinnedSliceMut<'_, T>: (), |transfer, from, to, region| host::download_pinned(transfer, from, to, region);
+    &mut PinnedBuffer<T>: (), |transfer, from, to, region| host::download_pinned(transfer, from, to.into(), region);
     PinnedBuffer<T>: PinnedBuffer<T>, |transfer, from, to, region| {
-        Ok(download::pinned(transfer, from, (&mut to).into(), region)?.map(|()| to))
+        Ok(host::download_pinned(transfer, from, (&mut to).into(), region)?.map(|()| to))
     };
-    Vec<T>: Vec<T>, |transfer, from, to, region| download::vec(transfer, from, to, region);
+    Vec<T>: Vec<T>, |transfer, from, to, region| host::download_vec(transfer, from, to, region);
 }
 
 impl<T> Sealed for PinnedSliceMut<'_, T> {}

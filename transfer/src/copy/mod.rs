@@ -2,7 +2,7 @@
 //!
 //! * `api`: the methods of [`crate::Transfer`];
 //! * `endpoints`: sources and targets;
-//! * `upload`, `download`: between the host and the device;
+//! * `host`: between the host and the device;
 //! * `on_device`, `peer`: within the device, and between devices;
 //! * `region`: elements with gaps between them, and their order in page-locked memory (`packed`);
 //! * `batch`: many small copies as one, where that pays (`crossover`);
@@ -14,8 +14,8 @@
 mod api;
 mod batch;
 mod crossover;
-mod download;
 mod endpoints;
+mod host;
 mod memory;
 mod on_device;
 #[cfg(test)]
@@ -23,13 +23,11 @@ mod on_host_tests;
 mod packed;
 mod peer;
 mod region;
-mod route;
-mod upload;
 
 pub use batch::{BatchResults, Downloaded, TransferBatch};
 pub use endpoints::{DeviceSource, FilePart, HostCopySource, InRegion, Owner, Source, Target};
+pub(crate) use host::{stage_upload, upload_owned};
 pub(crate) use memory::Owned;
+pub use peer::Route;
 pub(crate) use peer::copy_from as copy_from_peer;
 pub use region::Region;
-pub use route::Route;
-pub(crate) use upload::{owned as upload_owned, stage as stage_upload};

@@ -3,20 +3,14 @@
 use aquifer_allocator::Buffer;
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, Stream};
 
+use super::peer::Route;
 use super::region::{Plan, Region};
-use super::route::Route;
 use crate::counters::Direction;
-use crate::enqueue::enqueue_rows;
+use crate::enqueue::{covered_tick, enqueue_rows};
 use crate::error::TransferError;
 use crate::layout::Rows;
 use crate::pending::Pending;
 use crate::runtime::Transfer;
-
-/// Work that was enqueued on a stream, and the bytes that it copies.
-pub(super) struct Enqueued<'a> {
-    stream: &'a Stream,
-    pub(super) bytes: u64,
-}
 
 pub(super) fn copy<T: Copy>(
     transfer: &Transfer,
@@ -24,20 +18,21 @@ pub(super) fn copy<T: Copy>(
     to: &mut Buffer<T>,
     region: Option<&Region<'_>>,
 ) -> Result<Pending<Route>, TransferError> {
-    let Some(Enqueued { stream, bytes }) = enqueue(transfer, from, to, region)? else {
+    let Some((stream, bytes)) = enqueue(transfer, from, to, region)? else {
         return Ok(Pending::ready(transfer.shared(), Route::Same));
     };
     transfer.shared().counters.count(Direction::OnDevice, bytes);
-    Ok(Pending::enqueued(transfer.shared(), transfer.covered_tick(stream), Route::Same))
+    Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), Route::Same))
 }
 
-/// Enqueues a copy, which it does not count; `None` if there is nothing to copy.
+/// Enqueues a copy, which it does not count. Returns its stream and its bytes, or `None` if there
+/// is nothing to copy.
 pub(super) fn enqueue<'a, T: Copy>(
     transfer: &'a Transfer,
     from: &Buffer<T>,
     to: &mut Buffer<T>,
     region: Option<&Region<'_>>,
-) -> Result<Option<Enqueued<'a>>, TransferError> {
+) -> Result<Option<(&'a Stream, u64)>, TransferError> {
     transfer.check_device("buffer", from.storage().device_id())?;
     transfer.check_device("buffer", to.storage().device_id())?;
     let Some(plan) = Plan::of(region, from.len(), to.len())?.filter(|_| to.bytes() > 0) else { return Ok(None) };
@@ -48,7 +43,7 @@ pub(super) fn enqueue<'a, T: Copy>(
     }
     let stream = transfer.next_stream(Direction::OnDevice);
     enqueue_on(transfer, stream, from, to, &plan.rows)?;
-    Ok(Some(Enqueued { stream, bytes: plan.bytes::<T>() }))
+    Ok(Some((stream, plan.bytes::<T>())))
 }
 
 /// Enqueues a copy of rows, which must lie within both ends and not overlap. Records no event.

@@ -64,7 +64,7 @@ fn parts_of_one_buffer_are_copied_to_each_other() {
 }
 
 #[test]
-fn a_lost_device_fails_the_copies_of_what_it_was_to_write() {
+fn a_lost_device_fails_copies_of_memory_that_it_was_to_write() {
     let ((sim, transfer), (_, other)) = (bench(), bench());
     let stream = transfer.device().stream().unwrap();
     let device = transfer.to_device(vec![7u8; 1 << 20], &stream).unwrap().wait().unwrap();

@@ -56,32 +56,24 @@ impl Packed {
 
     /// From the source to where the elements are packed.
     pub(super) fn gathering(&self) -> Rows<2> {
-        let packed = self.0.iter().filter(|dimension| dimension.strides[PACKED] > 0);
-        Rows::new(
-            packed
-                .map(|&Dimension { extent, strides }| Dimension { extent, strides: [strides[FROM], strides[PACKED]] }),
-        )
+        Rows::new(self.dimensions([FROM, PACKED]).filter(|dimension| dimension.strides[1] > 0))
     }
 
     /// From where the elements are packed to the target.
     pub(super) fn scattering(&self) -> Rows<2> {
-        Rows::new(
-            self.0
-                .iter()
-                .map(|&Dimension { extent, strides }| Dimension { extent, strides: [strides[PACKED], strides[TO]] }),
-        )
+        Rows::new(self.dimensions([PACKED, TO]))
     }
 
     /// The bytes of elements of `size` bytes at the source and at the target, in the packed order.
     pub(super) fn ends(&self, size: u64) -> (Rows<1>, Rows<1>) {
-        let end = |end: usize| {
-            let dimensions = self
-                .0
-                .iter()
-                .map(move |dimension| Dimension { extent: dimension.extent, strides: [dimension.strides[end]] });
-            Rows::of_bytes(dimensions, size)
-        };
-        (end(FROM), end(TO))
+        (Rows::of_bytes(self.dimensions([FROM]), size), Rows::of_bytes(self.dimensions([TO]), size))
+    }
+
+    /// The dimensions at some of the ends.
+    fn dimensions<const N: usize>(&self, ends: [usize; N]) -> impl Iterator<Item = Dimension<N>> {
+        self.0
+            .iter()
+            .map(move |&Dimension { extent, strides }| Dimension { extent, strides: ends.map(|end| strides[end]) })
     }
 }
 
@@ -99,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_are_packed_as_the_device_has_them() {
+    fn elements_are_packed_in_the_order_of_the_device() {
         // A transposition: all of the device's end is adjacent, whichever that is.
         let (from, to) = packed(&[3, 5], &[5, 1], &[1, 3], OnDevice::To).ends(4);
         assert_eq!((to, from.len()), (Rows::dense(60), 60));

@@ -1,6 +1,8 @@
 //! Copies between devices: by the driver where both are of one kind, else by way of the host. The
 //! memory of each device has ticks of its own streams alone (invariant N5).
 
+use std::fmt;
+
 use aquifer_allocator::{AccessGuard, Buffer};
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
@@ -8,14 +10,46 @@ use bytemuck::Pod;
 use super::memory::Owned;
 use super::packed::{OnDevice, Packed};
 use super::region::{Plan, Region};
-use super::route::Route;
-use super::{download, on_device, upload};
-use crate::capture;
+use super::{host, on_device};
 use crate::counters::Direction;
+use crate::enqueue::{covered_tick, hold_off_captures};
 use crate::error::TransferError;
-use crate::host_vec;
-use crate::pending::Pending;
+use crate::host_memory;
+use crate::pending::{OnStreams, Pending};
 use crate::runtime::{NO_CAPTURE, Transfer};
+
+/// The route of a copy from one device to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Route {
+    /// Both ends are on one device.
+    Same,
+    /// From device to device, over their link.
+    Peer,
+    /// From device to device by the driver, which goes by way of the host as the devices cannot
+    /// reach each other.
+    Staged,
+    /// By way of page-locked memory of this crate, as the devices have different drivers. Waits on
+    /// the host for the first half.
+    ViaHost,
+}
+
+impl OnStreams for Route {
+    fn ready_on(&self, _stream: &Stream) -> Result<(), TransferError> {
+        Ok(())
+    }
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Route::Same => "on one device",
+            Route::Peer => "from device to device",
+            Route::Staged => "from device to device, staged by the driver",
+            Route::ViaHost => "by way of the host",
+        })
+    }
+}
 
 /// The route of a copy from the device of `peer` to that of `transfer`.
 pub(super) fn route(transfer: &Transfer, peer: &Transfer) -> Result<Route, TransferError> {
@@ -76,7 +110,7 @@ fn copy_region<T: Pod + Send + Sync>(
     let by_target = Packed::once(plan, OnDevice::To);
     let packed = if by_target.scattering().is_dense() { by_target } else { Packed::once(plan, OnDevice::From) };
     let (gathering, scattering) = (packed.gathering(), packed.scattering());
-    let count = host_vec::len_of(gathering.len(), size_of::<T>() as u64)?;
+    let count = host_memory::len_of(gathering.len(), size_of::<T>() as u64)?;
     let dense = if gathering.is_dense() {
         from.try_slice(..count)?.share()
     } else {
@@ -97,7 +131,7 @@ fn copy_region<T: Pod + Send + Sync>(
         copied.wait()?;
     }
     on_device::enqueue_on(transfer, stream, &arrived, to, &scattering)?;
-    Ok(Pending::enqueued(transfer.shared(), transfer.covered_tick(stream), route))
+    Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), route))
 }
 
 fn copy_dense<T: Pod + Send + Sync>(
@@ -108,8 +142,8 @@ fn copy_dense<T: Pod + Send + Sync>(
     route: Route,
 ) -> Result<Pending<Route>, TransferError> {
     if route == Route::ViaHost {
-        let host = download::new_vec(peer, from)?.wait()?;
-        return Ok(upload::owned(transfer, Owned::new::<T, _>(host), to, None)?.map(move |()| route));
+        let elements = host::download_new_vec(peer, from)?.wait()?;
+        return Ok(host::upload_owned(transfer, Owned::new::<T, _>(elements), to, None)?.map(move |()| route));
     }
     if from.bytes() == 0 {
         return Ok(Pending::ready(transfer.shared(), route));
@@ -134,7 +168,7 @@ fn enqueue<T: Pod + Send + Sync>(
     let (source, target) = (from.storage().as_ref(), to.storage().as_ref());
     let mut access =
         AccessGuard::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
-    let _held_off = (capture::hold_off(stream, NO_CAPTURE)?, capture::hold_off(there, NO_CAPTURE)?);
+    let _held_off = (hold_off_captures(stream, NO_CAPTURE)?, hold_off_captures(there, NO_CAPTURE)?);
     stream.wait_for(&there.tick())?;
     stream.copy_from_peer(to.ptr(), peer.device(), from.ptr(), to.bytes())?;
     let copied = stream.tick();
@@ -151,8 +185,8 @@ fn enqueue<T: Pod + Send + Sync>(
     }
     drop(access);
     ordered?;
-    peer.covered_tick(there);
-    Ok(transfer.covered_tick(stream))
+    covered_tick(there);
+    Ok(covered_tick(stream))
 }
 
 /// Orders a stream of another device after a copy on this one; if that fails, the host waits.
@@ -203,7 +237,7 @@ mod tests {
         let [one, two] = [0, 1].map(World::new);
         let content = vec![7u32; LEN];
         let from = one.transfer.to_device(content, &one.stream).unwrap().wait().unwrap();
-        let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
+        let mut to = two.transfer.allocator().alloc(LEN, &two.stream).unwrap();
         one.fails(Operation::Wait);
         [Operation::SynchronizeEvent, Operation::Synchronize].into_iter().take(ways).for_each(|way| two.fails(way));
         let copied = copy_from(&two.transfer, &one.transfer, &from, &mut to, None);
@@ -280,7 +314,7 @@ mod tests {
         }
         let [one, two] = [0, 1].map(World::new);
         let from = one.transfer.to_device(vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
-        let mut to = two.transfer.allocator().alloc(usize::try_from(LEN as u64).unwrap(), &two.stream).unwrap();
+        let mut to = two.transfer.allocator().alloc(LEN, &two.stream).unwrap();
         two.sim.inject(Fault::Rate { operation: Some(Operation::Record), rate: 1.0, code: Code(999) });
         two.fails(Operation::Synchronize);
         let refused = copy_from(&two.transfer.on(&two.stream).unwrap(), &one.transfer, &from, &mut to, None);
@@ -295,13 +329,8 @@ mod tests {
     /// elements, rows and single elements.
     #[test]
     fn regions_cross_between_devices_as_within_one() {
-        let worlds = [0, 1].map(|ordinal| {
-            let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
-            let device = Device::new(sim.clone());
-            let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
-            (sim, transfer, device.stream().unwrap())
-        });
-        let [(_, one, stream), (_, two, elsewhere)] = &worlds;
+        let worlds = [0, 1].map(World::new);
+        let [World { transfer: one, stream, .. }, World { transfer: two, stream: elsewhere, .. }] = &worlds;
         let from = one.to_device((0..1000u32).collect::<Vec<_>>(), stream).unwrap().wait().unwrap();
         let regions = [
             Region { extents: &[10, 10], from_strides: &[10, 1], to_strides: &[10, 1] },
@@ -338,6 +367,6 @@ mod tests {
         let mut to = two.allocator().alloc::<u32>(11, elsewhere).unwrap();
         let refused = two.copy(beyond.of(&from), &mut to);
         assert!(matches!(refused, Err(TransferError::Request(RequestError::OutOfBounds { .. }))), "{refused:?}");
-        worlds.iter().for_each(|(sim, ..)| assert_eq!(sim.take_violations(), []));
+        worlds.iter().for_each(|world| assert_eq!(world.sim.take_violations(), []));
     }
 }

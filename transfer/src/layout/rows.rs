@@ -243,7 +243,7 @@ mod tests {
     proptest! {
         /// Against a list of places, and in pieces that are cut anywhere.
         #[test]
-        fn elements_lie_where_their_dimensions_say(
+        fn places_of_elements_follow_from_the_dimensions(
             all in proptest::collection::vec((1u64..5, 0u64..30, 0u64..30), 0..4),
             size in 1u64..5,
             cuts in proptest::collection::vec(any::<prop::sample::Index>(), 0..6),

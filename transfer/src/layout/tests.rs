@@ -1,4 +1,4 @@
-//! Layouts and views against a list of places, which is what they mean.
+//! Layouts and views against a list of places.
 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
@@ -159,8 +159,7 @@ fn apply(view: &View, layout: Layout, model: Model) -> Result<(Layout, Model), T
                 Ok(reshaped) => Ok((reshaped, Model { shape: to, ..model })),
                 Err(error) => {
                     prop_assert!(!layout.is_contiguous(), "{error}");
-                    // No strides would do: the steps from one place to the next are not all the
-                    // same.
+                    // No strides serve: the steps between places differ.
                     let steps: Vec<_> = model.places.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
                     prop_assert!(to.len() > 1 || steps.windows(2).any(|pair| pair[0] != pair[1]), "{error}");
                     Ok((layout, model))
@@ -188,7 +187,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn views_are_what_a_list_of_places_says(
+    fn views_agree_with_a_list_of_places(
         shape in prop::collection::vec(0usize..5, 0..5), column in any::<bool>(), views in prop::collection::vec(view(), 0..6),
     ) {
         let (mut layout, mut model) = (Layout::row_major(&shape)?, Model::row_major(&shape));
@@ -207,7 +206,7 @@ proptest! {
     }
 
     #[test]
-    fn no_numbers_make_layouts_overflow(
+    fn layouts_do_not_overflow(
         shape in prop::collection::vec(any::<usize>(), 0..10), strides in prop::collection::vec(any::<usize>(), 0..10),
         offset in any::<usize>(),
     ) {
@@ -220,7 +219,7 @@ proptest! {
 }
 
 #[test]
-fn scalars_and_empty_ones_are_layouts_too() {
+fn scalars_and_empty_layouts_are_valid() {
     let scalar = Layout::row_major(&[]).unwrap();
     assert_eq!((scalar.len(), scalar.end(), scalar.place(&[])), (1, 1, Some(0)));
     assert!(scalar.is_contiguous() && scalar.is_column_major());

@@ -14,7 +14,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use aquifer_kernels::DType;
-use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
@@ -107,9 +106,9 @@ impl Checkpoint {
     ///
     /// # Safety
     /// The files must not be changed or cut short, by any process, while the checkpoint or a tensor
-    /// loaded from it to the host exists: tensors would change under their readers' eyes, and
+    /// loaded from it to the host exists: tensors would change while they are read, and
     /// reading beyond the end of a file ends the process.
-    #[allow(unsafe_code, reason = "nobody but the caller knows who else writes the files")]
+    #[allow(unsafe_code, reason = "only the caller knows the other writers of the files")]
     pub unsafe fn open_mapped(path: impl AsRef<Path>) -> Result<Checkpoint, TransferError> {
         let mut checkpoint = open(path.as_ref())?;
         for shard in &mut checkpoint.shards {
@@ -260,10 +259,11 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
             return Err(fault(&path, CheckpointFault::Name { tensor: name }));
         }
         let bits = info.dtype.bitsize() as u64;
+        let file_dtype = format!("{:?}", info.dtype);
         entries.push(TensorEntry {
             name,
-            file_dtype: format!("{:?}", info.dtype),
-            dtype: dtype_of(info.dtype),
+            dtype: DType::from_name(&file_dtype.to_ascii_lowercase()),
+            file_dtype,
             shape,
             bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
             shard: number,
@@ -309,8 +309,8 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<Header, Trans
     Ok(Header { metadata, places, start: 8 + length })
 }
 
-/// The places of the names in a map that has none twice: of those the last would count, and the
-/// others be lost without a word.
+/// The places of the names in a map without duplicates, of which a parser would silently keep the
+/// last one.
 struct DistinctNames(HashMap<String, usize>);
 
 impl<'de> Deserialize<'de> for DistinctNames {
@@ -341,21 +341,6 @@ impl<'de> Deserialize<'de> for DistinctNames {
 
         deserializer.deserialize_map(Names)
     }
-}
-
-fn dtype_of(dtype: Dtype) -> Option<DType> {
-    Some(match dtype {
-        Dtype::U8 => DType::U8,
-        Dtype::I32 => DType::I32,
-        Dtype::U32 => DType::U32,
-        Dtype::I64 => DType::I64,
-        Dtype::U64 => DType::U64,
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-        Dtype::F32 => DType::F32,
-        Dtype::F64 => DType::F64,
-        _ => return None,
-    })
 }
 
 pub(super) fn fault(path: &Path, fault: CheckpointFault) -> TransferError {

@@ -21,10 +21,11 @@ pub struct CheckpointError {
 }
 
 /// The fault of a file of tensors. The file is at fault unless a variant says otherwise.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointFault {
     /// It ends before its header does.
+    #[error("the file ends in its header: {has} bytes of at least {needed}")]
     Truncated {
         /// Bytes that the header needs.
         needed: u64,
@@ -32,16 +33,19 @@ pub enum CheckpointFault {
         has: u64,
     },
     /// Its header says that it is longer than any is.
+    #[error("a header of {bytes} bytes, more than the {HEADER_MAX} there may be")]
     HeaderTooLong {
         /// Bytes that it says.
         bytes: u64,
     },
     /// Its header is no description of tensors that lie one after the other.
+    #[error("the header describes no tensors: {problem}")]
     Header {
         /// The error of the parser.
         problem: String,
     },
     /// It is not as long as its tensors.
+    #[error("header and tensors are {needed} bytes, the file is {has}")]
     Length {
         /// Bytes that header and tensors need.
         needed: u64,
@@ -50,6 +54,10 @@ pub enum CheckpointFault {
     },
     /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it
     /// as bytes ([`crate::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
+    #[error(
+        "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; leave it out{}",
+        if *element_bytes > 0 { " or load it as bytes" } else { ": its elements are less than a byte" }
+    )]
     DType {
         /// The tensor.
         tensor: String,
@@ -59,6 +67,7 @@ pub enum CheckpointFault {
         element_bytes: u64,
     },
     /// A tensor has too many dimensions or elements.
+    #[error("tensor {tensor:?} of {shape:?} has more than {MAX_DIMENSIONS} dimensions or too many elements")]
     Shape {
         /// The tensor.
         tensor: String,
@@ -66,11 +75,13 @@ pub enum CheckpointFault {
         shape: Vec<usize>,
     },
     /// A tensor's name cannot be that of a parameter: it has an empty part.
+    #[error("tensor {tensor:?} has an empty part in its name")]
     Name {
         /// The tensor.
         tensor: String,
     },
     /// Two files have a tensor of one name.
+    #[error("tensor {tensor:?} is in {other}, too")]
     Duplicate {
         /// The tensor.
         tensor: String,
@@ -78,16 +89,19 @@ pub enum CheckpointFault {
         other: String,
     },
     /// The index is no map from tensors to files.
+    #[error("the index maps no tensors to files: {problem}")]
     Index {
         /// The error of the parser.
         problem: String,
     },
     /// The index names a file outside its directory.
+    #[error("the index names {file:?}, which is not a file in its directory")]
     ForeignFile {
         /// The name.
         file: String,
     },
     /// A tensor is not in the file where the index says.
+    #[error("tensor {tensor:?} is not in {file}, where the index says")]
     Missing {
         /// The tensor.
         tensor: String,
@@ -95,51 +109,11 @@ pub enum CheckpointFault {
         file: String,
     },
     /// The caller named a directory that has no file of tensors.
+    #[error("the directory has no .safetensors file")]
     NoFiles,
     /// The file was changed after it was opened. Open it again.
+    #[error("the file was changed after it was opened; open it again")]
     Changed,
-}
-
-impl fmt::Display for CheckpointFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            CheckpointFault::Truncated { needed, has } => {
-                write!(f, "the file ends in its header: {has} bytes of at least {needed}")
-            }
-            CheckpointFault::HeaderTooLong { bytes } => {
-                write!(f, "a header of {bytes} bytes, more than the {} there may be", HEADER_MAX)
-            }
-            CheckpointFault::Header { problem } => write!(f, "the header describes no tensors: {problem}"),
-            CheckpointFault::Length { needed, has } => {
-                write!(f, "header and tensors are {needed} bytes, the file is {has}")
-            }
-            CheckpointFault::DType { tensor, dtype, element_bytes } => {
-                let advice = if *element_bytes > 0 {
-                    "leave it out or load it as bytes"
-                } else {
-                    "leave it out: its elements are less than a byte"
-                };
-                write!(f, "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; {advice}")
-            }
-            CheckpointFault::Shape { tensor, shape } => {
-                write!(
-                    f,
-                    "tensor {tensor:?} of {shape:?} has more than {MAX_DIMENSIONS} dimensions or too many elements"
-                )
-            }
-            CheckpointFault::Name { tensor } => write!(f, "tensor {tensor:?} has an empty part in its name"),
-            CheckpointFault::Duplicate { tensor, other } => write!(f, "tensor {tensor:?} is in {other}, too"),
-            CheckpointFault::Index { problem } => write!(f, "the index maps no tensors to files: {problem}"),
-            CheckpointFault::ForeignFile { file } => {
-                write!(f, "the index names {file:?}, which is not a file in its directory")
-            }
-            CheckpointFault::Missing { tensor, file } => {
-                write!(f, "tensor {tensor:?} is not in {file}, where the index says")
-            }
-            CheckpointFault::NoFiles => f.write_str("the directory has no .safetensors file"),
-            CheckpointFault::Changed => f.write_str("the file was changed after it was opened; open it again"),
-        }
-    }
 }
 
 /// All differences that prevent loading files into a set. Either is at fault; nothing was changed.

@@ -11,7 +11,6 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_device::RequestError;
 use aquifer_kernels::DType;
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
@@ -22,12 +21,13 @@ use super::relocate::{Progress, ProgressCallback};
 use crate::copy::{Owned, stage_upload};
 use crate::counters::Direction;
 use crate::error::TransferError;
+use crate::host_memory;
 use crate::layout::Layout;
 use crate::pending::Pending;
 use crate::regular_file;
 use crate::runtime::Transfer;
 use crate::staging::{HostSource, PAGE};
-use crate::tensor::{Converted, Memory, PinnedHost, Place, Tensor, filled_host};
+use crate::tensor::{Converted, Memory, Place, Tensor, smaller};
 
 /// The most tensors in flight, in addition to the last one, and without small ones that are not
 /// sent yet.
@@ -71,7 +71,7 @@ impl<'a> Load<'a> {
     }
 
     /// Converts tensors of floats to another dtype of floats, or those of integers to one of
-    /// integers. Others stay as they are. Not asked where a set has dtypes already
+    /// integers. Others stay as they are. No effect where a set has dtypes already
     /// ([`Checkpoint::load_into_blocking`]).
     pub fn dtype(self, dtype: DType) -> Load<'a> {
         Load { dtype: Some(dtype), ..self }
@@ -202,12 +202,12 @@ impl Checkpoint {
             source.read(0, &mut elements)?;
             return outgoing.push_small(transfer, None, &elements, (dtype, layout));
         }
-        let crossing = if dtype.bytes() < stored.bytes() { dtype } else { stored };
+        let crossing = smaller(stored, dtype);
         let source = self.source(wanted.entry, stored, crossing)?;
         let transfer = transfer.clone();
         let stream = transfer.next_stream(Direction::Upload).clone();
-        let mut buffer = transfer.alloc_bytes(source.bytes(), &stream)?;
-        let (_, uploaded) = stage_upload(&transfer.on(&stream)?, source, &mut buffer)?;
+        let mut buffer = transfer.allocator().alloc::<u8>(host_memory::len_of(source.bytes(), 1)?, &stream)?;
+        let uploaded = stage_upload(&transfer.on(&stream)?, source, &mut buffer)?;
         outgoing.push(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
             // A cast is enqueued, and the tensor carries its ticks.
@@ -218,26 +218,17 @@ impl Checkpoint {
 
     fn load_to_host(&self, wanted: &Wanted<'_>, place: &Place) -> Result<Tensor, TransferError> {
         let (entry, dtype) = (wanted.entry, wanted.dtype);
-        let memory = match (place, self.shared(wanted)) {
-            (Place::Pinned(pool), _) => {
+        let memory = match (place.pool(), self.shared(wanted)) {
+            (None, Some(shared)) => Memory::Host(shared),
+            (pool, _) => {
                 let source = self.source(entry, wanted.stored, dtype)?;
-                let len = usize::try_from(source.bytes()).map_err(|_| {
-                    TransferError::Request(RequestError::LengthOverflow { len: source.bytes(), size: 1 })
-                })?;
-                let mut buffer = pool.alloc::<u8>(len)?;
-                source.read(0, buffer.write()?)?;
-                Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: pool.clone() })
-            }
-            (_, Some(shared)) => Memory::Host(shared),
-            (_, None) => {
-                let source = self.source(entry, wanted.stored, dtype)?;
-                Memory::Host(filled_host(dtype, wanted.layout.len(), |to| source.read(0, to))?)
+                Memory::on_host(pool, dtype, wanted.layout.len(), |to| source.read(0, to))?
             }
         };
         Tensor::new(memory, dtype, wanted.layout)
     }
 
-    /// The mapping's own memory, where the file is mapped and the tensor lies there as it should.
+    /// The mapping's own memory, if the file is mapped and the tensor is aligned there.
     fn shared(&self, wanted: &Wanted<'_>) -> Option<Owned> {
         let map = self.shards.get(wanted.entry.shard)?.map.as_ref()?;
         let range = wanted.entry.range()?;

@@ -7,6 +7,7 @@ use aquifer_kernels::DType;
 
 use crate::copy::TransferBatch;
 use crate::counters::Direction;
+use crate::enqueue::covered_tick;
 use crate::error::TransferError;
 use crate::layout::Layout;
 use crate::pending::Pending;
@@ -81,11 +82,12 @@ impl Outgoing {
         if batch.bytes >= BATCH_BYTES { self.send_batch() } else { Ok(()) }
     }
 
-    fn send_batch(&mut self) -> Result<(), TransferError> {
+    /// Sends the batch of small tensors.
+    pub(super) fn send_batch(&mut self) -> Result<(), TransferError> {
         let Some(Batch { transfer, stream, copies, .. }) = self.batch.take() else { return Ok(()) };
         // The tick of the stream covers the copies.
         drop(copies.run()?);
-        let tick = transfer.covered_tick(&stream);
+        let tick = covered_tick(&stream);
         for step in &mut self.steps {
             if let Step::Batched(tensor) = step {
                 *step = Step::Sent(Pending::enqueued(transfer.shared(), tick.clone(), tensor.clone()));
@@ -106,22 +108,13 @@ impl Outgoing {
         }
     }
 
-    /// Sends the batch, and returns all transfers.
-    pub(super) fn into_pendings(mut self) -> Result<Vec<Pending<Tensor>>, TransferError> {
-        if let Err(error) = self.send_batch() {
-            self.abandon();
-            return Err(error);
-        }
-        let sent = |step| if let Step::Sent(tensor) = step { Some(tensor) } else { None };
-        Ok(self.steps.into_iter().filter_map(sent).collect())
+    /// The transfers of all tensors that are sent.
+    pub(super) fn into_pendings(self) -> impl Iterator<Item = Pending<Tensor>> {
+        self.steps.into_iter().filter_map(|step| if let Step::Sent(tensor) = step { Some(tensor) } else { None })
     }
 
     /// Cancels the transfers, and waits until no thread works on them.
     pub(super) fn abandon(self) {
-        for step in self.steps {
-            if let Step::Sent(tensor) = step {
-                tensor.abandon();
-            }
-        }
+        self.into_pendings().for_each(Pending::abandon);
     }
 }

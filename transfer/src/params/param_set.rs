@@ -36,7 +36,7 @@ pub struct Param {
 /// which are not. Names are unique.
 ///
 /// A set moves as a whole ([`ParamSet::move_blocking`]), and can be checked for tensors that were
-/// left behind ([`ParamSet::check_all_on`]). Cloning shares the tensors' memory.
+/// in other places ([`ParamSet::check_all_on`]). Cloning shares the tensors' memory.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};

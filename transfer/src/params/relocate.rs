@@ -91,12 +91,12 @@ impl ParamSet {
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
-        let (tensors, pendings) = self.begin(&place, &Relocate::new())?;
+        let Moving { outgoing, which, .. } = self.begin(&place, &Relocate::new())?;
         let set = self.clone();
-        let Some(all) = Pending::all(pendings) else {
+        let Some(all) = Pending::all(outgoing.into_pendings()) else {
             return Ok(Pending::ready(&std::sync::Arc::default(), set));
         };
-        Ok(all.map(move |made| set.with_tensors(tensors.into_iter().map(|at| made[at].clone()).collect())))
+        Ok(all.map(move |moved| set.with_tensors(which.into_iter().map(|at| moved[at].clone()).collect())))
     }
 
     /// Moves the set to another place, and waits on the host until it is there. All or nothing:
@@ -126,22 +126,20 @@ impl ParamSet {
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
-        let (tensors, pendings) = self.begin(&place, &how)?;
-        let mut waiting: Vec<Option<Pending<Tensor>>> = pendings.into_iter().map(Some).collect();
-        let mut made: Vec<Option<Tensor>> = vec![None; waiting.len()];
-        let mut all = Vec::with_capacity(tensors.len());
+        let Moving { mut outgoing, which, .. } = self.begin(&place, &how)?;
+        let (mut moved, mut all) = (Vec::new(), Vec::with_capacity(which.len()));
         let (mut bytes_done, bytes_total) = (0, self.bytes());
-        for (param, at) in self.iter().zip(tensors) {
-            if let Some(pending) = waiting[at].take() {
-                match pending.wait() {
-                    Ok(moved) => made[at] = Some(moved),
+        for (param, at) in self.iter().zip(which) {
+            if at == moved.len() {
+                match outgoing.wait_oldest() {
+                    Ok(tensor) => moved.extend(tensor),
                     Err(error) => {
-                        waiting.into_iter().flatten().for_each(Pending::abandon);
+                        outgoing.abandon();
                         return Err(error);
                     }
                 }
             }
-            all.extend(made[at].clone());
+            all.extend(moved.get(at).cloned());
             bytes_done = param.tensor.bytes().saturating_add(bytes_done);
             if let Some(report) = &mut how.progress {
                 report(&Progress { name: &param.name, bytes_done, bytes_total });
@@ -151,15 +149,15 @@ impl ParamSet {
         Ok(())
     }
 
-    /// Begins to move every tensor. Returns the transfers, and for each parameter the index of its
-    /// transfer. After a failure no transfer is in flight when this returns.
-    fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<(Vec<usize>, Vec<Pending<Tensor>>), TransferError> {
-        let mut moving = Moving { which: Vec::with_capacity(self.len()), ..Moving::default() };
-        if let Err(error) = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how)) {
+    /// Begins to move every tensor. After a failure no transfer is in flight when this returns.
+    fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<Moving, TransferError> {
+        let mut moving = Moving::default();
+        let added = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
+        if let Err(error) = added.and_then(|()| moving.outgoing.send_batch()) {
             moving.outgoing.abandon();
             return Err(error);
         }
-        Ok((moving.which, moving.outgoing.into_pendings()?))
+        Ok(moving)
     }
 }
 

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::RequestError;
-use aquifer_kernels::DType;
 use serde_json::{Map, Value, json};
 
 use super::checkpoint::file_error;
@@ -137,30 +136,15 @@ fn header(params: &[&Param], metadata: &BTreeMap<String, String>) -> Result<Vec<
         let (len, size) = (tensor.len() as u64, tensor.dtype().bytes());
         let end = len.checked_mul(size).and_then(|bytes| bytes.checked_add(start));
         let end = end.ok_or(RequestError::LengthOverflow { len, size })?;
-        let entry = json!({
-            "dtype": file_dtype(tensor.dtype())?, "shape": tensor.shape(), "data_offsets": [start, end],
-        });
+        // The format has the dtypes' names in capitals.
+        let dtype = tensor.dtype().name().to_ascii_uppercase();
+        let entry = json!({ "dtype": dtype, "shape": tensor.shape(), "data_offsets": [start, end] });
         tensors.insert(param.name.clone(), entry);
         start = end;
     }
     let mut header = Value::Object(tensors).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
     Ok(header)
-}
-
-fn file_dtype(dtype: DType) -> Result<&'static str, TransferError> {
-    Ok(match dtype {
-        DType::U8 => "U8",
-        DType::I32 => "I32",
-        DType::U32 => "U32",
-        DType::I64 => "I64",
-        DType::U64 => "U64",
-        DType::F16 => "F16",
-        DType::BF16 => "BF16",
-        DType::F32 => "F32",
-        DType::F64 => "F64",
-        other => return Err(TransferError::NoDType { name: other.name().to_owned() }),
-    })
 }
 
 #[cfg(unix)]
@@ -189,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_that_the_file_system_takes_will_do() {
+    fn every_file_name_of_the_file_system_is_accepted() {
         let directory = Directory::new();
         for name in ["m".repeat(255), "\u{00fc}".repeat(127), "\u{6a21}".repeat(85)] {
             set(1.0).save_blocking(directory.0.join(&name)).unwrap();
@@ -199,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn links_stay_and_what_they_lead_to_is_replaced() {
+    fn links_stay_and_their_targets_are_replaced() {
         let directory = Directory::new();
         let real = directory.file("real", b"old");
         let at = |name: &str| directory.0.join(name);
@@ -230,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_written_into_and_stays() {
+    fn a_pipe_is_written_to_and_stays() {
         let directory = Directory::new();
         let path = directory.0.join("pipe");
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
@@ -257,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_no_text_are_kept() {
+    fn file_names_that_are_not_unicode_are_kept() {
         use std::os::unix::ffi::OsStrExt;
         let directory = Directory::new();
         let path = directory.0.join(std::ffi::OsStr::from_bytes(b"m\xff.safetensors"));

@@ -5,13 +5,13 @@ use std::marker::PhantomData;
 use std::ops::RangeBounds;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, RequestError, Stream};
+use aquifer_device::{AccessKind, Stream};
 use bytemuck::Pod;
 
 use super::memory::PinnedMemory;
 use super::slices::{PinnedSlice, PinnedSliceMut};
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 
 /// Page-locked host memory for `len` values of `T`, with one owner.
 ///
@@ -49,13 +49,6 @@ pub struct PinnedBuffer<T> {
     memory: Arc<PinnedMemory>,
     len: usize,
     element: PhantomData<T>,
-}
-
-/// The bytes of `len` values.
-pub(super) fn bytes_of<T>(len: usize) -> Result<usize, TransferError> {
-    let size = size_of::<T>();
-    let overflow = TransferError::Request(RequestError::LengthOverflow { len: len as u64, size: size as u64 });
-    len.checked_mul(size).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(overflow)
 }
 
 impl<T: Pod> PinnedBuffer<T> {
@@ -168,7 +161,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// As [`PinnedBuffer::slice`], with an error instead of a panic.
     ///
     /// # Errors
-    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
+    /// reversed.
     pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
         self.as_slice().try_slice(range)
     }
@@ -176,7 +170,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// As [`PinnedBuffer::slice_mut`], with an error instead of a panic.
     ///
     /// # Errors
-    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
+    /// reversed.
     pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
         self.as_slice_mut().into_slice(range)
     }
@@ -218,7 +213,7 @@ impl<T: Pod + Send> PinnedBuffer<T> {
         let own = unsafe { part.memory.unregister()? };
         match own.map(|own| own.downcast::<Vec<T>>()) {
             Some(Ok(values)) => Ok(*values),
-            _ => host_vec::copied(self.as_bytes().read()?, len),
+            _ => host_memory::copied(self.as_bytes().read()?, len),
         }
     }
 }
@@ -263,7 +258,7 @@ impl<T> fmt::Debug for PinnedBuffer<T> {
         f.debug_struct("PinnedBuffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
-            .field("memory", &self.memory)
+            .field("pinned", &self.memory.is_pinned())
             .finish_non_exhaustive()
     }
 }

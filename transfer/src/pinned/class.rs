@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_people_complained_about() {
+    fn classes_of_sizes_that_powers_of_two_double() {
         assert_eq!(round_up(129 * (1 << 20) + (1 << 19)), Some(144 << 20));
         assert_eq!(round_up(10 * 1024 * 4), Some(40_960));
         assert_eq!(round_up(80_000_000), Some(80 << 20));

@@ -25,16 +25,14 @@ pub struct PinnedConfig {
 impl PinnedConfig {
     /// Sets [`PinnedConfig::limit_bytes`].
     #[must_use]
-    pub fn limit_bytes(mut self, bytes: u64) -> Self {
-        self.limit_bytes = Some(bytes);
-        self
+    pub fn limit_bytes(self, bytes: u64) -> Self {
+        Self { limit_bytes: Some(bytes), ..self }
     }
 
     /// Sets [`PinnedConfig::slabs`].
     #[must_use]
-    pub fn slabs(mut self, slabs: SlabSource) -> Self {
-        self.slabs = slabs;
-        self
+    pub fn slabs(self, slabs: SlabSource) -> Self {
+        Self { slabs, ..self }
     }
 }
 

@@ -15,12 +15,11 @@
 //! * a failed call puts back all memory that it took.
 
 use std::collections::BTreeSet;
-use std::fmt;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
-use super::cache::ReclaimableCaches;
 use super::class;
 use super::config::{PinnedConfig, SlabSource};
 use super::deferred::Front;
@@ -29,6 +28,31 @@ use super::source::SlabMemory;
 use super::state::{Block, Plan, PoolState};
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex};
+
+/// A user of a pool that holds memory for later, and gives it back on request.
+pub(crate) trait ReclaimableCache: Send + Sync {
+    /// Gives back all memory that it does not use now, including memory that copies still use.
+    /// Returns whether there was any. Must not ask the pool for memory.
+    fn reclaim(&self) -> bool;
+}
+
+/// The caches of a pool. They are called without a lock.
+#[derive(Default)]
+pub(super) struct ReclaimableCaches(Mutex<Vec<Weak<dyn ReclaimableCache>>>);
+
+impl ReclaimableCaches {
+    pub(super) fn add(&self, cache: Weak<dyn ReclaimableCache>) {
+        let mut caches = self.0.lock();
+        caches.retain(|cache| cache.strong_count() > 0);
+        caches.push(cache);
+    }
+
+    /// Asks all caches; returns whether any memory came back.
+    pub(super) fn reclaim(&self) -> bool {
+        let caches: Vec<Arc<dyn ReclaimableCache>> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
+        caches.iter().filter(|cache| cache.reclaim()).count() > 0
+    }
+}
 
 /// The shared state of all handles of a pool.
 pub(super) struct SharedPool {
@@ -107,7 +131,7 @@ impl SharedPool {
     }
 
     /// Gets a slab of the first of these lengths that the limit and the system allow. If none is,
-    /// the inner error is that of the system, or `None` if it was not asked.
+    /// the inner error is that of the system, or `None` if the limit refused it.
     fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
@@ -270,16 +294,6 @@ fn unless_lost(error: TransferError) -> Result<(), TransferError> {
     }
     tracing::warn!(%error, "cached page-locked memory could not be asked for or given back");
     Ok(())
-}
-
-impl fmt::Debug for SharedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedPool")
-            .field("device", &self.device.id())
-            .field("source", &self.source)
-            .field("reserved", &self.reserved())
-            .finish_non_exhaustive()
-    }
 }
 
 /// Releases an unused slab, or notes the error. Returns whether it is released.

@@ -12,9 +12,6 @@
 //! pool, timelines.
 
 use std::any::Any;
-use std::fmt;
-use std::ops::Range;
-use std::slice;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
@@ -25,8 +22,9 @@ use super::class::UNIT;
 use super::ladder::SharedPool;
 use super::state::Block;
 use super::uses::{HostAccess, Uses};
-use crate::capture;
+use crate::enqueue::refuse_capture;
 use crate::error::TransferError;
+use crate::host_memory::HostRange;
 
 /// A piece of host memory.
 pub(crate) struct PinnedMemory {
@@ -50,7 +48,7 @@ pub(super) enum Origin {
 }
 
 /// A part of host memory, as copies take it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub(crate) struct HostPart<'a> {
     pub(crate) memory: &'a Arc<PinnedMemory>,
     pub(crate) ptr: HostPtr,
@@ -69,8 +67,7 @@ impl PinnedMemory {
         }
         // Blocks start at multiples of UNIT; a larger alignment needs room to move.
         let room = alignment.saturating_sub(UNIT);
-        let too_long = TransferError::Request(RequestError::LengthOverflow { len: bytes as u64, size: 1 });
-        let block = pool.take(bytes.checked_add(room).ok_or(too_long)?)?;
+        let block = pool.take(bytes.saturating_add(room))?;
         let ptr = HostPtr(block.start.next_multiple_of(alignment));
         Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))
     }
@@ -104,8 +101,8 @@ impl PinnedMemory {
         self.uses.are_over()
     }
 
-    /// Waits until the host may access all of the memory, and tells the driver which part it is
-    /// about to touch.
+    /// Waits until the host may access all of the memory, and reports the part that it is about
+    /// to touch to the driver.
     ///
     /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
     pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
@@ -152,7 +149,7 @@ impl PinnedMemory {
         if stream.device_id() != self.device_id() {
             return Err(RequestError::wrong_device("page-locked memory", self.device_id(), stream.device_id()).into());
         }
-        capture::refuse(
+        refuse_capture(
             stream,
             "a graph may run when this page-locked memory has another owner; copy outside of the capture",
         )?;
@@ -201,57 +198,25 @@ impl HostPart<'_> {
     pub(crate) fn reserve(self, kind: AccessKind) -> Result<Reserved, TransferError> {
         self.memory.touch(self.ptr, self.bytes, kind)?;
         self.memory.uses.reserve(kind);
-        let offset = self.ptr.0 - self.memory.ptr().0;
-        Ok(Reserved { memory: self.memory.clone(), kind, offset, bytes: self.bytes })
+        let range = HostRange::new(self.ptr.as_ptr(), self.bytes);
+        Ok(Reserved { memory: self.memory.clone(), kind, range })
     }
 }
 
 /// A part of host memory that threads of the runtime read, or write. It keeps the memory alive.
 /// Until it is dropped, other uses that conflict wait.
-#[derive(Debug)]
 #[must_use = "the reservation ends when it is dropped"]
 pub(crate) struct Reserved {
     memory: Arc<PinnedMemory>,
     kind: AccessKind,
-    /// From the start of the memory.
-    offset: usize,
-    bytes: usize,
+    range: HostRange,
 }
 
 impl Reserved {
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Copies bytes of a part that is reserved to read.
-    #[allow(unsafe_code, reason = "no type of the standard library says that memory is reserved")]
-    pub(crate) fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let range = self.range(offset, into.len())?;
-        let from = self.memory.ptr().as_ptr().wrapping_add(self.offset + range.start);
-        // SAFETY: the bytes lie in initialised memory that `memory` keeps. While it is reserved to
-        // read no thread and no copy writes them.
-        into.copy_from_slice(unsafe { slice::from_raw_parts(from, range.len()) });
-        Ok(())
-    }
-
-    /// Writes bytes of a part that is reserved to write.
-    #[allow(unsafe_code, reason = "no type of the standard library says that memory is reserved")]
-    pub(crate) fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
-        let range = self.range(offset, from.len())?;
-        let to = self.memory.ptr().as_ptr().wrapping_add(self.offset + range.start);
-        // SAFETY: the bytes lie in memory that `memory` keeps. While it is reserved to write only
-        // threads of the runtime touch them, and each writes other bytes (N3).
-        unsafe { slice::from_raw_parts_mut(to, range.len()) }.copy_from_slice(from);
-        Ok(())
-    }
-
-    fn range(&self, offset: u64, bytes: usize) -> Result<Range<usize>, TransferError> {
-        let start = usize::try_from(offset).unwrap_or(usize::MAX);
-        let range = start..start.saturating_add(bytes);
-        if range.end <= self.bytes && range.len() == bytes {
-            return Ok(range);
-        }
-        Err(RequestError::out_of_bounds(range, self.bytes).into())
+    /// The part. Only threads of the runtime write it while it is reserved to write, and no thread
+    /// and no copy while it is reserved to read.
+    pub(crate) fn range(&self) -> HostRange {
+        self.range
     }
 }
 
@@ -285,15 +250,5 @@ impl Drop for PinnedMemory {
             }
             Origin::Nowhere | Origin::Pageable { .. } => {}
         }
-    }
-}
-
-impl fmt::Debug for PinnedMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedMemory")
-            .field("ptr", &self.ptr)
-            .field("bytes", &self.bytes)
-            .field("pinned", &self.is_pinned())
-            .finish_non_exhaustive()
     }
 }

@@ -1,13 +1,12 @@
 //! Page-locked host memory.
 //!
 //! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If
-//! there is none, it gets more memory from the system (`ladder`, `source`), or from reclaimable
-//! caches (`cache`). A [`PinnedBuffer`] holds the block, and copies take views of it
+//! there is none, it gets more memory from the system or from reclaimable caches (`ladder`,
+//! `source`). A [`PinnedBuffer`] holds the block, and copies take views of it
 //! ([`PinnedSlice`], [`PinnedSliceMut`]). The memory itself (`memory`) knows the ticks of those
 //! copies (`uses`), and goes back to the pool with them (`deferred`).
 
 mod buffer;
-mod cache;
 mod class;
 mod config;
 mod deferred;
@@ -26,8 +25,8 @@ pub(crate) mod tests;
 mod uses;
 
 pub use buffer::{PinnedBuffer, Returned};
-pub(crate) use cache::ReclaimableCache;
 pub use config::{PinnedConfig, SlabSource};
+pub(crate) use ladder::ReclaimableCache;
 pub(crate) use memory::{HostPart, Reserved};
 pub use pool::PinnedPool;
 pub use slices::{PinnedSlice, PinnedSliceMut};

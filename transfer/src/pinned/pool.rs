@@ -4,18 +4,18 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{Code, Device, HostPtr, RequestError};
+use aquifer_device::{Code, Device, HostPtr};
 use bytemuck::Pod;
 use memmap2::MmapMut;
 
-use super::buffer::{PinnedBuffer, Returned, bytes_of};
-use super::cache::ReclaimableCache;
+use super::buffer::{PinnedBuffer, Returned};
 use super::class::SLAB;
 use super::config::PinnedConfig;
-use super::ladder::SharedPool;
+use super::ladder::{ReclaimableCache, SharedPool};
 use super::memory::{Origin, PinnedMemory};
 use super::stats::HostMemoryStats;
 use crate::error::TransferError;
+use crate::host_memory;
 
 /// CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
 const ALREADY_REGISTERED: Code = Code(712);
@@ -75,6 +75,12 @@ impl PinnedPool {
         self.0.caches.add(cache);
     }
 
+    /// Asserts the invariants of its slabs.
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        self.0.state.lock().slabs.check();
+    }
+
     #[cfg(all(test, aquifer_shuttle))]
     pub(super) fn reserved(&self) -> usize {
         self.0.reserved()
@@ -86,9 +92,9 @@ impl PinnedPool {
     ///
     /// # Errors
     /// [`TransferError::OutOfPinned`], also when the driver refuses more;
-    /// [`RequestError::LengthOverflow`]; errors of the driver.
+    /// [`aquifer_device::RequestError::LengthOverflow`]; errors of the driver.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
-        let memory = PinnedMemory::alloc(&self.0, bytes_of::<T>(len)?, align_of::<T>())?;
+        let memory = PinnedMemory::alloc(&self.0, host_memory::bytes_of(len, size_of::<T>() as u64)?, align_of::<T>())?;
         Ok(PinnedBuffer::new(memory, len))
     }
 
@@ -134,12 +140,9 @@ impl PinnedPool {
     /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is
     /// given back or waited for, for that. Errors of the driver.
     pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
-        let too_long = TransferError::Request(RequestError::LengthOverflow { len: bytes, size: 1 });
-        let length = usize::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(SLAB));
-        match length.filter(|&length| isize::try_from(length).is_ok()) {
-            Some(0) => Ok(()),
-            Some(length) => self.0.prewarm(length),
-            None => Err(too_long),
+        match host_memory::len_of(bytes, 1)?.next_multiple_of(SLAB) {
+            0 => Ok(()),
+            length => self.0.prewarm(length),
         }
     }
 
@@ -199,24 +202,23 @@ impl PinnedPool {
     }
 
     /// As [`PinnedPool::alloc_zeroed`], but where page-locked memory cannot be had the buffer is
-    /// ordinary memory: [`PinnedBuffer::is_pinned`] tells. Copies from and to it are staged, which
-    /// takes time of the host. A lost device is an error all the same.
+    /// ordinary memory: see [`PinnedBuffer::is_pinned`]. Copies from and to it are staged, which
+    /// takes time of the host. A lost device is still an error.
     ///
     /// # Errors
     /// [`TransferError::OutOfHostMemory`] when the system has no memory at all;
-    /// [`RequestError::LengthOverflow`]; a lost device.
+    /// [`aquifer_device::RequestError::LengthOverflow`]; a lost device.
     pub fn alloc_or_pageable<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
-        let bytes = bytes_of::<T>(len)?;
+        let bytes = host_memory::bytes_of(len, size_of::<T>() as u64)?;
         let error = match self.alloc_zeroed(len) {
             Ok(buffer) => return Ok(buffer),
             Err(error) if error.is_device_lost() => return Err(error),
             Err(error) => error,
         };
         tracing::warn!(%error, bytes, "no page-locked memory; the buffer is pageable, as the caller accepts");
-        // A map starts at a page; more than that is not to be had.
+        // A map starts at a page, which may be less than the alignment.
         let align = align_of::<T>();
-        let mapped = bytes.checked_add(align).ok_or(RequestError::LengthOverflow { len: bytes as u64, size: 1 })?;
-        let mut map = MmapMut::map_anon(mapped)
+        let mut map = MmapMut::map_anon(bytes.saturating_add(align))
             .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
         let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(align));
         Ok(PinnedBuffer::new(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map }), len))
@@ -284,6 +286,7 @@ impl PinnedPool {
 
 impl fmt::Debug for PinnedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        let (device, reserved) = (self.device().id(), self.0.reserved());
+        f.debug_struct("PinnedPool").field("device", &device).field("reserved", &reserved).finish_non_exhaustive()
     }
 }

@@ -1,8 +1,8 @@
 //! Models of the pool and its memory under a scheduler that explores interleavings. Run by
 //! `ci/schedules`.
 //!
-//! The simulated device judges: it reports a host that writes to memory while a copy is in flight,
-//! and a copy that races with another one, with the two operations.
+//! The simulated device reports a host that writes to memory while a copy is in flight, and a copy
+//! that races with another one, with the two operations.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -114,7 +114,7 @@ fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
     });
 }
 
-/// Another thread learns that the copy is done, at any moment of a request that needs the whole
+/// Another thread notices that the copy is done, at any moment of a request that needs the whole
 /// pool.
 #[test]
 fn blocks_that_become_available_during_a_request_are_not_missed() {
@@ -164,13 +164,13 @@ fn the_host_and_copies_come_after_the_work_of_reservations() {
         let readers = sources.map(|source| {
             spawn(&world, move |_| {
                 let mut bytes = [1; 8];
-                source.read(0, &mut bytes).unwrap();
+                source.range().read(0, &mut bytes).unwrap();
                 assert_eq!(bytes, [0; 8], "not before the reading is over");
             })
         });
         buffer.write().unwrap().fill(1);
         let target = buffer.as_slice_mut().part().reserve(AccessKind::Write).unwrap();
-        let writer = spawn(&world, move |_| target.write(8, &[2; 8]).unwrap());
+        let writer = spawn(&world, move |_| target.range().write(8, &[2; 8]).unwrap());
         let stream = world.device.stream().unwrap();
         world.upload(buffer.as_slice().part(), 0, &stream);
         assert_eq!(buffer.read().unwrap()[6..10], [1, 1, 2, 2]);

@@ -6,9 +6,9 @@
 //! * every block is a multiple of 512 bytes; blocks of paged slabs are multiples of a page, and so
 //!   is every address there;
 //! * a live block is exactly as large as the class that was asked for;
-//! * no two neighbours are free: they merge at once. A *resting* block is unused but stays as it is
-//!   for the next request of its class; it merges when no block fits a request, or memory is to go
-//!   back;
+//! * no two neighbours are free: they merge at once. A *deferred* block is unused but stays as it
+//!   is for the next request of its class; it merges when no block fits a request, or memory is to
+//!   go back;
 //! * `reserved = Σ slabs`.
 //!
 //! A block found in the index is the smallest that fits, and of these the one at the lowest
@@ -45,13 +45,13 @@ impl Grain {
 const GUARDED: usize = 32 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum BlockState {
     /// It has an owner.
     Live,
     /// It has no owner, but the device may still use it.
     Waiting,
     /// Unused, and reserved for its class.
-    Resting,
+    Deferred,
     /// Unused.
     Free,
     /// The record is not in use.
@@ -65,25 +65,16 @@ struct Block {
     bytes: usize,
     before: Option<u32>,
     after: Option<u32>,
-    state: State,
+    state: BlockState,
 }
 
+/// A slab.
 #[derive(Debug)]
-struct Slab<M> {
-    start: usize,
-    bytes: usize,
-    grain: Grain,
-    /// Whether it is prewarmed, and split for any request.
-    open: bool,
-    memory: M,
-}
-
-/// A slab that was removed.
-#[derive(Debug)]
-pub(super) struct Removed<M> {
+pub(super) struct Slab<M> {
     pub(super) start: usize,
     pub(super) bytes: usize,
-    pub(super) grain: Grain,
+    grain: Grain,
+    /// Whether it is prewarmed, and split for any request.
     open: bool,
     pub(super) memory: M,
 }
@@ -98,9 +89,9 @@ pub(super) struct Slabs<M> {
     vacant_slabs: Vec<u32>,
     blocks: Vec<Block>,
     vacant: Vec<u32>,
-    /// Resting blocks by class, the latest last.
-    resting: Vec<Vec<u32>>,
-    rests: usize,
+    /// Deferred blocks by class, the latest last.
+    deferred: Vec<Vec<u32>>,
+    deferred_count: usize,
     /// Free blocks by (size, address, record), of fine and of paged slabs: parts of a slab, and
     /// slabs that are free as a whole.
     parts: [Index; 2],
@@ -115,8 +106,8 @@ impl<M> Default for Slabs<M> {
             vacant_slabs: Vec::new(),
             blocks: Vec::new(),
             vacant: Vec::new(),
-            resting: Vec::new(),
-            rests: 0,
+            deferred: Vec::new(),
+            deferred_count: 0,
             parts: [Index::new(), Index::new()],
             whole: [Index::new(), Index::new()],
             reserved: 0,
@@ -142,9 +133,9 @@ impl<M> Slabs<M> {
     /// small requests, too.
     #[inline]
     pub(super) fn take(&mut self, class: usize, any: bool) -> Option<BlockId> {
-        if let Some(block) = self.resting.get_mut(class::index(class)).and_then(Vec::pop) {
-            self.rests -= 1;
-            self.block_mut(block).state = State::Live;
+        if let Some(block) = self.deferred.get_mut(class::index(class)).and_then(Vec::pop) {
+            self.deferred_count -= 1;
+            self.block_mut(block).state = BlockState::Live;
             return Some(BlockId(block));
         }
         self.take_free(class, any)
@@ -152,7 +143,7 @@ impl<M> Slabs<M> {
 
     fn take_free(&mut self, class: usize, any: bool) -> Option<BlockId> {
         let found = self.find(class, any).or_else(|| {
-            self.merge_resting();
+            self.merge_deferred();
             self.find(class, any)
         })?;
         Some(self.carve(found, class))
@@ -189,7 +180,7 @@ impl<M> Slabs<M> {
                 bytes: bytes - class,
                 before: Some(block),
                 after,
-                state: State::Free,
+                state: BlockState::Free,
             };
             let rest = self.new_record(rest);
             if let Some(after) = after {
@@ -199,38 +190,38 @@ impl<M> Slabs<M> {
             (block.bytes, block.after) = (class, Some(rest));
             self.list(rest);
         }
-        self.block_mut(block).state = State::Live;
+        self.block_mut(block).state = BlockState::Live;
         BlockId(block)
     }
 
     /// A live block loses its owner, and the device is done with it.
     #[inline]
-    pub(super) fn rest(&mut self, block: BlockId) {
-        debug_assert!(matches!(self.block(block.0).state, State::Live | State::Waiting));
+    pub(super) fn defer(&mut self, block: BlockId) {
+        debug_assert!(matches!(self.block(block.0).state, BlockState::Live | BlockState::Waiting));
         let record = self.block_mut(block.0);
-        record.state = State::Resting;
+        record.state = BlockState::Deferred;
         let class = class::index(record.bytes);
-        if self.resting.len() <= class {
-            self.resting.resize_with(class + 1, Vec::new);
+        if self.deferred.len() <= class {
+            self.deferred.resize_with(class + 1, Vec::new);
         }
-        self.resting[class].push(block.0);
-        self.rests += 1;
+        self.deferred[class].push(block.0);
+        self.deferred_count += 1;
     }
 
-    /// A live block loses its owner, but the device may still use it. Ends with [`Slabs::rest`].
+    /// A live block loses its owner, but the device may still use it. Ends with [`Slabs::defer`].
     pub(super) fn wait(&mut self, block: BlockId) {
-        debug_assert_eq!(self.block(block.0).state, State::Live);
-        self.block_mut(block.0).state = State::Waiting;
+        debug_assert_eq!(self.block(block.0).state, BlockState::Live);
+        self.block_mut(block.0).state = BlockState::Waiting;
     }
 
-    /// Merges all resting blocks with free neighbours.
-    pub(super) fn merge_resting(&mut self) {
-        if self.rests == 0 {
+    /// Merges all deferred blocks with free neighbours.
+    pub(super) fn merge_deferred(&mut self) {
+        if self.deferred_count == 0 {
             return;
         }
-        self.rests = 0;
-        for class in 0..self.resting.len() {
-            while let Some(block) = self.resting[class].pop() {
+        self.deferred_count = 0;
+        for class in 0..self.deferred.len() {
+            while let Some(block) = self.deferred[class].pop() {
                 self.free(block);
             }
         }
@@ -238,13 +229,13 @@ impl<M> Slabs<M> {
 
     fn free(&mut self, block: u32) {
         let Block { before, after, .. } = *self.block(block);
-        self.block_mut(block).state = State::Free;
-        if let Some(after) = after.filter(|&after| self.block(after).state == State::Free) {
+        self.block_mut(block).state = BlockState::Free;
+        if let Some(after) = after.filter(|&after| self.block(after).state == BlockState::Free) {
             self.unlist(after);
             self.absorb(block, after);
         }
         let mut merged = block;
-        if let Some(before) = before.filter(|&before| self.block(before).state == State::Free) {
+        if let Some(before) = before.filter(|&before| self.block(before).state == BlockState::Free) {
             self.unlist(before);
             self.absorb(before, block);
             merged = before;
@@ -261,43 +252,43 @@ impl<M> Slabs<M> {
         if let Some(after) = after {
             self.block_mut(after).before = Some(left);
         }
-        self.block_mut(right).state = State::Vacant;
+        self.block_mut(right).state = BlockState::Vacant;
         self.vacant.push(right);
     }
 
     /// Adds a slab, whose first `class` bytes are live at once.
     pub(super) fn add(&mut self, start: usize, bytes: usize, class: usize, memory: M) -> BlockId {
-        let block = self.insert(Removed { start, bytes, grain: Grain::of(class), open: false, memory });
+        let block = self.insert(Slab { start, bytes, grain: Grain::of(class), open: false, memory });
         self.carve(block, class)
     }
 
     /// Adds a slab for paged requests to come, of any size.
     pub(super) fn add_open(&mut self, start: usize, bytes: usize, memory: M) {
-        self.insert(Removed { start, bytes, grain: Grain::Paged, open: true, memory });
+        self.insert(Slab { start, bytes, grain: Grain::Paged, open: true, memory });
     }
 
     /// Puts a slab back that was removed.
-    pub(super) fn put_back(&mut self, removed: Removed<M>) {
+    pub(super) fn put_back(&mut self, removed: Slab<M>) {
         self.insert(removed);
     }
 
-    fn insert(&mut self, slab: Removed<M>) -> u32 {
-        let Removed { start, bytes, grain, open, memory } = slab;
+    fn insert(&mut self, new: Slab<M>) -> u32 {
         let slab = self.vacant_slabs.pop().unwrap_or_else(|| {
             self.slabs.push(None);
             number(self.slabs.len() - 1)
         });
-        self.slabs[slab as usize] = Some(Slab { start, bytes, grain, open, memory });
+        let (start, bytes) = (new.start, new.bytes);
+        self.slabs[slab as usize] = Some(new);
         self.reserved += bytes;
-        let block = self.new_record(Block { slab, start, bytes, before: None, after: None, state: State::Free });
+        let block = self.new_record(Block { slab, start, bytes, before: None, after: None, state: BlockState::Free });
         self.list(block);
         block
     }
 
     /// Removes slabs of which nothing is in use, the largest first, until at least `bytes` bytes
     /// are gone or none is left.
-    pub(super) fn remove_unused(&mut self, bytes: usize) -> Vec<Removed<M>> {
-        self.merge_resting();
+    pub(super) fn remove_unused(&mut self, bytes: usize) -> Vec<Slab<M>> {
+        self.merge_deferred();
         let mut removed = Vec::new();
         let mut left = bytes;
         while left > 0 {
@@ -305,13 +296,13 @@ impl<M> Slabs<M> {
             let Some((_, _, block)) = largest else { break };
             self.unlist(block);
             let slab = std::mem::replace(&mut self.block_mut(block).slab, u32::MAX);
-            self.block_mut(block).state = State::Vacant;
+            self.block_mut(block).state = BlockState::Vacant;
             self.vacant.push(block);
-            let Some(Slab { start, bytes, grain, open, memory }) = self.slabs[slab as usize].take() else { break };
+            let Some(unused) = self.slabs[slab as usize].take() else { break };
             self.vacant_slabs.push(slab);
-            self.reserved -= bytes;
-            left = left.saturating_sub(bytes);
-            removed.push(Removed { start, bytes, grain, open, memory });
+            self.reserved -= unused.bytes;
+            left = left.saturating_sub(unused.bytes);
+            removed.push(unused);
         }
         removed
     }
@@ -323,7 +314,7 @@ impl<M> Slabs<M> {
 
     /// Unused bytes.
     pub(super) fn unused(&self) -> usize {
-        let unused = |block: &&Block| matches!(block.state, State::Resting | State::Free);
+        let unused = |block: &&Block| matches!(block.state, BlockState::Deferred | BlockState::Free);
         self.blocks.iter().filter(unused).map(|block| block.bytes).sum()
     }
 

@@ -277,12 +277,12 @@ impl<T> Copy for PinnedSlice<'_, T> {}
 
 impl<T> fmt::Debug for PinnedSlice<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedSlice").field("memory", &self.memory).field("span", &self.span).finish_non_exhaustive()
+        f.debug_struct("PinnedSlice").field("span", &self.span).finish_non_exhaustive()
     }
 }
 
 impl<T> fmt::Debug for PinnedSliceMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedSliceMut").field("memory", &self.memory).field("span", &self.span).finish_non_exhaustive()
+        f.debug_struct("PinnedSliceMut").field("span", &self.span).finish_non_exhaustive()
     }
 }

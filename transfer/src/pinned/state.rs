@@ -12,7 +12,7 @@ use aquifer_device::Tick;
 
 use super::class::{PAGE, SLAB};
 use super::deferred::{DeferredBlocks, Front};
-use super::slabs::{BlockId, Removed, Slabs};
+use super::slabs::{BlockId, Slab, Slabs};
 use super::source::SlabMemory;
 use super::stats::HostMemoryStats;
 
@@ -74,14 +74,14 @@ impl PoolState {
     }
 
     /// Takes out unused slabs of `bytes` bytes or a little more, to release them.
-    pub(super) fn begin_release(&mut self, bytes: usize) -> Vec<Removed<SlabMemory>> {
+    pub(super) fn begin_release(&mut self, bytes: usize) -> Vec<Slab<SlabMemory>> {
         let removed = self.slabs.remove_unused(bytes);
         self.moving += removed.iter().map(|slab| slab.bytes).sum::<usize>();
         removed
     }
 
     /// A slab is released, after `time`, or comes back.
-    pub(super) fn end_release(&mut self, slab: Removed<SlabMemory>, gone: bool, time: Duration) {
+    pub(super) fn end_release(&mut self, slab: Slab<SlabMemory>, gone: bool, time: Duration) {
         self.moving -= slab.bytes;
         if gone {
             self.available += 1;
@@ -106,25 +106,25 @@ impl PoolState {
     #[inline]
     pub(super) fn give(&mut self, block: BlockId, ticks: Vec<Tick>) {
         if ticks.is_empty() || !self.deferred.insert(block, ticks) {
-            self.rest(block);
+            self.make_available(block);
         } else {
             self.slabs.wait(block);
         }
     }
 
     #[inline]
-    fn rest(&mut self, block: BlockId) {
+    fn make_available(&mut self, block: BlockId) {
         self.note_most_active();
         self.available += 1;
         self.stats.deactivate(self.slabs.bytes(block));
-        self.slabs.rest(block);
+        self.slabs.defer(block);
     }
 
     /// Makes finished blocks available.
     pub(super) fn reap(&mut self) {
         if !self.deferred.is_empty() {
             for block in self.deferred.reap() {
-                self.rest(block);
+                self.make_available(block);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Batches in order, bounded, and gone when they should be.
+//! The order, the bound and the release of batches.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -30,7 +30,7 @@ fn stand(config: SimConfig) -> Stand {
 }
 
 impl Stand {
-    /// Nothing raced, and all memory came back.
+    /// Asserts that nothing raced and that all memory came back.
     fn settled(self) {
         self.device.synchronize().unwrap();
         assert_eq!(self.device.driver().take_violation(), None);
@@ -61,7 +61,7 @@ fn batches_arrive_in_order_and_intact() {
 
 /// Later work on a batch does not run on the stream that fetches the next ones.
 #[test]
-fn tensors_of_batches_stay_on_no_stream() {
+fn tensors_of_batches_are_not_bound_to_a_stream() {
     let stand = stand(steady());
     let source = [Tensor::scalar(1u8).unwrap()];
     for batch in Prefetcher::new(source, &stand.transfer, &stand.stream, 2).unwrap() {
@@ -72,8 +72,8 @@ fn tensors_of_batches_stay_on_no_stream() {
     stand.settled();
 }
 
-/// However far the host runs ahead of the device, and however fast the source is, there are never
-/// more batches than ahead and in use.
+/// Neither a host that runs ahead of the device nor a fast source makes more batches than the ones
+/// ahead and the one in use.
 #[test]
 fn memory_is_bounded_though_the_host_runs_ahead() {
     let stand = stand(steady());
@@ -92,9 +92,9 @@ fn memory_is_bounded_though_the_host_runs_ahead() {
     stand.settled();
 }
 
-/// Any number may be asked for: it costs no memory, and means at least one.
+/// Large numbers cost no memory, and 0 means 1.
 #[test]
-fn any_number_of_batches_may_be_wanted_ahead() {
+fn any_number_of_batches_ahead_is_accepted() {
     let stand = stand(steady());
     for ahead in [0, 1, AHEAD_MAX + 1, usize::MAX / 2, usize::MAX] {
         let source = (0..5u32).map(|n| vec![n; 10]);
@@ -128,7 +128,7 @@ fn errors_and_panics_of_the_source_arrive_in_its_order() {
 }
 
 #[test]
-fn a_source_that_is_slower_than_its_user_is_noticed() {
+fn waits_for_a_slow_source_are_counted() {
     let stand = stand(steady());
     let (give, take) = bounded::<Vec<u8>>(0);
     let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 2).unwrap();
@@ -137,7 +137,7 @@ fn a_source_that_is_slower_than_its_user_is_noticed() {
             std::thread::sleep(Duration::from_millis(1));
         }
     });
-    // However the threads are scheduled, sooner or later the user comes first.
+    // In any schedule the consumer waits at some point.
     while prefetcher.starved() == 0 {
         prefetcher.next().unwrap().unwrap();
     }
@@ -146,7 +146,7 @@ fn a_source_that_is_slower_than_its_user_is_noticed() {
     stand.settled();
 }
 
-/// A source that counts what it made and what of it is gone.
+/// A source that counts its batches, and the dropped ones.
 struct Counted {
     left: u32,
     dropped: Arc<AtomicU64>,
@@ -168,7 +168,7 @@ impl Drop for Counted {
 }
 
 #[test]
-fn it_can_be_dropped_at_any_point() {
+fn a_prefetcher_can_be_dropped_at_any_point() {
     for taken in [0usize, 1, 2, 5, 19, 20] {
         let stand = stand(SimConfig::default().seed(taken as u64));
         let dropped = Arc::new(AtomicU64::new(0));
@@ -179,7 +179,7 @@ fn it_can_be_dropped_at_any_point() {
             stand.kernels.fill(&stand.stream, &mut batch, 1u32).unwrap();
         }
         drop(prefetcher);
-        // The thread may still be on its way out of the source; what it holds goes with it.
+        // The thread may still return from the source, and then drops its batch.
         while dropped.load(Ordering::SeqCst) == 0 || Arc::strong_count(&dropped) > 1 {
             std::thread::yield_now();
         }
@@ -188,7 +188,7 @@ fn it_can_be_dropped_at_any_point() {
     }
 }
 
-/// A source that never gives back control does not keep the drop from returning.
+/// A source that never returns does not block the drop.
 #[test]
 fn a_source_that_hangs_blocks_no_drop() {
     let stand = stand(steady());
@@ -196,12 +196,12 @@ fn a_source_that_hangs_blocks_no_drop() {
     give.send(vec![1; 10]).unwrap();
     let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 1).unwrap();
     assert!(prefetcher.next().unwrap().is_ok());
-    drop(prefetcher); // while the thread waits in `take` for what never comes
+    drop(prefetcher); // while the thread waits in `take` for ever
     drop(give);
 }
 
 #[test]
-fn a_lost_device_ends_it_with_the_error() {
+fn a_lost_device_ends_prefetching_with_the_error() {
     for call in [1, 5, 20, 60] {
         let stand = stand(steady());
         let mut prefetcher =
@@ -213,7 +213,7 @@ fn a_lost_device_ends_it_with_the_error() {
     }
 }
 
-/// A batch that goes, or does not.
+/// A batch that can be sent, or not.
 struct Picky(bool);
 
 impl Batch for Picky {
@@ -228,10 +228,10 @@ impl Batch for Picky {
     }
 }
 
-/// What cannot be sent leaves its place to the next: else, after as many as there are places,
-/// nothing would ever come.
+/// The slot of a batch that cannot be sent is for the next one. Otherwise all slots would be lost
+/// at some point.
 #[test]
-fn batches_that_cannot_be_sent_keep_no_places() {
+fn a_batch_that_cannot_be_sent_frees_its_slot() {
     for ahead in [1, 2, 4] {
         let stand = stand(steady());
         let goes = move |n: usize| n > ahead + 3 && !n.is_multiple_of(3);
@@ -243,7 +243,7 @@ fn batches_that_cannot_be_sent_keep_no_places() {
     }
 }
 
-/// A panic while a batch is sent says so, and is the last.
+/// A panic while a batch is sent is the last item.
 #[test]
 fn a_batch_that_panics_is_the_last() {
     struct Panics;
@@ -261,9 +261,9 @@ fn a_batch_that_panics_is_the_last() {
     stand.settled();
 }
 
-/// Also if the channel is full.
+/// Even if the channel is full.
 #[test]
-fn a_source_that_panics_when_it_is_dropped_says_so_at_the_end() {
+fn a_panic_in_the_drop_of_a_source_is_the_last_item() {
     struct Panics(u8, Arc<AtomicU64>);
     impl Iterator for Panics {
         type Item = Vec<u8>;
@@ -326,7 +326,7 @@ fn a_failed_copy_loses_its_batch_alone() {
 
 /// Steps take as long as the longer of computing and copying, and 5 % more at most.
 #[test]
-fn copies_hide_behind_computing_and_the_other_way_round() {
+fn copies_and_computation_overlap() {
     for (compute, bytes) in [(Duration::from_millis(3), 32 << 20), (Duration::from_micros(200), 32 << 20)] {
         let stand = stand(steady());
         let steps = 12;
@@ -361,10 +361,10 @@ fn copies_hide_behind_computing_and_the_other_way_round() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever the sizes, the depth, what fails and when it is dropped: batches are right, nothing
-    /// races, nothing stays.
+    /// For any sizes, depth, failures and time of the drop: batches are intact, nothing races, and
+    /// no memory stays.
     #[test]
-    fn random_loops_deliver_what_the_source_made(
+    fn random_loops_deliver_the_batches_of_the_source(
         sizes in prop::collection::vec(0usize..6000, 0..12), ahead in 0usize..4, seed in 0u64..1000,
         taken in 0usize..14, errors in prop::collection::vec(0usize..12, 0..3), held in any::<bool>(),
     ) {

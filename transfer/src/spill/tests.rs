@@ -1,4 +1,4 @@
-//! Buffers that go and come back with what they held.
+//! Buffers that are spilled and come back with their contents.
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
@@ -52,7 +52,7 @@ impl Stand {
 }
 
 #[test]
-fn under_pressure_the_least_recently_used_goes_and_comes_back() {
+fn under_pressure_the_least_recently_used_buffer_is_spilled() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffers: Vec<Spillable<u32>> = (0..4).map(|n| spiller.add(stand.filled(12, n), 0).unwrap()).collect();
@@ -71,7 +71,7 @@ fn under_pressure_the_least_recently_used_goes_and_comes_back() {
 }
 
 #[test]
-fn lower_priorities_go_first() {
+fn lower_priorities_are_spilled_first() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let precious = spiller.add(stand.filled(20, 1), 10).unwrap();
@@ -112,10 +112,10 @@ fn buffers_of_another_allocator_are_refused() {
     stand.quiet();
 }
 
-/// The thread that brings one back is the one that runs the reclaimer: it spills another and does
-/// not wait for itself.
+/// The thread that brings a buffer back runs the reclaimer: it spills another and does not wait for
+/// itself.
 #[test]
-fn bringing_one_back_spills_another_without_a_deadlock() {
+fn a_returning_buffer_spills_another_without_a_deadlock() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffers: Vec<Spillable<u32>> = (0..3)
@@ -127,7 +127,7 @@ fn bringing_one_back_spills_another_without_a_deadlock() {
             assert_eq!(buffers.iter().filter(|buffer| buffer.is_on_device()).count(), 1, "round {round}");
         }
     }
-    // Two at a time do not fit: an error, and both keep what they hold.
+    // Two at a time do not fit: an error, and both keep their contents.
     let first = buffers[0].access(&stand.stream).unwrap();
     assert!(buffers[1].access(&stand.stream).unwrap_err().is_out_of_memory());
     drop(first);
@@ -137,7 +137,7 @@ fn bringing_one_back_spills_another_without_a_deadlock() {
 }
 
 #[test]
-fn writes_during_an_access_come_back() {
+fn writes_during_an_access_are_kept() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffer = spiller.add(stand.filled(16, 1), 0).unwrap();
@@ -153,7 +153,7 @@ fn writes_during_an_access_come_back() {
     stand.quiet();
 }
 
-/// Fragmented memory: as many bytes as asked for are not enough, and the last rung spills the rest.
+/// Fragmented memory: freeing the requested bytes is not enough, and the last rung spills the rest.
 #[test]
 fn spilling_goes_on_after_memory_was_freed_in_pieces() {
     let stand = stand_with(SimConfig::new(64 * MIB), Config::parse("expandable_segments:False").unwrap());
@@ -162,7 +162,7 @@ fn spilling_goes_on_after_memory_was_freed_in_pieces() {
     for n in 0..6u32 {
         order.push((u64::from(n), spiller.add(stand.filled(10, n), 0).unwrap()));
     }
-    // Every other one is oldest, so that what goes first leaves holes.
+    // Every other buffer is oldest, so that spilling leaves holes.
     for n in [1usize, 3, 5] {
         drop(order[n].1.access(&stand.stream).unwrap());
     }
@@ -176,7 +176,7 @@ fn spilling_goes_on_after_memory_was_freed_in_pieces() {
 }
 
 #[test]
-fn without_host_memory_nothing_is_freed_and_nothing_lost() {
+fn without_host_memory_no_buffer_is_spilled_or_lost() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffer = spiller.add(stand.filled(40, 3), 0).unwrap();
@@ -220,7 +220,7 @@ fn failures_of_copies_lose_nothing() {
 }
 
 #[test]
-fn it_can_be_dropped_in_any_state() {
+fn a_spiller_can_be_dropped_in_any_state() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffers: Vec<Spillable<u32>> = (0..3).map(|n| spiller.add(stand.filled(10, n), 0).unwrap()).collect();
@@ -240,7 +240,7 @@ fn it_can_be_dropped_in_any_state() {
 }
 
 #[test]
-fn many_threads_use_more_than_there_is() {
+fn many_threads_share_less_memory_than_they_need() {
     let stand = stand(64);
     let spiller = Spiller::new(&stand.transfer, 0);
     let buffers: Vec<Spillable<u32>> = (0..8).map(|n| spiller.add(stand.filled(12, n), 0).unwrap()).collect();
@@ -295,8 +295,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is added, used, spilled, held and dropped on a device that is too small for all of
-    /// it, contents stay.
+    /// Contents stay through any use, spilling and dropping on a device that is too small for all
+    /// buffers.
     #[test]
     fn random_programs_keep_contents(steps in prop::collection::vec(step(), 1..30), seed in 0u64..1000, segments in any::<bool>()) {
         let config = if segments { Config::parse("expandable_segments:False").unwrap() } else { Config::default() };

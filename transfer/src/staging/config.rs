@@ -1,4 +1,6 @@
-//! The configuration of the ring.
+//! The configuration of the ring, and its statistics.
+
+use std::time::Duration;
 
 /// The alignment of pieces of host memory, in bytes.
 pub(crate) const PAGE: usize = 4096;
@@ -32,8 +34,8 @@ pub struct StagingConfig {
 }
 
 /// Whether an upload of a [`crate::FilePart`] bypasses the page cache (`O_DIRECT`), where the
-/// system and the file system support that. Where they do not, and at the unaligned ends of what is
-/// read, files are read through the cache.
+/// system and the file system support that. Where they do not, and at the unaligned ends of a read,
+/// files are read through the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DirectIo {
@@ -63,37 +65,32 @@ impl Default for StagingConfig {
 impl StagingConfig {
     /// Sets [`StagingConfig::chunk_bytes`].
     #[must_use]
-    pub fn chunk_bytes(mut self, bytes: usize) -> Self {
-        self.chunk_bytes = Some(bytes);
-        self
+    pub fn chunk_bytes(self, bytes: usize) -> Self {
+        Self { chunk_bytes: Some(bytes), ..self }
     }
 
     /// Sets [`StagingConfig::chunks`].
     #[must_use]
-    pub fn chunks(mut self, chunks: usize) -> Self {
-        self.chunks = Some(chunks);
-        self
+    pub fn chunks(self, chunks: usize) -> Self {
+        Self { chunks: Some(chunks), ..self }
     }
 
     /// Sets [`StagingConfig::threads`].
     #[must_use]
-    pub fn threads(mut self, threads: usize) -> Self {
-        self.threads = Some(threads);
-        self
+    pub fn threads(self, threads: usize) -> Self {
+        Self { threads: Some(threads), ..self }
     }
 
     /// Sets [`StagingConfig::bytes_max`].
     #[must_use]
-    pub fn bytes_max(mut self, bytes: usize) -> Self {
-        self.bytes_max = bytes;
-        self
+    pub fn bytes_max(self, bytes: usize) -> Self {
+        Self { bytes_max: bytes, ..self }
     }
 
     /// Sets [`StagingConfig::direct_io`].
     #[must_use]
-    pub fn direct_io(mut self, direct_io: DirectIo) -> Self {
-        self.direct_io = direct_io;
-        self
+    pub fn direct_io(self, direct_io: DirectIo) -> Self {
+        Self { direct_io, ..self }
     }
 
     /// Whether all sizes are configured.
@@ -115,6 +112,37 @@ impl StagingConfig {
             threads: self.threads.unwrap_or(chosen.threads).clamp(1, 64),
         }
     }
+}
+
+/// Sizes and counters of the staging ring of a [`crate::Transfer`]. Times are of the host's clock,
+/// added up over threads, on simulated devices too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StagingStats {
+    /// Bytes of a chunk; 0 before the first use.
+    pub chunk_bytes: u64,
+    /// Chunks that were allocated so far.
+    pub chunks: u64,
+    /// The most chunks; 0 before the first use. There are fewer while fewer are needed, or where
+    /// memory is short.
+    pub chunks_max: u64,
+    /// Threads that run. They start as they are needed.
+    pub threads: u64,
+    /// The most threads, without those that wait for streams; 0 before the first use.
+    pub threads_max: u64,
+    /// Bytes that went to the device.
+    pub uploaded_bytes: u64,
+    /// Bytes that came from the device.
+    pub downloaded_bytes: u64,
+    /// Time in copies of host memory, into and out of chunks.
+    pub time_copying: Duration,
+    /// Time in reads of files.
+    pub time_reading: Duration,
+    /// Time spent waiting for a free chunk, that is, for copies to the device. If it is long, the
+    /// link limits; else the host or its storage does.
+    pub time_waiting_for_chunks: Duration,
+    /// Time spent waiting for copies from the device.
+    pub time_waiting_for_arrivals: Duration,
 }
 
 const CHUNK_BYTES_MAX: usize = 1 << 30;

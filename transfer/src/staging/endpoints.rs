@@ -39,38 +39,32 @@ pub(crate) trait HostTarget: Send + Sync {
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError>;
 }
 
-/// The bytes of a source that lie in some rows.
-pub(crate) struct Gathered {
-    pub(crate) source: Arc<dyn HostSource>,
+/// The bytes of a host end that lie in some rows. No two of a target's may be one.
+pub(crate) struct InRows<E: ?Sized> {
+    pub(crate) end: Arc<E>,
     pub(crate) rows: Rows<1>,
 }
 
-impl HostSource for Gathered {
+impl HostSource for InRows<dyn HostSource> {
     fn bytes(&self) -> u64 {
         self.rows.len()
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         self.rows.blocks(offset..offset + into.len() as u64, |block| {
-            block.rows().try_for_each(|row| self.source.read(row.at[0], &mut into[range_of(row)]))
+            block.rows().try_for_each(|row| self.end.read(row.at[0], &mut into[range_of(row)]))
         })
     }
 }
 
-/// The bytes of a target that lie in some rows. No two of them may be one.
-pub(crate) struct Scattered {
-    pub(crate) target: Arc<dyn HostTarget>,
-    pub(crate) rows: Rows<1>,
-}
-
-impl HostTarget for Scattered {
+impl HostTarget for InRows<dyn HostTarget> {
     fn bytes(&self) -> u64 {
         self.rows.len()
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
         self.rows.blocks(offset..offset + from.len() as u64, |block| {
-            block.rows().try_for_each(|row| self.target.write(row.at[0], &from[range_of(row)]))
+            block.rows().try_for_each(|row| self.end.write(row.at[0], &from[range_of(row)]))
         })
     }
 }

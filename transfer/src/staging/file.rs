@@ -5,7 +5,7 @@
 //! of the cache, so it is measured while the file is read.
 //!
 //! `O_DIRECT` (open(2) of Linux) needs offset, length and address at multiples of the storage's
-//! block size; this uses pages. The rest, and what the file system refuses, is read through the
+//! block size; this uses pages. The rest, and reads that the file system refuses, go through the
 //! cache.
 
 use std::fs::File;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::config::{DirectIo, PAGE};
 use super::endpoints::HostSource;
-use super::workers::nanoseconds;
+use crate::counters::nanoseconds;
 use crate::error::TransferError;
 use crate::regular_file;
 
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_are_tried_in_turn_and_the_faster_one_is_kept() {
+    fn both_ways_are_tried_alternately_and_the_faster_one_is_used() {
         for direct_ns in [500, 2000] {
             let ways = direct(true);
             for number in 0..MEASURED_READS {
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_past_the_cache_fill_in_what_they_cannot_read() {
+    fn unaligned_ends_are_read_through_the_cache() {
         let path = std::env::current_exe().unwrap();
         let whole = std::fs::read(&path).unwrap();
         let source = FileSource::open(&path, 0, whole.len() as u64, DirectIo::Always).unwrap();

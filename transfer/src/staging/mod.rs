@@ -8,7 +8,7 @@
 //! The parts, from the bottom up:
 //! * `endpoints`: the host ends of transfers;
 //! * `staged_transfer`: a transfer, and the steps of its pieces;
-//! * `ring`: the next task (`task` defines tasks, `lanes` limits the chunks of a stream);
+//! * `ring`: the next task (`task` defines tasks, `windows` limits the chunks of a stream);
 //! * `scheduler`: the threads that share the ring; `workers`: their work; `tune`: the choice of
 //!   sizes;
 //! * `file`: files.
@@ -20,34 +20,31 @@
 mod config;
 mod endpoints;
 mod file;
-mod lanes;
 mod ring;
 mod scheduler;
 mod staged_transfer;
-mod stats;
 mod task;
 #[cfg(test)]
 mod tests;
 mod tune;
+mod windows;
 mod workers;
 
-use std::fmt;
 use std::sync::Arc;
 
 use aquifer_device::{Operation, Stream, fork};
 
 pub(crate) use config::PAGE;
-pub use config::{DirectIo, StagingConfig};
-pub(crate) use endpoints::{Gathered, HostSource, HostTarget, Scattered};
+pub use config::{DirectIo, StagingConfig, StagingStats};
+pub(crate) use endpoints::{HostSource, HostTarget, InRows};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
-pub use stats::StagingStats;
 
 use crate::error::TransferError;
 use crate::job::Job;
 use crate::pinned::PinnedPool;
-pub(crate) use staged_transfer::DeviceEndpoint;
-use staged_transfer::{HostEndpoint, StagedTransfer};
+use staged_transfer::StagedTransfer;
+pub(crate) use staged_transfer::{DeviceEndpoint, HostEndpoint};
 use workers::Workers;
 
 /// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use.
@@ -69,39 +66,22 @@ impl Staging {
         &self.config
     }
 
-    /// Begins to copy all of `source` to `to`, reserved for writing, by copies on `stream`. The
-    /// reservation ends when the last copy is enqueued. Transfers of lower `priority` go first.
+    /// Begins to copy all bytes between a host end and a device end of one length, by copies on
+    /// `stream`, which must be a stream of the memory's device for all threads. Transfers of lower
+    /// `priority` go first. An upload's reservation ends when the last copy is enqueued, that of a
+    /// download when the bytes are in the target.
     ///
     /// # Errors
-    /// Ends of different lengths, memory of another device than the stream's, a stream that
-    /// captures, a lost device. The job has later errors.
-    pub(crate) fn upload(
+    /// A lost device, and errors of the driver. The job has later errors.
+    pub(crate) fn begin(
         &self,
-        source: Arc<dyn HostSource>,
-        to: DeviceEndpoint,
+        host: HostEndpoint,
+        device: DeviceEndpoint,
         stream: &Stream,
         priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
-        self.begin(StagedTransfer::new(HostEndpoint::Source(source), to, stream, priority)?)
-    }
-
-    /// Begins to copy all of `from`, reserved for reading, to `target`, by copies on `stream`. The
-    /// reservation ends when the bytes are in the target.
-    ///
-    /// # Errors
-    /// As [`Staging::upload`].
-    pub(crate) fn download(
-        &self,
-        from: DeviceEndpoint,
-        target: Arc<dyn HostTarget>,
-        stream: &Stream,
-        priority: i32,
-    ) -> Result<Arc<Job>, TransferError> {
-        self.begin(StagedTransfer::new(HostEndpoint::Target(target), from, stream, priority)?)
-    }
-
-    fn begin(&self, transfer: StagedTransfer) -> Result<Arc<Job>, TransferError> {
         fork::check(Operation::CopyToDevice)?;
+        let transfer = StagedTransfer::new(host, device, stream, priority)?;
         let job = transfer.job().clone();
         if transfer.bytes() == 0 {
             transfer.end(Ok(()));
@@ -124,11 +104,5 @@ impl Drop for Staging {
             return;
         }
         self.workers.scheduler.close();
-    }
-}
-
-impl fmt::Debug for Staging {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Staging").field("stats", &self.stats()).finish_non_exhaustive()
     }
 }

@@ -14,16 +14,16 @@
 //! * no job begins a piece while a more urgent one may;
 //! * jobs of one priority alternate by the piece: while a job may begin one and holds less than its
 //!   share, every other job of its priority begins at most one piece;
-//! * at most one task waits for each lane (a stream): later copies of a lane are not done earlier;
-//! * a lane holds few chunks until copies of it are seen to be done, and never all: chunks that it
-//!   holds while its stream stands still, for instance behind a long kernel, are not available to
-//!   others (`lanes`).
+//! * at most one task waits for each stream: later copies of a stream are not done earlier;
+//! * a stream holds few chunks until copies of it are seen to be done, and never all: chunks that
+//!   it holds while its stream stands still, for instance behind a long kernel, are not available
+//!   to others (`windows`).
 
 use std::collections::{BTreeMap, VecDeque};
 
 use super::config::{PAGE, Sizes};
-use super::lanes::{self, Lanes};
 use super::task::{After, Done, Flight, JobId, Order, Piece, Task, Way};
+use super::windows::{self, Windows};
 use crate::error::TransferError;
 
 #[derive(Debug)]
@@ -67,9 +67,9 @@ pub(super) struct Ring<J, C, T> {
     /// Jobs with pieces that were not begun, in the order of their turns: those of lower priority
     /// numbers first.
     turns: VecDeque<JobId>,
-    /// The chunks that each lane holds.
-    lanes: Lanes,
-    /// Lanes that a task waits for.
+    /// The chunks that each stream holds.
+    windows: Windows,
+    /// Streams that a task waits for.
     watched: Vec<u32>,
     /// The error of a lost device.
     lost: Option<TransferError>,
@@ -104,7 +104,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             jobs: BTreeMap::new(),
             next_job: 0,
             turns: VecDeque::new(),
-            lanes: Lanes::default(),
+            windows: Windows::default(),
             watched: Vec::new(),
             lost: None,
         }
@@ -128,7 +128,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     /// Takes all chunks out that no task has.
     pub(super) fn strip(&mut self) -> Vec<C> {
         let used = std::mem::take(&mut self.flying).into_iter().chain(std::mem::take(&mut self.arrived));
-        let used: Vec<_> = used.inspect(|flight| self.lanes.release(flight.lane)).collect();
+        let used: Vec<_> = used.inspect(|flight| self.windows.release(flight.stream)).collect();
         let chunks: Vec<C> = self.free.drain(..).chain(used.into_iter().map(|flight| flight.chunk)).collect();
         self.chunks -= chunks.len();
         chunks
@@ -181,7 +181,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             }
             NextStep::Wait(index) => {
                 let flight = self.flying.remove(index)?;
-                self.watched.push(flight.lane);
+                self.watched.push(flight.stream);
                 Some(Task::Wait(flight))
             }
         }
@@ -201,14 +201,14 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         if let Some(turn) = turn.filter(|_| !self.free.is_empty()) {
             return Some(NextStep::Begin(turn));
         }
-        // Also before the only lane may hold them: it may soon.
-        let most = if turn.is_some() { self.target } else { lanes::most(self.target) };
+        // Also before the only stream may hold them: it may soon.
+        let most = if turn.is_some() { self.target } else { windows::most(self.target) };
         let to_come = self.growing + self.free.len();
         if wanting && self.chunks + self.growing < most && to_come < self.pieces_not_begun(to_come + 1) {
             return Some(NextStep::Grow);
         }
         let is_needed = |flight: &Flight<C, T>| wanting || (flight.way == Way::Down && self.is_alive(flight.id));
-        let first = self.flying.iter().position(|flight| is_needed(flight) && !self.watched.contains(&flight.lane));
+        let first = self.flying.iter().position(|flight| is_needed(flight) && !self.watched.contains(&flight.stream));
         first.map(NextStep::Wait)
     }
 
@@ -238,7 +238,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Some(Task::Store(Piece { id, work: entry.order.work.clone(), range, chunk }))
     }
 
-    /// The first turn of a job that may have another chunk: the job and its lane hold less than
+    /// The first turn of a job that may have another chunk: the job and its stream hold less than
     /// their shares.
     fn turn(&self) -> Option<usize> {
         self.turns.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
@@ -247,7 +247,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     fn may_hold_more(&self, entry: &JobState<J>) -> bool {
         // Less urgent jobs do not reduce the share. Rounded up.
         let share = self.target.div_ceil(self.turns_up_to(entry.order.priority).max(1));
-        entry.held < share && self.lanes.may_hold_more(entry.order.lane, self.target)
+        entry.held < share && self.windows.may_hold_more(entry.order.stream, self.target)
     }
 
     /// The number of turns of jobs of at least this urgency.
@@ -272,7 +272,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         entry.open += 1;
         entry.in_use += 1;
         entry.held += 1;
-        self.lanes.hold(entry.order.lane);
+        self.windows.hold(entry.order.stream);
         let piece = Piece { id, work: entry.order.work.clone(), range: start..entry.begun, chunk };
         let (way, priority) = (entry.order.way, entry.order.priority);
         if !entry.is_begun() {
@@ -293,15 +293,15 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             Done::Grown(grown) => self.grown(grown, &mut after),
             Done::Sent(piece, tick) => self.sent(piece, tick, &mut after),
             Done::Stored(piece) => {
-                let lane = self.put_down(&piece, true);
-                self.recycle(piece.id, lane, piece.chunk, &mut after);
+                let stream = self.put_down(&piece, true);
+                self.recycle(piece.id, stream, piece.chunk, &mut after);
                 // Dropped first, so that `after` has the last reference.
                 drop(piece.work);
                 self.end_if_done(piece.id, &mut after);
             }
             Done::Failed(piece, error) => {
-                let lane = self.put_down(&piece, false);
-                self.recycle(piece.id, lane, piece.chunk, &mut after);
+                let stream = self.put_down(&piece, false);
+                self.recycle(piece.id, stream, piece.chunk, &mut after);
                 drop(piece.work);
                 self.fail(piece.id, error, &mut after);
             }
@@ -332,32 +332,32 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         drop(work);
         let Some(entry) = self.jobs.get_mut(&id) else { return self.discard(chunk, after) };
         entry.in_use -= 1;
-        let (way, lane) = (entry.order.way, entry.order.lane);
+        let (way, stream) = (entry.order.way, entry.order.stream);
         if way == Way::Up {
             entry.open -= 1;
         }
         if self.lost.is_some() {
-            self.lanes.release(lane);
+            self.windows.release(stream);
             self.discard(chunk, after);
         } else {
-            self.flying.push_back(Flight { id, way, lane, range, chunk, tick });
+            self.flying.push_back(Flight { id, way, stream, range, chunk, tick });
         }
         self.end_if_done(id, after);
     }
 
     fn waited(&mut self, flight: Flight<C, T>, waited: Result<(), TransferError>, after: &mut After<J, C>) {
-        self.watched.retain(|&lane| lane != flight.lane);
-        let (id, lane) = (flight.id, flight.lane);
+        self.watched.retain(|&stream| stream != flight.stream);
+        let (id, stream) = (flight.id, flight.stream);
         if waited.is_ok() {
-            self.lanes.copy_is_done(lane);
+            self.windows.copy_is_done(stream);
         }
         match waited {
             Ok(()) if flight.way == Way::Down && self.is_alive(id) && self.lost.is_none() => {
                 self.arrived.push_back(flight);
             }
-            Ok(()) => self.recycle(id, Some(lane), flight.chunk, after),
+            Ok(()) => self.recycle(id, Some(stream), flight.chunk, after),
             Err(error) => {
-                self.recycle(id, Some(lane), flight.chunk, after);
+                self.recycle(id, Some(stream), flight.chunk, after);
                 if error.is_device_lost() {
                     self.lose(error, after);
                 } else if flight.way == Way::Down {
@@ -368,20 +368,20 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// Notes that no task has the piece any more. Returns its lane.
+    /// Notes that no task has the piece any more. Returns its stream.
     fn put_down(&mut self, piece: &Piece<J, C>, landed: bool) -> Option<u32> {
         let entry = self.jobs.get_mut(&piece.id)?;
         entry.in_use -= 1;
         entry.open -= usize::from(landed);
-        Some(entry.order.lane)
+        Some(entry.order.stream)
     }
 
-    /// Frees a chunk that a job held on a lane.
-    fn recycle(&mut self, id: JobId, lane: Option<u32>, chunk: C, after: &mut After<J, C>) {
+    /// Frees a chunk that a job held on a stream.
+    fn recycle(&mut self, id: JobId, stream: Option<u32>, chunk: C, after: &mut After<J, C>) {
         if let Some(entry) = self.jobs.get_mut(&id) {
             entry.held -= 1;
         }
-        lane.into_iter().for_each(|lane| self.lanes.release(lane));
+        stream.into_iter().for_each(|stream| self.windows.release(stream));
         self.keep(chunk, after);
     }
 
@@ -407,7 +407,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.arrived = others;
         let of_it: VecDeque<Flight<C, T>> = of_it;
         for flight in of_it {
-            self.recycle(id, Some(flight.lane), flight.chunk, after);
+            self.recycle(id, Some(flight.stream), flight.chunk, after);
         }
         self.end_if_done(id, after);
     }

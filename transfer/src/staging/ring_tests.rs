@@ -13,31 +13,31 @@ const SIZES: Sizes = Sizes { chunk_bytes: 4 * PAGE, chunks: 3, threads: 2 };
 type TestTask = Task<u32, u64, u64>;
 
 fn order(job: u32, way: Way, bytes: u64) -> Order<u32> {
-    Order { work: job, way, bytes, phase: 0, lane: job, priority: 0 }
+    Order { work: job, way, bytes, phase: 0, stream: job, priority: 0 }
 }
 
 fn lost() -> TransferError {
     TransferError::Device(DeviceError::new(Operation::SynchronizeEvent, Code(214)))
 }
 
-/// What the model knows of a job.
+/// A job in the model.
 #[derive(Debug)]
 struct Known {
     way: Way,
     bytes: u64,
     priority: i32,
     begun: u64,
-    /// Pieces that are through: sent for uploads, stored for downloads.
+    /// Complete pieces: sent for uploads, stored for downloads.
     through: Vec<Range<u64>>,
     in_use: usize,
-    /// Pieces of others begun since this job, with something left and less than its share, last
-    /// began one.
+    /// Pieces that others began since this job last began one, although it could begin more and
+    /// held less than its share.
     passed: BTreeMap<u32, usize>,
     ended: Option<Result<(), TransferError>>,
     failed: bool,
 }
 
-/// A ring, what is out of it, and what ought to be so.
+/// A ring, its tasks under way, and the expected state of its jobs.
 #[derive(Default)]
 struct Model {
     ring: Option<Ring<u32, u64, u64>>,
@@ -55,9 +55,9 @@ impl Model {
         self.ring.get_or_insert_with(Ring::new)
     }
 
-    fn submit(&mut self, way: Way, bytes: u64, phase: u64, lane: u32, priority: i32) {
+    fn submit(&mut self, way: Way, bytes: u64, phase: u64, stream: u32, priority: i32) {
         let job = u32::try_from(self.jobs.len()).unwrap();
-        let submitted = self.ring().submit(Order { work: job, way, bytes, phase, lane, priority });
+        let submitted = self.ring().submit(Order { work: job, way, bytes, phase, stream, priority });
         assert_eq!(submitted.is_err(), self.lost);
         let known = Known {
             way,
@@ -85,9 +85,9 @@ impl Model {
             Task::Fill(piece) | Task::Fetch(piece) => self.begun(piece.work, piece.range.clone(), &waiting),
             Task::Store(piece) => self.known(piece.work).in_use += 1,
             Task::Wait(flight) => {
-                let lane = flight.lane;
-                let same = |task: &TestTask| matches!(task, Task::Wait(other) if other.lane == lane);
-                assert!(!self.out.iter().any(same), "two wait for one lane");
+                let stream = flight.stream;
+                let same = |task: &TestTask| matches!(task, Task::Wait(other) if other.stream == stream);
+                assert!(!self.out.iter().any(same), "two tasks wait for one stream");
             }
             Task::Tune | Task::Grow { .. } => {}
         }
@@ -96,7 +96,7 @@ impl Model {
         true
     }
 
-    /// Jobs that have something left to begin and, with their lanes, hold less than their share.
+    /// Jobs that can begin more and, with their streams, hold less than their share.
     fn waiting(&mut self) -> Vec<u32> {
         let ring = self.ring();
         let entries = ring.turns.iter().map(|id| &ring.jobs[id]);
@@ -180,7 +180,7 @@ impl Model {
         let lost = self.lost;
         let no_memory = self.ring().chunks == 0;
         let known = self.known(job);
-        assert!(known.ended.is_none() && known.in_use == 0, "job {job} ended twice or in hands");
+        assert!(known.ended.is_none() && known.in_use == 0, "job {job} ended twice or while a task had it");
         assert_eq!(result.is_err(), known.failed || (result.is_err() && (lost || no_memory)), "job {job}: {result:?}");
         if result.is_ok() {
             known.through.sort_by_key(|range| range.start);
@@ -194,9 +194,9 @@ impl Model {
         known.ended = Some(result);
     }
 
-    /// Every chunk is in one place, and lanes are said to hold what they hold.
+    /// Asserts that every chunk is in one place, and that the chunks of each stream are counted.
     fn check(&mut self) {
-        self.check_lanes();
+        self.check_windows();
         let mut places: Vec<u64> = self.surplus.iter().copied().collect();
         for task in &self.out {
             match task {
@@ -216,24 +216,24 @@ impl Model {
         assert!(ring.chunks + growing <= SIZES.chunks);
     }
 
-    fn check_lanes(&mut self) {
+    fn check_windows(&mut self) {
         let mut held: BTreeMap<u32, usize> = BTreeMap::new();
-        let mut holds = |lane| *held.entry(lane).or_default() += 1;
+        let mut holds = |stream| *held.entry(stream).or_default() += 1;
         self.ring();
         let ring = self.ring.as_ref().unwrap();
         for task in &self.out {
             match task {
-                Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) => holds(ring.jobs[&piece.id].order.lane),
-                Task::Wait(flight) => holds(flight.lane),
+                Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) => holds(ring.jobs[&piece.id].order.stream),
+                Task::Wait(flight) => holds(flight.stream),
                 Task::Tune | Task::Grow { .. } => {}
             }
         }
-        ring.flying.iter().chain(&ring.arrived).for_each(|flight| holds(flight.lane));
-        assert_eq!(ring.lanes.held(), held);
-        assert!(held.values().all(|&held| held < SIZES.chunks), "one lane has all chunks");
+        ring.flying.iter().chain(&ring.arrived).for_each(|flight| holds(flight.stream));
+        assert_eq!(ring.windows.held(), held);
+        assert!(held.values().all(|&held| held < SIZES.chunks), "one stream has all chunks");
     }
 
-    /// Does all that is left, without failures: nothing is stuck.
+    /// Performs all tasks without failures. Asserts that all jobs end.
     fn drain(&mut self) {
         let mut steps = 0;
         while self.take() || !self.out.is_empty() {
@@ -250,7 +250,7 @@ impl Model {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Submit { up: bool, bytes: u64, phase: u64, lane: u32, priority: i32 },
+    Submit { up: bool, bytes: u64, phase: u64, stream: u32, priority: i32 },
     Take,
     Give(prop::sample::Index),
     Fail(prop::sample::Index),
@@ -260,7 +260,7 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let bytes = prop_oneof![1..100u64, Just(4 * PAGE as u64), 1..40 * PAGE as u64];
     let submit = (any::<bool>(), bytes, 0..PAGE as u64, 0..3u32, 0..2i32)
-        .prop_map(|(up, bytes, phase, lane, priority)| Step::Submit { up, bytes, phase, lane, priority });
+        .prop_map(|(up, bytes, phase, stream, priority)| Step::Submit { up, bytes, phase, stream, priority });
     let step = prop_oneof![
         2 => submit,
         12 => Just(Step::Take),
@@ -279,12 +279,12 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 proptest! {
     #[test]
-    fn every_byte_goes_once_and_no_chunk_is_lost(steps in steps()) {
+    fn every_byte_is_copied_once_and_no_chunk_is_lost(steps in steps()) {
         let mut model = Model::default();
         for step in steps {
             match step {
-                Step::Submit { up, bytes, phase, lane, priority } => {
-                    model.submit(if up { Way::Up } else { Way::Down }, bytes, phase, lane, priority);
+                Step::Submit { up, bytes, phase, stream, priority } => {
+                    model.submit(if up { Way::Up } else { Way::Down }, bytes, phase, stream, priority);
                 }
                 Step::Take => drop(model.take()),
                 Step::Give(index) if !model.out.is_empty() => model.give(index.index(model.out.len()), None),
@@ -305,7 +305,7 @@ proptest! {
     }
 }
 
-/// Does tasks in order until there are none, and returns the jobs of the pieces begun.
+/// Performs tasks in order until there are none, and returns the jobs of the pieces begun.
 fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 0);
     while let Some(task) = ring.next() {
@@ -353,7 +353,7 @@ fn pieces_end_at_page_boundaries_of_the_source() {
 }
 
 #[test]
-fn where_memory_is_short_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
+fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
     let short = || TransferError::OutOfPinned { requested: 0, reserved: 0, free: 0, limit: None, source: None };
     let mut ring: Ring<u32, u64, u64> = Ring::new();
     ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
@@ -367,7 +367,7 @@ fn where_memory_is_short_there_are_fewer_chunks_then_smaller_ones_then_an_error(
     }
     assert!(ring.is_idle());
 
-    // The next job tries again, and makes do with what there is.
+    // The next job tries again, and uses the chunks that there are.
     ring.submit(order(1, Way::Up, 1 << 30)).unwrap();
     assert!(matches!(ring.next(), Some(Task::Grow { bytes, .. }) if bytes == 256 << 10));
     ring.complete(Done::Grown(Ok(7)));
@@ -378,7 +378,7 @@ fn where_memory_is_short_there_are_fewer_chunks_then_smaller_ones_then_an_error(
 }
 
 #[test]
-fn a_cancelled_download_gives_up_what_arrived() {
+fn a_cancelled_download_releases_its_arrived_chunks() {
     let mut ring: Ring<u32, u64, u64> = Ring::new();
     ring.submit(order(0, Way::Down, 1 << 20)).unwrap();
     ring.complete(Done::Tuned(SIZES));
@@ -389,23 +389,23 @@ fn a_cancelled_download_gives_up_what_arrived() {
         ring.complete(Done::Sent(piece, chunk));
     }
     for _ in 0..2 {
-        let Some(Task::Wait(flight)) = ring.next() else { panic!("nothing but waiting is left") };
-        assert!(ring.next().is_none(), "one waits for a lane");
+        let Some(Task::Wait(flight)) = ring.next() else { panic!("only waiting is left") };
+        assert!(ring.next().is_none(), "one task waits for a stream");
         ring.complete(Done::Waited(flight, Ok(())));
         if ring.arrived.len() == 1 && ring.flying.len() == 1 {
-            let Some(Task::Store(piece)) = ring.next() else { panic!("what arrived is to land") };
+            let Some(Task::Store(piece)) = ring.next() else { panic!("the arrived piece is to be stored") };
             let after = ring.complete(Done::Failed(piece, TransferError::Cancelled));
             assert!(matches!(after.ended[..], [(0, Err(TransferError::Cancelled))]));
             break;
         }
     }
-    assert!(ring.is_idle() && ring.next().is_none(), "nobody waits for what nobody wants");
+    assert!(ring.is_idle() && ring.next().is_none(), "no task waits for an unneeded copy");
     ring.submit(order(1, Way::Down, 1)).unwrap();
     assert!(matches!(ring.next(), Some(Task::Fetch(_))));
 }
 
-/// Does tasks until only waiting for these lanes is left, and returns the jobs of pieces begun.
-/// What waits stays out.
+/// Performs tasks until only waits for these streams are left, and returns the jobs of pieces
+/// begun. The waits do not end.
 fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 100);
     while begun.len() < most {
@@ -421,7 +421,7 @@ fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> 
                 Done::Sent(piece, 0)
             }
             Some(Task::Store(piece)) => Done::Stored(piece),
-            Some(Task::Wait(flight)) if still.contains(&flight.lane) => continue,
+            Some(Task::Wait(flight)) if still.contains(&flight.stream) => continue,
             Some(Task::Wait(flight)) => Done::Waited(flight, Ok(())),
         };
         ring.complete(done);
@@ -429,7 +429,7 @@ fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> 
     begun
 }
 
-/// Streams that stand still, from the beginning or from somewhere on, leave chunks to the others.
+/// Some streams stand still from the beginning, others later.
 #[test]
 fn a_stream_that_stands_still_leaves_chunks_to_others() {
     let large = 1000 * PAGE as u64;
@@ -437,20 +437,20 @@ fn a_stream_that_stands_still_leaves_chunks_to_others() {
         [(Way::Up, 1, 0), (Way::Down, 1, 0), (Way::Up, 3, 0), (Way::Up, 1, 40), (Way::Down, 1, 40)]
     {
         let mut ring = Ring::new();
-        let lanes: Vec<u32> = (0..still).collect();
-        lanes.iter().for_each(|&lane| ring.submit(order(lane, way, large)).unwrap());
+        let streams: Vec<u32> = (0..still).collect();
+        streams.iter().for_each(|&stream| ring.submit(order(stream, way, large)).unwrap());
         begun_but_for(&mut ring, &[], before);
-        let stuck = begun_but_for(&mut ring, &lanes, usize::MAX);
+        let stuck = begun_but_for(&mut ring, &streams, usize::MAX);
         assert!(stuck.len() <= 6, "{stuck:?}");
         ring.submit(order(9, way, 40 * PAGE as u64)).unwrap();
-        let begun = begun_but_for(&mut ring, &lanes, usize::MAX);
+        let begun = begun_but_for(&mut ring, &streams, usize::MAX);
         assert_eq!(begun.iter().filter(|&&job| job == 9).count(), 10, "{way:?}, {still} still after {before}");
         assert!(ring.jobs.values().all(|entry| entry.order.work != 9), "it has ended");
     }
 }
 
-/// An urgent job passes any number of others, and has their chunks as they come back; they go on
-/// with what it leaves.
+/// An urgent job passes any number of others, and gets their chunks as they come back. The others
+/// go on with the rest.
 #[test]
 fn an_urgent_job_goes_first() {
     let mut ring = Ring::new();
@@ -464,8 +464,8 @@ fn an_urgent_job_goes_first() {
     let until = begun.iter().rposition(|&job| job == 9).unwrap();
     let others = begun[..until].iter().filter(|&&job| job != 9).count();
     assert_eq!(begun.iter().filter(|&&job| job == 9).count(), 20);
-    // Of one priority, they would have five times as many; they have what its stream may not hold
-    // yet, and the last chunk.
+    // With one priority they would have five times as many. They have the chunks that its stream
+    // may not hold yet, and the last chunk.
     assert!(others <= 10, "{others} pieces of others before the end of the urgent one: {begun:?}");
     assert!((0..5).all(|job| begun.contains(&job)), "{begun:?}");
 }

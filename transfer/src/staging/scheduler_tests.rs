@@ -1,4 +1,4 @@
-//! Threads on tasks that are played without a device.
+//! Threads that perform tasks without a device.
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
@@ -18,7 +18,7 @@ type Notify = mpsc::Sender<bool>;
 struct Workers {
     scheduler: Scheduler<Notify, (), u32>,
     sizes: Sizes,
-    /// A wait for lane 0 waits for this.
+    /// A wait for stream 0 waits for this.
     still: PlainMutex<mpsc::Receiver<()>>,
     starts: AtomicUsize,
     /// The start that fails.
@@ -33,9 +33,9 @@ impl Workers {
         (Arc::new(Workers { scheduler: Scheduler::new(), sizes, still, starts, fails }), go)
     }
 
-    fn submit(self: &Arc<Self>, lane: u32, pieces: u64) -> mpsc::Receiver<bool> {
+    fn submit(self: &Arc<Self>, stream: u32, pieces: u64) -> mpsc::Receiver<bool> {
         let (notify, ended) = mpsc::channel();
-        let order = Order { work: notify, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, lane, priority: 0 };
+        let order = Order { work: notify, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, stream, priority: 0 };
         self.scheduler.submit(order, self).unwrap();
         ended
     }
@@ -49,8 +49,8 @@ impl Executor<Notify, (), u32> for Arc<Workers> {
             Task::Fill(piece) | Task::Fetch(piece) => Done::Sent(piece, 0),
             Task::Store(piece) => Done::Stored(piece),
             Task::Wait(flight) => {
-                if flight.lane == 0 {
-                    // An end of the channel is as good.
+                if flight.stream == 0 {
+                    // A closed channel ends the wait, too.
                     let _ = self.still.lock().recv();
                 }
                 Done::Waited(flight, Ok(()))
@@ -59,9 +59,9 @@ impl Executor<Notify, (), u32> for Arc<Workers> {
     }
 
     fn settle(&self, after: After<Notify, ()>) {
-        let tell =
+        let notify_end =
             |(notify, result): (Notify, Result<(), TransferError>)| notify.send(result.is_ok()).unwrap_or_default();
-        after.ended.into_iter().for_each(tell);
+        after.ended.into_iter().for_each(notify_end);
     }
 
     fn spawn(&self) -> Result<(), TransferError> {
@@ -75,10 +75,9 @@ impl Executor<Notify, (), u32> for Arc<Workers> {
     }
 }
 
-/// However few threads there may be: a stream that stands still keeps neither all of them nor all
-/// chunks.
+/// A stream that stands still does not hold all threads or all chunks.
 #[test]
-fn a_stream_that_stands_still_keeps_no_others_from_going_on() {
+fn a_stream_that_stands_still_does_not_block_others() {
     for threads in [1, 2, 4] {
         let (workers, go) = Workers::new(8, threads, 0);
         let stuck = workers.submit(0, 100);

@@ -50,7 +50,7 @@ impl Workers {
 
     fn submit(self: &Arc<Self>, way: Way, pieces: u64) -> Arc<Job> {
         let job = Arc::new(Job::default());
-        let order = Order { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, lane: 0, priority: 0 };
+        let order = Order { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, stream: 0, priority: 0 };
         self.scheduler.submit(order, self).unwrap();
         job
     }
@@ -59,7 +59,7 @@ impl Workers {
         self.fails > 0 && (self.tasks.fetch_add(1, Ordering::SeqCst) + 1).is_multiple_of(self.fails)
     }
 
-    /// Lets threads end and waits for them, which the scheduler reports where it lasts for ever.
+    /// Ends the threads and waits for them. The scheduler reports a wait without end.
     fn end(&self) {
         self.scheduler.close();
         self.scheduler.join();
@@ -68,10 +68,10 @@ impl Workers {
 
 /// Uses a piece for a while.
 fn hold(work: &Job, chunk: &AtomicUsize) {
-    assert_eq!(chunk.fetch_add(1, Ordering::SeqCst), 0, "two have one chunk");
+    assert_eq!(chunk.fetch_add(1, Ordering::SeqCst), 0, "two tasks have one chunk");
     work.in_use.fetch_add(1, Ordering::SeqCst);
     thread::yield_now();
-    assert!(work.ended.lock().unwrap().is_none(), "it ended while somebody had it in piece");
+    assert!(work.ended.lock().unwrap().is_none(), "it ended while a task had a piece of it");
     work.in_use.fetch_sub(1, Ordering::SeqCst);
     chunk.fetch_sub(1, Ordering::SeqCst);
 }
@@ -124,7 +124,7 @@ fn ended(job: &Job) -> Option<bool> {
 }
 
 #[test]
-fn every_job_ends_and_every_thread_does() {
+fn every_job_and_every_thread_ends() {
     explore(|| {
         let workers = Arc::new(Workers::new(2, 2));
         let other = workers.clone();
@@ -147,7 +147,7 @@ fn failures_end_their_jobs_and_no_others() {
 }
 
 #[test]
-fn a_scheduler_that_closes_finishes_what_it_has() {
+fn a_closed_scheduler_finishes_its_jobs() {
     explore(|| {
         let workers = Arc::new(Workers::new(2, 3));
         let job = workers.submit(Way::Down, 3);
@@ -160,7 +160,7 @@ fn a_scheduler_that_closes_finishes_what_it_has() {
 }
 
 #[test]
-fn without_threads_jobs_fail_and_with_one_they_do_not() {
+fn jobs_fail_without_threads_and_succeed_with_one() {
     explore(|| {
         let workers = Arc::new(Workers { failing_starts: AtomicUsize::new(1), ..Workers::new(2, 2) });
         let none = workers.submit(Way::Up, 2);

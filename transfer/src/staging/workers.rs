@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use aquifer_device::Tick;
 use aquifer_device::sim::defer_panics_here;
 
-use super::config::StagingConfig;
+use super::config::{StagingConfig, StagingStats};
 use super::ring::CHUNK_BYTES_LEAST;
 use super::scheduler::{Executor, Scheduler};
 use super::staged_transfer::{Chunk, Piece, StagedTransfer, fill, send, store};
-use super::stats::StagingStats;
 use super::task::{After, Done, Task, Way};
 use super::tune;
+use crate::counters::nanoseconds;
 use crate::error::TransferError;
-use crate::foreign_code::{self, guarded};
+use crate::foreign_code::{self, DRIVER, guarded};
 use crate::pinned::{PinnedPool, ReclaimableCache};
 
 /// A ring with its worker threads, each of which keeps it alive.
@@ -167,16 +167,9 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
     }
 }
 
-/// Named in errors about panics outside of sources and targets.
-const DRIVER: &str = "the driver of the device";
-
 fn timed<R>(total_ns: &AtomicU64, call: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let result = call();
     total_ns.fetch_add(nanoseconds(start.elapsed()), Ordering::Relaxed);
     result
-}
-
-pub(super) fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -3,7 +3,7 @@
 use aquifer_kernels::{DType, convert_host};
 
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::staging::HostSource;
 
 /// The elements of another source, converted.
@@ -36,13 +36,13 @@ impl<S: HostSource> HostSource for Converted<S> {
         let size = self.to.bytes();
         // Whole elements around the range.
         let (first, end) = (offset / size, (offset + into.len() as u64).div_ceil(size));
-        let mut elements = host_vec::zeroed(count((end - first) * self.from.bytes()))?;
+        let mut elements = host_memory::zeroed(count((end - first) * self.from.bytes()))?;
         self.source.read(first * self.from.bytes(), &mut elements)?;
         let before = count(offset - first * size);
         if before == 0 && (into.len() as u64).is_multiple_of(size) {
             return Ok(convert_host(&elements, self.from, into, self.to)?);
         }
-        let mut whole = host_vec::zeroed(count((end - first) * size))?;
+        let mut whole = host_memory::zeroed(count((end - first) * size))?;
         convert_host(&elements, self.from, &mut whole, self.to)?;
         into.copy_from_slice(&whole[before..before + into.len()]);
         Ok(())
@@ -60,7 +60,7 @@ mod tests {
     use crate::copy::Owned;
 
     #[test]
-    fn any_part_is_the_part_of_all_converted() {
+    fn converting_a_part_agrees_with_converting_all() {
         let floats: Vec<f32> = (0..20).map(|n| n as f32 * 1.5).collect();
         let memory = Owned::new::<f32, _>(floats.clone());
         for to in [DType::F16, DType::U8, DType::F64] {

@@ -1,16 +1,19 @@
-//! Making tensors.
+//! Making tensors of elements, and reading elements back on the host.
 
 use aquifer_allocator::{AccessGuard, Allocator, Buffer};
 use aquifer_device::{AccessKind, RequestError, Stream};
-use aquifer_kernels::{DType, Target};
+use aquifer_kernels::{DType, Element, Target, convert_host};
+use bytemuck::Pod;
+use half::{bf16, f16};
 
 use super::Tensor;
-use super::memory::{DeviceMemory, Memory, PinnedHost, Scalar, by_dtype};
+use super::memory::{DeviceMemory, Memory};
+use super::pack::pack_on_host;
 use super::place::Place;
 use crate::copy::Owned;
 use crate::counters::Direction;
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::layout::{Layout, LayoutError};
 use crate::runtime::Transfer;
 
@@ -85,20 +88,32 @@ impl Tensor {
         dtype: DType,
         shape: &[usize],
     ) -> Result<Tensor, TransferError> {
-        let place = Place::named(place)?;
+        Tensor::written(Place::named(place)?, dtype, shape, |_| {}, |_, _, _| Ok(()))
+    }
+
+    /// A new tensor: `write` fills memory of the host, which page-locked memory needs, and
+    /// `enqueue` that of a device.
+    #[track_caller]
+    fn written(
+        place: Place,
+        dtype: DType,
+        shape: &[usize],
+        write: impl FnOnce(&mut [u8]),
+        enqueue: impl FnOnce(&Transfer, &Stream, &mut Buffer<u8>) -> Result<(), TransferError>,
+    ) -> Result<Tensor, TransferError> {
         let _place = place.called_here();
         let layout = Layout::row_major(shape)?;
-        let bytes = bytes_of(&layout, dtype)?;
         let memory = match place {
-            Place::Host => Memory::Host(zeroed_host(dtype, layout.len())?),
-            Place::Pinned(pool) => {
-                let buffer = pool.alloc::<u8>(host_bytes(&layout, dtype)?)?;
-                Memory::Pinned(PinnedHost { buffer: buffer.into(), pool })
-            }
             Place::Device(transfer) => {
                 let stream = transfer.next_stream(Direction::OnDevice).clone();
-                Memory::Device(DeviceMemory { buffer: transfer.alloc_bytes(bytes, &stream)?, transfer })
+                let mut buffer = transfer.alloc_elements(layout.len(), dtype, &stream)?;
+                enqueue(&transfer, &stream, &mut buffer)?;
+                Memory::Device(DeviceMemory { buffer, transfer })
             }
+            host => Memory::on_host(host.pool(), dtype, layout.len(), |bytes| {
+                write(bytes);
+                Ok(())
+            })?,
         };
         Tensor::new(memory, dtype, layout)
     }
@@ -136,25 +151,19 @@ impl Tensor {
         shape: &[usize],
     ) -> Result<Tensor, TransferError> {
         let place = Place::named(place)?;
-        let _place = place.called_here();
-        match place {
-            Place::Pinned(pool) => {
-                let layout = Layout::row_major(shape)?;
-                let buffer = pool.alloc_zeroed::<u8>(host_bytes(&layout, dtype)?)?;
-                Tensor::new(Memory::Pinned(PinnedHost { buffer: buffer.into(), pool }), dtype, layout)
+        let is_zero = !place.is_pinned();
+        let write = |bytes: &mut [u8]| {
+            if !is_zero {
+                bytes.fill(0)
             }
-            place => {
-                let tensor = Tensor::empty(place, dtype, shape)?;
-                if let Memory::Device(memory) = &tensor.memory
-                    && !tensor.is_empty()
-                {
-                    let stream = memory.transfer.next_stream(Direction::OnDevice);
-                    let _access = AccessGuard::acquire(stream, &[(memory.buffer.storage(), AccessKind::Write)])?;
-                    stream.fill(memory.buffer.ptr(), 0, memory.buffer.bytes())?;
-                }
-                Ok(tensor)
+        };
+        Tensor::written(place, dtype, shape, write, |_, stream, buffer| {
+            if buffer.is_empty() {
+                return Ok(());
             }
-        }
+            let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?;
+            Ok(stream.fill(buffer.ptr(), 0, buffer.bytes())?)
+        })
     }
 
     /// A tensor of which every element is `value`. On a device they are enqueued to be written.
@@ -167,31 +176,12 @@ impl Tensor {
         shape: &[usize],
         value: T,
     ) -> Result<Tensor, TransferError> {
-        let place = Place::named(place)?;
-        let _place = place.called_here();
-        let layout = Layout::row_major(shape)?;
-        let memory = match place {
-            Place::Host => {
-                let element = bytemuck::bytes_of(&value);
-                Memory::Host(filled_host(T::DTYPE, layout.len(), |bytes| {
-                    bytes.chunks_exact_mut(size_of::<T>()).for_each(|to| to.copy_from_slice(element));
-                    Ok(())
-                })?)
-            }
-            Place::Pinned(pool) => {
-                let mut buffer = pool.alloc::<u8>(host_bytes(&layout, T::DTYPE)?)?;
-                let element = bytemuck::bytes_of(&value);
-                buffer.write()?.chunks_exact_mut(size_of::<T>()).for_each(|to| to.copy_from_slice(element));
-                Memory::Pinned(PinnedHost { buffer: buffer.into(), pool })
-            }
-            Place::Device(transfer) => {
-                let stream = transfer.next_stream(Direction::OnDevice).clone();
-                let mut buffer: Buffer<u8> = transfer.alloc_bytes(bytes_of(&layout, T::DTYPE)?, &stream)?;
-                transfer.kernels()?.fill(&stream, Target::of_bytes(&mut buffer, T::DTYPE), value)?;
-                Memory::Device(DeviceMemory { buffer, transfer })
-            }
-        };
-        Tensor::new(memory, T::DTYPE, layout)
+        let element = bytemuck::bytes_of(&value);
+        let write =
+            |bytes: &mut [u8]| bytes.chunks_exact_mut(size_of::<T>()).for_each(|to| to.copy_from_slice(element));
+        Tensor::written(Place::named(place)?, T::DTYPE, shape, write, |transfer, stream, buffer| {
+            Ok(transfer.kernels()?.fill(stream, Target::of_bytes(buffer, T::DTYPE), value)?)
+        })
     }
 
     /// [`Tensor::empty`] in the place, with the dtype and shape of this one.
@@ -218,12 +208,7 @@ impl Tensor {
     /// As [`Tensor::full`].
     #[track_caller]
     pub fn ones_like(&self) -> Result<Tensor, TransferError> {
-        by_dtype!(self.dtype, T => {
-            let mut value = [0; size_of::<T>()];
-            // Every dtype holds a one exactly.
-            aquifer_kernels::convert_host(&[1], DType::U8, &mut value, self.dtype)?;
-            Tensor::full(self.place(), self.shape(), bytemuck::pod_read_unaligned::<T>(&value))
-        })
+        full_of_ones(self.place(), self.dtype, self.shape())
     }
 
     /// [`Tensor::full`] in the place and with the shape of this one.
@@ -235,6 +220,61 @@ impl Tensor {
         self.check_dtype(T::DTYPE)?;
         Tensor::full(self.place(), self.shape(), value)
     }
+
+    /// The elements in row-major order. Waits on the host for the copy from a device, which is
+    /// counted as a synchronisation, also where the device was quick.
+    ///
+    /// # Errors
+    /// A tensor of another dtype, and as [`Tensor::to`].
+    #[track_caller]
+    pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, TransferError> {
+        let _place = self.called_here();
+        self.check_dtype(T::DTYPE)?;
+        let host = self.to(Place::Host)?.wait_counted()?;
+        let mut elements = host_memory::zeroed::<T>(host.len())?;
+        pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
+        Ok(elements)
+    }
+
+    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec_blocking`]
+    /// does: in a loop this keeps the device from working ahead.
+    ///
+    /// # Errors
+    /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
+    #[track_caller]
+    pub fn item_blocking<T: Scalar>(&self) -> Result<T, TransferError> {
+        let _place = self.called_here();
+        self.check_dtype(T::DTYPE)?;
+        // Before they are brought to the host, which may be many.
+        let not_one = || TransferError::NotOneElement { shape: self.shape().to_vec() };
+        if self.len() != 1 {
+            return Err(not_one());
+        }
+        self.to_vec_blocking::<T>()?.pop().ok_or_else(not_one)
+    }
+
+    /// The bytes of a contiguous tensor in host memory.
+    pub(crate) fn host_bytes(&self) -> Result<&[u8], TransferError> {
+        if !self.is_contiguous() {
+            return Err(self.not_contiguous());
+        }
+        Ok(&self.memory.read()?[self.byte_range(self.first(), self.len())])
+    }
+
+    /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that
+    /// a copy is still filling is waited for.
+    ///
+    /// # Errors
+    /// A tensor on a device ([`Tensor::to_host`] brings it), of another dtype, or that is not
+    /// contiguous.
+    pub fn as_slice<T: Scalar>(&self) -> Result<&[T], TransferError> {
+        self.check_dtype(T::DTYPE)?;
+        if matches!(self.memory, Memory::Device(_)) {
+            return Err(TransferError::NotOnHost { place: self.place().to_string() });
+        }
+        let what = "host memory that is aligned for its elements";
+        Ok(bytemuck::try_cast_slice(self.host_bytes()?).map_err(|_| RequestError::Unsupported { what })?)
+    }
 }
 
 fn check_len(layout: &Layout, has: usize) -> Result<(), TransferError> {
@@ -244,40 +284,28 @@ fn check_len(layout: &Layout, has: usize) -> Result<(), TransferError> {
     Err(LayoutError::OtherLength { from: vec![has], to: layout.shape().to_vec() }.into())
 }
 
-/// Size of a layout's elements in bytes.
-pub(super) fn bytes_of(layout: &Layout, dtype: DType) -> Result<u64, TransferError> {
-    let (len, size) = (layout.len() as u64, dtype.bytes());
-    len.checked_mul(size).ok_or(TransferError::Request(RequestError::LengthOverflow { len, size }))
+/// Elements of tensors: the dtypes of the kernels, as plain bytes.
+pub trait Scalar: Element + Pod {}
+
+macro_rules! scalars {
+    ($($variant:ident $type:ty),*) => {
+        $(impl Scalar for $type {})*
+
+        #[track_caller]
+        fn full_of_ones(place: Place, dtype: DType, shape: &[usize]) -> Result<Tensor, TransferError> {
+            match dtype {
+                $(DType::$variant => Tensor::full(place, shape, one::<$type>()?),)*
+                other => Err(TransferError::NoDType { name: other.name().to_owned() }),
+            }
+        }
+    };
 }
 
-/// As [`bytes_of`], on the host.
-pub(super) fn host_bytes(layout: &Layout, dtype: DType) -> Result<usize, TransferError> {
-    let bytes = usize::try_from(bytes_of(layout, dtype)?).ok().filter(|&bytes| isize::try_from(bytes).is_ok());
-    bytes.ok_or(TransferError::Request(RequestError::LengthOverflow { len: layout.len() as u64, size: dtype.bytes() }))
-}
+scalars!(U8 u8, I32 i32, U32 u32, I64 i64, U64 u64, F16 f16, BF16 bf16, F32 f32, F64 f64);
 
-fn zeroed_host(dtype: DType, len: usize) -> Result<Owned, TransferError> {
-    filled_host(dtype, len, |_| Ok(()))
-}
-
-/// Host memory for elements, written by `fill`.
-pub(crate) fn filled_host(
-    dtype: DType,
-    len: usize,
-    fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
-) -> Result<Owned, TransferError> {
-    let len = host_vec::len_of(len as u64, dtype.bytes())?;
-    macro_rules! by_size {
-        ($type:ty) => {{
-            let mut elements = host_vec::zeroed::<$type>(len)?;
-            fill(bytemuck::cast_slice_mut(&mut elements))?;
-            Ok(Owned::new::<$type, _>(elements))
-        }};
-    }
-    match dtype.bytes() {
-        1 => by_size!(u8),
-        2 => by_size!(u16),
-        4 => by_size!(u32),
-        _ => by_size!(u64),
-    }
+/// A one, which every dtype has.
+fn one<T: Scalar>() -> Result<T, TransferError> {
+    let mut one = T::zeroed();
+    convert_host(&[1], DType::U8, bytemuck::bytes_of_mut(&mut one), T::DTYPE)?;
+    Ok(one)
 }

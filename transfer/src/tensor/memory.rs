@@ -6,19 +6,17 @@ use std::sync::Arc;
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{Device, RequestError};
-use aquifer_kernels::{DType, Element};
-use bytemuck::Pod;
-use half::{bf16, f16};
+use aquifer_kernels::DType;
 
 use super::place::Place;
 use crate::copy::Owned;
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::runtime::Transfer;
 
 /// Memory that tensors share.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) enum Memory {
     /// Read-only from now on.
     Host(Owned),
@@ -27,14 +25,13 @@ pub(crate) enum Memory {
 }
 
 /// Page-locked host memory. Nothing writes it any more, except for the copy that fills it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct PinnedHost {
     pub(crate) buffer: Arc<PinnedBuffer<u8>>,
     pub(crate) pool: PinnedPool,
 }
 
 /// Device memory, and the runtime of its copies.
-#[derive(Debug)]
 pub(crate) struct DeviceMemory {
     pub(crate) buffer: Buffer<u8>,
     pub(crate) transfer: Transfer,
@@ -53,6 +50,28 @@ impl Memory {
             Memory::Host(_) => Place::Host,
             Memory::Pinned(memory) => Place::Pinned(memory.pool.clone()),
             Memory::Device(memory) => Place::Device(memory.transfer.clone()),
+        }
+    }
+
+    /// New host memory for elements, written by `fill`: page-locked memory of `pool`, or else
+    /// ordinary memory, which is zeros at first.
+    pub(crate) fn on_host(
+        pool: Option<&PinnedPool>,
+        dtype: DType,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
+    ) -> Result<Memory, TransferError> {
+        let Some(pool) = pool else { return Ok(Memory::Host(filled(dtype, len, fill)?)) };
+        let mut buffer = pool.alloc::<u8>(host_memory::bytes_of(len, dtype.bytes())?)?;
+        fill(buffer.write()?)?;
+        Ok(Memory::Pinned(PinnedHost { buffer: buffer.into(), pool: pool.clone() }))
+    }
+
+    /// The pool of page-locked memory.
+    pub(super) fn pool(&self) -> Option<&PinnedPool> {
+        match self {
+            Memory::Pinned(memory) => Some(&memory.pool),
+            Memory::Host(_) | Memory::Device(_) => None,
         }
     }
 
@@ -111,60 +130,44 @@ impl DeviceMemory {
 
 /// A part of a buffer, sharing its memory.
 pub(super) fn part_of(buffer: &Buffer<u8>, bytes: Range<u64>) -> Result<Buffer<u8>, TransferError> {
-    Ok(buffer.try_slice(host_vec::len_of(bytes.start, 1)?..host_vec::len_of(bytes.end, 1)?)?.share())
+    Ok(buffer.try_slice(host_memory::len_of(bytes.start, 1)?..host_memory::len_of(bytes.end, 1)?)?.share())
 }
 
-/// Calls a generic function with the Rust type of a dtype.
-macro_rules! by_dtype {
+/// Evaluates an expression with the unsigned integer type of a dtype's size.
+macro_rules! by_size {
     ($dtype:expr, $type:ident => $body:expr) => {
-        match $dtype {
-            DType::U8 => {
+        match $dtype.bytes() {
+            1 => {
                 type $type = u8;
                 $body
             }
-            DType::I32 => {
-                type $type = i32;
+            2 => {
+                type $type = u16;
                 $body
             }
-            DType::U32 => {
+            4 => {
                 type $type = u32;
                 $body
             }
-            DType::I64 => {
-                type $type = i64;
-                $body
-            }
-            DType::U64 => {
+            _ => {
                 type $type = u64;
                 $body
             }
-            DType::F16 => {
-                type $type = half::f16;
-                $body
-            }
-            DType::BF16 => {
-                type $type = half::bf16;
-                $body
-            }
-            DType::F32 => {
-                type $type = f32;
-                $body
-            }
-            DType::F64 => {
-                type $type = f64;
-                $body
-            }
-            other => return Err(crate::error::TransferError::NoDType { name: other.name().to_owned() }),
         }
     };
 }
-pub(crate) use by_dtype;
+pub(super) use by_size;
 
-/// Elements of tensors: the dtypes of the kernels, as plain bytes.
-pub trait Scalar: Element + Pod {}
-
-macro_rules! scalars {
-    ($($type:ty)*) => { $(impl Scalar for $type {})* };
+/// Ordinary memory for elements, written by `fill`; zeros at first.
+pub(super) fn filled(
+    dtype: DType,
+    len: usize,
+    fill: impl FnOnce(&mut [u8]) -> Result<(), TransferError>,
+) -> Result<Owned, TransferError> {
+    host_memory::bytes_of(len, dtype.bytes())?;
+    by_size!(dtype, T => {
+        let mut elements = host_memory::zeroed::<T>(len)?;
+        fill(bytemuck::cast_slice_mut(&mut elements))?;
+        Ok(Owned::new::<T, _>(elements))
+    })
 }
-
-scalars!(u8 i32 u32 i64 u64 f16 bf16 f32 f64);

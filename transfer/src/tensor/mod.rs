@@ -1,23 +1,19 @@
 //! Tensors: elements of one dtype in an explicit place, which never changes silently.
 //!
 //! * `memory` holds the elements, in a [`Place`]; all views share it;
-//! * `create` makes tensors; `transport` moves and converts them, with `crossing` between memories;
-//!   `pack` makes tensors with gaps dense;
-//! * `read` gives elements back to the host, `operations` computes on a device, and `write` changes
-//!   elements there in place.
+//! * `create` makes tensors, and reads elements back on the host;
+//! * `transport` moves and converts tensors; `pack` makes tensors with gaps dense;
+//! * `operations` computes on a device, and changes elements there in place.
 
 mod converted;
 mod create;
-mod crossing;
 mod error;
 mod memory;
 mod operations;
 mod pack;
 mod place;
-mod read;
 mod to;
 mod transport;
-mod write;
 
 use std::fmt;
 use std::ops::Range;
@@ -28,12 +24,12 @@ use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 
 pub(crate) use converted::Converted;
-pub(crate) use create::filled_host;
+pub use create::Scalar;
 pub use error::{OperandInfo, OperandsError};
-pub use memory::Scalar;
-pub(crate) use memory::{DeviceMemory, Memory, PinnedHost};
+pub(crate) use memory::{DeviceMemory, Memory};
 pub use place::Place;
-pub use to::To;
+pub use to::{Fallback, To};
+pub(crate) use transport::smaller;
 
 use crate::error::TransferError;
 use crate::layout::{Layout, LayoutError};
@@ -82,6 +78,9 @@ pub struct Tensor {
     pub(crate) dtype: DType,
     pub(crate) layout: Layout,
 }
+
+/// The requirement in errors about parts of device memory.
+const ALIGNED: &str = "device memory that is aligned for its elements";
 
 /// The identity of a part of memory.
 #[derive(PartialEq, Eq, Hash)]
@@ -197,17 +196,21 @@ impl Tensor {
     /// A tensor on the host, of another dtype, or that is not contiguous.
     pub fn device_buffer<T: Scalar>(&self) -> Result<Buffer<T>, TransferError> {
         self.check_dtype(T::DTYPE)?;
-        let Memory::Device(memory) = &self.memory else {
-            return Err(TransferError::NotOnDevice { place: self.place().to_string() });
-        };
+        let memory = self.device_memory()?;
         if !self.is_contiguous() {
             return Err(self.not_contiguous());
         }
         let bytes = memory.elements(self.dtype, self.first(), self.len())?;
         let typed = bytes.reinterpret().map(|view| view.share());
-        typed.ok_or(TransferError::Request(RequestError::Unsupported {
-            what: "device memory that is aligned for its elements",
-        }))
+        Ok(typed.ok_or(RequestError::Unsupported { what: ALIGNED })?)
+    }
+
+    /// The device memory of the tensor.
+    pub(crate) fn device_memory(&self) -> Result<&DeviceMemory, TransferError> {
+        match &self.memory {
+            Memory::Device(memory) => Ok(memory),
+            Memory::Host(_) | Memory::Pinned(_) => Err(TransferError::NotOnDevice { place: self.place().to_string() }),
+        }
     }
 
     /// The indices `range` of a dimension, sharing the memory.

@@ -5,12 +5,12 @@ use aquifer_allocator::Buffer;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
-use super::memory::{DeviceMemory, Scalar};
+use super::create::Scalar;
+use super::memory::{DeviceMemory, part_of};
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::layout::{Dimension, Layout, place_of};
 use crate::runtime::Transfer;
-use crate::tensor::memory::part_of;
 
 /// Dimensions that one launch of the gather or scatter kernel takes.
 const LAUNCH_DIMENSIONS: usize = 4;
@@ -38,8 +38,7 @@ pub(super) fn pack_on_device(
     layout: &Layout,
     stream: &Stream,
 ) -> Result<Buffer<u8>, TransferError> {
-    let bytes = (layout.len() as u64).saturating_mul(dtype.bytes());
-    let mut to: Buffer<u8> = transfer.alloc_bytes(bytes, stream)?;
+    let mut to = transfer.alloc_elements(layout.len(), dtype, stream)?;
     pack_to(memory, transfer, dtype, layout, &mut to, stream)?;
     Ok(to)
 }
@@ -62,7 +61,7 @@ pub(super) fn pack_to(
     }
     let (kernels, size) = (transfer.kernels()?, dtype.bytes());
     let (strided, starts) = launches(layout)?;
-    let reach = host_vec::len_of(strided.reach(), size)?;
+    let reach = host_memory::len_of(strided.reach(), size)?;
     for (number, start) in (0..).zip(starts) {
         let from = memory.elements(dtype, start, reach)?;
         let mut part = part_of(to, number * strided.len() * size..(number + 1) * strided.len() * size)?;
@@ -95,7 +94,8 @@ pub(super) fn fill_on_device<T: Scalar>(
     stream: &Stream,
 ) -> Result<(), TransferError> {
     let count = launches(layout)?.0.len();
-    let mut values: Buffer<T> = transfer.allocator().alloc(host_vec::len_of(count, size_of::<T>() as u64)?, stream)?;
+    let mut values: Buffer<T> =
+        transfer.allocator().alloc(host_memory::len_of(count, size_of::<T>() as u64)?, stream)?;
     transfer.kernels()?.fill(stream, &mut values, value)?;
     let values = values.reinterpret::<u8>();
     let values = values.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?;
@@ -117,7 +117,7 @@ fn scatter_all(
     }
     let kernels = transfer.kernels()?;
     let (strided, starts) = launches(layout)?;
-    let reach = host_vec::len_of(strided.reach(), dtype.bytes())?;
+    let reach = host_memory::len_of(strided.reach(), dtype.bytes())?;
     for (number, start) in (0..).zip(starts) {
         let (from, mut to) = (part(number)?, memory.elements(dtype, start, reach)?);
         kernels.scatter(stream, Operand::of_bytes(&from, dtype), Target::of_bytes(&mut to, dtype), &strided)?;
@@ -137,12 +137,9 @@ fn launches(layout: &Layout) -> Result<(Strided, Vec<usize>), TransferError> {
     let (extents, strides): (Vec<u64>, Vec<u64>) =
         launched.iter().map(|dimension| (dimension.extent, dimension.strides[0])).unzip();
     // Numbers of a part overflow no more than those of the whole.
-    let Some(strided) = Strided::new(&extents, &strides) else {
-        return Err(TransferError::Request(RequestError::Unsupported {
-            what: "a layout that the gather and scatter kernels take",
-        }));
-    };
+    let what = "a layout that the gather and scatter kernels take";
+    let strided = Strided::new(&extents, &strides).ok_or(RequestError::Unsupported { what })?;
     let count = outer.iter().map(|dimension| dimension.extent).product();
-    let start = |number| host_vec::len_of(merged.offset() as u64 + place_of(outer, number)[0], 1);
+    let start = |number| host_memory::len_of(merged.offset() as u64 + place_of(outer, number)[0], 1);
     Ok((strided, (0..count).map(start).collect::<Result<_, _>>()?))
 }

@@ -99,7 +99,7 @@ impl Place {
 
     /// Whether it is page-locked host memory.
     pub fn is_pinned(&self) -> bool {
-        matches!(self, Place::Pinned(_))
+        self.pool().is_some()
     }
 
     /// The device, if it is on one.
@@ -107,6 +107,14 @@ impl Place {
         match self {
             Place::Device(transfer) => Some(transfer.device()),
             _ => None,
+        }
+    }
+
+    /// The pool, if it is page-locked host memory.
+    pub(crate) fn pool(&self) -> Option<&PinnedPool> {
+        match self {
+            Place::Pinned(pool) => Some(pool),
+            Place::Host | Place::Device(_) => None,
         }
     }
 

@@ -11,30 +11,39 @@
 
 use std::sync::Arc;
 
-use aquifer_device::Stream;
-use aquifer_kernels::{DType, convert_host};
+use aquifer_allocator::Buffer;
+use aquifer_device::{RequestError, Stream};
+use aquifer_kernels::{DType, Operand, Target, convert_host};
 
 use super::Tensor;
-use super::create::{filled_host, host_bytes};
-use super::memory::{DeviceMemory, Memory, PinnedHost};
+use super::converted::Converted;
+use super::memory::{DeviceMemory, Memory, PinnedHost, by_size, filled};
 use super::pack::{pack_on_device, pack_on_host};
 use super::place::Place;
-use super::to::To;
+use super::to::{Fallback, To};
+use crate::copy::{Owned, Region, copy_from_peer, stage_upload, upload_owned};
 use crate::counters::Direction;
+use crate::enqueue::covered_tick;
 use crate::error::TransferError;
-use crate::host_vec;
+use crate::host_memory;
 use crate::layout::Layout;
 use crate::pending::{OnStreams, Pending, Shared};
 use crate::pinned::PinnedPool;
-use crate::placement::Fallback;
 use crate::runtime::Transfer;
+
+/// The most bytes of converted or packed elements that go to page-locked memory directly. More go
+/// through ordinary memory and the staging ring, so that no large piece is page-locked for one use.
+const PINNED_AT_ONCE: u64 = 4 << 20;
+
+/// The least bytes of a row for the copy engine, which takes a transaction for each row.
+const LONG_ROW: u64 = 512;
 
 /// The elements of a tensor as they cross.
 pub(super) struct Sent {
     /// The place of the first in the tensor's memory, if they cross as they lie; `None` if they are
     /// packed.
     pub(super) first: Option<usize>,
-    /// The number of copies that were added.
+    /// The number of elements.
     pub(super) count: usize,
     /// Their layout afterwards.
     pub(super) layout: Layout,
@@ -87,8 +96,7 @@ impl Tensor {
     /// The tensor in a place, as `to` says; see [`Tensor::to`].
     ///
     /// # Errors
-    /// A stream of another device than those that take part, a dtype that the device lacks
-    /// instructions for if it must have them, and as [`Tensor::to`].
+    /// A stream of another device than those that take part, and as [`Tensor::to`].
     #[track_caller]
     pub fn to_with(
         &self,
@@ -99,7 +107,6 @@ impl Tensor {
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
-        to.check_native(&place, dtype)?;
         if let Some(stream) = &to.stream
             && dtype == self.dtype
             && !place.is_host()
@@ -151,15 +158,10 @@ impl Tensor {
                 let buffer = pack_on_device(memory, &memory.transfer, self.dtype, &self.layout, stream)?;
                 Memory::Device(DeviceMemory { buffer, transfer: memory.transfer.clone() })
             }
-            Memory::Pinned(own) => {
-                let mut buffer = own.pool.alloc::<u8>(host_bytes(&self.layout, self.dtype)?)?;
-                pack_on_host(self.memory.read()?, &self.layout, self.size(), buffer.write()?);
-                Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: own.pool.clone() })
-            }
-            Memory::Host(own) => Memory::Host(filled_host(self.dtype, self.len(), |to| {
-                pack_on_host(own.bytes(), &self.layout, self.size(), to);
+            host => Memory::on_host(host.pool(), self.dtype, self.len(), |to| {
+                pack_on_host(host.read()?, &self.layout, self.size(), to);
                 Ok(())
-            })?),
+            })?,
         };
         Tensor::new(memory, self.dtype, Layout::row_major(self.shape())?)
     }
@@ -182,28 +184,20 @@ impl Tensor {
             (Memory::Device(own), place) => self.download(own, &on(&own.transfer, stream)?, place, dtype),
             (_, Place::Device(wanted)) => self.upload(wanted, dtype, stream),
             // A copy by the calling thread needs no stream. Page-locked memory stays page-locked.
-            (Memory::Pinned(own), Place::Host) => self.convert_to(&Place::Pinned(own.pool.clone()), dtype),
-            (_, place) => self.convert_to(place, dtype),
+            (own, place) => self.convert_to(place.pool().or(own.pool()), dtype),
         }
     }
 
-    fn convert_to(&self, place: &Place, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
+    fn convert_to(&self, pool: Option<&PinnedPool>, dtype: DType) -> Result<Pending<Tensor>, TransferError> {
         let sent = self.sent()?;
-        let memory = match place {
-            Place::Pinned(pool) => {
-                let mut buffer = pool.alloc::<u8>(host_bytes(&sent.dense()?, dtype)?)?;
-                self.write_sent(&sent, dtype, buffer.write()?)?;
-                Memory::Pinned(PinnedHost { buffer: Arc::new(buffer), pool: pool.clone() })
-            }
-            _ => Memory::Host(filled_host(dtype, sent.count, |to| self.write_sent(&sent, dtype, to))?),
-        };
-        Ok(Pending::ready(&self.shared_with(place), Tensor::new(memory, dtype, sent.layout)?))
+        let memory = Memory::on_host(pool, dtype, sent.count, |to| self.write_sent(&sent, dtype, to))?;
+        Ok(Pending::ready(&Arc::default(), Tensor::new(memory, dtype, sent.layout)?))
     }
 
     /// The elements of a tensor on the host as they are sent, and where they lie then.
     pub(crate) fn elements_as(&self, dtype: DType) -> Result<(Vec<u8>, Layout), TransferError> {
         let sent = self.sent()?;
-        let mut elements = host_vec::zeroed(host_bytes(&sent.dense()?, dtype)?)?;
+        let mut elements = host_memory::zeroed(host_memory::bytes_of(sent.count, dtype.bytes())?)?;
         self.write_sent(&sent, dtype, &mut elements)?;
         Ok((elements, sent.layout))
     }
@@ -225,7 +219,7 @@ impl Tensor {
             Some(first) => convert_host(&from[self.byte_range(first, sent.count)], self.dtype, to, dtype)?,
             None if dtype == self.dtype => pack_on_host(from, &self.layout, self.size(), to),
             None => {
-                let packed = filled_host(self.dtype, sent.count, |packed| {
+                let packed = filled(self.dtype, sent.count, |packed| {
                     pack_on_host(from, &self.layout, self.size(), packed);
                     Ok(())
                 })?;
@@ -252,12 +246,160 @@ impl Tensor {
             _ => Arc::default(),
         }
     }
-}
 
-impl Sent {
-    /// The layout of as many elements next to each other.
-    pub(super) fn dense(&self) -> Result<Layout, TransferError> {
-        Ok(Layout::row_major(&[self.count])?)
+    pub(super) fn upload(
+        &self,
+        to: &Transfer,
+        dtype: DType,
+        stream: Option<&Stream>,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let stream = on(to, stream)?.next_stream(Direction::Upload).clone();
+        let crossing = smaller(self.dtype, dtype);
+        let sent = self.sent()?;
+        let mut buffer: Buffer<u8> = to.alloc_elements(sent.count, crossing, &stream)?;
+        let uploaded = self.upload_sent(&to.on(&stream)?, &sent, crossing, &mut buffer)?;
+        arriving(uploaded, to, stream, (buffer, crossing), dtype, sent.layout)
+    }
+
+    /// Uploads elements as elements of `crossing`.
+    pub(super) fn upload_sent(
+        &self,
+        to: &Transfer,
+        sent: &Sent,
+        crossing: DType,
+        buffer: &mut Buffer<u8>,
+    ) -> Result<Pending<()>, TransferError> {
+        let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
+        match (&self.memory, as_it_lies) {
+            (Memory::Pinned(own), Some(range)) if own.pool.device().id() == to.device().id() => {
+                to.upload(own.buffer.try_slice(range)?, buffer)
+            }
+            (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
+                self.upload_rows(own, to, buffer)
+            }
+            (Memory::Host(own), Some(range)) => upload_owned(to, own.part(range), buffer, None),
+            (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
+                let range = self.byte_range(self.first(), sent.count);
+                let source = Converted::new(own.part(range), self.dtype, crossing);
+                stage_upload(to, Arc::new(source), buffer)
+            }
+            _ if buffer.bytes() <= PINNED_AT_ONCE => {
+                let mut staged = to.pinned().alloc::<u8>(buffer.len())?;
+                self.write_sent(sent, crossing, staged.write()?)?;
+                to.upload(&staged, buffer)
+            }
+            _ => {
+                let memory = filled(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
+                upload_owned(to, memory.part(0..memory.len()), buffer, None)
+            }
+        }
+    }
+
+    /// Whether rows of adjacent elements are long enough for the copy engine.
+    fn has_long_rows(&self) -> bool {
+        let merged = self.layout.merged();
+        let innermost = merged.dimensions().next_back();
+        merged.rank() <= 3
+            && innermost.is_some_and(|(extent, stride)| stride == 1 && extent as u64 * self.dtype.bytes() >= LONG_ROW)
+    }
+
+    fn upload_rows(
+        &self,
+        own: &PinnedHost,
+        to: &Transfer,
+        buffer: &mut Buffer<u8>,
+    ) -> Result<Pending<()>, TransferError> {
+        let size = self.size();
+        let merged = self.layout.merged();
+        let dense = Layout::row_major(merged.shape())?;
+        // In bytes: elements are the innermost dimension.
+        let in_bytes =
+            |strides: &[usize]| strides.iter().map(|stride| stride * size).chain([1]).collect::<Vec<usize>>();
+        let extents: Vec<usize> = merged.shape().iter().copied().chain([size]).collect();
+        let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
+        let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
+        let from = own.buffer.try_slice(self.byte_range(merged.offset(), merged.span()))?;
+        to.upload(region.of(from), buffer)
+    }
+
+    pub(super) fn download(
+        &self,
+        own: &DeviceMemory,
+        from: &Transfer,
+        place: &Place,
+        dtype: DType,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let stream = from.next_stream(Direction::Download).clone();
+        let from = from.on(&stream)?;
+        let crossing = smaller(self.dtype, dtype);
+        let (layout, buffer) = self.send_from(own, &from, crossing, &stream)?;
+        let arrived = match place {
+            Place::Pinned(pool) if pool.device().id() == from.device().id() => {
+                let (mut host, pool) = (pool.alloc::<u8>(buffer.len())?, pool.clone());
+                let downloaded = from.download(&buffer, &mut host)?;
+                downloaded.map(move |()| Memory::Pinned(PinnedHost { buffer: Arc::new(host), pool }))
+            }
+            _ => by_size!(crossing, T => {
+                let typed = buffer.reinterpret::<T>();
+                let typed = typed.ok_or(RequestError::Unsupported { what: super::ALIGNED })?;
+                from.to_vec(&typed)?.map(|elements| Memory::Host(Owned::new::<T, Vec<T>>(elements)))
+            }),
+        };
+        let place = place.clone();
+        Ok(arrived.and_then(move |memory| {
+            let tensor = Tensor::new(memory, crossing, layout)?;
+            if dtype == crossing && tensor.place().serves_as(&place) {
+                return Ok(tensor);
+            }
+            tensor.convey(&place, dtype, None)?.wait()
+        }))
+    }
+
+    /// The elements in memory of their own, as elements of `crossing`.
+    pub(super) fn send_from(
+        &self,
+        own: &DeviceMemory,
+        transfer: &Transfer,
+        crossing: DType,
+        stream: &Stream,
+    ) -> Result<(Layout, Buffer<u8>), TransferError> {
+        let sent = self.sent()?;
+        let buffer = match sent.first {
+            Some(first) => own.elements(self.dtype, first, sent.count)?,
+            None => pack_on_device(own, transfer, self.dtype, &self.layout, stream)?,
+        };
+        let buffer =
+            if crossing == self.dtype { buffer } else { cast(transfer, &buffer, self.dtype, crossing, stream)? };
+        Ok((sent.layout, buffer))
+    }
+
+    pub(super) fn cast_on_device(
+        &self,
+        own: &DeviceMemory,
+        transfer: &Transfer,
+        dtype: DType,
+        stream: Option<&Stream>,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let stream = on(transfer, stream)?.next_stream(Direction::OnDevice).clone();
+        let (layout, buffer) = self.send_from(own, transfer, dtype, &stream)?;
+        let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)?;
+        Ok(Pending::enqueued(transfer.shared(), covered_tick(&stream), tensor))
+    }
+
+    pub(super) fn to_peer(
+        &self,
+        own: &DeviceMemory,
+        to: &Transfer,
+        dtype: DType,
+        stream: Option<&Stream>,
+    ) -> Result<Pending<Tensor>, TransferError> {
+        let here = own.transfer.next_stream(Direction::OnDevice).clone();
+        let there = on(to, stream)?.next_stream(Direction::OnDevice).clone();
+        let crossing = smaller(self.dtype, dtype);
+        let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
+        let mut buffer: Buffer<u8> = to.allocator().alloc(from.len(), &there)?;
+        let copied = copy_from_peer(&to.on(&there)?, &own.transfer.on(&here)?, &from, &mut buffer, None)?;
+        arriving(copied, to, there, (buffer, crossing), dtype, layout)
     }
 }
 
@@ -265,4 +407,54 @@ impl Sent {
 /// the runtime of the caller, so that their later uses do not wait for that stream.
 pub(super) fn on(transfer: &Transfer, stream: Option<&Stream>) -> Result<Transfer, TransferError> {
     stream.map_or_else(|| Ok(transfer.clone()), |stream| transfer.on(stream))
+}
+
+/// The tensor of the elements of `crossing` that a copy brings to a buffer, converted on the
+/// device.
+fn arriving<T: Send + 'static>(
+    copied: Pending<T>,
+    to: &Transfer,
+    stream: Stream,
+    (buffer, crossing): (Buffer<u8>, DType),
+    dtype: DType,
+    layout: Layout,
+) -> Result<Pending<Tensor>, TransferError> {
+    let (transfer, tick_stream) = (to.clone(), stream.clone());
+    let finish = move || {
+        let buffer = if crossing == dtype { buffer } else { cast(&transfer, &buffer, crossing, dtype, &stream)? };
+        Tensor::new(Memory::Device(DeviceMemory { buffer, transfer }), dtype, layout)
+    };
+    // A copy that threads still work on may fail, and then there is nothing to convert.
+    if crossing != dtype && copied.is_enqueued() {
+        let tensor = finish()?;
+        return Ok(Pending::enqueued(to.shared(), covered_tick(&tick_stream), tensor));
+    }
+    Ok(copied.and_then(move |_| finish()))
+}
+
+impl PinnedHost {
+    /// Whether the copy engine of the runtime's device can read it.
+    fn serves(&self, transfer: &Transfer) -> bool {
+        self.buffer.is_pinned() && self.pool.device().id() == transfer.device().id()
+    }
+}
+
+/// Enqueues converting elements to new memory, allocated for `stream`.
+fn cast(
+    transfer: &Transfer,
+    from: &Buffer<u8>,
+    from_dtype: DType,
+    to_dtype: DType,
+    stream: &Stream,
+) -> Result<Buffer<u8>, TransferError> {
+    let count = host_memory::len_of(from.bytes() / from_dtype.bytes(), 1)?;
+    let mut to = transfer.alloc_elements(count, to_dtype, stream)?;
+    let kernels = transfer.kernels()?;
+    kernels.cast(stream, Operand::of_bytes(from, from_dtype), Target::of_bytes(&mut to, to_dtype))?;
+    Ok(to)
+}
+
+/// The dtype in which elements cross between the host and devices: the one of fewer bytes.
+pub(crate) fn smaller(from: DType, to: DType) -> DType {
+    if to.bytes() < from.bytes() { to } else { from }
 }

@@ -1,4 +1,4 @@
-//! Values of a buffer that was dropped, whose memory may be somebody else's.
+//! Values of a dropped buffer, whose memory may have another owner.
 
 use aquifer_transfer::{PinnedBuffer, TransferError};
 

@@ -1,4 +1,4 @@
-//! A second owner, who could write while the first reads.
+//! A second owner, which could write while the first reads.
 
 use aquifer_transfer::PinnedBuffer;
 

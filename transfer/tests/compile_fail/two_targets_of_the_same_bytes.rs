@@ -1,4 +1,4 @@
-//! Two parts to download into, which may overlap. `split_at` gives two that do not.
+//! Two parts to download into, which may overlap. `split_at` returns two that do not.
 
 use aquifer_transfer::{PinnedBuffer, TransferError};
 

@@ -1,4 +1,4 @@
-//! Device memory that outlives the access that keeps it there.
+//! Device memory that outlives the access that keeps it on the device.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::Stream;

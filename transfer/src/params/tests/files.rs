@@ -1,4 +1,4 @@
-//! Files of parameters: saved, loaded, damaged, changed by others.
+//! Files of parameters: saved, loaded, damaged, and changed by other programs.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use aquifer_device::RequestError;
 
-/// A file with a header as it is given.
+/// A file with the given header.
 fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
 }
@@ -22,7 +22,7 @@ fn metadata_stays_with_the_tensors() {
     let reference = std::fs::read(&path).unwrap();
     let (_, reference) = safetensors::SafeTensors::read_metadata(&reference).unwrap();
     assert_eq!(reference.metadata().as_ref().unwrap()["format"], "pt");
-    // A second file, which differs in that.
+    // A second file with another text.
     let mut more = ParamSet::new();
     more.insert("more", Tensor::from_vec(floats(3, 1), &[3]).unwrap()).unwrap();
     more.metadata_mut()
@@ -36,10 +36,9 @@ fn metadata_stays_with_the_tensors() {
     }
 }
 
-/// Of tensors without elements many lie in one place; those here also before and after one with
-/// elements.
+/// Several tensors without elements are at one place, before and after one with elements.
 #[test]
-fn tensors_come_in_the_order_in_which_they_lie_and_are_named() {
+fn tensors_are_in_the_order_of_their_places_and_names() {
     let names = |prefix: &str| (0..8).map(|number| format!("{prefix}.{}", number * 5 % 8)).collect::<Vec<_>>();
     let (first, last) = (names("b"), names("a"));
     let empty = |names: &[String], at: u32| -> Vec<String> {
@@ -62,7 +61,7 @@ fn tensors_come_in_the_order_in_which_they_lie_and_are_named() {
 
 #[cfg(unix)]
 #[test]
-fn a_file_that_is_replaced_leaves_its_permissions() {
+fn a_saved_file_has_the_permissions_of_the_one_it_replaces() {
     use std::os::unix::fs::PermissionsExt;
     let directory = Directory::new();
     let path = directory.0.join("private.safetensors");
@@ -81,7 +80,7 @@ fn files_come_back_as_they_were_saved() {
     let (set, path) = (model(), directory.0.join("model.safetensors"));
     let there = set.to(&transfer).unwrap().wait().unwrap();
     there.save_blocking(&path).unwrap();
-    // What the reference implementation makes of it.
+    // The reference implementation reads the same.
     let bytes = std::fs::read(&path).unwrap();
     let reference = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     assert_eq!(reference.len(), set.len());
@@ -173,7 +172,7 @@ fn shards_are_found_by_their_index() {
 }
 
 #[test]
-fn dtypes_that_tensors_here_do_not_have_are_named_or_bytes() {
+fn unknown_dtypes_are_refused_by_name_or_loaded_as_bytes() {
     let (directory, transfer) = (Directory::new(), transfer());
     let header = r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},"q":{"dtype":"F8_E4M3","shape":[5],"data_offsets":[3,8]},"s":{"dtype":"I16","shape":[2],"data_offsets":[8,12]},"x":{"dtype":"F32","shape":[1],"data_offsets":[12,16]},"f":{"dtype":"F4","shape":[2],"data_offsets":[16,17]}}"#;
     let path = directory.file("m.safetensors", &raw_file(header, &[1; 17]));
@@ -332,10 +331,9 @@ proptest! {
     }
 }
 
-/// However few of them are small: a few tensors are on their way at a time, so that memory is
-/// bounded.
+/// A few tensors are in flight at a time, so that memory is bounded.
 #[test]
-fn loading_keeps_few_tensors_on_their_way() {
+fn few_tensors_are_in_flight_while_loading() {
     let directory = Directory::new();
     let path = directory.0.join("m.safetensors");
     for small in [vec![], vec![0], vec![0, 30], (0..60).collect()] {
@@ -362,7 +360,7 @@ fn loading_keeps_few_tensors_on_their_way() {
 }
 
 #[test]
-fn tensors_that_are_larger_than_any_file_are_refused_and_counted_as_far_as_numbers_go() {
+fn tensors_larger_than_any_file_are_refused_and_their_bytes_saturate() {
     let directory = Directory::new();
     for large in [1 << 61, (1 << 60) + (1 << 59)] {
         let mut set = ParamSet::new();
@@ -376,7 +374,7 @@ fn tensors_that_are_larger_than_any_file_are_refused_and_counted_as_far_as_numbe
     }
 }
 
-/// What was read from files is not counted as copied in memory, converted or not.
+/// Reads of files are not counted as copies in memory, converted or not.
 #[test]
 fn loading_files_counts_as_reading() {
     let directory = Directory::new();

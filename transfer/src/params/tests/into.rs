@@ -1,4 +1,4 @@
-//! Files that are loaded into sets that exist.
+//! Loading files into existing sets.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn load(path: &Path, set: &mut ParamSet) -> Result<(), TransferError> {
 }
 
 #[test]
-fn elements_come_into_a_set_where_it_is() {
+fn elements_are_loaded_into_the_memory_of_a_set() {
     let (directory, one, two) = (Directory::new(), transfer(), transfer_of(SimConfig::default().ordinal(1)));
     let path = saved(&model(), &directory);
     let places = [Place::from(&one), Place::Host, Place::from(&two), Place::from(one.pinned())];
@@ -75,7 +75,7 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
     }
     assert_eq!(mismatch.different.len(), 2);
     assert!(set.iter().all(|param| elements(&param.tensor).iter().all(|&n| n == 0.0)));
-    // What the filter leaves out is not expected, and stays.
+    // Tensors that the filter excludes are not expected, and stay.
     let how = Load::new().filter(|entry| entry.name.starts_with("layers.1"));
     set.remove("tail.weight").unwrap();
     Checkpoint::open(&path).unwrap().load_into_blocking(&mut set, how).unwrap();
@@ -88,7 +88,7 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
 }
 
 #[test]
-fn views_and_ties_stay_what_they_are() {
+fn views_and_tied_parameters_stay_so() {
     let (directory, transfer) = (Directory::new(), transfer());
     let mut file = ParamSet::new();
     file.insert("embed", Tensor::from_vec(floats(6, 1), &[2, 3]).unwrap()).unwrap();
@@ -166,14 +166,14 @@ fn loading_into_a_set_is_all_or_nothing() {
         assert_eq!(allocator.memory_allocated(), 0, "call {call}");
         quiet(&transfer);
     }
-    // Also where the device failed at the last, all of it could be loaded again.
+    // After a failure of the last copies everything can be loaded again.
     assert!(failed.iter().all(|&calls| calls > 2), "{failed:?}");
 }
 
 /// Views with gaps that are transposed cannot be written from row-major elements without further
 /// memory.
 #[test]
-fn memory_that_runs_out_leaves_the_set_as_it_was_however_its_tensors_lie() {
+fn out_of_memory_leaves_a_set_of_any_layout_unchanged() {
     const N: u32 = 1024;
     let n = N as usize;
     let (directory, allocator_of) = (Directory::new(), |transfer: &Transfer| transfer.allocator().clone());

@@ -62,7 +62,7 @@ fn assert_same(a: &ParamSet, b: &ParamSet) {
     }
 }
 
-/// A directory that goes when the test ends.
+/// A directory that is removed when the test ends.
 pub(crate) struct Directory(pub(crate) PathBuf);
 
 impl Directory {
@@ -88,7 +88,7 @@ impl Drop for Directory {
 }
 
 #[test]
-fn names_are_unique_and_whole() {
+fn names_are_unique_and_have_no_empty_parts() {
     let mut set = ParamSet::new();
     let one = Tensor::scalar(1u8).unwrap();
     set.insert("a.b", one.clone()).unwrap();
@@ -209,7 +209,7 @@ fn tensors_in_other_places_are_reported() {
     );
 }
 
-/// Whatever fails, the set is where it was, whole, and what was made is given back.
+/// After any failure the set is unchanged, and new memory is released.
 #[test]
 fn moving_is_all_or_nothing() {
     let mut failed = 0;
@@ -238,7 +238,7 @@ fn moving_is_all_or_nothing() {
     assert!(failed > 5, "{failed}");
 }
 
-/// However many are small, they are in little page-locked memory at a time.
+/// Small tensors use little page-locked memory at a time.
 #[test]
 fn many_small_tensors_need_little_page_locked_memory() {
     let transfer = transfer();
@@ -256,7 +256,7 @@ fn many_small_tensors_need_little_page_locked_memory() {
 }
 
 #[test]
-fn a_set_too_large_stays_where_it_is() {
+fn a_set_too_large_for_the_device_is_unchanged() {
     let transfer = transfer_of(SimConfig::parse("32MiB").unwrap());
     let mut set = ParamSet::new();
     for layer in 0..5 {
@@ -268,7 +268,7 @@ fn a_set_too_large_stays_where_it_is() {
     assert_eq!(transfer.allocator().memory_allocated(), 0);
 }
 
-/// Where the driver has no call for many copies, there is one for each.
+/// Without a driver call for many copies, there is one call for each.
 #[test]
 fn small_tensors_move_on_the_default_stream_too() {
     let (transfer, directory) = (transfer(), Directory::new());

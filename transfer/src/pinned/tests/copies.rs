@@ -6,7 +6,7 @@ use super::*;
 use aquifer_device::RequestError;
 
 #[test]
-fn uploads_come_back() {
+fn uploaded_bytes_are_downloaded_again() {
     let bench = Bench::new(PinnedConfig::default());
     let down = bench.device.stream().unwrap();
     let values: Vec<u32> = (0..1024).collect();
@@ -25,7 +25,7 @@ fn uploads_come_back() {
 
 /// PyTorch's test_caching_pinned_memory.
 #[test]
-fn memory_comes_back_at_once_when_idle_and_not_while_a_copy_is_in_flight() {
+fn memory_is_reused_at_once_when_idle_and_not_while_a_copy_is_in_flight() {
     let bench = Bench::new(PinnedConfig::default());
     let buffer = bench.pool.alloc::<u8>(1 << 20).unwrap();
     let first = address(&buffer);
@@ -44,7 +44,7 @@ fn memory_comes_back_at_once_when_idle_and_not_while_a_copy_is_in_flight() {
 }
 
 #[test]
-fn a_hot_pair_makes_no_driver_call() {
+fn a_cached_request_and_its_drop_make_no_driver_call() {
     let bench = Bench::new(PinnedConfig::default());
     drop(bench.pool.alloc::<u8>(100_000).unwrap());
     let calls = bench.calls_in(|| (0..100).for_each(|_| drop(bench.pool.alloc::<u8>(100_000).unwrap())));
@@ -88,7 +88,7 @@ fn a_download_comes_after_uploads_on_other_streams_from_the_same_memory() {
 }
 
 #[test]
-fn asking_the_driver_ends_while_streams_are_busy() {
+fn queries_of_the_driver_end_while_streams_are_busy() {
     let bench = Bench::new(PinnedConfig::default());
     let other = bench.device.stream().unwrap();
     let [quick, slow, slower] = [(); 3].map(|()| bench.pool.alloc_zeroed::<u8>(16 << 20).unwrap());
@@ -132,9 +132,9 @@ fn a_reservation_keeps_the_host_and_conflicting_copies_away() {
     thread::scope(|scope| {
         scope.spawn(move || {
             for quarter in 0..4 {
-                target.write(quarter << 18, &[8; 1 << 18]).unwrap();
+                target.range().write(quarter << 18, &[8; 1 << 18]).unwrap();
             }
-            assert!(target.write(3 << 18, &[8; (1 << 18) + 1]).is_err(), "beyond the end");
+            assert!(target.range().write(3 << 18, &[8; (1 << 18) + 1]).is_err(), "beyond the end");
         });
         bench.upload(&buffer).unwrap();
         assert!(buffer.read().unwrap().iter().all(|&byte| byte == 8));
@@ -210,7 +210,7 @@ fn views_stay_inside_and_casts_are_checked() {
     assert_eq!(buffer.as_bytes_mut().bytes(), 10);
 }
 
-/// A copy out of lent memory, enqueued as by code that knows nothing of the pool.
+/// A copy out of lent memory, as other libraries enqueue it.
 #[allow(unsafe_code, reason = "raw driver copies, as others make them")]
 fn foreign_upload(bench: &Bench, from: *const u8, bytes: usize) {
     // SAFETY: the memory is lent to the stream.
@@ -218,7 +218,7 @@ fn foreign_upload(bench: &Bench, from: *const u8, bytes: usize) {
 }
 
 #[test]
-fn copies_of_others_out_of_lent_memory_are_waited_for_by_those_that_write_it() {
+fn writers_of_lent_memory_wait_for_copies_of_other_libraries_out_of_it() {
     let bench = Bench::new(PinnedConfig::default());
     let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
     let calls = bench.calls_in(|| {
@@ -242,7 +242,7 @@ fn copies_of_others_out_of_lent_memory_are_waited_for_by_those_that_write_it() {
 }
 
 #[test]
-fn copies_of_others_into_lent_memory_are_waited_for_by_all() {
+fn all_users_of_lent_memory_wait_for_copies_of_other_libraries_into_it() {
     let bench = Bench::new(PinnedConfig::default());
     let other = bench.device.stream().unwrap();
     let mut buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();

@@ -5,7 +5,7 @@ use aquifer_device::sim::Fault;
 
 use super::*;
 
-/// Everything the pool asks of the driver, in a program that meets all of it.
+/// A program with every driver call of the pool.
 fn program(bench: &Bench) -> Result<(), TransferError> {
     bench.pool.set_limit(Some(8 << 20));
     let mut first = bench.pool.alloc_from(&vec![1_u8; 3 << 20])?;
@@ -15,7 +15,7 @@ fn program(bench: &Bench) -> Result<(), TransferError> {
     first.write()?.fill(2);
     bench.upload(&first)?;
     drop((first, second));
-    // Only by waiting for the copies, and giving back what they used.
+    // Waits for the copies, and releases their memory.
     let third = bench.pool.alloc_zeroed::<u8>(7 << 20)?;
     bench.upload(&third)?;
     drop(third);
@@ -28,7 +28,7 @@ fn program(bench: &Bench) -> Result<(), TransferError> {
 }
 
 #[test]
-fn after_any_call_that_fails_the_pool_is_as_good_as_before() {
+fn the_pool_works_after_any_failed_call() {
     let mut failures = 0;
     for code in [Code(999), Code::OUT_OF_MEMORY] {
         for nth in 1.. {
@@ -50,7 +50,7 @@ fn after_any_call_that_fails_the_pool_is_as_good_as_before() {
 }
 
 #[test]
-fn a_device_that_is_lost_at_any_call_leaves_nothing_to_hang_on() {
+fn no_call_hangs_after_the_device_is_lost_at_any_call() {
     for nth in 1.. {
         let bench = Bench::new(PinnedConfig::default());
         bench.sim.inject(Fault::LostAt { nth });
@@ -59,7 +59,7 @@ fn a_device_that_is_lost_at_any_call_leaves_nothing_to_hang_on() {
         if bench.device.driver_calls().since(&calls).total() < nth {
             break;
         }
-        // What the pool asks only for advice may be the call at which the device is lost.
+        // The device may be lost at a call whose error the pool ignores.
         if let Err(error) = outcome {
             assert!(error.is_device_lost(), "call {nth}: {error}");
         }
@@ -69,7 +69,7 @@ fn a_device_that_is_lost_at_any_call_leaves_nothing_to_hang_on() {
     }
 }
 
-/// Memory whose copies cannot be answered for is never handed out again.
+/// Memory whose copies may still run is never handed out again.
 #[test]
 fn memory_in_flight_on_a_lost_device_is_lost_with_it() {
     let bench = Bench::new(PinnedConfig::default());

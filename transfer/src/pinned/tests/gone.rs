@@ -1,4 +1,4 @@
-//! Pools and registered buffers that are gone: where their memory goes, and when.
+//! The memory of pools and registered buffers that were dropped.
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
@@ -28,7 +28,7 @@ impl Bench {
 }
 
 #[test]
-fn the_pool_outlives_its_handles_and_gives_back_what_is_done() {
+fn the_pool_outlives_its_handles_and_releases_finished_memory() {
     let mut bench = Bench::new(PinnedConfig::default());
     let (done, held) = (bench.pool.alloc_zeroed::<u8>(16 << 20).unwrap(), bench.pool.alloc::<u8>(1 << 20).unwrap());
     bench.upload(&done).unwrap();
@@ -76,7 +76,7 @@ fn pools_that_are_made_and_dropped_do_not_add_up() {
 }
 
 #[test]
-fn registered_slabs_and_buffers_add_up_to_a_bound_and_their_drop_waits_for_nothing() {
+fn dropped_registered_memory_is_bounded_and_its_drop_does_not_wait() {
     let mut bench = Bench::new(PinnedConfig::default());
     for round in 0..60 {
         bench.pool = bench.new_pool(SlabSource::Registered { threads: NonZeroUsize::MIN });
@@ -95,7 +95,7 @@ fn registered_slabs_and_buffers_add_up_to_a_bound_and_their_drop_waits_for_nothi
 }
 
 #[test]
-fn while_a_stream_captures_nothing_goes_back() {
+fn no_memory_is_released_while_a_stream_captures() {
     let mut bench = Bench::new(PinnedConfig::default());
     drop(bench.pool.alloc::<u8>(1 << 20).unwrap());
     let other = bench.device.stream().unwrap();
@@ -112,7 +112,7 @@ fn while_a_stream_captures_nothing_goes_back() {
 }
 
 #[test]
-fn a_system_without_memory_gets_back_what_is_in_flight() {
+fn a_system_without_memory_gets_memory_in_flight_back() {
     let mut bench = Bench::new(PinnedConfig::default());
     let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
     bench.keep_busy();

@@ -1,4 +1,4 @@
-//! What the pool holds, and gives back.
+//! Memory that the pool holds and releases.
 
 use aquifer_device::sim::Fault;
 use aquifer_device::{Code, RequestError};
@@ -46,7 +46,7 @@ fn a_limit_below_a_slab_still_serves_what_fits() {
 }
 
 #[test]
-fn under_the_limit_unused_memory_of_other_shapes_goes_back_before_anybody_waits() {
+fn under_a_limit_unused_slabs_of_other_sizes_are_released_before_a_wait() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(64 * MIB));
     let (unused, in_flight) =
         (bench.pool.alloc::<u8>(32 << 20).unwrap(), bench.pool.alloc_zeroed::<u8>(24 << 20).unwrap());
@@ -64,7 +64,7 @@ fn under_the_limit_unused_memory_of_other_shapes_goes_back_before_anybody_waits(
 }
 
 #[test]
-fn trimming_gives_back_the_largest_unused_slabs_and_nothing_that_is_in_use() {
+fn trimming_releases_the_largest_unused_slabs_and_no_others() {
     let bench = Bench::new(PinnedConfig::default());
     let sizes = [4 << 20, 16 << 20, 32 << 20, 20 << 20];
     let mut buffers: Vec<_> = sizes.iter().map(|&bytes| bench.pool.alloc::<u8>(bytes).unwrap()).collect();
@@ -95,7 +95,7 @@ fn growth_is_by_an_eighth_so_that_small_buffers_take_few_slabs() {
     bench.check_over();
 }
 
-/// A large slab that is not in use is kept whole only as long as that wastes little.
+/// A large unused slab stays whole only while that wastes little.
 #[test]
 fn an_idle_large_slab_serves_small_requests_before_the_pool_doubles() {
     let bench = Bench::new(PinnedConfig::default());
@@ -124,7 +124,7 @@ fn sizes_that_vary_settle_on_few_slabs() {
 }
 
 #[test]
-fn prewarmed_memory_serves_any_size_and_goes_back() {
+fn prewarmed_memory_serves_any_size_and_is_released() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(600 * MIB));
     bench.pool.prewarm(0).unwrap();
     bench.pool.prewarm(512 * MIB - 1).unwrap();
@@ -144,7 +144,7 @@ fn prewarmed_memory_serves_any_size_and_goes_back() {
 }
 
 #[test]
-fn a_system_that_refuses_memory_in_advance_says_so() {
+fn a_refused_prewarming_is_an_error() {
     let bench = Bench::new(PinnedConfig::default());
     let fault = |code| Fault::Nth { operation: Some(Operation::HostAlloc), nth: 1, code };
     bench.sim.inject(fault(Code::OUT_OF_MEMORY));

@@ -53,7 +53,7 @@ impl Bench {
         self.device.driver_calls().since(&before)
     }
 
-    /// What must hold when no buffer is alive: everything goes back, and nothing raced.
+    /// Asserts, when no buffer is alive, that all memory goes back and that nothing raced.
     fn check_over(&self) {
         self.device.synchronize().unwrap();
         self.pool.empty_cache().unwrap();

@@ -1,4 +1,4 @@
-//! Memory that the pool did not make: registered, pageable, and slabs that are registered.
+//! Registered memory, pageable memory, and registered slabs.
 
 use std::num::NonZeroUsize;
 
@@ -14,7 +14,7 @@ fn failing(operation: Operation, code: Code) -> Fault {
 }
 
 #[test]
-fn registered_memory_is_copied_in_place_and_comes_back_when_idle() {
+fn registered_memory_is_copied_in_place_and_given_back_when_idle() {
     let bench = Bench::new(PinnedConfig::default());
     bench.stream.fill(bench.memory, 6, 1 << 20).unwrap();
     let own = vec![0_u8; 1 << 20];
@@ -45,7 +45,7 @@ fn a_registered_buffer_that_is_dropped_keeps_its_memory_until_the_device_is_done
 }
 
 #[test]
-fn memory_in_a_locked_page_is_refused_and_comes_back() {
+fn memory_in_a_locked_page_is_refused_and_returned() {
     let bench = Bench::new(PinnedConfig::default());
     bench.sim.inject(failing(Operation::HostRegister, Code(712)));
     let refused = bench.pool.register(vec![7_u32; 5]).unwrap_err();
@@ -69,7 +69,7 @@ fn memory_that_cannot_be_unregistered_stays_a_buffer() {
 }
 
 #[test]
-fn other_buffers_become_vectors_by_a_copy_and_nothing_can_be_registered() {
+fn other_buffers_become_vectors_by_a_copy_and_empty_memory_can_be_registered() {
     let bench = Bench::new(PinnedConfig::default());
     assert_eq!(bench.pool.alloc_from(&[1_u8, 2]).unwrap().into_vec().unwrap(), [1, 2]);
     let nothing = bench.pool.register(Vec::<u8>::with_capacity(10)).unwrap();
@@ -78,7 +78,7 @@ fn other_buffers_become_vectors_by_a_copy_and_nothing_can_be_registered() {
 }
 
 #[test]
-fn pageable_memory_only_by_name() {
+fn pageable_memory_needs_an_explicit_call() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(1 << 20));
     assert!(bench.pool.alloc::<u32>(1 << 20).unwrap_err().is_out_of_memory());
     let mut buffer = bench.pool.alloc_or_pageable::<u32>(1 << 20).unwrap();
@@ -99,7 +99,7 @@ fn pageable_memory_only_by_name() {
 }
 
 #[test]
-fn slabs_can_be_memory_that_is_registered() {
+fn slabs_can_be_registered_memory() {
     let threads = NonZeroUsize::new(4).unwrap();
     let bench = Bench::new(PinnedConfig::default().slabs(SlabSource::Registered { threads }));
     let mut large = bench.pool.alloc::<u8>(40 << 20).unwrap();
@@ -119,7 +119,7 @@ fn slabs_can_be_memory_that_is_registered() {
 }
 
 #[test]
-fn a_slab_that_cannot_be_registered_is_gone() {
+fn a_slab_that_cannot_be_registered_is_released() {
     let threads = NonZeroUsize::MIN;
     let bench = Bench::new(PinnedConfig::default().slabs(SlabSource::Registered { threads }));
     bench.sim.inject(failing(Operation::HostRegister, Code::OUT_OF_MEMORY));

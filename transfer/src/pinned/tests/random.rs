@@ -57,7 +57,7 @@ struct Held {
 struct Program {
     bench: Bench,
     streams: Vec<Stream>,
-    /// For each stream, how long the prefix of its device memory is that is known, and what it is.
+    /// For each stream, the length of the known prefix of its device memory, and its byte.
     device: Vec<(usize, u8)>,
     held: Vec<Held>,
     /// Classes of buffers that were forgotten.
@@ -134,6 +134,7 @@ impl Program {
 
     fn check(&self) {
         let stats = self.bench.pool.stats();
+        self.bench.pool.check();
         let live = self.held.iter().filter(|held| held.pooled && !held.buffer.is_empty());
         let live: usize = live.map(|held| class::round_up(held.buffer.bytes()).unwrap()).sum();
         let least = (live + self.forgotten.iter().sum::<usize>()) as u64;
@@ -145,7 +146,7 @@ impl Program {
         assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "buffers do not overlap");
     }
 
-    /// Everything but what was forgotten goes back.
+    /// Releases everything except for forgotten buffers.
     fn end(mut self) {
         self.bench.sim.clear_faults();
         for held in std::mem::take(&mut self.held) {
@@ -171,10 +172,10 @@ impl Program {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn data_arrives_and_memory_balances_whatever_the_program(steps in steps()) {
+    fn random_programs_deliver_data_and_balance_memory(steps in steps()) {
         let mut program = Program::new();
         for step in &steps {
             match program.run(step) {

@@ -1,14 +1,14 @@
-//! Whether all page-locked memory came back, also for tests of what uses it.
+//! Asserts that all page-locked memory came back, for tests of its users, too.
 
 use std::time::Duration;
 
 use crate::Transfer;
 
-/// How often it is looked at, a millisecond apart.
+/// The number of looks, a millisecond apart.
 const LOOKS: u32 = 5000;
 
-/// Asserts that no page-locked memory is in use, that of the staging ring left out. A thread may be
-/// about to extend the ring, and then has memory for a moment that the ring does not count yet.
+/// Asserts that no page-locked memory is in use except for the staging ring's. A thread that
+/// extends the ring has memory for a moment that the ring does not count yet.
 pub(crate) fn assert_unused(transfer: &Transfer) {
     let in_use = || {
         transfer.pinned().empty_cache().unwrap();

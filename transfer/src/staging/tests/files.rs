@@ -1,4 +1,4 @@
-//! Files on their way to a device.
+//! Uploads of files.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::*;
 use crate::FilePart;
 
-/// A file that is gone when this is.
+/// A file that is removed when this is dropped.
 struct TempFile(std::path::PathBuf);
 
 impl TempFile {
@@ -84,7 +84,7 @@ fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
     let mut buffer: Buffer<u8> = transfer.allocator().alloc(200_000, &stream).unwrap();
     let source = FileSource::open(&file.0, 0, 200_000, DirectIo::Always).unwrap();
     std::fs::write(&file.0, [7; 1000]).unwrap();
-    let (_, pending) = crate::copy::stage_upload(&transfer, Arc::new(source), &mut buffer).unwrap();
+    let pending = crate::copy::stage_upload(&transfer, Arc::new(source), &mut buffer).unwrap();
     match pending.wait() {
         Err(TransferError::FileTooShort { len: 1000, offset: 0, bytes: 200_000, .. }) => {}
         other => panic!("{other:?}"),

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn where_no_memory_can_be_page_locked_the_job_says_so() {
+fn a_job_fails_without_page_locked_memory() {
     let mut world = World::new(sim());
     world.pool = PinnedPool::new(&world.device, PinnedConfig::default().limit_bytes(4096)).unwrap();
     world.staging = Some(Staging::new(&world.pool, SMALL));
@@ -41,7 +41,7 @@ fn an_idle_ring_gives_its_memory_back() {
     }
 }
 
-/// A pool that is limited serves small copies while the ring is at work with large ones.
+/// A pool with a limit serves small copies while the ring works on large ones.
 #[test]
 fn a_busy_ring_leaves_memory_to_small_copies() {
     /// Blocks readers until it is opened.
@@ -74,7 +74,7 @@ fn a_busy_ring_leaves_memory_to_small_copies() {
         let stream = transfer.device().stream().unwrap();
         let source = Arc::new(Gate { bytes: 64 << 20, readers: Mutex::new(0), open: Mutex::new(false) });
         let mut large = allocator.alloc::<u8>(usize::try_from(source.bytes).unwrap(), &stream).unwrap();
-        let (_, uploaded) = crate::copy::stage_upload(&transfer, source.clone(), &mut large).unwrap();
+        let uploaded = crate::copy::stage_upload(&transfer, source.clone(), &mut large).unwrap();
         while *source.readers.lock() < 2 {
             std::thread::yield_now();
         }

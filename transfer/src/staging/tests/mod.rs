@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
-use crate::job::Progress;
+use crate::job::JobProgress;
 use crate::layout::Rows;
 use crate::pending::Pending;
 use crate::pinned::PinnedConfig;
@@ -59,11 +59,11 @@ impl World {
     }
 
     fn upload(&self, source: Arc<dyn HostSource>, to: &Buffer<u8>, stream: &Stream) -> Result<Arc<Job>, TransferError> {
-        self.staging().upload(source, device_end(to, AccessKind::Write)?, stream, 0)
+        self.staging().begin(HostEndpoint::Source(source), device_end(to, AccessKind::Write)?, stream, 0)
     }
 
     fn download(&self, from: &Buffer<u8>, to: Arc<dyn HostTarget>, stream: &Stream) -> Result<Arc<Job>, TransferError> {
-        self.staging().download(device_end(from, AccessKind::Read)?, to, stream, 0)
+        self.staging().begin(HostEndpoint::Target(to), device_end(from, AccessKind::Read)?, stream, 0)
     }
 
     /// Uploads and downloads again; the bytes must be the same unless there is an error.
@@ -111,9 +111,9 @@ fn device_end(buffer: &Buffer<u8>, kind: AccessKind) -> Result<DeviceEndpoint, T
 /// Waits for a job and its last copy.
 fn settled(job: &Job) -> Result<(), TransferError> {
     match job.wait() {
-        Progress::Enqueued(tick) => Ok(Tick::synchronize(&tick)?),
-        Progress::Finished(result) => result,
-        Progress::Working => unreachable!("it is settled"),
+        JobProgress::Enqueued(tick) => Ok(Tick::synchronize(&tick)?),
+        JobProgress::Finished(result) => result,
+        JobProgress::Working => unreachable!("it is settled"),
     }
 }
 
@@ -181,8 +181,8 @@ fn content(bytes: usize, seed: usize) -> Vec<u8> {
     (seed..seed + bytes).map(|index| (index.wrapping_mul(0x9E37_79B1) >> 11).to_le_bytes()[0]).collect()
 }
 
-/// Names the variable that says how many cores the tests' machine pretends to have, and so how many
-/// threads copy at most.
+/// The name of the variable with the number of cores that tests assume, and so the most threads
+/// that copy.
 const THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
 
 pub(super) fn cores() -> Option<usize> {
@@ -191,7 +191,7 @@ pub(super) fn cores() -> Option<usize> {
 
 /// All tests of the crate again, with rings of one thread, as on a machine with one core.
 #[test]
-fn the_same_tests_pass_with_one_staging_thread() {
+fn all_tests_pass_with_one_staging_thread() {
     if cores().is_some() {
         return;
     }
@@ -208,7 +208,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    fn jobs_side_by_side_arrive_intact(
+    fn concurrent_jobs_arrive_intact(
         seed in 0..1000u64,
         sizes in prop::collection::vec(1..700_000usize, 1..6),
         shape in (1..5usize, 1..4usize, 1..5usize),
@@ -254,7 +254,7 @@ fn nothing_is_started_before_its_first_use_and_small_jobs_start_little() {
 fn every_driver_call_may_fail() {
     let content = content(400_000, 1);
     for nth in 1.. {
-        // After a failed upload there is nothing that the download could read.
+        // After a failed upload the download reads memory that was never written.
         let world = World::new(sim().checks(false));
         world.sim.inject(Fault::Nth { operation: None, nth, code: Code(999) });
         let failed = world.round_trip(&content);
@@ -288,7 +288,7 @@ fn the_device_may_be_lost_at_every_call() {
 }
 
 #[test]
-fn errors_and_panics_of_the_host_ends_fail_their_job_alone() {
+fn errors_and_panics_of_host_ends_fail_only_their_job() {
     let world = World::new(sim());
     let stream = world.device.stream().unwrap();
     let odd = |panics: bool| {
@@ -386,29 +386,12 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     let workers = staging.workers.clone();
     let source = Arc::new(Holds(Mutex::new(None)));
     let mut held = source.0.lock();
-    let job = staging.upload(source.clone(), end, &stream, 0).unwrap();
+    let job = staging.begin(HostEndpoint::Source(source.clone()), end, &stream, 0).unwrap();
     *held = Some(staging);
     drop(held);
     settled(&job).unwrap();
     workers.scheduler.join();
     world.end();
-}
-
-#[test]
-fn invalid_jobs_are_refused_at_the_call() {
-    let world = World::new(sim());
-    let other = World::new(sim());
-    let (stream, foreign) = (world.device.stream().unwrap(), other.device.stream().unwrap());
-    let buffer = world.buffer(1000, &stream);
-    let refused = world.upload(Memory::new(vec![1; 1000]), &buffer, &foreign);
-    assert!(matches!(refused, Err(TransferError::Request(RequestError::WrongDevice { .. }))));
-    let capture = stream.begin_capture().unwrap();
-    assert!(matches!(world.upload(Memory::new(vec![1; 1000]), &buffer, &stream), Err(TransferError::Device(_))));
-    capture.end().unwrap();
-    // None of them left the memory reserved.
-    settled(&world.upload(Memory::new(vec![1; 1000]), &buffer, &stream).unwrap()).unwrap();
-    world.end();
-    other.end();
 }
 
 /// A runtime on a device of its own.
@@ -420,13 +403,9 @@ fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
 }
 
 #[test]
-fn a_stream_of_one_thread_is_left_to_it() {
+fn a_per_thread_stream_is_replaced() {
     let (sim, transfer) = runtime(SMALL);
     let own = transfer.device().per_thread_stream();
-    let buffer: Buffer<u8> = transfer.allocator().alloc(300_000, &own).unwrap();
-    let end = device_end(&buffer, AccessKind::Write).unwrap();
-    let refused = transfer.staging().upload(Memory::new(vec![1; 300_000]), end, &own, 0);
-    assert!(matches!(refused, Err(TransferError::Request(RequestError::Unsupported { .. }))));
     let content = content(300_000, 8);
     let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
     let back = transfer.on(&own).unwrap().to_vec(&pending.wait().unwrap()).unwrap().wait().unwrap();

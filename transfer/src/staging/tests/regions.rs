@@ -1,5 +1,5 @@
-//! Regions of ordinary memory: whatever the strides, each element goes where its index says, and
-//! nothing else is touched.
+//! Regions of ordinary memory: for any strides, each element is copied to the place of its index,
+//! and no other bytes change.
 
 use bytemuck::Pod;
 
@@ -20,7 +20,7 @@ impl Shape {
         Region { extents: &self.extents, from_strides: &self.from, to_strides: &self.to }
     }
 
-    /// Where each element is read, and where it is written.
+    /// The places where each element is read and written.
     fn places(&self) -> Vec<(usize, usize)> {
         let mut places = vec![(0, 0)];
         for ((&extent, &from), &to) in self.extents.iter().zip(&self.from).zip(&self.to) {
@@ -32,7 +32,7 @@ impl Shape {
         places
     }
 
-    /// What `to` is after the copy.
+    /// `to` after the copy.
     fn model<T: Copy>(&self, from: &[T], to: &[T]) -> Vec<T> {
         let mut after = to.to_vec();
         self.places().into_iter().for_each(|(read, written)| after[written] = from[read]);
@@ -87,9 +87,12 @@ fn world(seed: u64) -> (Arc<SimDriver>, Transfer, PinnedPool) {
     (sim, Transfer::with_config(&allocator, config).unwrap(), pool)
 }
 
-/// Copies a region to the device and back to the host, in each way that there is, and checks all of
-/// it.
-fn round_trips<T: Pod + Send + Sync + PartialEq + fmt::Debug>(shape: &Shape, seed: u64, element: impl Fn(usize) -> T) {
+/// Copies a region to the device and back to the host in each way, and checks all bytes.
+fn round_trips<T: Pod + Send + Sync + PartialEq + std::fmt::Debug>(
+    shape: &Shape,
+    seed: u64,
+    element: impl Fn(usize) -> T,
+) {
     let (sim, transfer, pool) = world(seed);
     let stream = transfer.device().stream().unwrap();
     let [from_len, to_len] = shape.reach();
@@ -137,7 +140,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
-    fn elements_go_where_their_index_says(shape in shapes(), seed in 0..1000u64) {
+    fn each_element_is_copied_to_the_place_of_its_index(shape in shapes(), seed in 0..1000u64) {
         round_trips(&shape, seed, |at| u32::try_from(at).unwrap());
         // Of a size that chunks cut.
         round_trips(&shape, seed, |at| <[u8; 7]>::try_from(&content(7, at)[..]).unwrap());
@@ -145,7 +148,7 @@ proptest! {
 }
 
 #[test]
-fn nothing_of_it_is_a_copy_that_is_done() {
+fn an_empty_region_is_complete_at_once() {
     let (sim, transfer, pool) = world(1);
     let stream = transfer.device().stream().unwrap();
     for shape in [
@@ -273,8 +276,8 @@ fn a_region_can_be_cancelled_dropped_and_forgotten() {
         };
         end(transfer.upload(shape.region().of(content(from_len, 1)), &mut buffer).unwrap());
         end(transfer.download(&buffer, there.region().of(&mut back)).unwrap());
-        // Whatever came of them, the host and the device may use the memory at once, and what lies
-        // between is as it was.
+        // After any outcome the host and the device may use the memory at once, and bytes between
+        // the elements are unchanged.
         let gaps = |bytes: &[u8], gap| bytes.chunks(1001).all(|row| row.get(1000).is_none_or(|&byte| byte == gap));
         assert!(gaps(back.read().unwrap(), 9));
         let now = transfer.to_vec(&buffer).unwrap().wait().unwrap();

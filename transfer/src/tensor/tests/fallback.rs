@@ -1,14 +1,13 @@
-//! The host takes over where a device has no memory, if the caller wrote so.
+//! The host as a fallback for a device without memory, if the caller allows it.
 
 use super::*;
 use crate::pending::Pending;
-use crate::placement::Fallback;
+use crate::tensor::Fallback;
 use aquifer_device::RequestError;
 
-/// Silent CPU tensors: out of memory is an error, unless the caller wrote down that the host may
-/// take it, and then the tensor says so.
+/// Out of memory is an error unless the caller allows the host, and the tensor's place reports it.
 #[test]
-fn the_host_takes_over_only_where_the_caller_wrote_it() {
+fn the_host_is_the_fallback_only_if_the_caller_allows_it() {
     let stand = stand_with(SimConfig::parse("64MiB").unwrap());
     let host = Tensor::zeros_in(Place::Host, DType::F32, &[32 << 20]).unwrap();
     let error = host.to(&stand.transfer).unwrap_err();
@@ -21,14 +20,14 @@ fn the_host_takes_over_only_where_the_caller_wrote_it() {
         .wait()
         .unwrap();
     assert!(here.place().is_host() && here.dtype() == DType::BF16);
-    // What is no lack of memory is never hidden.
+    // Other errors are never hidden.
     let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
     assert!(matches!(host.to_with(&stand.transfer, to), Err(TransferError::Request(RequestError::WrongDevice { .. }))));
 }
 
-/// Also where it runs out for what the device converts, after the elements were sent.
+/// The device runs out of memory when it converts the elements, after the copy.
 #[test]
-fn the_host_takes_over_what_has_no_room_converted() {
+fn the_host_is_the_fallback_for_conversions_without_memory() {
     let stand = stand_with(SimConfig::parse("8MiB").unwrap());
     let host = Tensor::full(Place::Host, &[1 << 20], f16::ONE).unwrap();
     let to = To::new().dtype(DType::F64);
@@ -37,9 +36,9 @@ fn the_host_takes_over_what_has_no_room_converted() {
     assert!(here.place().is_host() && here.dtype() == DType::F64);
 }
 
-/// The device could have had it.
+/// The device has enough memory.
 #[test]
-fn the_host_takes_nothing_over_for_lack_of_page_locked_memory() {
+fn lack_of_page_locked_memory_is_an_error_despite_the_fallback() {
     let stand = stand();
     stand.transfer.pinned().set_limit(Some(4096));
     let host = counting(&[1 << 20]);

@@ -13,7 +13,7 @@ fn floats(tensor: &Tensor) -> Vec<f32> {
 }
 
 #[test]
-fn views_are_written_from_every_place_and_the_rest_stays() {
+fn views_are_written_from_every_place_and_other_elements_stay() {
     let stands = [stand(), stand_with(SimConfig::default().ordinal(1))];
     let (transfer, stream) = (&stands[0].transfer, &stands[0].stream);
     // Small and large, as ordinary memory is staged then.
@@ -23,7 +23,7 @@ fn views_are_written_from_every_place_and_the_rest_stays() {
             let from = host.to(&place).unwrap().wait().unwrap();
             let base = Tensor::full(transfer, &[rows, 4], -1.0f32).unwrap();
             let mut columns = base.narrow(1, 1..3).unwrap();
-            // Dropped at once: it goes on all the same.
+            // The copy goes on after the drop.
             drop(columns.assign_shared(&from, stream).unwrap());
             let mut column = base.select(1, 3).unwrap();
             drop(column.assign_shared(&from.select(1, 1).unwrap(), stream).unwrap());
@@ -41,7 +41,7 @@ fn tensors_dense_at_both_ends_cross_without_further_memory() {
     let (transfer, stream) = (&stands[0].transfer, &stands[0].stream);
     let host = counting(&[512, 1024]);
     for place in [Place::Host, transfer.pinned().into(), transfer.into(), Place::from(&stands[1].transfer)] {
-        // Also where dimensions lie the other way round, as long as they do at both ends.
+        // Both ends may have the dimensions in reverse order.
         for turned in [false, true] {
             let way = |tensor: Tensor| if turned { tensor.transpose(0, 1).unwrap() } else { tensor };
             let from = way(host.to(&place).unwrap().wait().unwrap());
@@ -69,7 +69,7 @@ fn overlapping_tensors_are_read_before_they_are_written() {
         expected.copy_within(at(from.start)..at(from.end), at(to.start));
         assert_eq!(floats(&base), expected, "{from:?} to {to:?}");
     }
-    // Onto itself, turned; columns between others; and everything from one element of it.
+    // To itself, transposed; columns between others; and everything from one element of it.
     let base = numbered(&stand, &[3, 3]);
     drop(base.clone().assign_shared(&base.transpose(0, 1).unwrap(), stream).unwrap());
     assert_eq!(floats(&base), [0.0, 3.0, 6.0, 1.0, 4.0, 7.0, 2.0, 5.0, 8.0]);
@@ -83,7 +83,7 @@ fn overlapping_tensors_are_read_before_they_are_written() {
 }
 
 #[test]
-fn views_are_filled_and_the_rest_stays() {
+fn views_are_filled_and_other_elements_stay() {
     let stand = stand();
     let base = Tensor::zeros_in(&stand.transfer, DType::BF16, &[4, 5]).unwrap();
     let mut inner = base.narrow(0, 1..3).unwrap().narrow(1, 1..4).unwrap().transpose(0, 1).unwrap();
@@ -91,7 +91,7 @@ fn views_are_filled_and_the_rest_stays() {
     let ones: Vec<u64> = (0..20).filter(|n| (1..3).contains(&(n / 5)) && (1..4).contains(&(n % 5))).collect();
     let expected: Vec<bf16> = (0..20u64).map(|n| if ones.contains(&n) { bf16::ONE } else { bf16::ZERO }).collect();
     assert_eq!(base.to_vec_blocking::<bf16>().unwrap(), expected);
-    // More dimensions than one launch takes, of which no two are one in memory.
+    // More dimensions than one launch takes, which cannot be merged.
     let base = numbered(&stand, &[4, 4, 4, 4, 4, 4]);
     let mut inner = (0..6).fold(base.clone(), |view, dimension| view.narrow(dimension, 1..3).unwrap());
     inner.fill_shared(-1.0f32, &stand.stream).unwrap();
@@ -185,8 +185,7 @@ fn a_failed_write_leaves_everything_usable() {
     }
 }
 
-/// One write of a program: a part of a block of six dimensions, seen in some order of them, and
-/// what is written there.
+/// One write of a program: a part of a block of six dimensions in some order, and its new elements.
 #[derive(Clone, Debug)]
 struct Write {
     lengths: Vec<usize>,
@@ -271,10 +270,9 @@ fn places_of(view: &Tensor) -> Vec<usize> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// Whatever is written where, from where and on which stream: the block is what the same writes
-    /// to a list make of it.
+    /// Writes from any place, on any stream, have the same effect as on a list.
     #[test]
-    fn programs_of_writes_change_what_they_name_alone(
+    fn programs_of_writes_change_only_the_named_elements(
         writes in prop::collection::vec(write(), 0..12), seed in 0u64..1000,
     ) {
         let stands = [stand_with(SimConfig::default().seed(seed)), stand_with(SimConfig::default().seed(seed).ordinal(1))];

@@ -1,4 +1,4 @@
-//! Going on with values on the host that were not waited for.
+//! Use of values on the host without waiting for them.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::Stream;
