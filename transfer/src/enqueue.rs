@@ -6,7 +6,7 @@
 use aquifer_device::internal::CapturesHeldOff;
 use aquifer_device::{Code, Copy2d, CopyEnd, CopyPart, DeviceError, Operation, Stream, Tick};
 
-use crate::layout::{Block, Rows};
+use crate::layout::{RowBlock, Rows};
 
 /// Refuses a stream that captures, with advice for the caller.
 pub(crate) fn refuse_capture(stream: &Stream, advice: &'static str) -> Result<(), DeviceError> {
@@ -55,7 +55,7 @@ pub(crate) unsafe fn enqueue_rows(
 #[allow(unsafe_code, reason = "passed on from the driver")]
 pub(crate) unsafe fn enqueue_block(
     stream: &Stream,
-    block: Block<2>,
+    block: RowBlock<2>,
     (from, to): (CopyEnd, CopyEnd),
     size: u64,
 ) -> Result<(), DeviceError> {

@@ -42,17 +42,9 @@ thread_local! {
     static DEFERRING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls `work` on a thread that others may wait for: [`run`] uses another thread meanwhile.
-pub(crate) fn deferring<R>(work: impl FnOnce() -> R) -> R {
-    with_deferring(true, work)
-}
-
-/// Calls `work` on a thread that no other thread waits for: [`run`] uses this one meanwhile.
-pub(crate) fn not_deferring<R>(work: impl FnOnce() -> R) -> R {
-    with_deferring(false, work)
-}
-
-fn with_deferring<R>(deferring: bool, work: impl FnOnce() -> R) -> R {
+/// Calls `work` on a thread for which others may wait if it is `deferring`: [`run`] uses another
+/// thread meanwhile, or else this one.
+pub(crate) fn with_deferring<R>(deferring: bool, work: impl FnOnce() -> R) -> R {
     let before = DEFERRING.replace(deferring);
     let result = work();
     DEFERRING.set(before);
@@ -161,7 +153,7 @@ mod tests {
         for nth in 0..20 {
             let (send, receive) = channel::<()>();
             let (before, last) = (before.replace(send), last.clone());
-            deferring(|| {
+            with_deferring(true, || {
                 run("a test", move || {
                     if nth < 19 {
                         receive.recv().unwrap();

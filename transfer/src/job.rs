@@ -17,13 +17,13 @@ use crate::waiter::wake;
 /// A transfer that threads of the runtime work on.
 #[derive(Debug, Default)]
 pub(crate) struct Job {
-    state: Mutex<State>,
+    state: Mutex<JobStatus>,
     changed: Condvar,
     cancelled: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct JobStatus {
     progress: JobProgress,
     /// The waker of the last poll: one future has the transfer.
     waker: Option<Waker>,
@@ -100,7 +100,7 @@ impl Job {
 
     /// Waits until no thread works on it any more.
     pub(crate) fn wait(&self) -> JobProgress {
-        let mut state: MutexGuard<'_, State> = self.state.lock();
+        let mut state: MutexGuard<'_, JobStatus> = self.state.lock();
         while matches!(state.progress, JobProgress::Working) {
             self.changed.wait(&mut state);
         }

@@ -47,7 +47,7 @@ pub(crate) struct Shared {
 /// assert_eq!(back, [1.0, 2.0, 3.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[must_use = "the copy goes on without it: `.wait()?` waits for it, and `let _ =` says that nothing has to"]
+#[must_use = "the copy goes on without it: `.wait()?` waits for it, and `let _ =` does not"]
 pub struct Pending<T> {
     /// The steps that are not known to be complete, in the order of waits: one for each joined
     /// transfer.
@@ -124,23 +124,25 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     /// Errors of the transfer and of the driver, such as a lost device.
-    pub fn wait(mut self) -> Result<T, TransferError> {
-        fork::check(Operation::SynchronizeEvent)?;
-        let Pending { steps, shared, started, .. } = &self;
-        if !self.is_done()? {
-            shared.counters.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
-        } else if !steps.is_empty() {
-            shared.counters.flew(*started);
-        }
-        self.finish()
+    pub fn wait(self) -> Result<T, TransferError> {
+        self.wait_as(false)
     }
 
     /// As [`Pending::wait`], always counted as a synchronisation: for calls that begin a transfer
     /// only to wait for it.
-    pub(crate) fn wait_counted(mut self) -> Result<T, TransferError> {
+    pub(crate) fn wait_counted(self) -> Result<T, TransferError> {
+        self.wait_as(true)
+    }
+
+    fn wait_as(mut self, is_counted: bool) -> Result<T, TransferError> {
+        fork::check(Operation::SynchronizeEvent)?;
         let Pending { steps, shared, started, .. } = &self;
         if !steps.is_empty() {
-            shared.counters.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+            if is_counted || !self.is_done()? {
+                shared.counters.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
+            } else {
+                shared.counters.flew(*started);
+            }
         }
         self.finish()
     }
@@ -244,13 +246,10 @@ impl<T> Pending<T> {
         T: Send + 'static,
         U: Send + 'static,
     {
-        let mut values =
-            (std::mem::replace(&mut self.value, Value::Taken), std::mem::replace(&mut other.value, Value::Taken));
-        let mut steps = std::mem::take(&mut self.steps);
-        steps.append(&mut other.steps);
-        let value = Value::Later(Box::new(move || Ok((values.0.take()?, values.1.take()?))));
-        let started = self.started.min(other.started);
-        Pending { steps, value, signal: None, shared: self.shared.clone(), started }
+        let mut others = std::mem::replace(&mut other.value, Value::Taken);
+        self.steps.append(&mut other.steps);
+        self.started = self.started.min(other.started);
+        self.make(move |mut value| Ok((value.take()?, others.take()?)))
     }
 
     /// The values of all transfers, in order, when all are complete. `None` if there are none.
@@ -259,15 +258,13 @@ impl<T> Pending<T> {
         T: Send + 'static,
     {
         let mut pendings = pendings.into_iter();
-        let first = pendings.next()?;
-        let mut values = Vec::new();
-        let (mut steps, shared, started) = (VecDeque::new(), first.shared.clone(), first.started);
-        for mut pending in std::iter::once(first).chain(pendings) {
-            steps.append(&mut pending.steps);
-            values.push(std::mem::replace(&mut pending.value, Value::Taken));
+        let mut first = pendings.next()?;
+        let mut others = Vec::new();
+        for mut pending in pendings {
+            first.steps.append(&mut pending.steps);
+            others.push(std::mem::replace(&mut pending.value, Value::Taken));
         }
-        let value = Value::Later(Box::new(move || values.iter_mut().map(Value::take).collect()));
-        Some(Pending { steps, value, signal: None, shared, started })
+        Some(first.make(move |value| std::iter::once(value).chain(others).map(|mut value| value.take()).collect()))
     }
 
     /// Cancels the transfer: threads of the runtime begin no more of it, and enqueued work goes on.

@@ -172,7 +172,7 @@ impl<B: Batch> Batch for Option<B> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Prefetcher<B: Batch> {
-    batches: Option<Receiver<Sent<B>>>,
+    batches: Option<Receiver<SentBatch<B>>>,
     /// A batch that arrived while the allocator slept.
     arrived: Option<Pending<B::OnDevice>>,
     /// Ticks after which slots are free again.
@@ -193,19 +193,19 @@ const NAP: Duration = Duration::from_millis(1);
 const AHEAD_MAX: usize = 1024;
 
 /// An item of the channel.
-type Sent<B> = Result<Pending<<B as Batch>::OnDevice>, TransferError>;
+type SentBatch<B> = Result<Pending<<B as Batch>::OnDevice>, TransferError>;
 
 /// The state of the thread.
 #[derive(Default)]
 struct WorkerStatus {
     /// Whether the prefetcher is gone.
     is_dropped: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<WorkerState>,
     changed: Condvar,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum State {
+enum WorkerState {
     #[default]
     Working,
     /// It runs code of the caller, which may need the thread that drops the prefetcher.
@@ -301,7 +301,7 @@ impl<B: Batch> Prefetcher<B> {
 
     /// Waits for the thread's next item; `None` if it has ended. Does not wait while the allocator
     /// sleeps: this thread may have to wake it up.
-    fn receive(&mut self) -> Option<Sent<B>> {
+    fn receive(&mut self) -> Option<SentBatch<B>> {
         let batches = self.batches.as_ref()?;
         match batches.try_recv() {
             Err(TryRecvError::Empty) => {}
@@ -375,10 +375,10 @@ impl<B: Batch> Drop for Prefetcher<B> {
         self.batches = None;
         self.slots = None;
         let mut state = at.state.lock();
-        while *state == State::Working {
+        while *state == WorkerState::Working {
             at.changed.wait(&mut state);
         }
-        let ended = *state == State::Ended;
+        let ended = *state == WorkerState::Ended;
         drop(state);
         if ended && thread.join().is_err() {
             tracing::error!("the prefetching thread panicked");
@@ -403,7 +403,7 @@ struct Worker<B: Batch> {
     slots: Receiver<Tick>,
     /// The slot for the next batch: that of one that could not be sent.
     slot: Option<Tick>,
-    batches: Sender<Sent<B>>,
+    batches: Sender<SentBatch<B>>,
     at: Arc<WorkerStatus>,
 }
 
@@ -413,7 +413,7 @@ impl<B: Batch> Worker<B> {
         if catch_unwind(AssertUnwindSafe(move || self.work(source))).is_err() {
             tracing::error!("a prefetching thread panicked outside its source");
         }
-        at.set(State::Ended);
+        at.set(WorkerState::Ended);
     }
 
     fn work(mut self, source: impl Iterator<Item = Result<B, TransferError>>) {
@@ -440,9 +440,9 @@ impl<B: Batch> Worker<B> {
 
     /// Runs code of the caller.
     fn away<R>(&self, run: impl FnOnce() -> R) -> R {
-        self.at.set(State::Away);
+        self.at.set(WorkerState::Away);
         let result = run();
-        self.at.set(State::Working);
+        self.at.set(WorkerState::Working);
         result
     }
 
@@ -503,7 +503,7 @@ impl<B: Batch> Worker<B> {
 }
 
 impl WorkerStatus {
-    fn set(&self, state: State) {
+    fn set(&self, state: WorkerState) {
         *self.state.lock() = state;
         self.changed.notify_all();
     }

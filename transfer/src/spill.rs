@@ -53,11 +53,11 @@ use crate::runtime::Transfer;
 /// ```
 #[derive(Clone)]
 pub struct Spiller {
-    inner: Arc<Inner>,
+    inner: Arc<SpillerState>,
     _registrations: Arc<[Registration; 3]>,
 }
 
-struct Inner {
+struct SpillerState {
     transfer: Transfer,
     entries: Mutex<Vec<Weak<SpillEntry>>>,
     /// Counts uses, to order them by age.
@@ -69,7 +69,7 @@ struct Inner {
 
 /// A spillable buffer.
 struct SpillEntry {
-    spiller: Arc<Inner>,
+    spiller: Arc<SpillerState>,
     priority: i32,
     last_used: AtomicU64,
     home: Mutex<Home>,
@@ -109,7 +109,7 @@ pub struct Spillable<T> {
 /// stream of the access ([`aquifer_allocator::Storage::ready_on`]): any work of that stream may use
 /// it. Other streams use access guards ([`aquifer_allocator::AccessGuard`]). The work need not be
 /// done when this is dropped.
-#[must_use = "the memory may go again once this is dropped"]
+#[must_use = "the memory may be spilled again once this is dropped"]
 pub struct Resident<'a, T> {
     buffer: Buffer<T>,
     in_use: InUse<'a>,
@@ -121,7 +121,7 @@ impl Spiller {
     /// does not serve the request, because it is in pieces, the spiller is asked again after all
     /// other reclaimers: first for as much as was requested, then for all that it can spill.
     pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(SpillerState {
             transfer: transfer.clone(),
             entries: Mutex::default(),
             clock: AtomicU64::new(0),
@@ -131,7 +131,7 @@ impl Spiller {
         });
         let allocator = transfer.allocator();
         // A weak reference: the spiller owns the allocator that it is registered with.
-        let registered = |priority, bytes: fn(&Inner, u64) -> u64| {
+        let registered = |priority, bytes: fn(&SpillerState, u64) -> u64| {
             let spiller = Arc::downgrade(&inner);
             allocator.register_reclaimer(priority, "spiller", move |request| {
                 let Some(spiller) = spiller.upgrade() else { return 0 };
@@ -141,7 +141,7 @@ impl Spiller {
             })
         };
         let registrations = [
-            registered(priority, Inner::lacking),
+            registered(priority, SpillerState::lacking),
             registered(i32::MIN, |_, requested| requested),
             registered(i32::MIN, |_, _| u64::MAX),
         ];
@@ -207,7 +207,7 @@ impl Spiller {
     }
 }
 
-impl Inner {
+impl SpillerState {
     fn now(&self) -> u64 {
         self.clock.fetch_add(1, Ordering::Relaxed)
     }

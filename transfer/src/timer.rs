@@ -72,7 +72,7 @@ fn check_stream(stream: &Stream, needed: u32) -> Result<(), RequestError> {
 
 /// A stopped measurement. Its result is known once the device has done the work.
 #[derive(Debug)]
-#[must_use = "this is what was measured"]
+#[must_use = "the measured time is lost otherwise"]
 pub struct Timing {
     start: Event,
     stop: Event,

@@ -132,7 +132,7 @@ impl Waiter {
             .name("aquifer-waiter".to_owned())
             .spawn(move || {
                 defer_panics_here();
-                foreign_code::deferring(|| own.run(&waiter, key));
+                foreign_code::with_deferring(true, || own.run(&waiter, key));
             })
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(thread);
@@ -156,7 +156,7 @@ impl TickThread {
                 wake(waker);
                 continue;
             }
-            foreign_code::not_deferring(|| wake(waker));
+            foreign_code::with_deferring(false, || wake(waker));
             if !self.come_back(waiter, key) {
                 return;
             }

@@ -59,7 +59,7 @@ const PACKED_ALIGNMENT: usize = 64;
 pub struct TransferBatch {
     transfer: Transfer,
     number: u64,
-    packed: Vec<Packed>,
+    packed: Vec<PackedUploads>,
     groups: Vec<Group>,
     downloaded: usize,
 }
@@ -73,7 +73,7 @@ struct Group {
 
 /// Page-locked memory for packed uploads.
 #[derive(Debug)]
-struct Packed {
+struct PackedUploads {
     buffer: PinnedBuffer<u8>,
     used: usize,
 }
@@ -261,7 +261,7 @@ impl TransferBatch {
         let room = self.packed.last().map(|packed| (packed.used.next_multiple_of(alignment), packed.buffer.len()));
         if room.is_none_or(|(start, len)| len < start + bytes.len()) {
             let buffer = self.transfer.pinned().alloc(bytes.len().max(PACKED_BYTES))?;
-            self.packed.push(Packed { buffer, used: 0 });
+            self.packed.push(PackedUploads { buffer, used: 0 });
         }
         let buffer = self.packed.len() - 1;
         let packed = &mut self.packed[buffer];

@@ -93,6 +93,10 @@ fn upload_small<T: Pod>(
     plan: &Plan,
 ) -> Result<Pending<()>, TransferError> {
     let len = host_memory::len_of(plan.rows.len(), size_of::<T>() as u64)?;
+    if plan.rows.is_dense() {
+        let host = transfer.pinned().alloc_from(&from[..len])?;
+        return enqueue_pinned(transfer, Direction::Upload, to, host.as_slice().part(), &plan.rows);
+    }
     let packed = Packed::new(plan, OnDevice::To);
     let mut host = transfer.pinned().alloc(len)?;
     packed.gathering().copy(from, host.write()?);
@@ -194,6 +198,7 @@ fn download_small<T: Pod + Send + Sync, R>(
     let part = host.as_slice_mut().part();
     let pending = match part.bytes {
         0 => Pending::ready(transfer.shared(), ()),
+        _ if plan.rows.is_dense() => enqueue_pinned(transfer, Direction::Download, from, part, &plan.rows)?,
         _ => {
             let gathering = Packed::new(plan, OnDevice::From).gathering();
             enqueue_pinned(transfer, Direction::Download, from, part, &gathering)?

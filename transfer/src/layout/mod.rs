@@ -16,7 +16,7 @@ use std::fmt;
 use aquifer_kernels::Strided;
 
 pub use error::{LayoutError, MAX_DIMENSIONS};
-pub(crate) use rows::{Block, Dimension, Rows, group_rows, merge, place_of};
+pub(crate) use rows::{Dimension, RowBlock, Rows, group_rows, merge, place_of};
 
 /// The places of a tensor's elements in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost
 /// first, each with an extent and a stride in elements, and the place of the first element. A
@@ -48,13 +48,7 @@ impl Layout {
     /// # Errors
     /// More than [`MAX_DIMENSIONS`] dimensions, and more elements than a `usize` counts.
     pub fn row_major(shape: &[usize]) -> Result<Layout, LayoutError> {
-        let mut strides = [0; MAX_DIMENSIONS];
-        let mut stride = 1usize;
-        for dimension in (0..shape.len().min(MAX_DIMENSIONS)).rev() {
-            strides[dimension] = stride;
-            stride = stride.checked_mul(shape[dimension].max(1)).ok_or_else(|| too_large(shape))?;
-        }
-        Layout::strided(shape, strides.get(..shape.len()).unwrap_or(&strides), 0)
+        Layout::dense(shape, (0..shape.len().min(MAX_DIMENSIONS)).rev())
     }
 
     /// Dense elements from the start of the storage on, the first dimension's next to each other:
@@ -63,11 +57,14 @@ impl Layout {
     /// # Errors
     /// As [`Layout::row_major`].
     pub fn column_major(shape: &[usize]) -> Result<Layout, LayoutError> {
-        let mut strides = [0; MAX_DIMENSIONS];
-        let mut stride = 1usize;
-        for (dimension, &extent) in shape.iter().take(MAX_DIMENSIONS).enumerate() {
+        Layout::dense(shape, 0..shape.len().min(MAX_DIMENSIONS))
+    }
+
+    fn dense(shape: &[usize], innermost_first: impl Iterator<Item = usize>) -> Result<Layout, LayoutError> {
+        let (mut strides, mut stride) = ([0; MAX_DIMENSIONS], 1usize);
+        for dimension in innermost_first {
             strides[dimension] = stride;
-            stride = stride.checked_mul(extent.max(1)).ok_or_else(|| too_large(shape))?;
+            stride = stride.checked_mul(shape[dimension].max(1)).ok_or_else(|| too_large(shape))?;
         }
         Layout::strided(shape, strides.get(..shape.len()).unwrap_or(&strides), 0)
     }

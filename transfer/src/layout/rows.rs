@@ -28,7 +28,7 @@ pub(crate) struct Rows<const N: usize> {
 
 /// Some rows at equal distances, or a part of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Block<const N: usize> {
+pub(crate) struct RowBlock<const N: usize> {
     /// The number of its first element, counted from the start of the range.
     pub(crate) first: u64,
     /// The place of its first element at each end.
@@ -132,7 +132,7 @@ impl<const N: usize> Rows<N> {
     pub(crate) fn blocks<E>(
         &self,
         range: Range<u64>,
-        mut visit: impl FnMut(Block<N>) -> Result<(), E>,
+        mut visit: impl FnMut(RowBlock<N>) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut next = range.start;
         while next < range.end {
@@ -142,20 +142,20 @@ impl<const N: usize> Rows<N> {
             let (width, height) = if whole > 0 { (self.width, whole) } else { (rest.min(self.width - column), 1) };
             let mut at = place_of(&self.outer, row / self.height);
             at.iter_mut().zip(self.pitches).for_each(|(at, pitch)| *at += number * pitch + column);
-            visit(Block { first: next - range.start, at, width, height, pitches: self.pitches })?;
+            visit(RowBlock { first: next - range.start, at, width, height, pitches: self.pitches })?;
             next += width * height;
         }
         Ok(())
     }
 }
 
-impl<const N: usize> Block<N> {
+impl<const N: usize> RowBlock<N> {
     /// Each of its rows.
-    pub(crate) fn rows(self) -> impl Iterator<Item = Block<N>> {
+    pub(crate) fn rows(self) -> impl Iterator<Item = RowBlock<N>> {
         (0..self.height).map(move |row| {
             let mut at = self.at;
             at.iter_mut().zip(self.pitches).for_each(|(at, pitch)| *at += row * pitch);
-            Block { first: self.first + row * self.width, at, height: 1, ..self }
+            RowBlock { first: self.first + row * self.width, at, height: 1, ..self }
         })
     }
 

@@ -32,10 +32,10 @@ pub enum CheckpointFault {
         /// Bytes of the file.
         has: u64,
     },
-    /// Its header says that it is longer than any is.
+    /// Its header claims a length beyond the limit.
     #[error("a header of {bytes} bytes, more than the {HEADER_MAX} there may be")]
     HeaderTooLong {
-        /// Bytes that it says.
+        /// The claimed bytes.
         bytes: u64,
     },
     /// Its header is no description of tensors that lie one after the other.

@@ -5,7 +5,6 @@
 //! flight at a time, in addition to the next batch of small ones, so that host memory and memory
 //! for conversions are bounded. After a failure no loaded tensor stays.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
@@ -136,31 +135,42 @@ impl Checkpoint {
         how: &mut Load<'_>,
         (bytes_done, bytes_total): (u64, u64),
     ) -> Result<ParamSet, TransferError> {
-        let mut loading = Loading { outgoing: Outgoing::default(), entries: VecDeque::new(), bytes_done, bytes_total };
-        let loaded = self.load_all(wanted, place, &mut loading, how);
+        let mut outgoing = Outgoing::default();
+        let loaded = self.load_all(wanted, place, &mut outgoing, how, (bytes_done, bytes_total));
         if loaded.is_err() {
-            loading.outgoing.abandon();
+            outgoing.abandon();
         }
         loaded
     }
 
-    fn load_all<'a>(
-        &'a self,
-        wanted: &[Wanted<'a>],
+    fn load_all(
+        &self,
+        wanted: &[Wanted<'_>],
         place: &Place,
-        loading: &mut Loading<'a>,
+        outgoing: &mut Outgoing,
         how: &mut Load<'_>,
+        (mut bytes_done, bytes_total): (u64, u64),
     ) -> Result<ParamSet, TransferError> {
         let mut set = ParamSet::new();
-        for wanted in wanted {
-            loading.entries.push_back(wanted.entry);
-            match place {
-                Place::Device(transfer) => self.begin(wanted, transfer, &mut loading.outgoing)?,
-                _ => loading.outgoing.push(Pending::ready(&Arc::default(), self.load_to_host(wanted, place)?)),
+        let mut entries = wanted.iter().map(|wanted| wanted.entry);
+        // Waits for the oldest tensor, and puts it into the set. Returns whether there was one.
+        let mut finish_oldest = |outgoing: &mut Outgoing| -> Result<bool, TransferError> {
+            let (Some(tensor), Some(entry)) = (outgoing.wait_oldest()?, entries.next()) else { return Ok(false) };
+            set.insert(entry.name.clone(), tensor)?;
+            bytes_done += entry.bytes;
+            if let Some(report) = &mut how.progress {
+                report(&Progress { name: &entry.name, bytes_done, bytes_total });
             }
-            while loading.outgoing.in_flight() > IN_FLIGHT && loading.finish_oldest(&mut set, how)? {}
+            Ok(true)
+        };
+        for wanted in wanted {
+            match place {
+                Place::Device(transfer) => self.begin(wanted, transfer, outgoing)?,
+                _ => outgoing.push(Pending::ready(&Arc::default(), self.load_to_host(wanted, place)?)),
+            }
+            while outgoing.in_flight() > IN_FLIGHT && finish_oldest(outgoing)? {}
         }
-        while loading.finish_oldest(&mut set, how)? {}
+        while finish_oldest(outgoing)? {}
         Ok(set)
     }
 
@@ -247,7 +257,7 @@ impl Checkpoint {
                 Ok(converted(mapped, stored, dtype))
             }
             _ => {
-                let part = FilePart {
+                let part = ShardPart {
                     file: shard.file.clone(),
                     path: shard.path.clone(),
                     offset: entry.offset,
@@ -284,14 +294,14 @@ impl AsRef<[u8]> for Mapped {
 }
 
 /// A part of a file. All parts of a file share its handle.
-struct FilePart {
+struct ShardPart {
     file: Arc<File>,
     path: PathBuf,
     offset: u64,
     bytes: u64,
 }
 
-impl HostSource for FilePart {
+impl HostSource for ShardPart {
     fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -307,28 +317,5 @@ impl HostSource for FilePart {
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let (_, error) = regular_file::read_at(&self.file, into, self.offset + offset);
         error.map_or(Ok(()), |error| Err(read_error(&self.path, error)))
-    }
-}
-
-/// Loading in progress.
-struct Loading<'a> {
-    outgoing: Outgoing,
-    /// The entries of `outgoing`.
-    entries: VecDeque<&'a TensorEntry>,
-    bytes_done: u64,
-    bytes_total: u64,
-}
-
-impl Loading<'_> {
-    /// Waits for the oldest tensor, and puts it into the set. Returns whether there was one.
-    fn finish_oldest(&mut self, set: &mut ParamSet, how: &mut Load<'_>) -> Result<bool, TransferError> {
-        let Some(tensor) = self.outgoing.wait_oldest()? else { return Ok(false) };
-        let Some(entry) = self.entries.pop_front() else { return Ok(false) };
-        set.insert(entry.name.clone(), tensor)?;
-        self.bytes_done += entry.bytes;
-        if let Some(report) = &mut how.progress {
-            report(&Progress { name: &entry.name, bytes_done: self.bytes_done, bytes_total: self.bytes_total });
-        }
-        Ok(true)
     }
 }

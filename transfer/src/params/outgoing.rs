@@ -23,11 +23,11 @@ const BATCH_BYTES: u64 = 4 << 20;
 /// Tensors in flight. Small ones wait in a batch until it is sent.
 #[derive(Default)]
 pub(super) struct Outgoing {
-    steps: VecDeque<Step>,
+    steps: VecDeque<Outbound>,
     batch: Option<Batch>,
 }
 
-enum Step {
+enum Outbound {
     Sent(Pending<Tensor>),
     /// Part of the next batch.
     Batched(Tensor),
@@ -54,7 +54,7 @@ impl Outgoing {
 
     /// Adds a tensor that is sent.
     pub(super) fn push(&mut self, tensor: Pending<Tensor>) {
-        self.steps.push_back(Step::Sent(tensor));
+        self.steps.push_back(Outbound::Sent(tensor));
     }
 
     /// Adds a small tensor of these elements to the batch, and sends a full batch. Its copies run
@@ -78,7 +78,7 @@ impl Outgoing {
         batch.copies.upload(elements, &mut buffer)?;
         batch.tensors += 1;
         batch.bytes += elements.len() as u64;
-        self.steps.push_back(Step::Batched(Tensor::on_device(buffer, transfer, dtype, layout)?));
+        self.steps.push_back(Outbound::Batched(Tensor::on_device(buffer, transfer, dtype, layout)?));
         if batch.bytes >= BATCH_BYTES { self.send_batch() } else { Ok(()) }
     }
 
@@ -89,8 +89,8 @@ impl Outgoing {
         drop(copies.run()?);
         let tick = covered_tick(&stream);
         for step in &mut self.steps {
-            if let Step::Batched(tensor) = step {
-                *step = Step::Sent(Pending::enqueued(transfer.shared(), tick.clone(), tensor.clone()));
+            if let Outbound::Batched(tensor) = step {
+                *step = Outbound::Sent(Pending::enqueued(transfer.shared(), tick.clone(), tensor.clone()));
             }
         }
         Ok(())
@@ -98,19 +98,19 @@ impl Outgoing {
 
     /// Waits for the oldest tensor, after sending its batch; `None` if there is none.
     pub(super) fn wait_oldest(&mut self) -> Result<Option<Tensor>, TransferError> {
-        if matches!(self.steps.front(), Some(Step::Batched(_))) {
+        if matches!(self.steps.front(), Some(Outbound::Batched(_))) {
             self.send_batch()?;
         }
         match self.steps.pop_front() {
-            Some(Step::Sent(tensor)) => tensor.wait().map(Some),
-            Some(Step::Batched(tensor)) => Ok(Some(tensor)),
+            Some(Outbound::Sent(tensor)) => tensor.wait().map(Some),
+            Some(Outbound::Batched(tensor)) => Ok(Some(tensor)),
             None => Ok(None),
         }
     }
 
     /// The transfers of all tensors that are sent.
     pub(super) fn into_pendings(self) -> impl Iterator<Item = Pending<Tensor>> {
-        self.steps.into_iter().filter_map(|step| if let Step::Sent(tensor) = step { Some(tensor) } else { None })
+        self.steps.into_iter().filter_map(|step| if let Outbound::Sent(tensor) = step { Some(tensor) } else { None })
     }
 
     /// Cancels the transfers, and waits until no thread works on them.

@@ -33,9 +33,9 @@ impl ParamSet {
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let _place = self.called_here();
         let path = path.as_ref();
-        match Target::of(path).map_err(|error| file_error(path, error))? {
-            Target::Stream => self.write(path, File::options().write(true).open(path)),
-            Target::File(place) => self.write_in_place_of(&place, path),
+        match SaveTarget::of(path).map_err(|error| file_error(path, error))? {
+            SaveTarget::Stream => self.write(path, File::options().write(true).open(path)),
+            SaveTarget::File(place) => self.write_in_place_of(&place, path),
         }
     }
 
@@ -80,7 +80,7 @@ impl ParamSet {
 
 /// The file at a path.
 #[derive(Debug, PartialEq, Eq)]
-enum Target {
+enum SaveTarget {
     /// A regular file at this place, reached through no link, or nothing yet.
     File(PathBuf),
     /// A pipe or a device, which must not be replaced.
@@ -93,11 +93,11 @@ const NAME_BYTES: usize = 200;
 /// Links that are followed one after the other, as many as Linux follows.
 const LINKS_MAX: usize = 40;
 
-impl Target {
-    fn of(path: &Path) -> std::io::Result<Target> {
+impl SaveTarget {
+    fn of(path: &Path) -> std::io::Result<SaveTarget> {
         match std::fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => return Err(ErrorKind::IsADirectory.into()),
-            Ok(metadata) if !metadata.is_file() => return Ok(Target::Stream),
+            Ok(metadata) if !metadata.is_file() => return Ok(SaveTarget::Stream),
             Ok(_) => {}
             // Or a link to a missing file.
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -109,7 +109,7 @@ impl Target {
             // Relative to the directory of the link, unless it begins at the root.
             place = place.parent().unwrap_or(Path::new("")).join(to);
         }
-        Ok(Target::File(place))
+        Ok(SaveTarget::File(place))
     }
 }
 

@@ -25,7 +25,7 @@ use super::config::{PinnedConfig, SlabSource};
 use super::deferred::Front;
 use super::slabs::BlockId;
 use super::source::SlabMemory;
-use super::state::{Block, Plan, PoolState};
+use super::state::{PoolBlock, PoolState, TakePlan};
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex};
 
@@ -79,7 +79,7 @@ impl SharedPool {
 
     /// An unused block of at least `bytes` bytes, not 0.
     #[inline]
-    pub(super) fn take(&self, bytes: usize) -> Result<Block, TransferError> {
+    pub(super) fn take(&self, bytes: usize) -> Result<PoolBlock, TransferError> {
         fork::check(Operation::HostAlloc)?;
         let too_long = || TransferError::Request(RequestError::LengthOverflow { len: bytes as u64, size: 1 });
         let class = class::round_up(bytes).ok_or_else(too_long)?;
@@ -90,13 +90,13 @@ impl SharedPool {
     }
 
     #[cold]
-    fn take_slowly(&self, class: usize) -> Result<Block, TransferError> {
+    fn take_slowly(&self, class: usize) -> Result<PoolBlock, TransferError> {
         // An error of a query says nothing: the blocks stay deferred.
         self.poll().or_else(unless_lost)?;
         let plan = self.state.lock().plan(class);
         let sizes = match plan {
-            Plan::Taken(block) => return Ok(block),
-            Plan::Grow(sizes) => sizes,
+            TakePlan::Taken(block) => return Ok(block),
+            TakePlan::Grow(sizes) => sizes,
         };
         let mut refusal = match self.grow(class, &sizes)? {
             Ok(block) => return Ok(block),
@@ -132,7 +132,7 @@ impl SharedPool {
 
     /// Gets a slab of the first of these lengths that the limit and the system allow. If none is,
     /// the inner error is that of the system, or `None` if the limit refused it.
-    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<Block, Option<TransferError>>, TransferError> {
+    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<PoolBlock, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
             match self.obtain(bytes, |state, memory, time| state.add(memory, bytes, class, time)) {

@@ -20,7 +20,7 @@ use memmap2::MmapMut;
 
 use super::class::UNIT;
 use super::ladder::SharedPool;
-use super::state::Block;
+use super::state::PoolBlock;
 use super::uses::{HostAccess, Uses};
 use crate::enqueue::refuse_capture;
 use crate::error::TransferError;
@@ -40,7 +40,7 @@ pub(super) enum Origin {
     /// There are no bytes.
     Nowhere,
     /// A block of the pool.
-    Pool(Block),
+    Pool(PoolBlock),
     /// The caller's memory, page-locked. `None` once it was given back.
     Registered(Mutex<Option<Box<dyn Any + Send>>>),
     /// Not page-locked. A driver is done with such memory when its copy call returns.

@@ -32,15 +32,15 @@ pub(super) struct PoolState {
 }
 
 /// The outcome of a request.
-pub(super) enum Plan {
-    Taken(Block),
+pub(super) enum TakePlan {
+    Taken(PoolBlock),
     /// The pool must grow by a slab of one of these lengths, the first if possible.
     Grow([usize; 3]),
 }
 
 /// A block that was handed out.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Block {
+pub(super) struct PoolBlock {
     pub(super) id: BlockId,
     pub(super) start: usize,
 }
@@ -92,15 +92,15 @@ impl PoolState {
     }
 
     #[inline]
-    pub(super) fn take(&mut self, class: usize, any: bool) -> Option<Block> {
+    pub(super) fn take(&mut self, class: usize, any: bool) -> Option<PoolBlock> {
         let id = self.slabs.take(class, any)?;
         Some(self.activate(id))
     }
 
     #[inline]
-    fn activate(&mut self, id: BlockId) -> Block {
+    fn activate(&mut self, id: BlockId) -> PoolBlock {
         self.stats.activate(self.slabs.bytes(id));
-        Block { id, start: self.slabs.start(id) }
+        PoolBlock { id, start: self.slabs.start(id) }
     }
 
     #[inline]
@@ -141,9 +141,9 @@ impl PoolState {
 
     /// Takes a block, or plans growth: growing is preferred to splitting a large slab, but only
     /// while it wastes little.
-    pub(super) fn plan(&mut self, class: usize) -> Plan {
+    pub(super) fn plan(&mut self, class: usize) -> TakePlan {
         if let Some(block) = self.take(class, false) {
-            return Plan::Taken(block);
+            return TakePlan::Taken(block);
         }
         self.note_most_active();
         let held = self.reserved();
@@ -154,9 +154,9 @@ impl PoolState {
         if held + sizes[0] > most + most / GROWTH_PART + GROWTH_MOST
             && let Some(block) = self.take(class, true)
         {
-            return Plan::Taken(block);
+            return TakePlan::Taken(block);
         }
-        Plan::Grow(sizes)
+        TakePlan::Grow(sizes)
     }
 
     /// Counts a slab that is to come, if the limit allows it.
@@ -186,7 +186,7 @@ impl PoolState {
     }
 
     /// A slab came, after `time`, for a present request.
-    pub(super) fn add(&mut self, memory: SlabMemory, bytes: usize, class: usize, time: Duration) -> Block {
+    pub(super) fn add(&mut self, memory: SlabMemory, bytes: usize, class: usize, time: Duration) -> PoolBlock {
         let id = self.slabs.add(memory.start(), bytes, class, memory);
         self.stats.gained(bytes, time);
         self.activate(id)

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::TransferError;
-use crate::layout::{Block, Rows};
+use crate::layout::{RowBlock, Rows};
 
 /// The source of a staged upload. Panics are caught; they fail only this job.
 pub(crate) trait HostSource: Send + Sync {
@@ -70,7 +70,7 @@ impl HostTarget for InRows<dyn HostTarget> {
 }
 
 /// The place of a row among the bytes of its range, which are in memory.
-fn range_of(row: Block<1>) -> Range<usize> {
+fn range_of(row: RowBlock<1>) -> Range<usize> {
     let place = |byte| usize::try_from(byte).unwrap_or(usize::MAX);
     place(row.first)..place(row.first + row.width)
 }

@@ -22,13 +22,13 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::config::{PAGE, Sizes};
-use super::task::{After, Done, Flight, JobId, Order, Piece, Task, Way};
+use super::task::{Flight, Followup, JobId, Piece, Submission, Task, TaskResult, Way};
 use super::windows::{self, Windows};
 use crate::error::TransferError;
 
 #[derive(Debug)]
 struct JobState<J> {
-    order: Order<J>,
+    order: Submission<J>,
     /// Bytes that were begun.
     begun: u64,
     /// Pieces begun and neither sent (uploads) nor stored (downloads).
@@ -64,9 +64,9 @@ pub(super) struct Ring<J, C, T> {
     arrived: VecDeque<Flight<C, T>>,
     jobs: BTreeMap<JobId, JobState<J>>,
     next_job: JobId,
-    /// Jobs with pieces that were not begun, in the order of their turns: those of lower priority
+    /// Jobs with pieces that were not begun, in the order in which they go on: those of lower priority
     /// numbers first.
-    turns: VecDeque<JobId>,
+    queued: VecDeque<JobId>,
     /// The chunks that each stream holds.
     windows: Windows,
     /// Streams that a task waits for.
@@ -75,8 +75,8 @@ pub(super) struct Ring<J, C, T> {
     lost: Option<TransferError>,
 }
 
-/// The kind of the next task; [`NextStep::Begin`] has the index of a turn, [`NextStep::Wait`] that
-/// of a flight.
+/// The kind of the next task. [`NextStep::Begin`] has the index of a queued job, [`NextStep::Wait`]
+/// that of a flight.
 enum NextStep {
     Tune,
     Store,
@@ -103,7 +103,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             arrived: VecDeque::new(),
             jobs: BTreeMap::new(),
             next_job: 0,
-            turns: VecDeque::new(),
+            queued: VecDeque::new(),
             windows: Windows::default(),
             watched: Vec::new(),
             lost: None,
@@ -138,7 +138,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     ///
     /// # Errors
     /// The device is lost.
-    pub(super) fn submit(&mut self, order: Order<J>) -> Result<(), TransferError> {
+    pub(super) fn submit(&mut self, order: Submission<J>) -> Result<(), TransferError> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
         }
@@ -173,7 +173,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
                 Some(Task::Tune)
             }
             NextStep::Store => self.store(),
-            NextStep::Begin(turn) => self.begin(turn),
+            NextStep::Begin(index) => self.begin(index),
             NextStep::Grow => {
                 let (bytes, others) = (self.chunk_bytes, (self.chunks + self.growing) * self.chunk_bytes);
                 self.growing += 1;
@@ -196,13 +196,13 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         if !self.arrived.is_empty() {
             return Some(NextStep::Store);
         }
-        let wanting = !self.turns.is_empty();
-        let turn = self.turn();
-        if let Some(turn) = turn.filter(|_| !self.free.is_empty()) {
-            return Some(NextStep::Begin(turn));
+        let wanting = !self.queued.is_empty();
+        let next = self.next_queued();
+        if let Some(index) = next.filter(|_| !self.free.is_empty()) {
+            return Some(NextStep::Begin(index));
         }
         // Also before the only stream may hold them: it may soon.
-        let most = if turn.is_some() { self.target } else { windows::most(self.target) };
+        let most = if next.is_some() { self.target } else { windows::most(self.target) };
         let to_come = self.growing + self.free.len();
         if wanting && self.chunks + self.growing < most && to_come < self.pieces_not_begun(to_come + 1) {
             return Some(NextStep::Grow);
@@ -216,7 +216,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     fn pieces_not_begun(&self, enough: usize) -> usize {
         let chunk_bytes = self.chunk_bytes.max(1) as u64;
         let mut pieces = 0;
-        for entry in self.turns.iter().filter_map(|id| self.jobs.get(id)) {
+        for entry in self.queued.iter().filter_map(|id| self.jobs.get(id)) {
             if pieces >= enough {
                 break;
             }
@@ -238,31 +238,31 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Some(Task::Store(Piece { id, work: entry.order.work.clone(), range, chunk }))
     }
 
-    /// The first turn of a job that may have another chunk: the job and its stream hold less than
-    /// their shares.
-    fn turn(&self) -> Option<usize> {
-        self.turns.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
+    /// The index of the first queued job that may have another chunk: the job and its stream hold less
+    /// than their shares.
+    fn next_queued(&self) -> Option<usize> {
+        self.queued.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
     }
 
     fn may_hold_more(&self, entry: &JobState<J>) -> bool {
         // Less urgent jobs do not reduce the share. Rounded up.
-        let share = self.target.div_ceil(self.turns_up_to(entry.order.priority).max(1));
+        let share = self.target.div_ceil(self.queued_up_to(entry.order.priority).max(1));
         entry.held < share && self.windows.may_hold_more(entry.order.stream, self.target)
     }
 
-    /// The number of turns of jobs of at least this urgency.
-    fn turns_up_to(&self, priority: i32) -> usize {
-        self.turns.partition_point(|id| self.jobs.get(id).is_some_and(|entry| entry.order.priority <= priority))
+    /// The number of queued jobs of at least this urgency.
+    fn queued_up_to(&self, priority: i32) -> usize {
+        self.queued.partition_point(|id| self.jobs.get(id).is_some_and(|entry| entry.order.priority <= priority))
     }
 
     /// Queues a job behind the others of its priority.
     fn queue(&mut self, id: JobId, priority: i32) {
-        self.turns.insert(self.turns_up_to(priority), id);
+        self.queued.insert(self.queued_up_to(priority), id);
     }
 
-    /// Begins a piece of the job with this turn.
-    fn begin(&mut self, turn: usize) -> Option<Task<J, C, T>> {
-        let id = self.turns.remove(turn)?;
+    /// Begins a piece of the queued job with this index.
+    fn begin(&mut self, index: usize) -> Option<Task<J, C, T>> {
+        let id = self.queued.remove(index)?;
         let entry = self.jobs.get_mut(&id)?;
         let chunk = self.free.pop()?;
         let start = entry.begun;
@@ -282,35 +282,30 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// Accepts the result of a task.
-    pub(super) fn complete(&mut self, done: Done<J, C, T>) -> After<J, C> {
-        let mut after = After::default();
+    pub(super) fn complete(&mut self, done: TaskResult<J, C, T>) -> Followup<J, C> {
+        let mut after = Followup::default();
         match done {
-            Done::Tuned(sizes) => {
+            TaskResult::Tuned(sizes) => {
                 self.tuning = false;
                 self.sizes = Some(sizes);
                 self.aim();
             }
-            Done::Grown(grown) => self.grown(grown, &mut after),
-            Done::Sent(piece, tick) => self.sent(piece, tick, &mut after),
-            Done::Stored(piece) => {
-                let stream = self.put_down(&piece, true);
-                self.recycle(piece.id, stream, piece.chunk, &mut after);
-                // Dropped first, so that `after` has the last reference.
-                drop(piece.work);
-                self.end_if_done(piece.id, &mut after);
+            TaskResult::Grown(grown) => self.grown(grown, &mut after),
+            TaskResult::Sent(piece, tick) => self.sent(piece, tick, &mut after),
+            TaskResult::Stored(piece) => {
+                let id = self.put_down(piece, true, &mut after);
+                self.end_if_done(id, &mut after);
             }
-            Done::Failed(piece, error) => {
-                let stream = self.put_down(&piece, false);
-                self.recycle(piece.id, stream, piece.chunk, &mut after);
-                drop(piece.work);
-                self.fail(piece.id, error, &mut after);
+            TaskResult::Failed(piece, error) => {
+                let id = self.put_down(piece, false, &mut after);
+                self.fail(id, error, &mut after);
             }
-            Done::Waited(flight, waited) => self.waited(flight, waited, &mut after),
+            TaskResult::Waited(flight, waited) => self.waited(flight, waited, &mut after),
         }
         after
     }
 
-    fn grown(&mut self, grown: Result<C, TransferError>, after: &mut After<J, C>) {
+    fn grown(&mut self, grown: Result<C, TransferError>, after: &mut Followup<J, C>) {
         self.growing -= 1;
         match grown {
             Ok(chunk) => {
@@ -327,7 +322,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    fn sent(&mut self, piece: Piece<J, C>, tick: T, after: &mut After<J, C>) {
+    fn sent(&mut self, piece: Piece<J, C>, tick: T, after: &mut Followup<J, C>) {
         let Piece { id, work, range, chunk } = piece;
         drop(work);
         let Some(entry) = self.jobs.get_mut(&id) else { return self.discard(chunk, after) };
@@ -345,7 +340,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.end_if_done(id, after);
     }
 
-    fn waited(&mut self, flight: Flight<C, T>, waited: Result<(), TransferError>, after: &mut After<J, C>) {
+    fn waited(&mut self, flight: Flight<C, T>, waited: Result<(), TransferError>, after: &mut Followup<J, C>) {
         self.watched.retain(|&stream| stream != flight.stream);
         let (id, stream) = (flight.id, flight.stream);
         if waited.is_ok() {
@@ -368,16 +363,22 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    /// Notes that no task has the piece any more. Returns its stream.
-    fn put_down(&mut self, piece: &Piece<J, C>, landed: bool) -> Option<u32> {
-        let entry = self.jobs.get_mut(&piece.id)?;
-        entry.in_use -= 1;
-        entry.open -= usize::from(landed);
-        Some(entry.order.stream)
+    /// Takes a piece back from a task, and frees its chunk. Returns its job.
+    fn put_down(&mut self, piece: Piece<J, C>, is_stored: bool, after: &mut Followup<J, C>) -> JobId {
+        let Piece { id, work, chunk, .. } = piece;
+        // Dropped first, so that `after` has the last reference.
+        drop(work);
+        let stream = self.jobs.get_mut(&id).map(|entry| {
+            entry.in_use -= 1;
+            entry.open -= usize::from(is_stored);
+            entry.order.stream
+        });
+        self.recycle(id, stream, chunk, after);
+        id
     }
 
     /// Frees a chunk that a job held on a stream.
-    fn recycle(&mut self, id: JobId, stream: Option<u32>, chunk: C, after: &mut After<J, C>) {
+    fn recycle(&mut self, id: JobId, stream: Option<u32>, chunk: C, after: &mut Followup<J, C>) {
         if let Some(entry) = self.jobs.get_mut(&id) {
             entry.held -= 1;
         }
@@ -385,24 +386,24 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.keep(chunk, after);
     }
 
-    fn keep(&mut self, chunk: C, after: &mut After<J, C>) {
+    fn keep(&mut self, chunk: C, after: &mut Followup<J, C>) {
         if self.lost.is_some() { self.discard(chunk, after) } else { self.free.push(chunk) }
     }
 
-    fn discard(&mut self, chunk: C, after: &mut After<J, C>) {
+    fn discard(&mut self, chunk: C, after: &mut Followup<J, C>) {
         self.chunks -= 1;
         after.surplus.push(chunk);
     }
 
     /// Fails a job: no more of it is begun, and it ends when no task has a piece of it.
-    fn fail(&mut self, id: JobId, error: TransferError, after: &mut After<J, C>) {
+    fn fail(&mut self, id: JobId, error: TransferError, after: &mut Followup<J, C>) {
         if error.is_device_lost() {
             return self.lose(error, after);
         }
         if let Some(entry) = self.jobs.get_mut(&id) {
             entry.failed.get_or_insert(error);
         }
-        self.turns.retain(|&turn| turn != id);
+        self.queued.retain(|&queued| queued != id);
         let (of_it, others) = std::mem::take(&mut self.arrived).into_iter().partition(|flight| flight.id == id);
         self.arrived = others;
         let of_it: VecDeque<Flight<C, T>> = of_it;
@@ -413,16 +414,16 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// Fails all jobs.
-    pub(super) fn fail_all(&mut self, error: &TransferError, after: &mut After<J, C>) {
+    pub(super) fn fail_all(&mut self, error: &TransferError, after: &mut Followup<J, C>) {
         for id in self.jobs.keys().copied().collect::<Vec<_>>() {
             self.fail(id, error.clone(), after);
         }
     }
 
     /// The device is lost: all jobs fail, and no chunk is used again.
-    fn lose(&mut self, error: TransferError, after: &mut After<J, C>) {
+    fn lose(&mut self, error: TransferError, after: &mut Followup<J, C>) {
         if self.lost.is_none() {
-            self.turns.clear();
+            self.queued.clear();
             after.surplus.extend(self.strip());
             for entry in self.jobs.values_mut() {
                 entry.failed.get_or_insert_with(|| error.clone());
@@ -435,7 +436,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// Ends a job once no task has a piece of it and it failed or all of it is done.
-    fn end_if_done(&mut self, id: JobId, after: &mut After<J, C>) {
+    fn end_if_done(&mut self, id: JobId, after: &mut Followup<J, C>) {
         let is_done = |entry: &JobState<J>| {
             entry.in_use == 0 && (entry.failed.is_some() || (entry.open == 0 && entry.is_begun()))
         };

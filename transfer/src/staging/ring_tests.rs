@@ -12,8 +12,8 @@ const SIZES: Sizes = Sizes { chunk_bytes: 4 * PAGE, chunks: 3, threads: 2 };
 
 type TestTask = Task<u32, u64, u64>;
 
-fn order(job: u32, way: Way, bytes: u64) -> Order<u32> {
-    Order { work: job, way, bytes, phase: 0, stream: job, priority: 0 }
+fn order(job: u32, way: Way, bytes: u64) -> Submission<u32> {
+    Submission { work: job, way, bytes, phase: 0, stream: job, priority: 0 }
 }
 
 fn lost() -> TransferError {
@@ -57,7 +57,7 @@ impl Model {
 
     fn submit(&mut self, way: Way, bytes: u64, phase: u64, stream: u32, priority: i32) {
         let job = u32::try_from(self.jobs.len()).unwrap();
-        let submitted = self.ring().submit(Order { work: job, way, bytes, phase, stream, priority });
+        let submitted = self.ring().submit(Submission { work: job, way, bytes, phase, stream, priority });
         assert_eq!(submitted.is_err(), self.lost);
         let known = Known {
             way,
@@ -99,7 +99,7 @@ impl Model {
     /// Jobs that can begin more and, with their streams, hold less than their share.
     fn waiting(&mut self) -> Vec<u32> {
         let ring = self.ring();
-        let entries = ring.turns.iter().map(|id| &ring.jobs[id]);
+        let entries = ring.queued.iter().map(|id| &ring.jobs[id]);
         entries.filter(|entry| ring.may_hold_more(entry)).map(|entry| entry.order.work).collect()
     }
 
@@ -134,23 +134,23 @@ impl Model {
         let task = self.out.remove(index);
         self.lost |= error.as_ref().is_some_and(TransferError::is_device_lost);
         let done = match (task, error) {
-            (Task::Tune, _) => Done::Tuned(SIZES),
-            (Task::Grow { .. }, Some(error)) => Done::Grown(Err(error)),
+            (Task::Tune, _) => TaskResult::Tuned(SIZES),
+            (Task::Grow { .. }, Some(error)) => TaskResult::Grown(Err(error)),
             (Task::Grow { .. }, None) => {
                 self.made += 1;
-                Done::Grown(Ok(self.made))
+                TaskResult::Grown(Ok(self.made))
             }
-            (Task::Wait(flight), None) => Done::Waited(flight, Ok(())),
+            (Task::Wait(flight), None) => TaskResult::Waited(flight, Ok(())),
             (Task::Wait(flight), Some(error)) => {
                 let job = u32::try_from(flight.id).unwrap();
                 self.known(job).failed |= flight.way == Way::Down;
-                Done::Waited(flight, Err(error))
+                TaskResult::Waited(flight, Err(error))
             }
             (Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece), Some(error)) => {
                 let known = self.known(piece.work);
                 known.in_use -= 1;
                 known.failed = true;
-                Done::Failed(piece, error)
+                TaskResult::Failed(piece, error)
             }
             (Task::Fill(piece) | Task::Fetch(piece), None) => {
                 self.ticks += 1;
@@ -159,13 +159,13 @@ impl Model {
                 if known.way == Way::Up {
                     known.through.push(range);
                 }
-                Done::Sent(piece, self.ticks)
+                TaskResult::Sent(piece, self.ticks)
             }
             (Task::Store(piece), None) => {
                 let (range, known) = (piece.range.clone(), self.known(piece.work));
                 known.in_use -= 1;
                 known.through.push(range);
-                Done::Stored(piece)
+                TaskResult::Stored(piece)
             }
         };
         let after = self.ring().complete(done);
@@ -310,17 +310,17 @@ fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 0);
     while let Some(task) = ring.next() {
         let done = match task {
-            Task::Tune => Done::Tuned(SIZES),
+            Task::Tune => TaskResult::Tuned(SIZES),
             Task::Grow { .. } => {
                 made += 1;
-                Done::Grown(Ok(made))
+                TaskResult::Grown(Ok(made))
             }
             Task::Fill(piece) | Task::Fetch(piece) => {
                 begun.push(piece.work);
-                Done::Sent(piece, 0)
+                TaskResult::Sent(piece, 0)
             }
-            Task::Store(piece) => Done::Stored(piece),
-            Task::Wait(flight) => Done::Waited(flight, Ok(())),
+            Task::Store(piece) => TaskResult::Stored(piece),
+            Task::Wait(flight) => TaskResult::Waited(flight, Ok(())),
         };
         ring.complete(done);
     }
@@ -341,12 +341,12 @@ fn a_small_job_is_not_stuck_behind_a_large_one() {
 #[test]
 fn pieces_end_at_page_boundaries_of_the_source() {
     let mut ring: Ring<u32, u64, u64> = Ring::new();
-    ring.submit(Order { phase: 100, ..order(0, Way::Up, 30_000) }).unwrap();
-    ring.complete(Done::Tuned(SIZES));
+    ring.submit(Submission { phase: 100, ..order(0, Way::Up, 30_000) }).unwrap();
+    ring.complete(TaskResult::Tuned(SIZES));
     for chunk in 0..2 {
         let Some(Task::Grow { bytes, .. }) = ring.next() else { panic!("a chunk is to be had first") };
         assert_eq!(bytes, 16_384);
-        ring.complete(Done::Grown(Ok(chunk)));
+        ring.complete(TaskResult::Grown(Ok(chunk)));
         let Some(Task::Fill(piece)) = ring.next() else { panic!("a piece is to be begun") };
         assert_eq!(piece.range, [0..16_284, 16_284..30_000][usize::try_from(chunk).unwrap()]);
     }
@@ -357,12 +357,12 @@ fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
     let short = || TransferError::OutOfPinned { requested: 0, reserved: 0, free: 0, limit: None, source: None };
     let mut ring: Ring<u32, u64, u64> = Ring::new();
     ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
-    ring.complete(Done::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));
+    ring.complete(TaskResult::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));
     for bytes in [256 << 10, 128 << 10, 64 << 10] {
         assert!(matches!(ring.next(), Some(Task::Grow { bytes: asked, .. }) if asked == bytes));
         assert!(ring.next().is_some_and(|task| matches!(task, Task::Grow { .. })), "others try meanwhile");
-        assert!(ring.complete(Done::Grown(Err(short()))).is_empty());
-        let after = ring.complete(Done::Grown(Err(short())));
+        assert!(ring.complete(TaskResult::Grown(Err(short()))).is_empty());
+        let after = ring.complete(TaskResult::Grown(Err(short())));
         assert_eq!(after.ended.len(), usize::from(bytes == 64 << 10));
     }
     assert!(ring.is_idle());
@@ -370,10 +370,10 @@ fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
     // The next job tries again, and uses the chunks that there are.
     ring.submit(order(1, Way::Up, 1 << 30)).unwrap();
     assert!(matches!(ring.next(), Some(Task::Grow { bytes, .. }) if bytes == 256 << 10));
-    ring.complete(Done::Grown(Ok(7)));
+    ring.complete(TaskResult::Grown(Ok(7)));
     assert!(matches!(ring.next(), Some(Task::Fill(_))));
     assert!(matches!(ring.next(), Some(Task::Grow { .. })));
-    ring.complete(Done::Grown(Err(short())));
+    ring.complete(TaskResult::Grown(Err(short())));
     assert!(ring.next().is_none(), "one chunk is all there is");
 }
 
@@ -381,20 +381,20 @@ fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
 fn a_cancelled_download_releases_its_arrived_chunks() {
     let mut ring: Ring<u32, u64, u64> = Ring::new();
     ring.submit(order(0, Way::Down, 1 << 20)).unwrap();
-    ring.complete(Done::Tuned(SIZES));
+    ring.complete(TaskResult::Tuned(SIZES));
     for chunk in 0..2 {
         assert!(matches!(ring.next(), Some(Task::Grow { .. })));
-        ring.complete(Done::Grown(Ok(chunk)));
+        ring.complete(TaskResult::Grown(Ok(chunk)));
         let Some(Task::Fetch(piece)) = ring.next() else { panic!("a piece is to be begun") };
-        ring.complete(Done::Sent(piece, chunk));
+        ring.complete(TaskResult::Sent(piece, chunk));
     }
     for _ in 0..2 {
         let Some(Task::Wait(flight)) = ring.next() else { panic!("only waiting is left") };
         assert!(ring.next().is_none(), "one task waits for a stream");
-        ring.complete(Done::Waited(flight, Ok(())));
+        ring.complete(TaskResult::Waited(flight, Ok(())));
         if ring.arrived.len() == 1 && ring.flying.len() == 1 {
             let Some(Task::Store(piece)) = ring.next() else { panic!("the arrived piece is to be stored") };
-            let after = ring.complete(Done::Failed(piece, TransferError::Cancelled));
+            let after = ring.complete(TaskResult::Failed(piece, TransferError::Cancelled));
             assert!(matches!(after.ended[..], [(0, Err(TransferError::Cancelled))]));
             break;
         }
@@ -411,18 +411,18 @@ fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> 
     while begun.len() < most {
         let done = match ring.next() {
             None => break,
-            Some(Task::Tune) => Done::Tuned(Sizes { chunks: 7, threads: 4, ..SIZES }),
+            Some(Task::Tune) => TaskResult::Tuned(Sizes { chunks: 7, threads: 4, ..SIZES }),
             Some(Task::Grow { .. }) => {
                 made += 1;
-                Done::Grown(Ok(made))
+                TaskResult::Grown(Ok(made))
             }
             Some(Task::Fill(piece) | Task::Fetch(piece)) => {
                 begun.push(piece.work);
-                Done::Sent(piece, 0)
+                TaskResult::Sent(piece, 0)
             }
-            Some(Task::Store(piece)) => Done::Stored(piece),
+            Some(Task::Store(piece)) => TaskResult::Stored(piece),
             Some(Task::Wait(flight)) if still.contains(&flight.stream) => continue,
-            Some(Task::Wait(flight)) => Done::Waited(flight, Ok(())),
+            Some(Task::Wait(flight)) => TaskResult::Waited(flight, Ok(())),
         };
         ring.complete(done);
     }
@@ -456,7 +456,7 @@ fn an_urgent_job_goes_first() {
     let mut ring = Ring::new();
     let large = 1000 * PAGE as u64;
     for job in 0..5 {
-        ring.submit(Order { priority: 1, ..order(job, Way::Up, large) }).unwrap();
+        ring.submit(Submission { priority: 1, ..order(job, Way::Up, large) }).unwrap();
     }
     begun_but_for(&mut ring, &[], 40);
     ring.submit(order(9, Way::Up, 80 * PAGE as u64)).unwrap();

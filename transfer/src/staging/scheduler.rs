@@ -13,17 +13,17 @@
 
 use super::config::Sizes;
 use super::ring::Ring;
-use super::task::{After, Done, Order, Task};
+use super::task::{Followup, Submission, Task, TaskResult};
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The operations of worker threads.
 pub(super) trait Executor<J, C, T> {
     /// Performs a task. Must not panic: the job and the chunk would leak.
-    fn perform(&self, task: Task<J, C, T>) -> Done<J, C, T>;
+    fn perform(&self, task: Task<J, C, T>) -> TaskResult<J, C, T>;
 
     /// Ends jobs, and releases chunks.
-    fn settle(&self, after: After<J, C>);
+    fn settle(&self, after: Followup<J, C>);
 
     /// Starts a thread that calls [`Scheduler::work`].
     fn spawn(&self) -> Result<(), TransferError>;
@@ -32,13 +32,13 @@ pub(super) trait Executor<J, C, T> {
 /// A ring and the threads that work on it.
 #[derive(Debug)]
 pub(super) struct Scheduler<J, C, T> {
-    state: Mutex<State<J, C, T>>,
+    state: Mutex<SchedulerState<J, C, T>>,
     /// Notified of a task, and of the end.
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State<J, C, T> {
+struct SchedulerState<J, C, T> {
     ring: Ring<J, C, T>,
     /// Threads that run or are about to start.
     threads: usize,
@@ -62,7 +62,8 @@ pub(super) struct PoolSize {
 
 impl<J: Clone, C, T> Scheduler<J, C, T> {
     pub(super) fn new() -> Self {
-        let state = State { ring: Ring::new(), threads: 0, asleep: 0, waiting: 0, threads_max: None, closed: false };
+        let state =
+            SchedulerState { ring: Ring::new(), threads: 0, asleep: 0, waiting: 0, threads_max: None, closed: false };
         Scheduler { state: Mutex::new(state), changed: Condvar::default() }
     }
 
@@ -70,7 +71,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
     ///
     /// # Errors
     /// The device is lost. If no thread can be started at all, the job fails with that error.
-    pub(super) fn submit(&self, order: Order<J>, executor: &impl Executor<J, C, T>) -> Result<(), TransferError> {
+    pub(super) fn submit(&self, order: Submission<J>, executor: &impl Executor<J, C, T>) -> Result<(), TransferError> {
         let mut state = self.state.lock();
         state.ring.submit(order)?;
         state.threads_max = None;
@@ -123,10 +124,10 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
 
     fn perform<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State<J, C, T>>,
+        mut state: MutexGuard<'a, SchedulerState<J, C, T>>,
         task: Task<J, C, T>,
         executor: &impl Executor<J, C, T>,
-    ) -> MutexGuard<'a, State<J, C, T>> {
+    ) -> MutexGuard<'a, SchedulerState<J, C, T>> {
         let waits = usize::from(matches!(task, Task::Wait(_)));
         state.waiting += waits;
         self.release(state, executor);
@@ -143,7 +144,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
     }
 
     /// Releases the lock. Wakes or starts a thread if there is a task, and wakes all at the end.
-    fn release(&self, mut state: MutexGuard<'_, State<J, C, T>>, executor: &impl Executor<J, C, T>) {
+    fn release(&self, mut state: MutexGuard<'_, SchedulerState<J, C, T>>, executor: &impl Executor<J, C, T>) {
         if state.closed && state.ring.is_idle() {
             self.changed.notify_all();
         }
@@ -168,7 +169,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
 
     /// Goes on with the threads that run. Without any, all jobs fail; the next job tries again.
     fn not_spawned(&self, error: &TransferError, executor: &impl Executor<J, C, T>) {
-        let mut after = After::default();
+        let mut after = Followup::default();
         let mut state = self.state.lock();
         state.threads -= 1;
         if state.threads == 0 {

@@ -35,30 +35,31 @@ impl Workers {
 
     fn submit(self: &Arc<Self>, stream: u32, pieces: u64) -> mpsc::Receiver<bool> {
         let (notify, ended) = mpsc::channel();
-        let order = Order { work: notify, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, stream, priority: 0 };
+        let order =
+            Submission { work: notify, way: Way::Up, bytes: pieces * PAGE as u64, phase: 0, stream, priority: 0 };
         self.scheduler.submit(order, self).unwrap();
         ended
     }
 }
 
 impl Executor<Notify, (), u32> for Arc<Workers> {
-    fn perform(&self, task: Task<Notify, (), u32>) -> Done<Notify, (), u32> {
+    fn perform(&self, task: Task<Notify, (), u32>) -> TaskResult<Notify, (), u32> {
         match task {
-            Task::Tune => Done::Tuned(self.sizes),
-            Task::Grow { .. } => Done::Grown(Ok(())),
-            Task::Fill(piece) | Task::Fetch(piece) => Done::Sent(piece, 0),
-            Task::Store(piece) => Done::Stored(piece),
+            Task::Tune => TaskResult::Tuned(self.sizes),
+            Task::Grow { .. } => TaskResult::Grown(Ok(())),
+            Task::Fill(piece) | Task::Fetch(piece) => TaskResult::Sent(piece, 0),
+            Task::Store(piece) => TaskResult::Stored(piece),
             Task::Wait(flight) => {
                 if flight.stream == 0 {
                     // A closed channel ends the wait, too.
                     let _ = self.still.lock().recv();
                 }
-                Done::Waited(flight, Ok(()))
+                TaskResult::Waited(flight, Ok(()))
             }
         }
     }
 
-    fn settle(&self, after: After<Notify, ()>) {
+    fn settle(&self, after: Followup<Notify, ()>) {
         let notify_end =
             |(notify, result): (Notify, Result<(), TransferError>)| notify.send(result.is_ok()).unwrap_or_default();
         after.ended.into_iter().for_each(notify_end);

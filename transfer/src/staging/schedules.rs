@@ -50,7 +50,8 @@ impl Workers {
 
     fn submit(self: &Arc<Self>, way: Way, pieces: u64) -> Arc<Job> {
         let job = Arc::new(Job::default());
-        let order = Order { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, stream: 0, priority: 0 };
+        let order =
+            Submission { work: job.clone(), way, bytes: pieces * PAGE as u64, phase: 0, stream: 0, priority: 0 };
         self.scheduler.submit(order, self).unwrap();
         job
     }
@@ -77,29 +78,29 @@ fn hold(work: &Job, chunk: &AtomicUsize) {
 }
 
 impl Executor<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Workers> {
-    fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>, ()>) -> Done<Arc<Job>, Arc<AtomicUsize>, ()> {
+    fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>, ()>) -> TaskResult<Arc<Job>, Arc<AtomicUsize>, ()> {
         match task {
-            Task::Tune => Done::Tuned(self.sizes),
-            Task::Grow { .. } => Done::Grown(Ok(Arc::default())),
+            Task::Tune => TaskResult::Tuned(self.sizes),
+            Task::Grow { .. } => TaskResult::Grown(Ok(Arc::default())),
             Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) if self.fails() => {
-                Done::Failed(piece, TransferError::Cancelled)
+                TaskResult::Failed(piece, TransferError::Cancelled)
             }
             Task::Fill(piece) | Task::Fetch(piece) => {
                 hold(&piece.work, &piece.chunk);
-                Done::Sent(piece, ())
+                TaskResult::Sent(piece, ())
             }
             Task::Store(piece) => {
                 hold(&piece.work, &piece.chunk);
-                Done::Stored(piece)
+                TaskResult::Stored(piece)
             }
             Task::Wait(flight) => {
                 thread::yield_now();
-                Done::Waited(flight, Ok(()))
+                TaskResult::Waited(flight, Ok(()))
             }
         }
     }
 
-    fn settle(&self, after: After<Arc<Job>, Arc<AtomicUsize>>) {
+    fn settle(&self, after: Followup<Arc<Job>, Arc<AtomicUsize>>) {
         for (job, result) in after.ended {
             assert_eq!(job.in_use.load(Ordering::SeqCst), 0);
             assert!(job.ended.lock().unwrap().replace(result.is_ok()).is_none(), "it ended twice");

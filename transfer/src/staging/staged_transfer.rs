@@ -10,12 +10,12 @@ use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawSt
 
 use super::config::PAGE;
 use super::endpoints::{HostSource, HostTarget};
-use super::task::{self, Order, Way};
+use super::task::{self, Submission, Way};
 use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures, refuse_capture};
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::job::Job;
-use crate::layout::{Block, Rows};
+use crate::layout::{RowBlock, Rows};
 use crate::pinned::PinnedBuffer;
 
 /// The advice where a stream began a capture after a transfer was accepted.
@@ -51,11 +51,11 @@ impl DeviceEndpoint {
     /// # Safety
     /// As [`enqueue_block`], for the chunk from `chunk` on.
     #[allow(unsafe_code, reason = "passed on from the driver")]
-    unsafe fn enqueue(&self, stream: &Stream, block: Block<1>, chunk: HostPtr, way: Way) -> Result<(), DeviceError> {
-        let Block { first, at: [at], width, height, pitches: [pitch] } = block;
+    unsafe fn enqueue(&self, stream: &Stream, block: RowBlock<1>, chunk: HostPtr, way: Way) -> Result<(), DeviceError> {
+        let RowBlock { first, at: [at], width, height, pitches: [pitch] } = block;
         let (here, there) = ((first, width, CopyEnd::Host(chunk)), (at, pitch, CopyEnd::Device(self.ptr)));
         let (from, to) = if way == Way::Up { (here, there) } else { (there, here) };
-        let block = Block { first, at: [from.0, to.0], width, height, pitches: [from.1, to.1] };
+        let block = RowBlock { first, at: [from.0, to.0], width, height, pitches: [from.1, to.1] };
         // SAFETY: passed on to the caller.
         unsafe { enqueue_block(stream, block, (from.2, to.2), 1) }
     }
@@ -116,13 +116,13 @@ impl StagedTransfer {
     }
 
     /// The transfer as a job of the ring.
-    pub(super) fn order(self) -> Order<Arc<StagedTransfer>> {
+    pub(super) fn order(self) -> Submission<Arc<StagedTransfer>> {
         let (way, phase) = match &self.host {
             HostEndpoint::Source(source) => (Way::Up, source.phase() % PAGE as u64),
             HostEndpoint::Target(_) => (Way::Down, 0),
         };
         let (bytes, stream, priority) = (self.bytes(), self.stream.id(), self.priority);
-        Order { way, bytes, phase, stream, priority, work: Arc::new(self) }
+        Submission { way, bytes, phase, stream, priority, work: Arc::new(self) }
     }
 
     /// Ends the job. The reservation and the host end are dropped before the job is settled, except

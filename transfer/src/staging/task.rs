@@ -16,7 +16,7 @@ pub(super) enum Way {
 
 /// A job to submit. Tasks get `work`.
 #[derive(Debug)]
-pub(super) struct Order<J> {
+pub(super) struct Submission<J> {
     pub(super) work: J,
     pub(super) way: Way,
     /// Length, not 0.
@@ -77,7 +77,7 @@ pub(super) enum Task<J, C, T> {
 
 /// The result of a task.
 #[derive(Debug)]
-pub(super) enum Done<J, C, T> {
+pub(super) enum TaskResult<J, C, T> {
     /// Of [`Task::Tune`].
     Tuned(Sizes),
     /// Of [`Task::Grow`].
@@ -94,7 +94,7 @@ pub(super) enum Done<J, C, T> {
 
 /// The actions that follow a change, for a thread without the lock.
 #[derive(Debug)]
-pub(super) struct After<J, C> {
+pub(super) struct Followup<J, C> {
     /// Jobs that ended, which no task has any more. A successful upload is enqueued; a download is
     /// stored.
     pub(super) ended: Vec<(J, Result<(), TransferError>)>,
@@ -102,13 +102,13 @@ pub(super) struct After<J, C> {
     pub(super) surplus: Vec<C>,
 }
 
-impl<J, C> Default for After<J, C> {
+impl<J, C> Default for Followup<J, C> {
     fn default() -> Self {
-        After { ended: Vec::new(), surplus: Vec::new() }
+        Followup { ended: Vec::new(), surplus: Vec::new() }
     }
 }
 
-impl<J, C> After<J, C> {
+impl<J, C> Followup<J, C> {
     pub(super) fn is_empty(&self) -> bool {
         self.ended.is_empty() && self.surplus.is_empty()
     }

@@ -12,7 +12,7 @@ use super::config::{StagingConfig, StagingStats};
 use super::ring::CHUNK_BYTES_LEAST;
 use super::scheduler::{Executor, Scheduler};
 use super::staged_transfer::{Chunk, Piece, StagedTransfer, fill, send, store};
-use super::task::{After, Done, Task, Way};
+use super::task::{Followup, Task, TaskResult, Way};
 use super::tune;
 use crate::counters::nanoseconds;
 use crate::error::TransferError;
@@ -92,16 +92,21 @@ impl Workers {
         timed(time, || step(piece))
     }
 
-    fn fill_and_send(&self, piece: &mut Piece) -> Result<Tick, TransferError> {
-        self.copy(piece, fill)?;
-        self.send(piece, Way::Up)
-    }
-
-    fn send(&self, piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
-        let tick = send(piece, way)?;
+    /// Fills the chunk for an upload, and enqueues the copy.
+    fn send(&self, mut piece: Piece, way: Way) -> TaskResult<Arc<StagedTransfer>, Chunk, Tick> {
+        let sent = guarded(DRIVER, || {
+            if way == Way::Up {
+                self.copy(&mut piece, fill)?;
+            }
+            send(&mut piece, way)
+        });
+        let tick = match sent {
+            Ok(tick) => tick,
+            Err(error) => return TaskResult::Failed(piece, error),
+        };
         let bytes = if way == Way::Up { &self.counters.uploaded } else { &self.counters.downloaded };
         bytes.fetch_add(piece.range.end - piece.range.start, Ordering::Relaxed);
-        Ok(tick)
+        TaskResult::Sent(piece, tick)
     }
 }
 
@@ -113,32 +118,28 @@ impl ReclaimableCache for Workers {
 }
 
 impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
-    fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk, Tick>) -> Done<Arc<StagedTransfer>, Chunk, Tick> {
+    fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk, Tick>) -> TaskResult<Arc<StagedTransfer>, Chunk, Tick> {
         match task {
-            Task::Tune => Done::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool)))),
-            Task::Grow { bytes, others } => Done::Grown(guarded(DRIVER, || self.allocate_chunk(bytes, others))),
-            Task::Fill(mut piece) => match guarded(DRIVER, || self.fill_and_send(&mut piece)) {
-                Ok(tick) => Done::Sent(piece, tick),
-                Err(error) => Done::Failed(piece, error),
-            },
-            Task::Fetch(mut piece) => match guarded(DRIVER, || self.send(&mut piece, Way::Down)) {
-                Ok(tick) => Done::Sent(piece, tick),
-                Err(error) => Done::Failed(piece, error),
-            },
+            Task::Tune => {
+                TaskResult::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool))))
+            }
+            Task::Grow { bytes, others } => TaskResult::Grown(guarded(DRIVER, || self.allocate_chunk(bytes, others))),
+            Task::Fill(piece) => self.send(piece, Way::Up),
+            Task::Fetch(piece) => self.send(piece, Way::Down),
             Task::Store(mut piece) => match guarded(DRIVER, || self.copy(&mut piece, |piece| store(piece))) {
-                Ok(()) => Done::Stored(piece),
-                Err(error) => Done::Failed(piece, error),
+                Ok(()) => TaskResult::Stored(piece),
+                Err(error) => TaskResult::Failed(piece, error),
             },
             Task::Wait(flight) => {
                 let WorkCounters { chunk_wait_ns, arrival_wait_ns, .. } = &self.counters;
                 let time = if flight.way == Way::Up { chunk_wait_ns } else { arrival_wait_ns };
                 let waited = timed(time, || guarded(DRIVER, || Ok(flight.tick.synchronize()?)));
-                Done::Waited(flight, waited)
+                TaskResult::Waited(flight, waited)
             }
         }
     }
 
-    fn settle(&self, after: After<Arc<StagedTransfer>, Chunk>) {
+    fn settle(&self, after: Followup<Arc<StagedTransfer>, Chunk>) {
         for (transfer, result) in after.ended {
             // No task has a piece of it, so this is the last reference.
             if let Some(transfer) = Arc::into_inner(transfer) {
@@ -154,7 +155,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
         let workers = self.clone();
         let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || {
             defer_panics_here();
-            foreign_code::deferring(|| {
+            foreign_code::with_deferring(true, || {
                 workers.scheduler.work(&workers);
                 drop(workers);
             });
