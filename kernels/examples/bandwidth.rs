@@ -1,13 +1,13 @@
-//! How fast the kernels that memory bounds are, against the driver's own copy on the same device.
+//! The bandwidth of the kernels that memory bounds, compared with the driver's copy on the same
+//! device.
 //!
 //! ```text
-//! cargo run --release -p aquifer-kernels --example bandwidth -- cuda:0 [MiB of each operand, 1024 unless told]
+//! cargo run --release -p aquifer-kernels --example bandwidth -- cuda:0 [MiB of each operand, default 1024]
 //! ```
 //!
-//! Of each it prints the bytes read and written in a second, from the best of ten runs timed by
-//! events, and what that is of the copy's. On a GPU it fails where one of them reaches less than 90
-//! % of the copy's. On a simulated device the times are those of its model and tell nothing about
-//! the kernels.
+//! For each it prints the bytes read and written per second, from the best of ten runs timed by
+//! events, and their share of the copy's. On a GPU it fails if a kernel reaches less than 90 % of
+//! the copy. On a simulated device the times come from its model and do not depend on the kernels.
 
 use std::error::Error;
 
@@ -18,7 +18,7 @@ use half::{bf16, f16};
 
 const RUNS: usize = 10;
 
-/// What a kernel that memory bounds should reach of the copy's bandwidth, in percent.
+/// The least share of the copy's bandwidth, in percent.
 const ENOUGH: f64 = 90.0;
 
 struct Bench {
@@ -30,7 +30,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Times `work`, which reads and writes so many bytes in all.
+    /// Times `work`, which reads and writes `bytes` bytes in all.
     fn time(
         &mut self,
         name: &str,

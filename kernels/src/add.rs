@@ -1,7 +1,7 @@
 //! `add`: sums, element by element.
 //!
 //! Integers wrap. Floats are rounded once to the nearest value, ties to even; `f16` and `bf16` are
-//! added as `f32`, which is wide enough for that to be so.
+//! added as `f32`, which is wide enough for a single rounding.
 
 use std::marker::PhantomData;
 
@@ -75,7 +75,7 @@ impl Kernels {
     /// `to` may be one of the inputs, but not overlap one otherwise.
     ///
     /// # Errors
-    /// Operands of different dtypes or lengths, overlap, and what every operation checks
+    /// Operands of different dtypes or lengths, overlap, and the errors of every operation
     /// ([`Kernels`]).
     #[track_caller]
     pub fn add<'a>(

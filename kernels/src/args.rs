@@ -27,8 +27,7 @@ impl KernelParam {
         }
     }
 
-    /// The argument in `bytes`, little-endian; of 4-byte parameters the last four bytes do not
-    /// count.
+    /// The argument in `bytes`, little-endian; 4-byte parameters ignore the last four bytes.
     pub fn decode(self, bytes: [u8; 8]) -> KernelArg {
         let [a, b, c, d, ..] = bytes;
         match self {
@@ -53,7 +52,7 @@ impl KernelParam {
     }
 }
 
-/// Why arguments cannot be launched with.
+/// Why arguments are invalid.
 pub(crate) fn refuse(kernel: &str, detail: impl AsRef<str>) -> DeviceError {
     DeviceError::refused(Operation::Launch, Code::INVALID_VALUE)
         .with_detail(format!("kernel {kernel}: {}", detail.as_ref()))
@@ -78,7 +77,7 @@ macro_rules! takers {
 }
 
 impl<'a> Args<'a> {
-    /// The arguments of a kernel, if they are as many and of such types as it declares.
+    /// The arguments of a kernel, if their number and types are those that it declares.
     pub(crate) fn checked(kernel: &'a str, params: &[KernelParam], args: &'a [KernelArg]) -> Result<Args<'a>> {
         if params.len() != args.len() {
             let (declared, given) = (params.len(), args.len());
@@ -101,7 +100,7 @@ impl<'a> Args<'a> {
     }
 }
 
-/// The ranges that a kernel touches, put together with their lengths checked.
+/// The ranges that a kernel accesses, with checked lengths.
 #[derive(Debug)]
 pub(crate) struct Ranges<'a> {
     kernel: &'a str,
@@ -113,8 +112,7 @@ impl<'a> Ranges<'a> {
         Ranges { kernel, accesses: Vec::with_capacity(3) }
     }
 
-    /// `count` elements of `size` bytes from `ptr` on, none of which may lie beyond the last
-    /// address.
+    /// `count` elements of `size` bytes from `ptr` on, all of them below the last address.
     pub(crate) fn add(mut self, kind: AccessKind, ptr: DevicePtr, count: u64, size: u64) -> Result<Self> {
         let bytes = count.checked_mul(size).filter(|&bytes| ptr.0.checked_add(bytes).is_some());
         let Some(bytes) = bytes else {

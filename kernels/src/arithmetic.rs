@@ -1,4 +1,4 @@
-//! What arithmetic is in each dtype, as the device code has it.
+//! The arithmetic of each dtype, the same as in the device code.
 
 use half::{bf16, f16};
 

@@ -77,8 +77,8 @@ impl Kernels {
     /// `x` and `y` may be the same memory, but not overlap otherwise.
     ///
     /// # Errors
-    /// Operands of different dtypes or lengths, or of integers; overlap, and what every operation
-    /// checks ([`Kernels`]).
+    /// Operands of different dtypes or lengths, or of integers; overlap, and the errors of every
+    /// operation ([`Kernels`]).
     #[track_caller]
     pub fn axpy<'a>(
         &'a self,

@@ -2,13 +2,13 @@
 //!
 //! | from | to | becomes |
 //! | --- | --- | --- |
-//! | anything | float | the nearest value, ties to even, rounded once; infinite where that is too large; any NaN the canonical one |
-//! | float | integer | the value towards zero, held within the integer's range; NaN becomes 0 |
+//! | anything | float | the nearest value, ties to even, rounded once; infinite if that is too large; any NaN the canonical one |
+//! | float | integer | the value towards zero, clamped to the integer's range; NaN becomes 0 |
 //! | integer | integer | the low bits |
 //!
 //! These are the rules of Rust's `as`, with the bits of NaN fixed. They are the same on every
-//! architecture: what older ones have no instructions for ([`DType::missing_on`]) is done with
-//! bits, at no cost that shows, as memory bounds it.
+//! architecture. Conversions without an instruction ([`DType::missing_on`]) compute with bits; this
+//! costs nothing, as memory bounds them.
 
 use std::marker::PhantomData;
 
@@ -85,12 +85,12 @@ impl<S: Element, D: Element> Work for Cast<S, D> {
 
 impl Kernels {
     /// Enqueues converting every element of `from` to the dtype of `to`, by the rules of Rust's
-    /// `as`: to floats the nearest value, from floats to integers towards zero and held within the
+    /// `as`: to floats the nearest value, from floats to integers towards zero and clamped to the
     /// range, integers to integers by their low bits.
     ///
     /// # Errors
     /// Operands of different lengths, or of the same dtype ([`Stream::copy`] is for that); overlap,
-    /// and what every operation checks ([`Kernels`]).
+    /// and the errors of every operation ([`Kernels`]).
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};

@@ -1,8 +1,8 @@
-//! `checksum`: 64 bits that tell memory's contents, wherever it lies and in whatever order it is
-//! read.
+//! `checksum`: 64 bits that identify the contents of memory, independent of its address and of the
+//! order of reads.
 //!
 //! The memory's bytes are words of 8 bytes, counted from its first byte, little-endian, the last
-//! one filled up with zeros. With the output function `mix` and the constant `γ` of splitmix64 (see
+//! one padded with zeros. With the output function `mix` and the constant `γ` of splitmix64 (see
 //! [`crate::pattern_word`]) the checksum is
 //!
 //! ```text
@@ -11,7 +11,7 @@
 //!
 //! Addition commutes, so it is exact however the work is divided. `mix` is a bijection, so that
 //! contents which differ in one word never have the same checksum; others have it once in 2^64
-//! times, as far as `mix` is random. It is no protection against intent.
+//! times, as far as `mix` is random. It does not protect against attacks.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
@@ -55,7 +55,7 @@ impl Work for Checksum {
         host::chunks(self.bytes, |at, len| {
             let mut bytes = vec![0; len];
             memory.read(self.from.offset(at), &mut bytes)?;
-            // Pieces are of whole words, but for the last.
+            // All pieces but the last have whole words.
             sum = sum.wrapping_add(words(&bytes, at / 8));
             Ok(())
         })?;
@@ -77,8 +77,7 @@ fn words(bytes: &[u8], first: u64) -> u64 {
     sum
 }
 
-/// The checksum of bytes on the host: what [`Kernels::checksum`] computes of the same bytes on a
-/// device.
+/// The checksum of bytes on the host, the same as that of [`Kernels::checksum`] on a device.
 pub fn checksum_of(bytes: &[u8]) -> u64 {
     mix(bytes.len() as u64).wrapping_add(words(bytes, 0))
 }
@@ -87,11 +86,11 @@ impl Kernels {
     /// Enqueues computing the checksum of all bytes of `from` ([`checksum_of`] is the same on the
     /// host) into `to`, one `u64`.
     ///
-    /// Memory may begin and end anywhere and be of any dtype; where it begins at a multiple of 16
-    /// this is fastest.
+    /// Memory may begin and end anywhere and have any dtype; this is fastest if it begins at a
+    /// multiple of 16.
     ///
     /// # Errors
-    /// A `to` that is not one element, or lies in `from`, and what every operation checks
+    /// A `to` that is not one element, or overlaps `from`, and the errors of every operation
     /// ([`Kernels`]).
     #[track_caller]
     pub fn checksum<'a>(

@@ -1,4 +1,4 @@
-//! Conversion between numbers, exact up to one rounding at the end: what `cast` computes.
+//! Conversion between numbers for `cast`, exact up to one rounding at the end.
 //!
 //! Every finite value of every dtype is an integer of at most 64 bits times a power of two.
 //! Conversion goes through that form, so nothing is rounded on the way; devices get the same with
@@ -21,14 +21,14 @@ pub(crate) enum Exact {
     },
 }
 
-/// What conversion needs of a type.
+/// A type that can be converted.
 pub(crate) trait Number: Copy {
     const IS_FLOAT: bool;
 
     fn decode(self) -> Exact;
 
-    /// The nearest value for floats; for integers the value towards zero, held within the range,
-    /// NaN being 0.
+    /// The nearest value for floats; for integers the value towards zero, clamped to the range,
+    /// with 0 for NaN.
     fn encode(value: Exact) -> Self;
 
     /// An integer's low bits.
@@ -46,7 +46,7 @@ pub(crate) fn convert<S: Number, D: Number>(value: S) -> D {
     }
 }
 
-/// The integer part, held within what 65 bits and a sign hold, which is beyond every dtype.
+/// The integer part, clamped to 65 bits and a sign, which is beyond every dtype.
 fn truncate(value: Exact) -> i128 {
     const BEYOND: i128 = 1 << 65;
     let (negative, magnitude) = match value {
@@ -238,7 +238,7 @@ mod tests {
 
         #[test]
         fn halves_are_the_nearest_there_are(value in interesting().prop_filter("finite or infinite", |v| !v.is_nan())) {
-            // The limits lie half-way between the largest value and the next one there would be;
+            // The limits are halfway between the largest value and the next one beyond the range;
             // they round up, to even.
             let half: f16 = convert(value);
             prop_assert_eq!(half.to_bits(), nearest(value, |bits| f16::from_bits(bits).to_f64(), 0x7C00, 65520.0));

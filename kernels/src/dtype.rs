@@ -1,4 +1,4 @@
-//! What elements are: dtypes, and the Rust types that have one.
+//! The dtypes of elements, and the Rust types that have one.
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ macro_rules! bytes_of {
     };
 }
 
-// No dtype of its own: the bits of one with elements of this size.
+// These have no dtype of their own: they are bits of elements of this size.
 bytes_of!(u16);
 
 macro_rules! dtypes {
@@ -95,12 +95,12 @@ impl DType {
         DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
-    /// What devices of a compute capability (major, minor) have no instructions for; `None` where
-    /// nothing is missing.
+    /// The operations for which devices of a compute capability (major, minor) lack instructions,
+    /// if any.
     ///
-    /// Source: the instruction tables of the PTX ISA (`fma`, `cvt`). The kernels of this crate need
-    /// none of what is missing: they compute `f16` and `bf16` as `f32`, and convert `bf16` by its
-    /// bits.
+    /// Source: the instruction tables of the PTX ISA (`fma`, `cvt`). The kernels of this crate do
+    /// not use these instructions: they compute `f16` and `bf16` as `f32`, and convert `bf16` by
+    /// its bits.
     ///
     /// ```
     /// use aquifer_kernels::DType;
@@ -143,7 +143,7 @@ impl fmt::Display for DType {
 /// A Rust type that has a dtype: the integers and floats that [`DType`] lists, those of 16 bits
 /// being those of the crate `half`.
 ///
-/// Sealed: the kernels know these and no others.
+/// Sealed: the kernels support no other types.
 #[allow(private_bounds, reason = "the bounds are what this crate needs and what seals the trait")]
 pub trait Element: Number + Bytes + Sealed + Copy + fmt::Debug + PartialEq + Send + Sync + 'static {
     /// The type of a sum of elements; see [`DType::of_sum`].

@@ -1,4 +1,4 @@
-//! Why a kernel was not launched. Messages are complete: none leaves its cause to
+//! Errors of kernels. Messages are complete: none leaves its cause to
 //! [`std::error::Error::source`].
 
 use std::fmt;
@@ -8,9 +8,9 @@ use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, DevicePtr, Reques
 
 use crate::dtype::DType;
 
-/// Why a kernel was not launched, or the kernels not loaded. Nothing was enqueued, except where a
-/// kernel is one of several steps and the driver refused a later one; nothing is undefined then but
-/// the contents of what was to be written.
+/// Why a kernel was not launched, or the kernels not loaded. Nothing was enqueued, unless the
+/// driver refused a later one of several steps; then only the contents of the destination are
+/// undefined.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -24,7 +24,7 @@ pub enum KernelError {
         kernel: &'static str,
         /// The argument's name.
         argument: &'static str,
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
     /// The caller passed a stream of another device than the kernels were loaded on.
@@ -35,7 +35,7 @@ pub enum KernelError {
         /// The stream's device, and the kernels'.
         devices: Box<DeviceMismatch>,
     },
-    /// The device is older than what the device code was compiled for. Use a newer one.
+    /// The device is older than the target of the device code. Use a newer one.
     #[error(
         "{device} has compute capability {}.{}; the kernels need {}.{} or later",
         capability.0, capability.1, needs.0, needs.1
@@ -43,12 +43,12 @@ pub enum KernelError {
     TooOld {
         /// The device.
         device: DeviceLabel,
-        /// What it has, major and minor number.
+        /// Its compute capability, major and minor number.
         capability: (u32, u32),
-        /// What is needed.
+        /// The required one.
         needs: (u32, u32),
     },
-    /// The device's driver is older than the PTX that the kernels are. Install a newer one.
+    /// The device's driver is older than the PTX of the kernels. Install a newer one.
     #[error(
         "the driver of {device} supports CUDA {}.{}; the kernels need {}.{} or later: install a newer driver",
         supported.0, supported.1, needs.0, needs.1
@@ -58,7 +58,7 @@ pub enum KernelError {
         device: DeviceLabel,
         /// The newest CUDA version that its driver supports, major and minor number.
         supported: (u32, u32),
-        /// What is needed.
+        /// The required version.
         needs: (u32, u32),
     },
     /// The streams that used the memory before could not be ordered before this launch.
@@ -66,7 +66,7 @@ pub enum KernelError {
     Order {
         /// The kernel.
         kernel: &'static str,
-        /// Why not.
+        /// The reason.
         cause: AllocError,
     },
     /// The request cannot be served as the caller made it.
@@ -87,7 +87,7 @@ impl KernelError {
             || self.device().is_some_and(DeviceError::is_out_of_memory)
     }
 
-    /// Whether the device is gone, so that every later call fails too.
+    /// Whether the device is lost, so that every later call fails too.
     pub fn is_device_lost(&self) -> bool {
         self.device().is_some_and(DeviceError::is_device_lost)
     }
@@ -97,7 +97,7 @@ impl KernelError {
         self.alloc().and_then(AllocError::report)
     }
 
-    /// What is wrong with the request, where it is an error that other crates share.
+    /// The fault of the request, if it is an error that other crates share.
     pub fn request(&self) -> Option<&RequestError> {
         match self {
             KernelError::Request(error) => Some(error),
@@ -122,7 +122,7 @@ impl KernelError {
     }
 }
 
-/// [`KernelError::Request`] where the allocator refused for such a reason.
+/// [`KernelError::Request`] for that error of the allocator.
 impl From<AllocError> for KernelError {
     fn from(error: AllocError) -> KernelError {
         match error {
@@ -147,11 +147,11 @@ pub struct OperandError {
     pub dtype: DType,
     /// Its elements.
     pub len: u64,
-    /// What is wrong with it.
+    /// The fault.
     pub fault: OperandFault,
 }
 
-/// What is wrong with an operand.
+/// The fault of an operand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OperandFault {
@@ -160,9 +160,9 @@ pub enum OperandFault {
         /// Its device, and the kernels'.
         devices: Box<DeviceMismatch>,
     },
-    /// Its dtype is none that the kernel takes here, given the other operands. Cast it first.
+    /// The kernel does not take its dtype with these other operands. Cast it first.
     DType {
-        /// What it could be.
+        /// The possible dtypes.
         expected: Vec<DType>,
     },
     /// Its length does not fit the other operands.
@@ -170,7 +170,7 @@ pub enum OperandFault {
         /// Elements it should have.
         expected: u64,
     },
-    /// It has fewer elements than the layout reaches for.
+    /// It has fewer elements than the layout reaches.
     TooShort {
         /// Elements it should have at least.
         needed: u64,

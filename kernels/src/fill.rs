@@ -1,4 +1,4 @@
-//! `fill`: memory of one value.
+//! `fill`: sets memory to one value.
 //!
 //! The kernel fills bytes: the byte at address `a` becomes byte `a mod 8` of a pattern of 8 bytes.
 //! A value whose size divides 8, repeated, is such a pattern wherever a multiple of its size
@@ -61,7 +61,7 @@ impl Kernels {
     /// Enqueues setting every element of `to` to `value`.
     ///
     /// # Errors
-    /// Another dtype than the value's, and what every operation checks ([`Kernels`]).
+    /// Another dtype than the value's, and the errors of every operation ([`Kernels`]).
     #[track_caller]
     pub fn fill<'a, T: Element>(
         &'a self,

@@ -1,9 +1,9 @@
-//! A kernel's declaration, the single source of everything that is known about it.
+//! A kernel's declaration, the single source of its properties.
 //!
 //! The name and the parameters are those of its device code. From arguments alone a declaration
 //! gives the ranges that are read and written, the launch shape, and the cost (invariant K1); and
-//! it computes the same as the device code, on [`KernelMemory`] (invariant K2). So a driver that is
-//! given a name and arguments knows as much as the program that launched.
+//! it computes the same as the device code, on [`KernelMemory`] (invariant K2). So a name and
+//! arguments give a driver the same information as the program has.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,11 +14,10 @@ use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::DType;
 use crate::module::Module;
 
-/// Threads of a block, unless a kernel says otherwise.
+/// Threads of a block by default.
 pub(crate) const THREADS: u32 = 256;
 
-/// Blocks that a grid-stride kernel starts for each multiprocessor: what keeps 2048 threads of it
-/// busy.
+/// Blocks that a grid-stride kernel starts for each multiprocessor: enough for 2048 threads.
 const BLOCKS_PER_PROCESSOR: u64 = 2048 / THREADS as u64;
 
 /// The grid and the blocks of a launch, in blocks and threads along x, y and z.
@@ -36,7 +35,7 @@ impl Shape {
         Shape { grid, block }
     }
 
-    /// Threads that take one of `pieces` each and go on by the size of the grid, which keeps
+    /// Threads that take one of `pieces` each and continue by the size of the grid, which keeps
     /// `processors` busy.
     pub(crate) fn strided(pieces: u64, processors: u32) -> Shape {
         let most = u64::from(processors.max(1)).saturating_mul(BLOCKS_PER_PROCESSOR);
@@ -45,32 +44,32 @@ impl Shape {
     }
 }
 
-/// What a family of kernels has in common; a value of it is one launch's arguments.
+/// A family of kernels; a value has the arguments of one launch.
 pub(crate) trait Work: Sized {
     const PARAMS: &'static [KernelParam];
 
     fn parse(args: &mut Args<'_>) -> Result<Self>;
 
-    /// The ranges it touches, all of whose arithmetic is checked.
+    /// The ranges that it accesses, computed with checked arithmetic.
     fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>>;
 
     fn shape(&self, processors: u32) -> Shape;
 
-    /// Arithmetic operations, where those and not memory bound it.
+    /// Arithmetic operations, if those and not memory bound it.
     fn operations(&self) -> u64 {
         0
     }
 
-    /// Time that it takes whatever the device, in ns.
+    /// Its time on every device, in ns.
     fn busy_ns(&self) -> u64 {
         0
     }
 
-    /// What it computes. Its ranges were computed before, so their arithmetic does not overflow.
+    /// Its computation. Its ranges were computed before, so their arithmetic does not overflow.
     fn run(&self, memory: &mut dyn KernelMemory) -> Result<()>;
 }
 
-/// What can be told from arguments.
+/// The properties of a launch, from its arguments.
 #[derive(Debug)]
 struct Plan {
     accesses: Vec<Access>,
@@ -79,7 +78,7 @@ struct Plan {
     busy_ns: u64,
 }
 
-/// Which kernel of an operation it is: what its operands are.
+/// The variant of an operation, by its operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Variant {
     /// The only one.
@@ -88,7 +87,7 @@ pub(crate) enum Variant {
     Of(DType),
     /// From the first dtype to the second.
     FromTo(DType, DType),
-    /// For elements of so many bytes.
+    /// For elements of this size in bytes.
     Bytes(u64),
 }
 
@@ -122,7 +121,7 @@ impl Kernel {
         Ok((self.plan)(self.name, args, 1)?.accesses)
     }
 
-    /// The grid and blocks for these arguments on a device with so many multiprocessors.
+    /// The grid and blocks for these arguments and number of multiprocessors.
     ///
     /// # Errors
     /// As [`Kernel::accesses`].
@@ -130,20 +129,19 @@ impl Kernel {
         Ok((self.plan)(self.name, args, processors)?.shape)
     }
 
-    /// Arithmetic operations of a launch; 0 where memory bounds it, and for arguments that it does
-    /// not take.
+    /// Arithmetic operations of a launch; 0 if memory bounds it, and for arguments that it does not
+    /// take.
     pub fn operations(&self, args: &[KernelArg]) -> u64 {
         (self.plan)(self.name, args, 1).map_or(0, |plan| plan.operations)
     }
 
-    /// Nanoseconds that a launch takes at least, whatever the device; 0 for arguments that it does
-    /// not take.
+    /// The least nanoseconds of a launch on every device; 0 for arguments that it does not take.
     pub fn busy_ns(&self, args: &[KernelArg]) -> u64 {
         (self.plan)(self.name, args, 1).map_or(0, |plan| plan.busy_ns)
     }
 
-    /// Computes on the host what the device code computes: the same bits, except that a NaN which
-    /// arithmetic makes may be another NaN.
+    /// Computes the results of the device code on the host: the same bits, except that a NaN from
+    /// arithmetic may be another NaN.
     ///
     /// # Errors
     /// As [`Kernel::accesses`], and those of the memory.
@@ -151,14 +149,14 @@ impl Kernel {
         (self.run)(self.name, memory, args)
     }
 
-    /// The host implementation as a launch carries it.
+    /// The host implementation for a launch.
     pub fn host(&'static self) -> HostKernel {
         Arc::new(|memory, args| self.run(memory, args))
     }
 
-    /// A launch with these arguments on a device with so many multiprocessors, with the host
-    /// implementation. `module` is the kernel's own, as the device's driver loaded it; only the
-    /// simulated device does without.
+    /// A launch with these arguments and number of multiprocessors, with the host implementation.
+    /// `module` is the kernel's module, loaded by the device's driver; only the simulated device
+    /// needs none.
     ///
     /// # Errors
     /// As [`Kernel::accesses`].

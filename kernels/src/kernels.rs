@@ -1,8 +1,8 @@
-//! The kernels, loaded on a device: checking operands, and launching.
+//! The kernels, loaded on a device: checks of operands, and launches.
 //!
-//! Every operation follows the same steps: operands are checked ([`Check`]), the stream takes its
-//! turn with their memory, and the declared kernels are launched. Operations are in files of their
-//! own, each with its declaration and its method.
+//! Every operation follows the same steps: it checks its operands ([`Check`]), acquires an access
+//! guard on their memory, and launches the declared kernels. Each operation has a file, with its
+//! declaration and its method.
 
 use std::any::Any;
 use std::fmt;
@@ -21,18 +21,18 @@ use crate::kernel::{Kernel, Variant};
 use crate::module::Module;
 use crate::operand::{Operand, Target};
 
-/// What the device code was compiled for.
+/// The target of the device code.
 const NEEDS: (u32, u32) = (7, 5);
 
-/// The CUDA version that brought the PTX ISA of the device code, 8.2.
+/// The CUDA version that introduced the PTX ISA of the device code, 8.2.
 const NEEDS_CUDA: (u32, u32) = (12, 2);
 
 /// The kernel set, loaded on one device. Cloning gives another handle of it.
 ///
 /// Methods enqueue on a stream and return. They check device, dtype, length, alignment and overlap
-/// first, and order the stream after what other streams did with the same buffers, by the ticks
-/// that these carry: so buffers may go from stream to stream without further ado. What is empty is
-/// checked and not launched.
+/// first, and order the stream after the work of other streams with the same buffers, by the ticks
+/// of the buffers. So buffers may move between streams without further calls. Operations on empty
+/// buffers are checked and not launched.
 ///
 /// On the simulated device the host implementations run, on real data.
 ///
@@ -108,8 +108,8 @@ impl Kernels {
         Ok(Check { kernel, device })
     }
 
-    /// Takes a stream's access guard on the memory of operands. A stream's work is noted when it is
-    /// dropped.
+    /// Acquires an access guard of the stream on the memory of operands. Dropping it records the
+    /// stream's work.
     #[track_caller]
     pub(crate) fn access<'a>(
         &'a self,
@@ -162,12 +162,12 @@ impl Enqueue<'_> {
         #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]
         // SAFETY: the declaration was checked against the device code's parameters by the tests of
         // this crate, and computes the ranges that the code touches from the arguments; the
-        // operands that those came from were checked to hold them.
+        // operands of these arguments were checked to contain them.
         unsafe { self.stream.launch(&launch) }?;
         Ok(())
     }
 
-    /// A graph uses the code whenever it is launched.
+    /// A graph needs the code for every launch.
     fn keep_for_graph(&self) {
         if let Some(launches) = self.stream.launches_of_capture() {
             let kernels: Arc<dyn Any + Send + Sync> = self.kernels.clone();
@@ -201,7 +201,7 @@ impl Named<'_> {
     }
 }
 
-/// What operands of one kernel are checked for.
+/// Checks of the operands of one kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Check {
     pub(crate) kernel: &'static str,
@@ -300,7 +300,7 @@ impl Check {
         product.ok_or_else(|| self.argument(argument, "have a product beyond 64 bits"))
     }
 
-    /// What is written shares nothing with any of the others.
+    /// Written operands overlap no other operand.
     pub(crate) fn apart(&self, written: &Named<'_>, others: &[&Named<'_>]) -> Result<(), KernelError> {
         match others.iter().find(|other| written.operand.overlaps(&other.operand)) {
             Some(other) => Err(self.fault(written, OperandFault::Overlap { other: other.name })),
@@ -308,7 +308,7 @@ impl Check {
         }
     }
 
-    /// What is written shares nothing with any of the others, or is one of them.
+    /// Written operands overlap no other operand, or are the same memory.
     pub(crate) fn apart_or_same(&self, written: &Named<'_>, others: &[&Named<'_>]) -> Result<(), KernelError> {
         let others: Vec<_> = others.iter().filter(|other| !written.operand.is_same(&other.operand)).copied().collect();
         self.apart(written, &others)

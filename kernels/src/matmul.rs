@@ -2,8 +2,8 @@
 //!
 //! Elements are multiplied and accumulated as `f32`, by fused multiply-add in the order of `k`, and
 //! rounded to the dtype of the operands at the end: `c[i][j] = fma(a[i][k], b[k][j], c[i][j])` from
-//! 0 on. It uses no tensor cores and is no match for a BLAS; it is here to be right, and to load a
-//! device with arithmetic.
+//! 0 on. It uses no tensor cores and is slower than a BLAS; its purpose is to be correct and to
+//! load a device with arithmetic.
 
 use std::marker::PhantomData;
 
@@ -99,7 +99,7 @@ impl Kernels {
     ///
     /// # Errors
     /// Operands of different or other dtypes, other lengths than `m`, `k` and `n` say, overlap, and
-    /// what every operation checks ([`Kernels`]).
+    /// the errors of every operation ([`Kernels`]).
     #[track_caller]
     pub fn matmul<'a>(
         &'a self,

@@ -1,8 +1,7 @@
 //! Conversion between dtypes on the host: the same numbers as `cast` on a device, bit for bit.
 //!
-//! Pairs that programs convert often go by the processor's own instructions, where these give
-//! exactly what the rules ask for; the others go through the exact form of [`crate::convert`].
-//! Which way a pair goes changes its speed alone.
+//! Common pairs use the processor's own instructions if these follow the rules exactly; the others
+//! use the exact form of [`crate::convert`]. The choice changes only the speed.
 
 use half::{bf16, f16};
 
@@ -23,7 +22,7 @@ pub struct ConvertError {
     pub from_bytes: u64,
     /// The dtype to convert to.
     pub to: DType,
-    /// Bytes that there is room for.
+    /// Bytes of the destination.
     pub to_bytes: u64,
 }
 
@@ -57,14 +56,14 @@ pub fn convert_host(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DTy
     Ok(())
 }
 
-/// Converts each element. Both sides hold as many.
+/// Converts each element. Both sides have the same number of elements.
 fn each<S: Bytes, D: Bytes>(from: &[u8], to: &mut [u8], one: impl Fn(S) -> D) {
     for (from, to) in from.chunks_exact(size_of::<S>()).zip(to.chunks_exact_mut(size_of::<D>())) {
         one(S::read(from)).write(to);
     }
 }
 
-/// How elements of a type become those of each other one.
+/// Conversion of elements of a type to every other type.
 trait ToEach: Element {
     fn to_each(from: &[u8], to: &mut [u8], to_dtype: DType);
 }
@@ -83,7 +82,7 @@ fn by_source(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DType) {
     }
 }
 
-/// Declares how elements of a type become others, by the exact form where nothing is said.
+/// Declares the conversion of elements of a type, by the exact form unless another one is given.
 macro_rules! to_each {
     ($($source:ty { $($variant:ident $by:expr,)* } else { $($exact:ident: $target:ty,)* })*) => {$(
         impl ToEach for $source {
@@ -98,8 +97,8 @@ macro_rules! to_each {
     )*};
 }
 
-// An f32 holds every u8, f16 and bf16, so that a way through it rounds once; it does not hold every
-// other integer nor f64, so that those become halves by their exact form.
+// An f32 can represent every u8, f16 and bf16, so a conversion through it rounds once. It cannot
+// represent every other integer or f64, so these are converted to halves by their exact form.
 to_each! {
     u8 {
         F16 |x: u8| half_of(f32::from(x)), BF16 |x: u8| brain_of(f32::from(x)),
@@ -173,7 +172,7 @@ mod tests {
 
     use super::*;
 
-    /// What the exact form makes of elements, by hand.
+    /// Conversion by the exact form, element by element.
     fn exactly(from: &[u8], from_dtype: DType, to_dtype: DType) -> Vec<u8> {
         fn pair<S: Element, D: Element>(from: &[u8]) -> Vec<u8> {
             let mut to = vec![0; from.len() / size_of::<S>() * size_of::<D>()];
@@ -243,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_and_nothing_is_written() {
+    fn wrong_lengths_are_refused_and_nothing_is_written() {
         let mut to = [7; 8];
         for (from, to_len) in [(3, 8), (4, 3), (8, 4), (0, 8)] {
             let error = convert_host(&[0; 8][..from], DType::F32, &mut to[..to_len], DType::F64).unwrap_err();

@@ -83,8 +83,8 @@ impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
 
 /// Device memory that a kernel writes. Any typed buffer is one.
 ///
-/// Several handles may share one buffer, so a mutable borrow says that it is written, not that no
-/// other handle is used. The ticks that buffers carry see to that
+/// Several handles may share one buffer, so a mutable borrow means that it is written, not that
+/// other handles are unused. The ticks of the buffers order their uses
 /// ([`aquifer_allocator::AccessGuard`]).
 #[derive(Debug)]
 pub struct Target<'a>(pub(crate) Operand<'a>);
@@ -95,7 +95,7 @@ impl<'a> Target<'a> {
         Target(Operand::of_bytes(bytes, dtype))
     }
 
-    /// What it is when it is read.
+    /// The same memory as an operand that is read.
     pub fn operand(&self) -> Operand<'a> {
         self.0
     }

@@ -15,8 +15,8 @@
 //! Generators", OOPSLA 2014.) Each step is a bijection. So with one seed no two words are equal,
 //! and at one address no two seeds give the same word: whole words that another owner wrote, that
 //! stayed from an earlier seed, or that were never written, are always found. Ranges may begin and
-//! end anywhere; of a word that lies in the range in part only those bytes count, so that a wrong
-//! byte alone goes unnoticed once in 256 times.
+//! end anywhere; of a word that is partly in the range only these bytes count, so a single wrong
+//! byte is missed once in 256 times.
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
@@ -94,9 +94,9 @@ impl Work for Write {
     }
 }
 
-/// Arguments: first byte, length in bytes, seed, result. The result is two words: how many words
-/// differ is added to the first; the second becomes the largest of what it was and the complements
-/// of the addresses of bytes that differ.
+/// Arguments: first byte, length in bytes, seed, result. The result is two words. The number of
+/// words that differ is added to the first; the second becomes the maximum of its value and of the
+/// complements of the addresses of bytes that differ.
 #[derive(Debug)]
 struct Verify {
     from: DevicePtr,
@@ -138,12 +138,12 @@ impl Work for Verify {
     }
 }
 
-/// What differs.
+/// Differences.
 #[derive(Debug, Default)]
 struct Found {
     words: u64,
     first: Option<u64>,
-    /// The last word that was counted: it may go on in the next piece.
+    /// The last word that was counted: it may continue in the next piece.
     last: Option<u64>,
 }
 
@@ -159,7 +159,7 @@ impl Found {
     }
 }
 
-/// What `pattern_verify` found wrong.
+/// Differences that `pattern_verify` found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mismatches {
@@ -170,18 +170,18 @@ pub struct Mismatches {
 }
 
 impl Kernels {
-    /// Elements of the buffer that [`Kernels::pattern_verify`] counts in.
+    /// Elements of the buffer in which [`Kernels::pattern_verify`] counts.
     pub const FINDINGS_LEN: usize = 2;
 
     /// Enqueues writing the pattern of `seed` to all bytes of `to`: every word of 8 bytes becomes a
     /// function of its address and the seed ([`pattern_word`]), different for every address and
     /// every seed.
     ///
-    /// Memory may begin and end anywhere and be of any dtype. Of words that it holds in part, that
+    /// Memory may begin and end anywhere and have any dtype. Of words that are partly in it, this
     /// part is written.
     ///
     /// # Errors
-    /// What every operation checks ([`Kernels`]).
+    /// The errors of every operation ([`Kernels`]).
     #[track_caller]
     pub fn pattern_write<'a>(
         &'a self,
@@ -200,13 +200,12 @@ impl Kernels {
 
     /// Enqueues comparing all bytes of `from` with the pattern of `seed`.
     ///
-    /// Words that differ are counted in `findings`, two words that are to be filled with zeros
-    /// before: so one buffer can collect what several launches find. [`Kernels::mismatches`] reads
-    /// it.
+    /// Words that differ are counted in `findings`, two words that must be filled with zeros first.
+    /// One buffer can collect the results of several launches. [`Kernels::mismatches`] reads it.
     ///
     /// # Errors
-    /// `findings` that are not two `u64`, or lie in what is compared, and what every operation
-    /// checks ([`Kernels`]).
+    /// `findings` that are not two `u64`, or overlap `from`, and the errors of every operation
+    /// ([`Kernels`]).
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
@@ -248,7 +247,7 @@ impl Kernels {
         self.access(stream, check.kernel, &[&from], &[&findings])?.launch(&VERIFY, args)
     }
 
-    /// What was found wrong so far, `None` if nothing. Waits on the host for the stream.
+    /// The differences found so far, if any. The host waits for the stream.
     ///
     /// # Errors
     /// As [`Kernels::pattern_verify`].

@@ -13,7 +13,7 @@
 //!    tree.
 //!
 //! So at most `d = ⌈n / (512 B)⌉ + 22` additions (half the first term, unless elements are of 8
-//! bytes) lie between an element and the result, and with `u = 2^-53`
+//! bytes) are between an element and the result, and with `u = 2^-53`
 //!
 //! ```text
 //! |sum - exact| ≤ d · u / (1 - d · u) · Σ |x|
@@ -66,7 +66,7 @@ const fn finish_of<A: Arithmetic, D: Element>(name: &'static str) -> Kernel {
     Kernel::of::<Finish<A, D>>(name, Module::Reduce, Variant::Of(D::DTYPE))
 }
 
-/// Blocks of the first pass at most.
+/// The most blocks of the first pass.
 const BLOCKS_MAX: u64 = Kernels::SUM_SCRATCH_LEN as u64;
 const ELEMENTS_PER_BLOCK: u64 = 4096;
 const BLOCK: usize = THREADS as usize;
@@ -119,7 +119,7 @@ impl<T: Element, A: Arithmetic> Work for Sum<T, A> {
         let zero: A = convert(0u8);
         let blocks = host::small(blocks(self.len));
         let mut threads = vec![[zero; ACCUMULATORS]; blocks * BLOCK];
-        // Pieces are of whole vectors, but for the last.
+        // All pieces but the last have whole vectors.
         let mut next = 0;
         host::chunks(self.len, |at, len| {
             for elements in host::read::<T>(memory, self.from, at, len)?.chunks(vector) {
@@ -143,7 +143,7 @@ impl<T: Element, A: Arithmetic> Work for Sum<T, A> {
     }
 }
 
-/// Arguments: the blocks' sums, how many, output.
+/// Arguments: the blocks' sums, their number, output.
 #[derive(Debug)]
 struct Finish<A, D> {
     partial: DevicePtr,
@@ -170,7 +170,7 @@ impl<A: Arithmetic, D: Element> Work for Finish<A, D> {
     fn run(&self, memory: &mut dyn KernelMemory) -> Result<()> {
         let mut values = [convert::<u8, A>(0); BLOCK];
         host::chunks(self.blocks, |at, len| {
-            // Pieces are of a multiple of a block's threads, but for the last.
+            // All pieces but the last have a multiple of a block's threads.
             for (index, sum) in host::read::<A>(memory, self.partial, at, len)?.into_iter().enumerate() {
                 let value = &mut values[index % BLOCK];
                 *value = value.add(sum);
@@ -200,17 +200,17 @@ impl Kernels {
     /// Enqueues summing all elements of `from` into `to`, one element: of `f32` for `f16`, `bf16`
     /// and `f32`, of `f64` for `f64`, of `i64` for signed and of `u64` for unsigned integers.
     ///
-    /// The result depends on the elements alone: not on the device, nor on the run. Floats are
+    /// The result depends on the elements alone, not on the device or the run. Floats are
     /// accumulated as `f64` and rounded once at the end: the sum of `n` elements is within `d / (1
     /// - d) · Σ|x|` of the exact one with `d = (n / 2^19 + 31) · 2^-53`, and then within 2^-24 of
-    /// itself where it is rounded to `f32`. Integers wrap. The sum of nothing is 0.
+    /// itself if it is rounded to `f32`. Integers wrap. The sum of no elements is 0.
     ///
     /// `scratch` needs [`Kernels::SUM_SCRATCH_LEN`] elements. Sums that share it wait for each
     /// other.
     ///
     /// # Errors
-    /// A wrong dtype or length of `to`, too little scratch memory, overlap, and what every
-    /// operation checks ([`Kernels`]).
+    /// A wrong dtype or length of `to`, too little scratch memory, overlap, and the errors of every
+    /// operation ([`Kernels`]).
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};

@@ -1,4 +1,4 @@
-//! The list of all kernels, put together from what the files of the operations declare.
+//! The list of all kernels, from the declarations in the files of the operations.
 
 use crate::kernel::Kernel;
 use crate::{add, axpy, cast, checksum, fill, matmul, pattern, reduce, spin, strided, transpose};

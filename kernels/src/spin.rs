@@ -43,12 +43,12 @@ impl Work for Spin {
 }
 
 impl Kernels {
-    /// The longest that [`Kernels::spin`] takes: systems that show a desktop stop kernels that run
-    /// for some seconds.
+    /// The longest time of [`Kernels::spin`]: systems with a desktop stop kernels that run for some
+    /// seconds.
     pub const SPIN_MAX: Duration = Duration::from_secs(1);
 
     /// Enqueues a kernel that does nothing until `time` has passed since it began: on one thread,
-    /// so that other streams go on. It takes longer or shorter by up to one tick of the device's
+    /// so that other streams continue. It takes longer or shorter by up to one tick of the device's
     /// clock, 32 ns to 1 µs on most, as it may begin and end anywhere within a tick; on the
     /// simulated device the time is virtual.
     ///

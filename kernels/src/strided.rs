@@ -31,10 +31,10 @@ const fn scatter<T: Bytes>(name: &'static str) -> Kernel {
     Kernel::of::<Move<T, false>>(name, Module::Layout, Variant::Bytes(size_of::<T>() as u64))
 }
 
-/// Dimensions at most.
+/// The most dimensions.
 const DIMENSIONS: usize = 4;
 
-/// Where elements lie: extents and strides of up to four dimensions, outermost first, strides in
+/// A layout of elements: extents and strides of up to four dimensions, outermost first, strides in
 /// elements.
 ///
 /// ```
@@ -51,8 +51,8 @@ pub struct Strided {
 }
 
 impl Strided {
-    /// A layout of so many dimensions. `None` if there are more than four, a stride for each extent
-    /// is missing, or numbers overflow.
+    /// A layout with these extents and strides. `None` if there are more than four dimensions, or
+    /// strides are missing, or numbers overflow.
     pub fn new(extents: &[u64], strides: &[u64]) -> Option<Strided> {
         let missing = DIMENSIONS.checked_sub(extents.len())?;
         if extents.len() != strides.len() {
@@ -78,7 +78,7 @@ impl Strided {
         self.extents.into_iter().zip(self.strides)
     }
 
-    /// How many elements it has.
+    /// The number of elements.
     pub fn len(&self) -> u64 {
         self.extents.iter().product()
     }
@@ -88,8 +88,8 @@ impl Strided {
         self.len() == 0
     }
 
-    /// How many elements lie from its first to its last one, gaps and both included; 0 if there are
-    /// none.
+    /// The distance from its first to its last element, in elements and including both; 0 if there
+    /// are none.
     pub fn reach(&self) -> u64 {
         if self.is_empty() {
             return 0;
@@ -97,17 +97,17 @@ impl Strided {
         1 + self.dimensions().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>()
     }
 
-    /// Whether no two elements lie at one place, as [`Strided::are_distinct`] tells it.
+    /// Whether all elements have different places, by [`Strided::are_distinct`].
     pub fn is_distinct(&self) -> bool {
         let mut dimensions: Vec<_> = self.dimensions().collect();
         dimensions.sort_unstable_by_key(|&(_, stride)| stride);
         self.is_empty() || Strided::are_distinct(dimensions)
     }
 
-    /// Whether no two elements of any dimensions, extents and strides by rising stride, lie at one
-    /// place, told without going through them: each stride must pass over all that smaller ones
-    /// reach. Only interleaved layouts that nobody uses fail this wrongly; in another order more
-    /// may fail, but none that has a place twice passes.
+    /// Whether all elements of these dimensions, extents and strides by rising stride, have
+    /// different places. The test is quick: each stride must exceed the reach of the smaller ones.
+    /// It is `false` for some unusual interleaved layouts with different places, and for more if
+    /// the order is another one, but never `true` if two elements have the same place.
     ///
     /// ```
     /// use aquifer_kernels::Strided;
@@ -118,7 +118,7 @@ impl Strided {
         let mut reach = 0u64;
         by_rising_stride.into_iter().filter(|&(extent, _)| extent > 1).all(|(extent, stride)| {
             let passes = stride > reach;
-            // No stride passes over more than can be counted.
+            // No stride exceeds the reach if it overflows.
             reach = reach.saturating_add((extent - 1).saturating_mul(stride));
             passes
         })
@@ -230,12 +230,12 @@ fn copy<T: Bytes>(
 }
 
 impl Kernels {
-    /// Enqueues collecting elements: `to`, which is dense, becomes the elements of `from` where
-    /// `layout` says, in order. A stride of 0 repeats elements.
+    /// Enqueues a gather: `to`, which is dense, becomes the elements of `from` at the places of
+    /// `layout`, in order. A stride of 0 repeats elements.
     ///
     /// # Errors
-    /// Operands of different dtypes, a `to` of another length than the layout, a `from` that it
-    /// reaches beyond, overlap, and what every operation checks ([`Kernels`]).
+    /// Operands of different dtypes, a `to` of another length than the layout, a `from` shorter
+    /// than its reach, overlap, and the errors of every operation ([`Kernels`]).
     #[track_caller]
     pub fn gather<'a>(
         &'a self,
@@ -258,13 +258,13 @@ impl Kernels {
         self.access(stream, check.kernel, &[&from], &[&to])?.launch(kernel, args)
     }
 
-    /// Enqueues spreading elements: those of `from`, which is dense, go in order where `layout`
-    /// says in `to`. What lies between stays.
+    /// Enqueues a scatter: the elements of `from`, which is dense, are written in order to the
+    /// places of `layout` in `to`. Other elements stay.
     ///
     /// # Errors
-    /// Operands of different dtypes, a `from` of another length than the layout, a `to` that it
-    /// reaches beyond, a layout of which two elements lie at one place, overlap, and what every
-    /// operation checks ([`Kernels`]).
+    /// Operands of different dtypes, a `from` of another length than the layout, a `to` shorter
+    /// than its reach, a layout in which two elements have the same place, overlap, and the errors
+    /// of every operation ([`Kernels`]).
     #[track_caller]
     pub fn scatter<'a>(
         &'a self,

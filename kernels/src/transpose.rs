@@ -81,8 +81,8 @@ impl Kernels {
     /// `columns` elements, one after the other; `to` the other way round.
     ///
     /// # Errors
-    /// Operands of different dtypes or of other lengths than `rows · columns`, overlap, and what
-    /// every operation checks ([`Kernels`]).
+    /// Operands of different dtypes or of other lengths than `rows · columns`, overlap, and the
+    /// errors of every operation ([`Kernels`]).
     #[track_caller]
     pub fn transpose<'a>(
         &'a self,

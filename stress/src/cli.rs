@@ -50,16 +50,16 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   vmm=off               memory cannot be mapped
   export=off            memory cannot be exported
   checks=off            work beyond a block or after its end, or that reads memory never written,
-                        is not found; the default of bench, replay, fit, compare and transfer
+                        is not detected; the default of bench, replay, fit, compare and transfer
   violations=panic      a race or misuse of memory ends the program
-  fault=CALL#N:CODE     the Nth such call fails: cuMemAlloc#3:out_of_memory; CALL may be any
+  fault=CALL#N:CODE     the Nth of these calls fails: cuMemAlloc#3:out_of_memory; CALL may be any
   fault_rate=[CALL:]RATE[:CODE]
-                        that share of calls fails: cuMemMap:0.01
-  oom_at=SIZE           no more memory than that can be had
+                        this share of calls fails: cuMemMap:0.01
+  oom_at=SIZE           no more memory than this is available
   lost_at=N             the device is lost at the Nth call
-  spike=RATE:DURATION   that share of calls takes so much longer: 0.001:5ms; not in the times that
-                        `calls` tells, nor in modelled times of driver calls
-  faults=FILE           a file with a fault a line, written as above";
+  spike=RATE:DURATION   this share of calls takes this much longer: 0.001:5ms; not in the times of
+                        `calls`, nor in modelled times of driver calls
+  faults=FILE           a file with one fault per line, as above";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments
 /// memory, runs out of it, and measures the allocator.
@@ -67,12 +67,13 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
 /// Without a command it runs the demonstration. Results go to standard output, as tables or, with
 /// --json, as one JSON object per line. Everything else goes to standard error.
 #[derive(Debug, Parser)]
-#[command(name = "aquifer-stress", version, max_term_width = 100, after_long_help = format!("{EXAMPLES}\n\n{SIMULATED}\n\n{CODES}"))]
+#[command(name = "aquifer-stress", version, max_term_width = 100)]
+#[command(after_long_help = format!("{EXAMPLES}\n\n{SIMULATED}\n\n{CODES}"))]
 pub struct Cli {
-    /// What holds for every command.
+    /// Options of every command.
     #[command(flatten)]
     pub global: Global,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Option<Command>,
 }
@@ -95,7 +96,7 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'backing:segments,max_split_size_mb:128'; '' stands for the defaults. The
+    /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The
     /// commands replay, fit, compare, fragmentation and demo use each in turn; other commands take
     /// only one. The environment is not read: to use its options, pass them with --config
     /// "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
@@ -124,7 +125,7 @@ pub enum Command {
     Compare(CompareArgs),
     /// Measure the speed of allocation and free.
     Bench(BenchArgs),
-    /// Measure what driver calls cost on the device.
+    /// Measure the cost of driver calls on the device.
     Calls(CallsArgs),
     /// Measure copies between host and device, by every available method.
     Transfer(TransferArgs),
@@ -151,16 +152,16 @@ Files, recognized by their content, not their names; - is standard input:
   PyTorch memory snapshots with history (.pickle, .json), also those of several ranks in a list, and
     the pages that torch.cuda._memory_viz makes of them (.html)
   RMM's CSV logs (.csv), of all versions, with a header or without
-Each may be compressed with gzip, xz or zstd, and several may lie in a zip archive. What holds more
-than any recording of its size is refused. A file with several devices or ranks, or an archive, has
-several programs. Programs whose files have the same name are told apart by their paths.
+Each may be compressed with gzip, xz or zstd, and several may be in a zip archive. Content beyond
+that of any recording of its size is refused. A file with several devices or ranks, or an archive,
+has several programs. If files have the same name, their paths follow the names of the programs.
 
-What a recording does not tell is inferred and noted, or only noted:
+Missing information is inferred and noted, or only noted:
   - A block whose free comes first was allocated before the recording began; it is allocated first.
-  - Memory that is allocated again, or given back to the device, was freed just before.
+  - Memory that is allocated again, or released to the device, was freed just before.
   - Without free_requested entries, blocks are freed when free_completed.
   - A free that other streams delayed is replayed as a use on the stream that most likely did.
-  - Requests that were refused are not replayed; a note tells how many, and the largest.
+  - Refused requests are not replayed; a note has their number and the largest size.
   - A history of one entry, or one that max_entries has probably cut off, is noted.
 
 A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be
@@ -207,7 +208,7 @@ JSON keys, per program and config:
   warm_ooms                 requests refused in the later passes, all together
   events_recorded, stream_waits   events and waits that ordering streams after each other took
   hazards                   pieces of work that the simulated device found unordered, and memory
-                            taken away before the device was done with it; 0 unless there is a bug
+                            released before the device was done with it; 0 unless there is a bug
   yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there
                             are events
   pool_ns_per_op, pool_first_pass_ns_per_op, pool_seconds, pool_peak_reserved_bytes, pool_ooms
@@ -218,7 +219,7 @@ JSON keys, per program and config:
                             end of a pass
 Counts and peaks are of the first pass unless stated otherwise; hazards are of all passes and of the
 end. Times are taken in separate passes on another device, where nothing is counted; they include
-neither reading the file nor freeing what a pass leaves allocated. Modelled times are null on a real
+neither reading the file nor freeing leftover blocks of a pass. Modelled times are null on a real
 device. Measured times are of the first counted pass, without the counting itself.";
 
 /// Arguments of `replay`.
@@ -229,7 +230,7 @@ pub struct ReplayArgs {
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
-    /// How the programs are run.
+    /// The passes.
     #[command(flatten)]
     pub passes: PassArgs,
 
@@ -244,8 +245,8 @@ pub struct ReplayArgs {
     pub driver_pool: bool,
 
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end of a
-    /// pass of its own, before what the program leaves allocated is freed, with the history of that
-    /// pass.
+    /// separate pass, before the blocks that the program leaves allocated are freed, with the
+    /// history of this pass.
     ///
     /// This command, `fit`, `compare` and PyTorch's memory viewer read it. For one program and one
     /// --config, in which history:N keeps only the latest N entries.
@@ -253,7 +254,7 @@ pub struct ReplayArgs {
     pub snapshot: Option<PathBuf>,
 }
 
-/// How programs are run.
+/// Options of the passes.
 #[derive(Debug, Clone, Args)]
 pub struct PassArgs {
     /// How many times each program is run, one after the other in the same allocator.
@@ -346,8 +347,8 @@ index offset-allocator, or aquifer-handles):
 
 Series of --scale, each with n, 4 n and 16 n (--quick: a 16th), while another thread allocates and
 frees a cached block of 4 KiB on a stream of its own:
-  nothing     nothing is there; the operation `spin` makes no call, so its hot_max_ns is what the
-              machine's scheduler alone does to the other thread
+  nothing     no objects; the operation `spin` makes no call, so its hot_max_ns is the effect of the
+              machine's scheduler alone on the other thread
   streams     64 streams with a block each: first block, pair in turn on all, drop
   pools       128 private pools with a block each: make, pair in turn in all, drop; a snapshot once
               all are gone
@@ -362,20 +363,21 @@ JSON keys, per series, operation and n:
   ns_per_operation          time of one of them; of operations on all n, time divided by n
   exponent                  power of n that this time grew with since the first n: 0 is constant,
                             1 is as fast as n; null for the first n
-  hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile, maximum;
-                            null if it did not get to any. The table shows the greatest of all n";
+  hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile of the first
+                            million, and maximum; null if there were none. The table shows the
+                            greatest of all n";
 
-/// Paths whose ending names a format of snapshots, so that others are refused before anything runs.
+/// Paths with the extension of a snapshot format, so that others are refused before anything runs.
 fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path| FileFormat::of(&path).map(|_| path))
 }
 
-/// A device, with the text that named it.
+/// A device, with its text.
 #[derive(Debug, Clone)]
 pub struct DeviceArg {
     /// As the user wrote it.
     pub text: String,
-    /// What it means.
+    /// The parsed device.
     pub spec: DeviceSpec,
 }
 
@@ -388,12 +390,12 @@ impl FromStr for DeviceArg {
     }
 }
 
-/// Options of the allocator, with the text that gave them.
+/// Options of the allocator, with their text.
 #[derive(Debug, Clone, Default)]
 pub struct ConfigArg {
     /// As the user wrote it.
     pub text: String,
-    /// What it means.
+    /// The parsed options.
     pub config: Config,
 }
 
@@ -417,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn global_options_stand_before_or_after_the_command() {
+    fn global_options_may_precede_or_follow_the_command() {
         for line in [
             ["aquifer-stress", "--json", "--config", "cross_stream:off", "replay", "x"],
             ["aquifer-stress", "replay", "--json", "--config", " cross_stream:off", "x"],

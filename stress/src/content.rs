@@ -1,4 +1,4 @@
-//! Known content of device memory: blocks are filled with a byte each, and read back in samples.
+//! Known content of device memory: blocks are filled with a byte each, and verified by samples.
 
 use aquifer::Stream;
 use aquifer::device::{DeviceError, DevicePtr};
@@ -7,15 +7,15 @@ use aquifer::device::{DeviceError, DevicePtr};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Filled {
-    /// Where it is.
+    /// Its address.
     pub ptr: DevicePtr,
     /// Its length.
     pub bytes: u64,
-    /// What it was filled with.
+    /// The byte.
     pub byte: u8,
 }
 
-/// How much of a block is read back: so much at its start, in its middle and at its end.
+/// The length of the samples: at the start, in the middle and at the end.
 const SAMPLE: u64 = 4096;
 
 impl Filled {
@@ -30,13 +30,13 @@ impl Filled {
         Ok(Filled { ptr, bytes, byte })
     }
 
-    /// Whether it still reads so, as far as it is looked at.
+    /// Whether the samples still have the byte.
     ///
     /// # Errors
     /// Errors of the driver.
     pub fn is_intact(&self, stream: &Stream) -> Result<bool, DeviceError> {
         let length = self.bytes.min(SAMPLE);
-        // What is not read must not look right.
+        // Bytes that are not read must differ.
         let mut sample = vec![!self.byte; usize::try_from(length).unwrap_or(0)];
         for from in [0, (self.bytes - length) / 2, self.bytes - length] {
             sample.fill(!self.byte);
@@ -58,7 +58,7 @@ mod tests {
     use aquifer::device::sim::{SimConfig, SimDriver};
 
     #[test]
-    fn damage_is_seen_where_it_is_looked_for() {
+    fn damage_in_a_sample_is_found() {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
         let stream = device.default_stream();
         for bytes in [1, 4096, 100_000] {

@@ -1,11 +1,10 @@
-//! The driver's own stream-ordered pool (`cuMemAllocAsync`) as a subject for recorded programs, for
-//! comparison with programs that leave their memory to the driver.
+//! The driver's own stream-ordered pool (`cuMemAllocAsync`) as a subject, for comparison.
 //!
 //! A block that another stream uses is freed on its own stream after that use. The pool is the
 //! device's default one with the driver's settings: its release threshold is 0, so unused memory
-//! goes back to the device whenever the host waits, which no pass does. PyTorch
-//! (`backend:cudaMallocAsync`) and RMM raise the threshold to the maximum; here no call of a
-//! [`Driver`] sets it.
+//! is released whenever the host waits, which does not happen during a pass. PyTorch
+//! (`backend:cudaMallocAsync`) and RMM raise the threshold to the maximum; [`Driver`] has no call
+//! for it.
 //!
 //! [`Driver`]: aquifer_device::Driver
 
@@ -15,7 +14,7 @@ use aquifer::{Device, Stream};
 use aquifer_device::PoolUsage;
 
 use crate::exit::Failure;
-use crate::subject::{Refused, Subject};
+use crate::subject::{Refused, Subject, streams_of};
 
 /// The pool as a [`Subject`], with the streams of a program.
 #[derive(Debug)]
@@ -41,15 +40,11 @@ impl DriverPool {
     /// # Errors
     /// Errors of the driver; not supported where it has no pool.
     pub fn new(device: Device, streams: usize) -> Result<DriverPool, Failure> {
-        let mut all = vec![device.default_stream().clone()];
-        for _ in 1..streams {
-            all.push(device.stream()?);
-        }
         device.driver().pool_usage()?;
-        Ok(DriverPool { device, streams: all, failed: None })
+        Ok(DriverPool { streams: streams_of(&device, streams)?, device, failed: None })
     }
 
-    /// What the pool holds.
+    /// The memory in use and reserved.
     ///
     /// # Errors
     /// Errors of the driver, and of a free that failed before.
@@ -60,7 +55,7 @@ impl DriverPool {
         }
     }
 
-    /// Gives what the pool does not use back to the device.
+    /// Releases unused memory to the device.
     ///
     /// # Errors
     /// Errors of the driver.

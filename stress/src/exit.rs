@@ -1,6 +1,5 @@
-//! How the program ends: exit codes, and failures by their cause.
+//! Exit codes, and failures by their cause.
 
-use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
@@ -24,23 +23,23 @@ Exit codes (if several apply, the last one in this list):
   5  hazards: the simulated device's race detector found unordered work
 `run` ends as its program does.";
 
-/// How the program ended. Graver ones are greater.
+/// The outcome of the program. Graver ones are greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Outcome {
     /// Everything was done.
     Done,
-    /// Memory was lacking where the command needs it.
+    /// The command needs more memory.
     OutOfMemory,
     /// An input file is damaged or cannot be read.
     BadInput,
     /// Something failed while running.
     Failed,
-    /// The program was used wrongly.
+    /// The command line is invalid.
     Usage,
     /// The race detector found hazards.
     Hazards,
-    /// A program that was run ended with this code.
+    /// The exit code of a program that `run` ran.
     Program(u8),
 }
 
@@ -65,11 +64,11 @@ impl From<Outcome> for ExitCode {
     }
 }
 
-/// Why a command, or its work on one file, came to an end.
+/// Why a command, or its work on one file, failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// The user combined options that do not go together.
+    /// The command line is invalid.
     #[error("{0}")]
     Usage(String),
     /// The input is damaged or cannot be read.
@@ -81,17 +80,17 @@ pub enum Failure {
     /// The device cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// Memory was lacking where the command needs it.
+    /// The command needs more memory.
     #[error("{0}")]
     OutOfMemory(String),
-    /// What was to be shown could not be.
+    /// A demonstration did not show its subject.
     #[error("{0}")]
     NotShown(String),
     /// The allocator or its driver failed.
-    #[error("{context}{error}")]
+    #[error("{}{error}", event.map_or_else(String::new, |event| format!("event {event}: ")))]
     Alloc {
-        /// What was being done; ends with `: ` unless empty.
-        context: Context,
+        /// The event of the program, counted from 0 without header lines.
+        event: Option<usize>,
         /// The allocator's error.
         error: Box<AllocError>,
     },
@@ -104,12 +103,12 @@ pub enum Failure {
     /// A transfer failed.
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    /// A file that is needed for a while could not be written.
+    /// A temporary file could not be written, or a program not run.
     #[error("{}: {cause}", path.display())]
     Temporary {
         /// The file.
         path: std::path::PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         cause: io::Error,
     },
     /// A snapshot could not be saved.
@@ -118,36 +117,13 @@ pub enum Failure {
     /// Standard output cannot be written.
     #[error("standard output: {0}")]
     Output(io::Error),
-    /// Nobody reads standard output any more. Not reported.
+    /// The reader of standard output has closed it. Not reported.
     #[error("standard output was closed")]
     OutputClosed,
 }
 
-/// What was being done when something failed.
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub enum Context {
-    /// Nothing to tell.
-    #[default]
-    None,
-    /// An event of a program, counted from 0 without header lines.
-    Event {
-        /// Its index.
-        index: usize,
-    },
-}
-
-impl fmt::Display for Context {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Context::None => Ok(()),
-            Context::Event { index } => write!(f, "event {index}: "),
-        }
-    }
-}
-
 impl Failure {
-    /// How the program ends for it.
+    /// The outcome for it.
     pub fn outcome(&self) -> Outcome {
         match self {
             Failure::Usage(_) => Outcome::Usage,
@@ -158,30 +134,21 @@ impl Failure {
             Failure::Transfer(TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. }) => {
                 Outcome::OutOfMemory
             }
-            Failure::Library(_)
-            | Failure::Open(_)
-            | Failure::NotShown(_)
-            | Failure::Alloc { .. }
-            | Failure::Device(_)
-            | Failure::Kernel(_)
-            | Failure::Transfer(_)
-            | Failure::Temporary { .. }
-            | Failure::Save(_)
-            | Failure::Output(_) => Outcome::Failed,
             Failure::OutputClosed => Outcome::Done,
+            _ => Outcome::Failed,
         }
     }
 }
 
-/// Whether a request was refused for lack of memory. A driver may also say that memory is lacking
-/// in calls that are to give some back, or take none; that is a failure of the driver.
+/// Whether a request was refused for lack of memory. A driver may also report a lack of memory for
+/// calls that release or need none; that is a failure of the driver.
 pub(crate) fn is_refusal(error: &AllocError) -> bool {
     matches!(error, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
 }
 
 impl From<AllocError> for Failure {
     fn from(error: AllocError) -> Failure {
-        Failure::Alloc { context: Context::None, error: Box::new(error) }
+        Failure::Alloc { event: None, error: Box::new(error) }
     }
 }
 
@@ -202,7 +169,7 @@ mod tests {
     use aquifer::device::sim::{SimConfig, SimDriver};
 
     #[test]
-    fn a_driver_that_lacks_memory_to_give_some_back_has_failed() {
+    fn a_lack_of_memory_where_none_is_requested_is_a_failure() {
         let config = SimConfig::parse("1GiB,fault_rate=any:1:out_of_memory").unwrap();
         let error = Device::new(SimDriver::new(config)).stream().unwrap_err();
         assert!(error.is_out_of_memory(), "{error}");

@@ -1,11 +1,11 @@
 //! Replays recorded programs to an allocator.
 //!
-//! Before the clock starts, a program is converted to a list of events whose blocks live in
-//! numbered slots. So what is timed is a match, access to a slot, and the allocator.
+//! Before the clock starts, a program is converted to a list of events whose blocks are in numbered
+//! slots. So the timed code is a match, an access to a slot, and the allocator.
 
 use std::time::{Duration, Instant};
 
-use crate::exit::{Context, Failure};
+use crate::exit::Failure;
 use crate::input::{Event, Program};
 use crate::subject::{Refused, Subject};
 
@@ -16,22 +16,22 @@ pub struct Player<'a, S: Subject> {
     slots: Vec<Option<S::Handle>>,
 }
 
-/// What came of one pass through a program.
+/// The result of one pass through a program.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Pass {
-    /// How long it took.
+    /// Its duration.
     pub elapsed: Duration,
-    /// Requests refused for lack of memory. Their slots stayed empty, and what else happens to them
-    /// was skipped.
+    /// Requests refused for lack of memory. Their slots stayed empty; other events of these slots
+    /// were skipped.
     pub ooms: u64,
 }
 
-/// What to do when a request is refused for lack of memory.
+/// The reaction to a request that is refused for lack of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnOom {
-    /// Go on without the block.
+    /// Continue without the block.
     Skip,
     /// End the pass.
     Stop,
@@ -43,7 +43,8 @@ impl<'a, S: Subject> Player<'a, S> {
         Player { program, slots: (0..program.slots).map(|_| None).collect() }
     }
 
-    /// Plays the program once. What it leaves allocated is freed when the clock has stopped.
+    /// Plays the program once. Blocks that it leaves allocated are freed after the clock has
+    /// stopped.
     ///
     /// # Errors
     /// When the allocator fails for another reason than lack of memory.
@@ -51,12 +52,15 @@ impl<'a, S: Subject> Player<'a, S> {
         let start = Instant::now();
         let played = self.play(subject, on_oom);
         let elapsed = start.elapsed();
-        self.slots.iter_mut().filter_map(Option::take).for_each(|handle| subject.free(handle));
+        for handle in self.slots.iter_mut().filter_map(Option::take) {
+            subject.begin_event();
+            subject.free(handle);
+        }
         Ok(Pass { elapsed, ooms: played? })
     }
 
-    /// Plays the program once and leaves its blocks allocated for as long as the player lives.
-    /// Tells how many requests were refused for lack of memory.
+    /// Plays the program once and leaves its blocks allocated until the player is dropped. Returns
+    /// the number of requests refused for lack of memory.
     ///
     /// # Errors
     /// As [`Player::pass`].
@@ -64,6 +68,9 @@ impl<'a, S: Subject> Player<'a, S> {
         let mut ooms = 0;
         let slots = &mut self.slots[..];
         for (index, event) in self.program.events.iter().enumerate() {
+            if !matches!(event, Event::Iteration(_)) {
+                subject.begin_event();
+            }
             let refused = match *event {
                 Event::Alloc { slot, bytes, stream } => match subject.alloc(bytes, stream) {
                     Ok(handle) => {
@@ -92,9 +99,8 @@ impl<'a, S: Subject> Player<'a, S> {
                 Refused::OutOfMemory if on_oom == OnOom::Skip => {}
                 Refused::OutOfMemory => break,
                 Refused::Failed(error) => {
-                    let context = Context::Event { index };
                     return Err(match *error {
-                        Failure::Alloc { error, .. } => Failure::Alloc { context, error },
+                        Failure::Alloc { error, .. } => Failure::Alloc { event: Some(index), error },
                         other => other,
                     });
                 }
@@ -112,8 +118,7 @@ pub struct Times {
 }
 
 impl Times {
-    /// Adds a pass of `operations` operations. One without any has no time an operation, and is
-    /// left out.
+    /// Adds a pass of `operations` operations; a pass without any has no time per operation.
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52, and a rounded one would do")]
     pub fn add(&mut self, elapsed: Duration, operations: u64) {
         self.all += elapsed;

@@ -1,28 +1,28 @@
-//! Inputs of a program: blocks whose head the host fills by transfers, and reads back when they are
-//! freed.
+//! Inputs of a program: the host fills the head of these blocks by transfers, and reads it back
+//! when they are freed.
 //!
 //! Copies run on the block's own stream, so that no block waits for another stream because of them.
-//! Beginning a copy waits neither for the copy nor for its page-locked memory.
+//! Nothing waits for a copy or its page-locked memory when it begins.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use aquifer::transfer::{Transfer, TransferError};
 use aquifer::{Allocator, Buffer, Pending, PinnedBuffer, Stream};
 
-/// Of so many blocks one is an input.
+/// One of this many blocks is an input.
 const EVERY: u64 = 8;
-/// Bytes at its start that the host fills: a simulated device keeps what is written to it, so
-/// blocks of gigabytes are not filled whole.
+/// The bytes at its start that the host fills: a simulated device stores its content, so large
+/// blocks are not filled completely.
 const HEAD_MOST: usize = 64 << 10;
-/// Blocks that may be on their way back.
+/// The most downloads in flight.
 const ARRIVING_MOST: usize = 8;
 
-/// The inputs that are live, and what came of those before.
+/// The live inputs, and counts of all.
 #[derive(Debug)]
 pub struct Inputs {
     transfer: Transfer,
     blocks: u64,
-    /// By address: what was written.
+    /// The written byte, by address.
     live: BTreeMap<u64, u8>,
     arriving: VecDeque<(Pending<PinnedBuffer<u8>>, u8)>,
     written: u64,
@@ -30,7 +30,7 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// For blocks of an allocator.
+    /// Inputs in memory of an allocator.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -61,7 +61,7 @@ impl Inputs {
         Ok(())
     }
 
-    /// Begins to read a block's head back that is about to be freed, if the block is an input.
+    /// Begins to read back the head of a block before its free, if it is an input.
     ///
     /// # Errors
     /// Those of the transfer.
@@ -72,7 +72,7 @@ impl Inputs {
         self.receive(ARRIVING_MOST)
     }
 
-    /// Waits for blocks that are on their way back and compares them, until at most `left` are.
+    /// Waits for downloads and compares them, until at most `left` are in flight.
     fn receive(&mut self, left: usize) -> Result<(), TransferError> {
         while self.arriving.len() > left
             && let Some((arriving, byte)) = self.arriving.pop_front()
@@ -83,11 +83,10 @@ impl Inputs {
         Ok(())
     }
 
-    /// How many blocks were filled, and how many of those that were freed did not come back as they
-    /// went.
+    /// The number of filled blocks, and of those that were freed and did not read back as written.
     ///
     /// # Errors
-    /// Those of the transfers that are still under way.
+    /// Those of the transfers in flight.
     pub fn finish(&mut self) -> Result<(u64, u64), TransferError> {
         self.receive(0)?;
         Ok((self.written, self.damaged))
@@ -107,7 +106,7 @@ mod tests {
     use aquifer::memory::Config;
 
     #[test]
-    fn inputs_come_back_as_they_went_and_damage_is_seen() {
+    fn damaged_inputs_are_counted() {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let stream = device.stream().unwrap();

@@ -1,12 +1,12 @@
 //! The stress program as a library: it replays recorded programs, measures the allocator, and makes
 //! it fail on purpose.
 //!
-//! A run goes as follows: [`cli`] reads the command line; a [`session::Session`] holds the device,
-//! the options and where output goes; one of the [`commands`] runs; [`exit`] defines how it ended.
+//! [`cli`] reads the command line; a [`session::Session`] has the device, the options and the
+//! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
 //! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`]
 //! replays them to an allocator, to an allocator that is [`observe`]d, or to the [`yardstick`].
-//! [`room`] and [`map`] show what memory they leave free.
+//! [`room`] and [`map`] show the memory that they leave free.
 #![forbid(unsafe_code)]
 
 pub mod cli;
@@ -39,27 +39,25 @@ use cli::{Cli, Command, DemoArgs, FragmentationArgs, OomArgs};
 use exit::{Failure, Outcome};
 use session::Session;
 
-/// Runs the program and tells how it ended. Failures are written to standard error.
+/// Runs the program. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
     warnings::on_stderr();
-    told(dispatch(cli))
+    reported(dispatch(cli))
 }
 
-/// Writes what the command line was answered instead of a run: help, the version, or what is wrong
-/// with it.
+/// Writes the answer to a command line that does not run: help, the version, or its error.
 pub fn answer(answer: &clap::Error) -> Outcome {
     if answer.use_stderr() {
-        // As in `told`: it is wrong whether or not that can be said.
+        // The outcome does not depend on the output.
         let _ = answer.print();
         return Outcome::Usage;
     }
     let written = answer.print().and_then(|()| std::io::stdout().flush());
-    told(written.map(|()| Outcome::Done).map_err(Failure::from))
+    reported(written.map(|()| Outcome::Done).map_err(Failure::from))
 }
 
-/// How it ended, after a failure was told on standard error. Where that cannot be written, the exit
-/// code tells all the same.
-fn told(ended: Result<Outcome, Failure>) -> Outcome {
+/// Reports a failure on standard error. The outcome does not depend on that output.
+fn reported(ended: Result<Outcome, Failure>) -> Outcome {
     match ended {
         Ok(outcome) => outcome,
         Err(Failure::OutputClosed) => Outcome::Done,

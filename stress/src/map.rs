@@ -1,8 +1,7 @@
 //! A map of the device's memory, drawn with characters.
 //!
-//! Segments stand one after the other in the order of their addresses, then what the device has
-//! left, so the whole map is the whole device. A cell sums up what is in its share of the memory;
-//! an enlarged part shows single blocks.
+//! The map has the segments in the order of their addresses, then the rest of the device. A cell
+//! summarises its share of the memory; an enlarged part shows single blocks.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -14,7 +13,7 @@ use crate::exit::Failure;
 use crate::table::terminal_columns;
 use crate::text::Bytes;
 
-/// What memory is used for.
+/// The use of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Use {
     Live,
@@ -33,18 +32,18 @@ struct Piece {
     starts: bool,
 }
 
-/// The memory of a device as an allocator left it.
+/// The memory of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Map {
     pieces: Vec<Piece>,
     total: u64,
 }
 
-/// How maps are drawn.
+/// The style of maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Style {
-    /// Columns of a line.
+    /// The width of a line.
     pub width: usize,
     /// Whether only ASCII characters are used.
     pub ascii: bool,
@@ -58,9 +57,8 @@ const ROWS: usize = 8;
 const MARGIN: usize = 14;
 
 impl Style {
-    /// The style that fits standard output. Colours are left out where `NO_COLOR` is set. `ascii`
-    /// asks for ASCII, which is also used where the locale says that characters are not UTF-8;
-    /// where it says nothing, UTF-8 is assumed.
+    /// The style for standard output. There are no colours if `NO_COLOR` is set. ASCII is used if
+    /// `ascii` is set, or if the locale names an encoding other than UTF-8.
     pub fn of_stdout(ascii: bool) -> Style {
         let terminal = std::io::stdout().is_terminal();
         let columns = terminal_columns().unwrap_or(80);
@@ -75,8 +73,8 @@ impl Style {
     }
 }
 
-/// What a cell shows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The state of the memory of a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Cell {
     Full,
     Mostly,
@@ -88,42 +86,23 @@ enum Cell {
 }
 
 impl Cell {
-    /// All, with what they mean.
-    const LEGEND: [(Cell, &str); 7] = [
-        (Cell::Full, "live"),
-        (Cell::Mostly, "half or more of it live"),
-        (Cell::Partly, "less live"),
-        (Cell::Free, "free in the cache"),
-        (Cell::Waiting, "given back, still in use by a stream"),
-        (Cell::Device, "not taken from the device"),
-        (Cell::Others, "held by others"),
+    /// Of each state: its character, the same in ASCII, its colour and its meaning.
+    const LOOKS: [(char, char, &str, &str); 7] = [
+        ('█', '#', "32", "live"),
+        ('▓', '+', "33", "half or more of it live"),
+        ('▒', '-', "33", "less live"),
+        ('░', '.', "31", "free in the cache"),
+        ('≈', '~', "35", "given back, still in use by a stream"),
+        ('·', '_', "2", "not taken from the device"),
+        ('×', 'x', "34", "held by others"),
     ];
 
     fn character(self, ascii: bool) -> char {
-        let (unicode, plain) = match self {
-            Cell::Full => ('█', '#'),
-            Cell::Mostly => ('▓', '+'),
-            Cell::Partly => ('▒', '-'),
-            Cell::Free => ('░', '.'),
-            Cell::Waiting => ('≈', '~'),
-            Cell::Device => ('·', '_'),
-            Cell::Others => ('×', 'x'),
-        };
+        let (unicode, plain, ..) = Cell::LOOKS[self as usize];
         if ascii { plain } else { unicode }
     }
 
-    fn colour(self) -> &'static str {
-        match self {
-            Cell::Full => "32",
-            Cell::Mostly | Cell::Partly => "33",
-            Cell::Free => "31",
-            Cell::Waiting => "35",
-            Cell::Device => "2",
-            Cell::Others => "34",
-        }
-    }
-
-    /// What stands for memory with so many bytes of each use.
+    /// The state of memory with these bytes of each use.
     fn of(sums: [u64; 5]) -> Cell {
         let [live, waiting, free, device, others] = sums;
         let held = live + waiting + free;
@@ -140,7 +119,7 @@ impl Cell {
 }
 
 impl Map {
-    /// The memory of the allocator's device now.
+    /// The present memory of the allocator's device.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -169,7 +148,7 @@ impl Map {
         Map { pieces, total }
     }
 
-    /// Draws it: rows of cells, an enlarged part, and what the characters mean.
+    /// Draws rows of cells, an enlarged part, and a legend.
     pub fn draw(&self, style: Style) -> String {
         let columns = style.width.saturating_sub(MARGIN).max(1);
         let cell = self.total.div_ceil((ROWS * columns) as u64).max(1);
@@ -187,13 +166,15 @@ impl Map {
             shown.extend(row);
         }
         let _ = write!(text, "{} a character", Bytes(cell));
-        for (cell, meaning) in Cell::LEGEND.into_iter().filter(|(cell, _)| shown.contains(cell)) {
-            let _ = write!(text, "; {} {meaning}", cell.character(style.ascii));
+        shown.sort_unstable();
+        shown.dedup();
+        for cell in shown {
+            let _ = write!(text, "; {} {}", cell.character(style.ascii), Cell::LOOKS[cell as usize].3);
         }
         text
     }
 
-    /// Cells for `cell` bytes each, from a place on.
+    /// Cells of `cell` bytes each, from `from` on.
     fn cells(&self, from: u64, cell: u64, count: usize) -> Vec<Cell> {
         let mut sums = vec![[0; 5]; count];
         let (mut at, end) = (0, from + cell * count as u64);
@@ -212,8 +193,8 @@ impl Map {
         sums.into_iter().filter(|sums| sums.iter().any(|&sum| sum > 0)).map(Cell::of).collect()
     }
 
-    /// The part, and the size of a cell, that shows most single blocks; `None` where the map itself
-    /// shows as much.
+    /// The part and the size of a cell that show most single blocks; `None` if the map shows as
+    /// many.
     fn part_to_enlarge(&self, cell: u64, columns: usize) -> Option<(u64, u64)> {
         const PLACES: usize = 16;
         const CHANGES_LEAST: usize = 5;
@@ -238,7 +219,7 @@ impl Map {
             cells.windows(2).filter(|pair| pair[0] != pair[1]).count()
         };
         let counted = tried.map(|part| (changes(part), part)).filter(|(count, _)| *count >= CHANGES_LEAST);
-        // Of equals the first, so the coarsest.
+        // The first of equals, which is the coarsest.
         counted.rev().max_by_key(|(count, _)| *count).map(|(_, part)| part)
     }
 }
@@ -249,7 +230,11 @@ fn line(text: &mut String, label: &str, cells: &[Cell], style: Style) {
     for run in cells.chunk_by(|one, other| one == other) {
         let (cell, count) = (run[0], run.len());
         let run: String = std::iter::repeat_n(cell.character(style.ascii), count).collect();
-        let _ = if style.colour { write!(text, "\x1b[{}m{run}\x1b[0m", cell.colour()) } else { write!(text, "{run}") };
+        let _ = if style.colour {
+            write!(text, "\x1b[{}m{run}\x1b[0m", Cell::LOOKS[cell as usize].2)
+        } else {
+            write!(text, "{run}")
+        };
     }
     text.push('\n');
 }
@@ -268,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn every_use_has_its_character() {
+    fn every_use_has_a_character() {
         let all = [(80, Use::Live), (80, Use::Free), (80, Use::Waiting), (400, Use::Device), (160, Use::Others)];
         let text = map(&all, 800).draw(PLAIN);
         let rows: Vec<&str> = text.lines().map(|line| line.split('|').next_back().unwrap_or("")).collect();
@@ -277,8 +262,8 @@ mod tests {
         assert_eq!(rows[2], "~~~~______");
         assert_eq!(rows[7], "xxxxxxxxxx");
         assert!(text.ends_with(
-            "10 bytes a character; # live; . free in the cache; ~ given back, still in use by a stream; _ not taken from \
-             the device; x held by others"
+            "10 bytes a character; # live; . free in the cache; ~ given back, still in use by a stream; _ not taken \
+             from the device; x held by others"
         ));
     }
 
@@ -292,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_too_little_are_drawn() {
+    fn tiny_devices_are_drawn() {
         for total in [0, 1, 7] {
             assert!(map(&[(total, Use::Device)], total).draw(PLAIN).contains("a character"));
         }

@@ -1,16 +1,15 @@
 //! An allocator whose driver calls are observed, on a device that may lag.
 //!
-//! Observing takes time, so fast operations are not timed here: a program is replayed once for its
-//! times and once to be observed, on separate devices. Only requests for which a real driver was
-//! asked are timed here, because they take long. A simulated device lags as asked for
-//! ([`Lagging`]), which also checks that no memory is taken away before the device is done with it,
-//! and its driver calls have a modelled time.
+//! Observation takes time, so fast operations are not timed here: a program is replayed once for
+//! its times and once to be observed, on separate devices. Only requests that call a real driver
+//! are timed here, because they are slow. A simulated device may lag ([`Lagging`]), which also
+//! checks that memory is not released before the device is done with it, and its driver calls have
+//! a modelled time.
 
-use std::sync::Arc;
 use std::time::Instant;
 
+use aquifer::Device;
 use aquifer::memory::{Allocation, MemoryStats};
-use aquifer::{Allocator, Device};
 use aquifer_device::sim::Lagging;
 use aquifer_device::{CallCounts, Operation, TimelineCounts};
 
@@ -19,11 +18,11 @@ use crate::exit::Failure;
 use crate::session::{Lagged, Session};
 use crate::subject::{Aquifer, Refused, Subject};
 
-/// Calls that get memory, or get it to where it is needed.
+/// Calls that take, map or move memory.
 const TAKING: [Operation; 5] =
     [Operation::Alloc, Operation::AllocAsync, Operation::CreatePhysical, Operation::Map, Operation::SetAccess];
 
-/// What a pass through a program cost.
+/// The costs of a pass through a program.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Costs {
@@ -34,33 +33,22 @@ pub struct Costs {
     /// Requests during which the driver was asked to allocate, create, map or make accessible.
     pub driver_allocs: u64,
     /// Modelled time in driver calls; `None` on a real device.
-    pub modelled: Option<Modelled>,
-    /// Time of the host in requests that asked the driver; `None` on a simulated device, where it
-    /// says nothing.
-    pub measured: Option<Measured>,
-    /// How often the host waited for a device that lagged.
+    pub modelled: Option<Spent>,
+    /// Host time of `driver_allocs`; `None` on a simulated device, where it is meaningless.
+    pub measured: Option<Spent>,
+    /// Waits of the host for a device that lagged.
     pub stalls: u64,
     /// Events recorded and waits inserted to order streams.
     pub timeline: TimelineCounts,
 }
 
-/// Modelled time in driver calls, in ns.
+/// Time of a pass, in ns.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
-pub struct Modelled {
-    /// Of all calls.
+pub struct Spent {
+    /// In all.
     pub total_ns: u64,
     /// The most within one request for memory.
-    pub worst_alloc_ns: u64,
-}
-
-/// Time of the host in requests for memory during which the driver was asked, in ns.
-#[derive(Debug, Clone, Copy, Default)]
-#[non_exhaustive]
-pub struct Measured {
-    /// Of all of them.
-    pub driver_allocs_ns: u64,
-    /// Of the slowest.
     pub worst_alloc_ns: u64,
 }
 
@@ -69,15 +57,15 @@ pub struct Measured {
 pub struct Observed {
     subject: Aquifer,
     device: Device,
-    /// The device again, if it is a simulated one.
+    /// Its simulator, if it is a simulated one.
     simulated: Option<Lagged>,
     allocs: u64,
     driver_allocs: u64,
     worst_alloc_ns: u64,
-    measured: Measured,
+    measured: Spent,
 }
 
-/// Where the counters stood when a pass began.
+/// The counters at the start of a pass.
 #[derive(Debug)]
 pub struct Start {
     calls: CallCounts,
@@ -87,7 +75,7 @@ pub struct Start {
 }
 
 impl Observed {
-    /// An allocator on a fresh device, with `streams` streams. A simulated device lags by `lag`
+    /// An allocator on a new device, with `streams` streams. A simulated device lags by `lag`
     /// events.
     ///
     /// # Errors
@@ -96,7 +84,7 @@ impl Observed {
         let simulated = session.open_lagging(lag)?;
         let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
         let subject = Aquifer::new(session, &device, config, streams)?;
-        let measured = Measured::default();
+        let measured = Spent::default();
         Ok(Observed { subject, device, simulated, allocs: 0, driver_allocs: 0, worst_alloc_ns: 0, measured })
     }
 
@@ -113,7 +101,7 @@ impl Observed {
     /// Begins a pass.
     pub fn begin(&mut self) -> Start {
         (self.allocs, self.driver_allocs, self.worst_alloc_ns) = (0, 0, 0);
-        self.measured = Measured::default();
+        self.measured = Spent::default();
         Start {
             calls: self.device.driver_calls(),
             time_ns: self.time_ns(),
@@ -134,7 +122,7 @@ impl Observed {
             modelled: self
                 .simulated
                 .as_ref()
-                .map(|_| Modelled { total_ns: self.time_ns() - start.time_ns, worst_alloc_ns: self.worst_alloc_ns }),
+                .map(|_| Spent { total_ns: self.time_ns() - start.time_ns, worst_alloc_ns: self.worst_alloc_ns }),
             measured: self.simulated.is_none().then_some(self.measured),
             stalls: self.stalls() - start.stalls,
             timeline,
@@ -163,9 +151,6 @@ impl Subject for Observed {
     type Handle = Allocation;
 
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
-        if let Some(lag) = self.lag() {
-            lag.advance();
-        }
         let (taken, time) = (self.taken(), self.time_ns());
         let begun = Instant::now();
         let allocated = self.subject.alloc(bytes, stream);
@@ -173,7 +158,7 @@ impl Subject for Observed {
         self.allocs += 1;
         if self.taken() > taken {
             self.driver_allocs += 1;
-            self.measured.driver_allocs_ns += elapsed;
+            self.measured.total_ns += elapsed;
             self.measured.worst_alloc_ns = self.measured.worst_alloc_ns.max(elapsed);
         }
         self.worst_alloc_ns = self.worst_alloc_ns.max(self.time_ns() - time);
@@ -186,7 +171,6 @@ impl Subject for Observed {
 
     fn free(&mut self, handle: Allocation) {
         if let Some(lag) = self.lag() {
-            lag.advance();
             lag.freed(handle.ptr());
         }
         self.subject.free(handle);
@@ -194,77 +178,15 @@ impl Subject for Observed {
 
     fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         if let Some(lag) = self.lag() {
-            lag.advance();
             lag.used(handle.ptr());
         }
         self.subject.record_stream(handle, stream)
     }
-}
 
-/// An allocator that is timed on a device that lags: it only counts events.
-#[derive(Debug)]
-pub struct Paced {
-    subject: Aquifer,
-    lag: Option<Arc<Lagging>>,
-}
-
-impl Paced {
-    /// An allocator on a fresh device, with `streams` streams. Without lag it is timed on the bare
-    /// device.
-    ///
-    /// # Errors
-    /// As [`Observed::new`].
-    pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Paced, Failure> {
-        let lagging = if lag > 0 { session.open_lagging(lag)? } else { None };
-        let (device, lag) = match lagging {
-            Some(lagged) => (lagged.device, Some(lagged.lag)),
-            None => (session.open()?, None),
-        };
-        Ok(Paced { subject: Aquifer::new(session, &device, config, streams)?, lag })
-    }
-
-    /// The allocator.
-    pub fn allocator(&self) -> &Allocator {
-        self.subject.allocator()
-    }
-
-    /// Gives what nobody uses back to the device, for others to have.
-    ///
-    /// # Errors
-    /// Those of the allocator.
-    pub fn give_back(&self) -> Result<(), Failure> {
-        self.subject.allocator().empty_cache()?;
-        Ok(())
-    }
-
-    #[inline]
-    fn advance(&self) {
-        if let Some(lag) = &self.lag {
+    fn begin_event(&mut self) {
+        if let Some(lag) = self.lag() {
             lag.advance();
         }
-    }
-}
-
-impl Subject for Paced {
-    type Handle = Allocation;
-
-    // Always: see the allocator's own.
-    #[inline(always)]
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
-        self.advance();
-        self.subject.alloc(bytes, stream)
-    }
-
-    #[inline]
-    fn free(&mut self, handle: Allocation) {
-        self.advance();
-        self.subject.free(handle);
-    }
-
-    #[inline]
-    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
-        self.advance();
-        self.subject.record_stream(handle, stream)
     }
 }
 
@@ -299,8 +221,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_goes_too_early_is_reported() {
+    fn memory_that_is_released_too_early_is_reported() {
         let mut observed = observed(100);
+        observed.begin_event();
         let block = observed.alloc(2 << 20, 0).unwrap();
         let device = observed.device().clone();
         assert_eq!(device.driver().take_violation(), None);

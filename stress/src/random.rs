@@ -1,11 +1,11 @@
-//! A small generator of random numbers: the same ones for the same seed, on every machine.
+//! A small generator of random numbers. The same seed gives the same numbers on every machine.
 
 /// `SplitMix64`.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// A generator; equal seeds give equal numbers.
+    /// A generator with this seed.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }

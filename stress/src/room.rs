@@ -1,4 +1,4 @@
-//! What room is left: the free memory that a request could get, and in which pieces.
+//! The free memory that a request could get, and its pieces.
 
 use aquifer::{Allocator, Stream};
 use aquifer_allocator::config::CrossStream;
@@ -11,24 +11,22 @@ const UNIT: u64 = 512;
 
 /// The free memory that a stream's requests could get.
 ///
-/// The driver can give the same memory at any address, and free mapped memory moves to any address,
-/// so both together are one piece. Free blocks of segments that are also in use are pieces of their
-/// own.
+/// The driver provides its memory at any address, and free mapped memory moves to any address, so
+/// both together are one piece. Free blocks of segments that are also in use are other pieces.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Room {
-    /// What the driver would give, if every unused segment were given back first, as far as limit
-    /// and headroom allow.
+    /// Memory of the driver after all unused segments are released, within limit and headroom.
     pub device: u64,
-    /// Free mapped memory. What is less than a granule of it cannot move.
+    /// Free mapped memory. Parts of granules cannot move.
     pub movable: u64,
     /// Free blocks of segments that are also in use.
     pub pieces: Vec<u64>,
-    /// Bytes of such blocks that only other streams may use.
+    /// Bytes of such blocks that only other streams can use.
     pub foreign: u64,
-    /// What is free on the device and not to be taken from it, for the headroom.
+    /// Free memory of the device that the headroom keeps.
     pub headroom: u64,
-    /// What is free on the device beside the headroom and not to be taken from it, for the limit.
+    /// Other free memory of the device that exceeds the limit.
     pub over_limit: u64,
 }
 
@@ -59,7 +57,7 @@ impl Room {
                 room.pieces.extend(free);
             }
         }
-        // Granules that are mapped nowhere.
+        // Granules that are not mapped.
         let spare = allocator.memory_reserved().saturating_sub(in_segments);
         room.movable += spare;
         room.headroom = allocator.config().headroom.min(room.device);
@@ -70,24 +68,23 @@ impl Room {
         Ok(room)
     }
 
-    /// All of it, what only others may use included.
+    /// All of it, including memory that only other streams can use.
     pub fn free(&self) -> u64 {
         self.whole() + self.foreign + self.pieces.iter().sum::<u64>()
     }
 
-    /// What can be had at any address.
+    /// The memory that is available at any address.
     pub fn whole(&self) -> u64 {
         self.device + self.movable
     }
 
-    /// The largest of the pieces that stay where they are.
+    /// The largest of the pieces that do not move.
     pub fn largest_piece(&self) -> u64 {
         self.pieces.iter().copied().max().unwrap_or(0)
     }
 
     /// The largest request that is served, given whether one of `bytes` is. `serves` tries others:
-    /// rounding, the sizes of segments and of granules, and rules about who may use what decide
-    /// with the sizes of the pieces, and only the allocator knows them all.
+    /// only the allocator knows all rules of rounding, segments, granules and streams.
     ///
     /// # Errors
     /// Those of `serves`.
@@ -99,8 +96,7 @@ impl Room {
     ) -> Result<u64, Failure> {
         let units = bytes.div_ceil(UNIT);
         let (mut yes, mut no) = if served { (units, self.free() / UNIT + 1) } else { (0, units) };
-        // Where rules keep large blocks from smaller requests, what halving finds may be below the
-        // largest.
+        // If rules keep large blocks from smaller requests, bisection may miss the largest.
         for piece in [self.whole() / UNIT, self.largest_piece() / UNIT] {
             if yes < piece && piece < no && serves(piece * UNIT)? {
                 yes = piece;
@@ -113,9 +109,9 @@ impl Room {
         Ok(yes * UNIT)
     }
 
-    /// The share of it that a request of `bytes` cannot use, 0 to 1, given the largest request that
-    /// is served; 1 if it is not.
-    #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+    /// The share of it that a request of `bytes` cannot use, 0 to 1, given the largest served
+    /// request; 1 if that is smaller.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
     pub fn unusable(&self, bytes: u64, largest: u64) -> f64 {
         if largest < bytes || self.free() == 0 {
             return 1.0;
@@ -131,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_others_hold_counts_as_unusable() {
+    fn memory_of_other_streams_is_unusable() {
         let room = Room { device: 4, movable: 6, pieces: vec![20, 30], foreign: 40, ..Room::default() };
         assert_eq!((room.free(), room.whole(), room.largest_piece()), (100, 10, 30));
         for (bytes, unusable) in [(10, 0.4), (20, 0.5), (30, 0.7), (31, 1.0)] {
@@ -152,7 +148,7 @@ mod tests {
                 assert_eq!(largest(bytes, most), if bytes <= most { most } else { most.min(bytes) / 512 * 512 });
             }
         }
-        // Of blocks that only large requests may use the largest tells.
+        // Blocks for large requests only.
         let large_only = |bytes: u64| bytes <= 1 << 20 || (39 << 20..=40 << 20).contains(&bytes);
         assert_eq!(room.largest_served(50 << 20, false, |bytes| Ok(large_only(bytes))).unwrap(), 40 << 20);
     }

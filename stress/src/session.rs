@@ -1,7 +1,7 @@
-//! A session: the device and options that every command works with, and where its output goes.
+//! A session: the device, the options and the output of a command.
 //!
-//! Standard output carries results only: tables, or with `--json` one object per line. Messages,
-//! warnings and progress go to standard error, progress only to a terminal.
+//! Standard output has only results: tables, or with `--json` one object per line. Messages,
+//! warnings and progress go to standard error; progress only to a terminal.
 
 use std::fmt::Display;
 use std::io::Write;
@@ -17,27 +17,26 @@ use serde::Serialize;
 
 use crate::cli::{ConfigArg, DeviceArg, Global};
 use crate::exit::Failure;
-use crate::warnings::Told;
+use crate::warnings::Reported;
 
-/// What every command works with.
+/// The device, the options and the output of a command.
 #[derive(Debug)]
 pub struct Session {
     device: DeviceArg,
-    device_given: bool,
+    /// The options that the user gave.
+    global: Global,
+    /// The user's configs, or else the default one.
     configs: Vec<ConfigArg>,
-    configs_given: bool,
-    seed: u64,
-    json: bool,
-    told: Told,
-    /// Held while a progress bar is drawn over or a row is written, so that lines never mix.
+    reported: Reported,
+    /// Held while a row or a message is written, so that lines never mix.
     output: Mutex<()>,
 }
 
-/// The device where there is no GPU, or none is wanted.
+/// The default device if there is no GPU.
 const SIMULATED: &str = "sim:80GiB";
 
-/// How the allocator's warning of options without effect begins, which is told with the text that
-/// the user gave.
+/// The start of the allocator's warning of options without effect, which is shown with the user's
+/// text.
 const IGNORED_OPTIONS: &str = "options without effect";
 
 /// A simulated device that lags.
@@ -46,57 +45,46 @@ const IGNORED_OPTIONS: &str = "options without effect";
 pub struct Lagged {
     /// The device.
     pub device: Device,
-    /// What makes it lag.
+    /// Its lag.
     pub lag: Arc<Lagging>,
-    /// The simulator below.
+    /// Its simulator.
     pub driver: Arc<SimDriver>,
 }
 
 impl Session {
-    /// Chooses the device and says so.
+    /// Chooses the device and reports the choice.
     ///
     /// # Errors
     /// When there is no such device.
     pub fn new(global: &Global) -> Result<Session, Failure> {
-        let (device, reason) = match &global.device {
-            Some(device) => (device.clone(), None),
-            None => {
-                let best = Device::best()?;
-                let simulated = best.info().kind == DriverKind::Simulated;
-                let text = if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
-                (text.parse()?, best.chosen_because().map(str::to_owned))
-            }
-        };
-        Session::on(global, device, reason.as_deref())
+        if let Some(device) = &global.device {
+            return Session::of(global, device.clone()).announced("as asked for with --device");
+        }
+        let best = Device::best()?;
+        let simulated = best.info().kind == DriverKind::Simulated;
+        let text = if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
+        Session::of(global, text.parse()?).announced(best.chosen_because().unwrap_or("as asked for with --device"))
     }
 
-    /// The same for a command that needs devices of several sizes: unless the user names one, it is
-    /// a simulated one, also where there is a GPU.
+    /// The same for a command that needs devices of several sizes: by default a simulated one, even
+    /// if there is a GPU.
     ///
     /// # Errors
     /// When there is no such device.
     pub fn resizable(global: &Global, command: &str) -> Result<Session, Failure> {
-        match &global.device {
-            Some(_) => Session::new(global),
-            None => {
-                let reason = format!("{command} needs devices of several sizes, so it uses simulated ones");
-                Session::on(global, SIMULATED.parse()?, Some(&reason))
-            }
+        if global.device.is_some() {
+            return Session::new(global);
         }
+        let reason = format!("{command} needs devices of several sizes, so it uses simulated ones");
+        Session::of(global, SIMULATED.parse()?).announced(&reason)
     }
 
-    /// The same for a command that uses no device: none is opened, and none is told of.
+    /// The same for a command without a device: none is opened, and none is reported.
     ///
     /// # Errors
-    /// When the name of the usual device is not understood, which is not so.
+    /// None: the default device has a valid name.
     pub fn without_device(global: &Global) -> Result<Session, Failure> {
         Ok(Session::of(global, SIMULATED.parse()?))
-    }
-
-    fn on(global: &Global, device: DeviceArg, reason: Option<&str>) -> Result<Session, Failure> {
-        let session = Session::of(global, device);
-        session.announce(reason)?;
-        Ok(session)
     }
 
     fn of(global: &Global, mut device: DeviceArg) -> Session {
@@ -106,20 +94,18 @@ impl Session {
             sim.seed = global.seed;
         }
         let configs = if global.configs.is_empty() { vec![ConfigArg::default()] } else { global.configs.clone() };
-        Session {
-            device,
-            device_given: global.device.is_some(),
-            configs,
-            configs_given: !global.configs.is_empty(),
-            seed: global.seed,
-            json: global.json,
-            told: Told::default(),
-            output: Mutex::default(),
-        }
+        let (reported, output) = (Reported::default(), Mutex::default());
+        Session { device, global: global.clone(), configs, reported, output }
     }
 
-    /// The same session on a device that does not check how work uses memory, unless the user asked
-    /// for that: for commands that measure.
+    fn announced(self, reason: &str) -> Result<Session, Failure> {
+        let name = self.open()?.info().name.clone();
+        self.message(format_args!("device {}: {name} ({reason})", self.device.text));
+        Ok(self)
+    }
+
+    /// The same session without checks of memory accesses, unless the user asked for them: for
+    /// commands that measure.
     #[must_use]
     pub fn unchecked(mut self) -> Session {
         if let DeviceSpec::Sim(sim) = &mut self.device.spec
@@ -130,13 +116,6 @@ impl Session {
         self
     }
 
-    fn announce(&self, reason: Option<&str>) -> Result<(), Failure> {
-        let name = self.open()?.info().name.clone();
-        let why = reason.unwrap_or("as asked for with --device");
-        self.message(format_args!("device {}: {name} ({why})", self.device.text));
-        Ok(())
-    }
-
     /// The device as the user wrote it.
     pub fn device_text(&self) -> &str {
         &self.device.text
@@ -144,7 +123,7 @@ impl Session {
 
     /// Whether the user named no device.
     pub fn is_default_device(&self) -> bool {
-        !self.device_given
+        self.global.device.is_none()
     }
 
     /// The configuration of the simulated device, unless the device is a real one.
@@ -155,7 +134,7 @@ impl Session {
         }
     }
 
-    /// Opens the device: a fresh one for each call if it is simulated.
+    /// Opens the device; a simulated one is new for each call.
     ///
     /// # Errors
     /// When it cannot be opened.
@@ -163,34 +142,37 @@ impl Session {
         Ok(self.device.spec.open()?)
     }
 
-    /// Opens the device with another seed, which is nothing to a real one.
+    /// Opens the device; a simulated one with a changed configuration, and with its simulator.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    fn open_with(
+        &self,
+        change: impl FnOnce(SimConfig) -> SimConfig,
+    ) -> Result<(Device, Option<Arc<SimDriver>>), Failure> {
+        let Some(sim) = self.sim() else { return Ok((self.open()?, None)) };
+        let driver = SimDriver::new(change(sim.clone()));
+        Ok((Device::new(driver.clone()), Some(driver)))
+    }
+
+    /// Opens the device, a simulated one with another seed.
     ///
     /// # Errors
     /// When it cannot be opened.
     pub fn open_with_seed(&self, seed: u64) -> Result<Device, Failure> {
-        match self.sim() {
-            Some(sim) => Ok(Device::new(SimDriver::new(sim.clone().seed(seed)))),
-            None => self.open(),
-        }
+        Ok(self.open_with(|sim| sim.seed(seed))?.0)
     }
 
-    /// Opens the device, with a handle of the simulator below it if it is a simulated one.
+    /// Opens the device, with its simulator if it is a simulated one.
     ///
     /// # Errors
     /// When it cannot be opened.
     pub fn open_with_simulator(&self) -> Result<(Device, Option<Arc<SimDriver>>), Failure> {
-        match self.sim() {
-            Some(sim) => {
-                let driver = SimDriver::new(sim.clone());
-                Ok((Device::new(driver.clone()), Some(driver)))
-            }
-            None => Ok((self.open()?, None)),
-        }
+        self.open_with(|sim| sim)
     }
 
-    /// Opens another device than this one of the session's: another GPU, the first that can be
-    /// opened, or a simulated one like it. `None` where there is no other GPU; one that cannot be
-    /// opened is told about.
+    /// Opens another device: another GPU, the first that can be opened, or a simulated one with the
+    /// same configuration. `None` if there is no other GPU; one that cannot be opened is reported.
     pub fn open_another(&self, device: &Device) -> Option<Device> {
         let own = device.info().ordinal;
         if let Some(sim) = self.sim() {
@@ -205,49 +187,41 @@ impl Session {
         None
     }
 
-    /// Opens the device so that it lags behind by `lag` events. `None` for a real device, where
-    /// nothing but itself lags.
+    /// Opens a simulated device that lags behind by `lag` events. `None` for a real device, which
+    /// has only its own lag.
     ///
     /// # Errors
     /// When a real device is to lag.
     pub fn open_lagging(&self, lag: u64) -> Result<Option<Lagged>, Failure> {
-        match self.sim() {
-            Some(sim) => {
-                let driver = SimDriver::new(sim.clone());
-                let lag = Lagging::new(driver.clone(), lag);
-                Ok(Some(Lagged { device: Device::new(lag.clone()), lag, driver }))
-            }
-            None if lag == 0 => Ok(None),
-            None => Err(Failure::Usage(format!("--lag needs a simulated device, not {}", self.device.text))),
-        }
+        let Some(sim) = self.sim() else {
+            let usage = format!("--lag needs a simulated device, not {}", self.device.text);
+            return if lag == 0 { Ok(None) } else { Err(Failure::Usage(usage)) };
+        };
+        let driver = SimDriver::new(sim.clone());
+        let lag = Lagging::new(driver.clone(), lag);
+        Ok(Some(Lagged { device: Device::new(lag.clone()), lag, driver }))
     }
 
-    /// The same session on the simulated device.
+    /// The same session on the default simulated device.
     ///
     /// # Errors
-    /// When there is no such device.
+    /// When it cannot be opened.
     pub fn simulated(&self) -> Result<Session, Failure> {
-        Session::new(&self.global(Some(SIMULATED.parse()?)))
+        Session::new(&Global { device: Some(SIMULATED.parse()?), ..self.global.clone() })
     }
 
-    /// The same session on a simulated device of which no other program holds memory. `None` if
-    /// that is so of this one.
+    /// The same session on a simulated device without memory of other programs. `None` if there is
+    /// no such memory now.
     pub fn without_other_programs(&self) -> Option<Session> {
         let mut device = self.device.clone();
         match &mut device.spec {
             DeviceSpec::Sim(sim) if sim.other_process_bytes > 0 => sim.other_process_bytes = 0,
             _ => return None,
         }
-        Some(Session::of(&self.global(None), device))
+        Some(Session::of(&self.global, device))
     }
 
-    /// What the user asked for, but for the device.
-    fn global(&self, device: Option<DeviceArg>) -> Global {
-        let configs = if self.configs_given { self.configs.clone() } else { Vec::new() };
-        Global { device, configs, seed: self.seed, json: self.json }
-    }
-
-    /// The most memory that [`Session::sized`] gives.
+    /// The largest size for [`Session::sized`].
     ///
     /// # Errors
     /// When the device cannot be opened, and errors of the driver.
@@ -258,8 +232,8 @@ impl Session {
         }
     }
 
-    /// A device with that much memory for an allocator with these options: a simulated one of this
-    /// size, or else the real one, with a limit in the options.
+    /// A device of this size, with the options for it: a simulated one, or the real one with a
+    /// limit in the options.
     ///
     /// # Errors
     /// When it cannot be opened.
@@ -271,40 +245,37 @@ impl Session {
         Ok((self.open_with_capacity(bytes)?, config))
     }
 
-    /// Opens the simulated device with another capacity; the device itself if it is a real one.
+    /// Opens the device, a simulated one with another capacity.
     ///
     /// # Errors
     /// When it cannot be opened.
     pub fn open_with_capacity(&self, bytes: u64) -> Result<Device, Failure> {
-        match self.sim() {
-            Some(sim) => {
-                let mut sim = sim.clone();
-                sim.capacity_bytes = bytes;
-                Ok(Device::new(SimDriver::new(sim)))
-            }
-            None => self.open(),
-        }
+        let resized = |mut sim: SimConfig| {
+            sim.capacity_bytes = bytes;
+            sim
+        };
+        Ok(self.open_with(resized)?.0)
     }
 
-    /// Opens a simulated device with that much memory: like the session's, if that is a simulated
-    /// one.
-    pub fn open_simulated(&self, bytes: u64) -> Device {
-        let mut sim = self.sim().cloned().unwrap_or_else(|| SimConfig::new(bytes));
-        sim.capacity_bytes = bytes;
-        Device::new(SimDriver::new(sim))
-    }
-
-    /// The options to work with, in the order given; at least one.
+    /// The options, in the order given; at least one.
     pub fn configs(&self) -> &[ConfigArg] {
         &self.configs
     }
 
-    /// The options that the user gave; if none, `usual`.
+    /// The user's options, or else `usual`.
     pub fn configs_or(&self, usual: &[&str]) -> Vec<ConfigArg> {
-        if self.configs_given {
-            return self.configs.clone();
+        if self.global.configs.is_empty() { parsed(usual) } else { self.configs.clone() }
+    }
+
+    /// `usual`, and the user's options if they differ from those.
+    pub fn configs_with(&self, usual: &[&str]) -> Vec<ConfigArg> {
+        let mut all = parsed(usual);
+        for config in &self.configs {
+            if all.iter().all(|known| known.config != config.config) {
+                all.push(config.clone());
+            }
         }
-        usual.iter().filter_map(|text| text.parse().ok()).collect()
+        all
     }
 
     /// The options, for a command that takes only one.
@@ -320,33 +291,33 @@ impl Session {
 
     /// Warns of options that the user gave to a command without an allocator.
     pub fn without_allocator(&self) {
-        if self.configs_given {
+        if !self.global.configs.is_empty() {
             self.message("warning: --config has no effect here: this command uses no allocator");
         }
     }
 
-    /// An allocator. What its making warns of, such as a device that cannot map memory or options
-    /// without effect, is told once a session.
+    /// An allocator. Its warnings, such as a device that cannot map memory or options without
+    /// effect, are reported once a session.
     ///
     /// # Errors
     /// Those of the allocator.
     pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
         let make = || Allocator::new(device, config.config.clone());
-        let tell = |line: &str| {
+        let report = |line: &str| {
             let whose = if line.starts_with(IGNORED_OPTIONS) { &*format!("--config '{}': ", config.text) } else { "" };
             self.message(format_args!("warning: {whose}{line}"));
         };
-        Ok(self.told.once(make, tell)?)
+        Ok(self.reported.once(make, report)?)
     }
 
     /// The seed of generated workloads.
     pub fn seed(&self) -> u64 {
-        self.seed
+        self.global.seed
     }
 
     /// Whether results are JSON rows.
     pub fn json(&self) -> bool {
-        self.json
+        self.global.json
     }
 
     /// Writes a row of results if they are to be JSON.
@@ -354,7 +325,7 @@ impl Session {
     /// # Errors
     /// When standard output cannot be written.
     pub fn row(&self, row: &impl Serialize) -> Result<(), Failure> {
-        if !self.json {
+        if !self.global.json {
             return Ok(());
         }
         let mut line = serde_json::to_vec(row).map_err(|error| Failure::Output(error.into()))?;
@@ -362,27 +333,29 @@ impl Session {
         self.write(&line)
     }
 
-    /// Writes results for people, followed by a line end, unless they are to be JSON.
+    /// Writes results as text, followed by a line end, unless they are to be JSON.
     ///
     /// # Errors
     /// When standard output cannot be written.
     pub fn show(&self, text: impl Display) -> Result<(), Failure> {
-        if self.json { Ok(()) } else { self.write(format!("{text}\n").as_bytes()) }
+        if self.global.json { Ok(()) } else { self.write(format!("{text}\n").as_bytes()) }
     }
 
     fn write(&self, bytes: &[u8]) -> Result<(), Failure> {
-        let _whole_lines = self.output.lock();
-        write_all(bytes)
+        let _lines_do_not_mix = self.output.lock();
+        let mut out = std::io::stdout().lock();
+        out.write_all(bytes)?;
+        Ok(out.flush()?)
     }
 
     /// Writes a message to standard error.
     pub fn message(&self, text: impl Display) {
-        let _whole_lines = self.output.lock();
-        // Where standard error is closed there is nobody left to tell.
+        let _lines_do_not_mix = self.output.lock();
+        // If standard error is closed, there is no other place for messages.
         let _ = writeln!(std::io::stderr(), "{text}");
     }
 
-    /// A progress bar on standard error, invisible where that is no terminal.
+    /// A progress bar on standard error, invisible if that is not a terminal.
     pub fn progress(&self, steps: u64, what: &str) -> ProgressBar {
         let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} {msg}");
         let bar = ProgressBar::new(steps).with_prefix(what.to_owned());
@@ -390,8 +363,7 @@ impl Session {
     }
 }
 
-fn write_all(bytes: &[u8]) -> Result<(), Failure> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(bytes)?;
-    Ok(out.flush()?)
+/// Option strings of this program, which are valid.
+fn parsed(texts: &[&str]) -> Vec<ConfigArg> {
+    texts.iter().filter_map(|text| text.parse().ok()).collect()
 }

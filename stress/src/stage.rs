@@ -1,4 +1,4 @@
-//! A subject that works with what it allocates, and remembers the first refusal.
+//! A subject that writes to its blocks and records the first refusal.
 
 use std::collections::BTreeMap;
 
@@ -11,12 +11,12 @@ use crate::content::Filled;
 use crate::exit::Failure;
 use crate::inputs::Inputs;
 use crate::session::Session;
-use crate::subject::{Refused, Subject};
+use crate::subject::{Refused, Subject, streams_of};
 
-/// An allocator with streams that write to every block as soon as they have it.
+/// An allocator with streams that write to every new block.
 ///
-/// So streams are busy when blocks change hands, and the simulated device's race detector sees each
-/// of them used.
+/// So streams are busy when blocks move between them, and the simulated device's race detector sees
+/// every use.
 #[derive(Debug)]
 pub struct Stage {
     /// The allocator.
@@ -25,18 +25,21 @@ pub struct Stage {
     pub streams: Vec<Stream>,
     /// The report of the first request that was refused.
     pub first_oom: Option<Box<OomReport>>,
-    work: Work,
+    /// Requests so far.
+    pub requests: usize,
+    /// The most reserved bytes after a request, and the number of requests until then.
+    pub most_reserved: (u64, usize),
+    writes: Writes,
 }
 
-/// What streams do with a new block.
+/// How streams write to a new block.
 #[derive(Debug)]
-enum Work {
-    /// They write to it.
+enum Writes {
+    /// They touch it.
     Touch,
-    /// They write to it, and the host fills the head of some of them, which are inputs.
+    /// They touch it, and the host fills the head of some blocks, which are inputs.
     Feed(Box<Inputs>),
-    /// They fill it with a byte, known while it is live: what is live, by address, and the last
-    /// byte.
+    /// They fill it with a byte. The live blocks by address, and the last byte.
     Fill(BTreeMap<u64, Filled>, u8),
 }
 
@@ -46,47 +49,44 @@ impl Stage {
     /// # Errors
     /// Those of the allocator and the driver.
     pub fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Stage, Failure> {
-        let mut all = vec![device.default_stream().clone()];
-        for _ in 1..streams {
-            all.push(device.stream()?);
-        }
-        Ok(Stage { allocator: session.allocator(device, config)?, streams: all, first_oom: None, work: Work::Touch })
+        let streams = streams_of(device, streams)?;
+        let allocator = session.allocator(device, config)?;
+        let (first_oom, requests, most_reserved, writes) = (None, 0, (0, 0), Writes::Touch);
+        Ok(Stage { allocator, streams, first_oom, requests, most_reserved, writes })
     }
 
     /// The same, but every block is filled with known content, so that damage can be found.
     #[must_use]
     pub fn filling(self) -> Stage {
-        Stage { work: Work::Fill(BTreeMap::new(), 0), ..self }
+        Stage { writes: Writes::Fill(BTreeMap::new(), 0), ..self }
     }
 
-    /// The same, but some blocks are inputs, whose head the host fills by transfers and reads back.
+    /// The same, but the host fills the head of some blocks by transfers and reads it back.
     ///
     /// # Errors
     /// Errors of the driver.
     pub fn fed(self) -> Result<Stage, Failure> {
         let inputs = Inputs::new(&self.allocator)?;
-        Ok(Stage { work: Work::Feed(Box::new(inputs)), ..self })
+        Ok(Stage { writes: Writes::Feed(Box::new(inputs)), ..self })
     }
 
-    /// How many inputs there were, and how many of those that were freed did not come back as they
-    /// went.
+    /// The number of inputs, and of those that were freed and did not read back as written.
     ///
     /// # Errors
-    /// Those of transfers that are still under way.
+    /// Those of transfers that are still in flight.
     pub fn inputs(&mut self) -> Result<(u64, u64), Failure> {
-        match &mut self.work {
-            Work::Feed(inputs) => Ok(inputs.finish()?),
+        match &mut self.writes {
+            Writes::Feed(inputs) => Ok(inputs.finish()?),
             _ => Ok((0, 0)),
         }
     }
 
-    /// How many live blocks there are with known content, and how many of them do not read as they
-    /// were written.
+    /// The number of live blocks with known content, and of those that do not read as written.
     ///
     /// # Errors
     /// Errors of the driver.
     pub fn damaged(&self) -> Result<(usize, usize), Failure> {
-        let Work::Fill(live, _) = &self.work else { return Ok((0, 0)) };
+        let Writes::Fill(live, _) = &self.writes else { return Ok((0, 0)) };
         let stream = &self.streams[0];
         for other in &self.streams[1..] {
             stream.wait_for(&other.tick())?;
@@ -98,25 +98,25 @@ impl Stage {
         Ok((live.len(), damaged))
     }
 
-    fn work_on(&mut self, block: &Buffer<u8>, stream: u16) -> Result<(), Failure> {
+    fn write_to(&mut self, block: &Buffer<u8>, stream: u16) -> Result<(), Failure> {
         let stream = &self.streams[usize::from(stream)];
         let (ptr, bytes) = (block.ptr(), block.bytes());
         if bytes == 0 {
             return Ok(());
         }
         let simulated = self.allocator.device().info().kind == DriverKind::Simulated;
-        match &mut self.work {
-            Work::Fill(live, last) => {
+        match &mut self.writes {
+            Writes::Fill(live, last) => {
                 *last = last.wrapping_add(1);
                 live.insert(ptr.0, Filled::fill(ptr, bytes, *last, stream)?);
             }
-            // Takes its time on the device, and none on the host to keep the bytes.
-            Work::Touch | Work::Feed(_) if simulated => {
+            // Takes time on the device, but the host does not store the bytes.
+            Writes::Touch | Writes::Feed(_) if simulated => {
                 stream.touch("work", &[Access { ptr, bytes, kind: AccessKind::Write }])?;
             }
-            Work::Touch | Work::Feed(_) => stream.fill(ptr, 0, bytes)?,
+            Writes::Touch | Writes::Feed(_) => stream.fill(ptr, 0, bytes)?,
         }
-        if let Work::Feed(inputs) = &mut self.work {
+        if let Writes::Feed(inputs) = &mut self.writes {
             inputs.fill(block, stream)?;
         }
         Ok(())
@@ -129,25 +129,29 @@ impl Subject for Stage {
 
     fn alloc(&mut self, bytes: u64, number: u16) -> Result<Self::Handle, Refused> {
         let stream = &self.streams[usize::from(number)];
+        self.requests += 1;
         let block =
             self.allocator.alloc(usize::try_from(bytes).unwrap_or(usize::MAX), stream).inspect_err(|error| {
                 if let (None, Some(report)) = (&self.first_oom, error.report()) {
                     self.first_oom = Some(Box::new(report.clone()));
                 }
             })?;
-        match self.work_on(&block, number) {
+        let reserved = self.allocator.memory_reserved();
+        if reserved > self.most_reserved.0 {
+            self.most_reserved = (reserved, self.requests);
+        }
+        match self.write_to(&block, number) {
             Ok(()) => Ok((block, number)),
             Err(failure) => Err(Refused::Failed(Box::new(failure))),
         }
     }
 
     fn free(&mut self, (block, number): Self::Handle) {
-        match &mut self.work {
-            Work::Touch => {}
-            Work::Fill(live, _) => drop(live.remove(&block.ptr().0)),
-            Work::Feed(inputs) => {
-                // What could not be read back is not compared; the next call of the device says
-                // why.
+        match &mut self.writes {
+            Writes::Touch => {}
+            Writes::Fill(live, _) => drop(live.remove(&block.ptr().0)),
+            Writes::Feed(inputs) => {
+                // The block is not compared; the next call of the device reports the error.
                 if let Err(error) = inputs.read_back(&block, &self.streams[usize::from(number)]) {
                     tracing::warn!(%error, "an input could not be read back");
                 }

@@ -1,9 +1,11 @@
-//! What is measured: an allocator behind the few operations that recorded programs and benchmarks
-//! need.
+//! Allocators under test, with the few operations that recorded programs and benchmarks need.
 
-use aquifer::device::DevicePtr;
+use std::sync::Arc;
+
+use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::{AllocError, Allocation};
 use aquifer::{Allocator, Device, Stream};
+use aquifer_device::sim::Lagging;
 
 use crate::cli::ConfigArg;
 use crate::exit::{Failure, is_refusal};
@@ -23,11 +25,18 @@ pub trait Subject {
     /// Frees.
     fn free(&mut self, handle: Self::Handle);
 
-    /// Notes that another stream uses the block.
+    /// An event of a program begins: an allocation, a free or a use on another stream.
+    #[inline]
+    fn begin_event(&mut self) {}
+
+    /// Notes that another stream uses the block; does nothing for subjects without streams.
     ///
     /// # Errors
     /// When the allocator fails.
-    fn record_stream(&mut self, handle: &mut Self::Handle, stream: u16) -> Result<(), Refused>;
+    #[inline]
+    fn record_stream(&mut self, _: &mut Self::Handle, _: u16) -> Result<(), Refused> {
+        Ok(())
+    }
 }
 
 /// Why a request was refused.
@@ -47,11 +56,21 @@ impl From<AllocError> for Refused {
     }
 }
 
-/// The allocator that this program is about, with the streams of a program.
+/// The default stream of a device, and new ones, `count` in all.
+///
+/// # Errors
+/// Errors of the driver.
+pub fn streams_of(device: &Device, count: usize) -> Result<Vec<Stream>, DeviceError> {
+    let new = (1..count).map(|_| device.stream());
+    std::iter::once(Ok(device.default_stream().clone())).chain(new).collect()
+}
+
+/// This project's allocator, with the streams of a program.
 #[derive(Debug)]
 pub struct Aquifer {
     allocator: Allocator,
     streams: Vec<Stream>,
+    lag: Option<Arc<Lagging>>,
 }
 
 impl Aquifer {
@@ -60,11 +79,22 @@ impl Aquifer {
     /// # Errors
     /// Those of the allocator and the driver.
     pub fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
-        let mut all = vec![device.default_stream().clone()];
-        for _ in 1..streams {
-            all.push(device.stream()?);
-        }
-        Ok(Aquifer { allocator: session.allocator(device, config)?, streams: all })
+        let streams = streams_of(device, streams)?;
+        Ok(Aquifer { allocator: session.allocator(device, config)?, streams, lag: None })
+    }
+
+    /// An allocator on a new device that lags behind by `lag` events; on the bare device if that is
+    /// 0.
+    ///
+    /// # Errors
+    /// Those of the allocator and the driver; a real device cannot be made to lag.
+    pub fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Aquifer, Failure> {
+        let lagged = if lag > 0 { session.open_lagging(lag)? } else { None };
+        let (device, lag) = match lagged {
+            Some(lagged) => (lagged.device, Some(lagged.lag)),
+            None => (session.open()?, None),
+        };
+        Ok(Aquifer { lag, ..Aquifer::new(session, &device, config, streams)? })
     }
 
     /// The allocator.
@@ -78,15 +108,15 @@ impl Aquifer {
     /// Errors of the driver.
     pub fn on_new_stream(&self) -> Result<Aquifer, Failure> {
         let stream = self.allocator.device().stream()?;
-        Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream] })
+        Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream], lag: None })
     }
 }
 
 impl Subject for Aquifer {
     type Handle = Allocation;
 
-    // Always, as in a program that calls the allocator itself: a handle that is returned through
-    // memory is copied with wider loads than it was written with, and that stall takes longer than
+    // Always inlined, as in a program that calls the allocator itself. A handle that is returned
+    // through memory is copied with wider loads than its stores, and that stall takes longer than
     // the allocation.
     #[inline(always)]
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
@@ -101,6 +131,13 @@ impl Subject for Aquifer {
     #[inline]
     fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
         Ok(handle.record_stream(&self.streams[usize::from(stream)])?)
+    }
+
+    #[inline]
+    fn begin_event(&mut self) {
+        if let Some(lag) = &self.lag {
+            lag.advance();
+        }
     }
 }
 

@@ -1,8 +1,8 @@
-//! Tables for people.
+//! Tables of results.
 //!
-//! A table is as wide as its terminal at most. Where it would have to break a word or a number for
-//! that, its rows are stacked instead: a block for each, its name and then what its columns say.
-//! Without a terminal a table is as wide as it likes.
+//! A table is at most as wide as its terminal. If words or numbers would have to be broken for
+//! that, its rows are stacked instead: each is a block of its name and its cells with their
+//! headings. Without a terminal the width is unlimited.
 
 use std::fmt;
 
@@ -14,30 +14,43 @@ use crate::text::{columns, wrap};
 #[derive(Debug, Clone)]
 pub struct Table {
     headings: Vec<String>,
-    /// Which columns hold text, whose words may stand on several lines.
+    /// Whether a column is text, which may be wrapped between words.
     texts: Vec<bool>,
     rows: Vec<Vec<String>>,
 }
 
+/// A column: its heading, and the cell of a row.
+pub type Column<R> = (&'static str, fn(&R) -> String);
+
 /// A table whose first `texts` columns are text and whose others are numbers.
-pub fn table(headings: &[&str], texts: usize) -> Table {
+pub fn table<R>(rows: &[R], texts: usize, columns: &[Column<R>]) -> Table {
     Table {
-        headings: headings.iter().map(|&heading| heading.to_owned()).collect(),
-        texts: (0..headings.len()).map(|column| column < texts).collect(),
-        rows: Vec::new(),
+        headings: columns.iter().map(|(heading, _)| (*heading).to_owned()).collect(),
+        texts: (0..columns.len()).map(|column| column < texts).collect(),
+        rows: rows.iter().map(|row| columns.iter().map(|(_, cell)| cell(row)).collect()).collect(),
     }
 }
 
-/// What a table shows where there is no number.
+/// The cell of a missing value.
 pub const NOTHING: &str = "-";
 
-/// Columns beside what a cell says, which count as its own.
+/// The cell of a value that may be missing.
+pub fn optional(value: Option<impl ToString>) -> String {
+    value.map_or_else(|| NOTHING.to_owned(), |value| value.to_string())
+}
+
+/// The cell of a number that may be missing.
+pub fn number(number: Option<f64>, digits: usize) -> String {
+    optional(number.map(|number| format!("{number:.digits$}")))
+}
+
+/// Blanks around a cell.
 const PADDING: usize = 2;
 
-/// Columns that a column takes besides what its cells say; the frame takes one more at the end.
+/// Width of a column besides its cells. The frame takes one more at the end.
 const FRAME: usize = PADDING + 1;
 
-/// What stands before the lines of a stacked row.
+/// Indentation of the lines of a stacked row.
 const INDENT: &str = "  ";
 
 impl Table {
@@ -50,17 +63,7 @@ impl Table {
         self
     }
 
-    /// Adds a row.
-    pub fn add_row(&mut self, cells: impl IntoIterator<Item = String>) {
-        self.rows.push(cells.into_iter().collect());
-    }
-
-    /// Whether there are no rows.
-    pub fn is_empty(&self) -> bool {
-        self.rows.is_empty()
-    }
-
-    /// The table for a terminal of so many columns, or for none.
+    /// The table for a terminal of this width, or for none.
     fn render(&self, width: Option<usize>) -> String {
         let least: Vec<usize> = (0..self.headings.len()).map(|column| self.least(column)).collect();
         let needed = least.iter().map(|columns| columns + FRAME).sum::<usize>() + 1;
@@ -70,8 +73,7 @@ impl Table {
         }
     }
 
-    /// Columns that this column needs to break no word and no number. Words of headings may stand
-    /// below each other.
+    /// The width at which no word and no number of this column is broken. Headings may be wrapped.
     fn least(&self, column: usize) -> usize {
         let longest_word = |text: &str| text.split_whitespace().map(columns).max().unwrap_or(0);
         let cells = self.rows.iter().filter_map(|row| row.get(column));
@@ -109,8 +111,8 @@ impl Table {
     /// A row's name, and below it `heading value` for each cell that is not empty.
     fn block(&self, row: &[String], width: usize) -> String {
         let room = width.saturating_sub(INDENT.len());
-        let told = self.headings.iter().zip(row).skip(1).filter(|(_, cell)| !cell.is_empty());
-        let mut pairs: Vec<String> = told.map(|(heading, cell)| format!("{heading} {cell},")).collect();
+        let shown = self.headings.iter().zip(row).skip(1).filter(|(_, cell)| !cell.is_empty());
+        let mut pairs: Vec<String> = shown.map(|(heading, cell)| format!("{heading} {cell},")).collect();
         if let Some(last) = pairs.last_mut() {
             last.pop();
         }
@@ -122,7 +124,7 @@ impl Table {
             }
         }
         let mut block = row.first().cloned().unwrap_or_default();
-        // Only a pair that is wider than all there is breaks here, between its words.
+        // Only a pair that is wider than the terminal is broken here, between its words.
         for line in lines.iter().flat_map(|line| wrap(line, room).lines().map(str::to_owned).collect::<Vec<_>>()) {
             block += &format!("\n{INDENT}{line}");
         }
@@ -130,14 +132,14 @@ impl Table {
     }
 }
 
-/// As wide as the terminal that standard output is, if it is one.
+/// As wide as the terminal at standard output, if there is one.
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.render(terminal_columns()))
     }
 }
 
-/// Columns of the terminal that standard output is; `None` if it is none, or does not tell.
+/// The width of the terminal at standard output, if known.
 pub fn terminal_columns() -> Option<usize> {
     comfy_table::Table::new().width().map(usize::from)
 }
@@ -146,19 +148,22 @@ pub fn terminal_columns() -> Option<usize> {
 mod tests {
     use super::*;
 
-    const HEADINGS: [&str; 8] =
-        ["trace", "config", "requested", "reserved", "driver calls", "worst µs", "large number", "verdict"];
-
     fn sample() -> Table {
-        let mut table = table(&HEADINGS, 2).ending_in_text();
-        for (name, config) in [("gpt2_fp32.trace.gz", ""), ("a/b/unet.trace", "backing:segments,cross_stream:off")] {
-            let cells = ["12.34 GiB", "12.56 GiB", "123456", "1234.5", "12345678901234", "one large piece is left"];
-            table.add_row([name, config].into_iter().chain(cells).map(str::to_owned));
-        }
-        table
+        let rows = [("gpt2_fp32.trace.gz", ""), ("a/b/unet.trace", "backing:segments,cross_stream:off")];
+        let columns: [Column<(&str, &str)>; 8] = [
+            ("trace", |row| row.0.to_owned()),
+            ("config", |row| row.1.to_owned()),
+            ("requested", |_| "12.34 GiB".to_owned()),
+            ("reserved", |_| "12.56 GiB".to_owned()),
+            ("driver calls", |_| "123456".to_owned()),
+            ("worst µs", |_| number(Some(1234.5), 1)),
+            ("large number", |_| "12345678901234".to_owned()),
+            ("verdict", |_| "one large piece is left".to_owned()),
+        ];
+        table(&rows, 2, &columns).ending_in_text()
     }
 
-    /// Every word and every number stands somewhere unbroken.
+    /// Checks that words and numbers are not broken.
     fn is_whole(text: &str) {
         for word in ["gpt2_fp32.trace.gz", "a/b/unet.trace", "backing:segments,cross_stream:off", "123456", "1234.5"] {
             assert!(text.contains(word), "{word}:\n{text}");
@@ -187,14 +192,19 @@ mod tests {
 
     #[test]
     fn rows_are_stacked_where_they_do_not_fit() {
-        let mut few = table(&["what", "bytes", "missing", "driver calls"], 1);
-        few.add_row(["first", "1.00 MiB", "", "17"].map(str::to_owned));
-        few.add_row(["second", "12.00 MiB", NOTHING, "18"].map(str::to_owned));
+        let rows = [["first", "1.00 MiB", "", "17"], ["second", "12.00 MiB", NOTHING, "18"]];
+        let columns: [Column<[&str; 4]>; 4] = [
+            ("what", |row| row[0].to_owned()),
+            ("bytes", |row| row[1].to_owned()),
+            ("missing", |row| row[2].to_owned()),
+            ("driver calls", |row| row[3].to_owned()),
+        ];
+        let few = table(&rows, 1, &columns);
         assert_eq!(
             few.render(Some(30)),
             "first\n  bytes 1.00 MiB,\n  driver calls 17\nsecond\n  bytes 12.00 MiB, missing -,\n  driver calls 18"
         );
-        assert!(few.render(Some(48)).starts_with('┌'), "the words of a heading may stand below each other");
+        assert!(few.render(Some(48)).starts_with('┌'), "headings are wrapped");
         assert_eq!(few.render(None), few.render(Some(200)));
         for word in few.render(Some(9)).split_whitespace() {
             assert!(few.render(None).contains(word.trim_end_matches(',')), "{word}");

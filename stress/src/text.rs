@@ -1,8 +1,8 @@
-//! Text for people.
+//! Sizes, and text for terminals.
 
 use std::fmt;
 
-/// A number of bytes as the allocator's messages write it, and large ones in TiB.
+/// A number of bytes as in the allocator's messages, and large ones in TiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
 
@@ -16,13 +16,13 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Columns that the text takes in a terminal: one a character, which holds for all that is printed
-/// here but what users bring in.
+/// The width of a text in a terminal: one column per character, which holds for all text of this
+/// program.
 pub fn columns(text: &str) -> usize {
     text.chars().count()
 }
 
-/// The text in lines of at most `width` characters, where words allow.
+/// The text in lines of at most `width` characters, if no word is longer.
 pub fn wrap(text: &str, width: usize) -> String {
     let mut lines = String::new();
     let mut column = 0;
@@ -41,9 +41,9 @@ pub fn wrap(text: &str, width: usize) -> String {
     lines
 }
 
-/// The text in one line of at most `most` characters, of which the middle is left out where it is
-/// longer. Characters that control the terminal, or the direction of text, would act on what is
-/// around it, so they are replaced.
+/// The text in one line of at most `most` characters; the middle of a longer one is left out.
+/// Characters that control the terminal or the direction of text are replaced, as they would act on
+/// other text.
 pub fn one_line(text: &str, most: usize) -> String {
     let turns =
         |char| matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_acts_on_nothing_around_it_and_is_short() {
+    fn a_line_is_short_and_has_no_control_characters() {
         assert_eq!(
             one_line("a\x1b[1m\x07b\u{202e}c\u{2066}d\u{200f}e\nf", 100),
             "a\u{fffd}[1m\u{fffd}b\u{fffd}c\u{fffd}d\u{fffd}e\u{fffd}f"

@@ -1,5 +1,4 @@
-//! The libraries' warnings: where they go, and showing only once those that many allocators have in
-//! common.
+//! The libraries' warnings. Warnings that many allocators share are shown once.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal, Write};
@@ -14,23 +13,23 @@ pub(crate) fn on_stderr() {
     let subscriber = tracing_subscriber::fmt()
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal() && !no_color)
-        // An error of writing to standard error would be told there, and panic.
+        // Otherwise an error of writing to standard error is reported there, and panics.
         .log_internal_errors(false)
         .with_max_level(Level::WARN)
         .with_target(false)
         .without_time()
         .finish();
-    // Set already only where the library is used by another program, which then has its own.
+    // Fails if another program uses this library and has set its own subscriber.
     let _ = tracing::subscriber::set_global_default(subscriber);
 }
 
-/// Warnings that were told already, so that of many allocators only the first tells.
+/// Warnings that were reported before.
 #[derive(Debug, Default)]
-pub(crate) struct Told(Mutex<BTreeSet<String>>);
+pub(crate) struct Reported(Mutex<BTreeSet<String>>);
 
-impl Told {
-    /// Does `work` and tells those of its warnings, a line each, that were not told before.
-    pub(crate) fn once<T>(&self, work: impl FnOnce() -> T, tell: impl Fn(&str)) -> T {
+impl Reported {
+    /// Runs `work` and reports its warnings, one line each, that were not reported before.
+    pub(crate) fn once<T>(&self, work: impl FnOnce() -> T, report: impl Fn(&str)) -> T {
         let lines = Lines::default();
         let writer = lines.clone();
         let subscriber = tracing_subscriber::fmt()
@@ -45,14 +44,14 @@ impl Told {
         for line in lines.text().lines().map(str::trim).filter(|line| !line.is_empty()) {
             let is_new = self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(line.to_owned());
             if is_new {
-                tell(line);
+                report(line);
             }
         }
         done
     }
 }
 
-/// What a subscriber wrote.
+/// The output of a subscriber.
 #[derive(Clone, Debug, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -80,10 +79,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_warning_is_told_once() {
-        let (told, heard) = (Told::default(), RefCell::new(Vec::new()));
+    fn each_warning_is_reported_once() {
+        let (reported, heard) = (Reported::default(), RefCell::new(Vec::new()));
         for _ in 0..3 {
-            let answer = told.once(
+            let answer = reported.once(
                 || {
                     tracing::warn!(error = %"no room", "memory comes in segments");
                     tracing::warn!("another");

@@ -3,7 +3,7 @@
 use crate::random::Random;
 use crate::subject::{Refused, Subject};
 
-/// From which sizes blocks are drawn: log-uniform.
+/// A log-uniform range of block sizes.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     least: u64,
@@ -38,8 +38,7 @@ impl Sizes {
         if self.least == self.most { self.least } else { ((most - least) / (most / least).ln()) as u64 }
     }
 
-    /// The same, with the largest sizes left out as far as needed for `live` blocks to fit in
-    /// `bytes`.
+    /// The same, without the largest sizes as far as needed for `live` blocks to fit in `bytes`.
     #[must_use]
     pub fn within(mut self, bytes: u64, live: u32) -> Sizes {
         while self.most / 2 >= self.least && self.mean().saturating_mul(live.into()) > bytes {
@@ -53,26 +52,27 @@ impl Sizes {
     }
 }
 
-/// What happens, drawn beforehand: the blocks at the start, and which is replaced by what.
+/// Replacements of blocks, drawn before the clock starts: the blocks at the start, and a round of
+/// replacements.
 #[derive(Debug)]
-pub struct Script {
+pub struct Replacements {
     random: Random,
     sizes: Sizes,
     start: Vec<u64>,
     steps: Vec<(u32, u64)>,
 }
 
-impl Script {
+impl Replacements {
     /// A workload that keeps `live` blocks live.
-    pub fn new(seed: u64, sizes: Sizes, live: u32) -> Script {
+    pub fn new(seed: u64, sizes: Sizes, live: u32) -> Replacements {
         let mut random = Random::new(seed);
         let start = (0..live).map(|_| sizes.draw(&mut random)).collect();
-        Script { random, sizes, start, steps: Vec::new() }
+        Replacements { random, sizes, start, steps: Vec::new() }
     }
 
     /// Draws the next round.
     pub fn draw(&mut self, pairs: u32) {
-        let Script { random, sizes, start, steps } = self;
+        let Replacements { random, sizes, start, steps } = self;
         let live = u32::try_from(start.len()).unwrap_or(u32::MAX);
         steps.clear();
         steps.extend((0..pairs).map(|_| (random.below(live), sizes.draw(random))));
@@ -84,38 +84,37 @@ impl Script {
     }
 }
 
-/// Unused bytes behind the handles of each subject: those of two threads must not share a cache
-/// line, nor two that are fetched together, or the threads are measured waiting for each other's
-/// writes.
+/// Unused bytes after the handles of each subject. Handles of two threads must not share a cache
+/// line or two adjacent ones, or the threads wait for each other's writes.
 const APART: usize = 256;
 
-/// A subject and its live blocks, apart from those of other threads.
+/// A subject and its live blocks, on cache lines of their own.
 #[derive(Debug)]
 #[repr(align(128))]
-pub struct Work<S: Subject> {
+pub struct Replacer<S: Subject> {
     subject: S,
     live: Vec<Option<S::Handle>>,
 }
 
-impl<S: Subject> Work<S> {
+impl<S: Subject> Replacer<S> {
     /// Allocates the blocks at the start.
     ///
     /// # Errors
     /// When the subject refuses.
-    pub fn start(mut subject: S, script: &Script) -> Result<Work<S>, Refused> {
-        let mut live = Vec::with_capacity(script.start.len() + APART.div_ceil(size_of::<Option<S::Handle>>().max(1)));
-        for &bytes in &script.start {
+    pub fn start(mut subject: S, round: &Replacements) -> Result<Replacer<S>, Refused> {
+        let mut live = Vec::with_capacity(round.start.len() + APART.div_ceil(size_of::<Option<S::Handle>>().max(1)));
+        for &bytes in &round.start {
             live.push(Some(subject.alloc(bytes, 0)?));
         }
-        Ok(Work { subject, live })
+        Ok(Replacer { subject, live })
     }
 
     /// Replaces one block after the other.
     ///
     /// # Errors
     /// When the subject refuses.
-    pub fn round(&mut self, script: &Script) -> Result<(), Refused> {
-        for &(victim, bytes) in &script.steps {
+    pub fn round(&mut self, round: &Replacements) -> Result<(), Refused> {
+        for &(victim, bytes) in &round.steps {
             let place = &mut self.live[victim as usize];
             if let Some(handle) = place.take() {
                 self.subject.free(handle);
@@ -125,7 +124,7 @@ impl<S: Subject> Work<S> {
         Ok(())
     }
 
-    /// Frees all.
+    /// Frees all blocks.
     pub fn leave(mut self) {
         self.live.into_iter().flatten().for_each(|handle| self.subject.free(handle));
     }
@@ -146,8 +145,8 @@ mod tests {
     }
 
     #[test]
-    fn a_script_is_repeatable() {
-        let [mut one, mut two] = [7, 7].map(|seed| Script::new(seed, Sizes::between(512, 4096), 10));
+    fn replacements_are_repeatable() {
+        let [mut one, mut two] = [7, 7].map(|seed| Replacements::new(seed, Sizes::between(512, 4096), 10));
         one.draw(100);
         two.draw(100);
         assert_eq!((&one.start, &one.steps), (&two.start, &two.steps));

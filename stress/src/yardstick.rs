@@ -1,15 +1,15 @@
 //! The yardstick: the crate `offset-allocator`, a bare index over one range of numbers, without
-//! accounting, locks, streams or a device behind it. Benchmarks measure it together with the
-//! allocator, in the same loop.
+//! accounting, locks, streams or a device. Benchmarks measure it together with the allocator, in
+//! the same loop.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use offset_allocator::{Allocation, Allocator};
 
 use crate::subject::{Refused, Subject};
 
-/// Bytes of one of the units that the index counts in.
+/// Bytes of a unit of the index.
 const UNIT: u64 = 512;
 
 /// The yardstick as a [`Subject`].
@@ -22,17 +22,17 @@ impl fmt::Debug for Yardstick {
 }
 
 impl Yardstick {
-    /// A yardstick with room to spare for `live` blocks of `bytes` bytes together: four times the
-    /// bytes, and the least that each block takes, as far as it can count (2 TiB).
+    /// A yardstick with space for `live` blocks of `bytes` bytes in all: four times the bytes, and
+    /// the minimum of each block, up to its limit of 2 TiB.
     pub fn new(bytes: u64, live: u32) -> Yardstick {
-        // A block costs a node of its own and at most one for the gap behind it.
+        // A block needs a node, and at most one for the gap after it.
         let nodes = live.saturating_mul(2).saturating_add(64).min(u32::MAX - 2);
         let room = units(bytes.saturating_mul(4)).unwrap_or(u32::MAX);
         Yardstick(Allocator::with_max_allocs(room.saturating_add(nodes), nodes))
     }
 }
 
-/// Units that hold so many bytes, if they can be counted; at least one.
+/// The number of units for `bytes`, at least one; `None` if it is too large.
 fn units(bytes: u64) -> Option<u32> {
     u32::try_from(bytes.div_ceil(UNIT).max(1)).ok()
 }
@@ -49,44 +49,22 @@ impl Subject for Yardstick {
     fn free(&mut self, handle: Allocation<u32>) {
         self.0.free(handle);
     }
-
-    #[inline]
-    fn record_stream(&mut self, _: &mut Allocation<u32>, _: u16) -> Result<(), Refused> {
-        Ok(())
-    }
 }
 
-/// One yardstick for several threads, behind a lock of the standard library.
-#[derive(Debug, Clone)]
-pub struct Shared(Arc<Mutex<Yardstick>>);
-
-impl Shared {
-    /// Lets threads share the yardstick.
-    pub fn new(yardstick: Yardstick) -> Shared {
-        Shared(Arc::new(Mutex::new(yardstick)))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Yardstick> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+/// A yardstick that threads share, behind a lock of the standard library.
+pub type Shared = Arc<Mutex<Yardstick>>;
 
 impl Subject for Shared {
     type Handle = Allocation<u32>;
 
     #[inline]
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation<u32>, Refused> {
-        self.lock().alloc(bytes, stream)
+        self.lock().unwrap_or_else(PoisonError::into_inner).alloc(bytes, stream)
     }
 
     #[inline]
     fn free(&mut self, handle: Allocation<u32>) {
-        self.lock().free(handle);
-    }
-
-    #[inline]
-    fn record_stream(&mut self, _: &mut Allocation<u32>, _: u16) -> Result<(), Refused> {
-        Ok(())
+        self.lock().unwrap_or_else(PoisonError::into_inner).free(handle);
     }
 }
 
@@ -103,7 +81,7 @@ mod tests {
         assert!(matches!(yardstick.alloc(u64::MAX, 0), Err(Refused::OutOfMemory)));
         let mut yardstick = Yardstick::new(0, 1000);
         let empty: Result<Vec<_>, _> = (0..1000).map(|_| yardstick.alloc(0, 0)).collect();
-        assert!(empty.is_ok(), "blocks without bytes take room, too");
+        assert!(empty.is_ok(), "blocks without bytes take space, too");
         let _counts_to_its_limit = Yardstick::new(u64::MAX, 4);
     }
 }

@@ -46,7 +46,7 @@ proptest! {
         wides in pairs::<u64>(), shift in 0u64..8,
     ) {
         let bench = Bench::new();
-        // As wider integers, of which the low bits count.
+        // As wider integers, reduced to their low bits.
         check_add(&bench, &bytes.0, &bytes.1, shift, |a, b| (u32::from(a) + u32::from(b)) as u8, |_| false);
         check_add(&bench, &ints.0, &ints.1, shift, |a, b| (i64::from(a) + i64::from(b)) as i32, |_| false);
         check_add(&bench, &words.0, &words.1, shift, |a, b| (u64::from(a) + u64::from(b)) as u32, |_| false);
@@ -60,7 +60,8 @@ proptest! {
         shift in 0u64..8,
     ) {
         let bench = Bench::new();
-        // As f64, which holds sums of f16 exactly; f32 is wide enough for those of bf16, as its range is the same.
+        // As f64, which represents sums of f16 exactly; f32 suffices for those of bf16, as its
+        // range is the same.
         let half = |a: f16, b: f16| f16::from_f32((a.to_f64() + b.to_f64()) as f32);
         check_add(&bench, &halves.0, &halves.1, shift, half, f16::is_nan);
         let brain = |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32());

@@ -1,4 +1,4 @@
-//! A device with everything loaded, and memory with guards around it.
+//! A device with the kernels, and memory between guards.
 
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,7 +14,7 @@ pub(crate) struct Bench {
     pub(crate) allocator: Allocator,
     pub(crate) kernels: Kernels,
     pub(crate) stream: Stream,
-    /// Held while the device of all tests is in use; the last to go.
+    /// Held while the shared device is in use; dropped last.
     _access: Option<MutexGuard<'static, ()>>,
 }
 
@@ -22,7 +22,7 @@ pub(crate) struct Bench {
 pub(crate) trait Plain: Element {
     fn bytes(self) -> Vec<u8>;
     fn of(bytes: &[u8]) -> Self;
-    /// Any value, the awkward ones often.
+    /// Any value, often an awkward one.
     fn any() -> BoxedStrategy<Self>;
 }
 
@@ -70,9 +70,9 @@ fn open(spec: &str) -> Device {
     spec.parse::<DeviceSpec>().unwrap().open().unwrap()
 }
 
-/// The byte that guards consist of.
+/// The byte of guards.
 const GUARD: u8 = 0xA5;
-/// Elements of guard behind memory, and in front of it at least.
+/// Guard elements after memory, and at least before it.
 const GUARDS: u64 = 8;
 
 /// Memory between guards.
@@ -83,12 +83,12 @@ pub(crate) struct Guarded<T: Plain> {
 }
 
 impl Bench {
-    /// A simulated device of its own, or its turn with the one that is named: what a test counts
-    /// and captures is then its alone, so a test must not hold two of these.
+    /// A new simulated device, or exclusive use of the named one, so that counts and captures
+    /// belong to one test. A test must not hold two of these.
     pub(crate) fn new() -> Bench {
         let Ok(spec) = std::env::var("AQUIFER_TEST_DEVICE") else { return Bench::on(open("sim:2GiB")) };
-        /// Opened once: on a GPU each case would make a context and have all modules compiled
-        /// otherwise.
+        /// Opened once: otherwise each case on a GPU would create a context and compile all
+        /// modules.
         static SHARED: OnceLock<(Device, Kernels)> = OnceLock::new();
         static TURN: Mutex<()> = Mutex::new(());
         let access = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,7 +97,7 @@ impl Bench {
             let kernels = Kernels::load(&device).unwrap();
             (device, kernels)
         });
-        // What the test before left is not given back among the calls of this one.
+        // Memory of the previous test must not be released during this one.
         device.settle();
         Bench::with(device.clone(), kernels.clone(), Some(access))
     }
@@ -121,14 +121,14 @@ impl Bench {
         self.allocator.alloc(usize::try_from(len).unwrap(), &self.stream).unwrap()
     }
 
-    /// Elements in memory of their own.
+    /// Elements in new memory.
     pub(crate) fn upload<T: Plain>(&self, elements: &[T]) -> Buffer<T> {
         let buffer = self.alloc(elements.len() as u64);
         self.put(&buffer, elements);
         buffer
     }
 
-    /// Elements between guards, `shift` elements after where memory begins.
+    /// Elements between guards, `shift` elements after the start of memory.
     pub(crate) fn guarded<T: Plain>(&self, elements: &[T], shift: u64) -> Guarded<T> {
         let (len, start) = (elements.len() as u64, GUARDS + shift);
         let whole = self.alloc::<T>(start + len + GUARDS);
@@ -139,7 +139,7 @@ impl Bench {
         Guarded { whole, part, start }
     }
 
-    /// What lies between the guards, which must be whole.
+    /// The elements between the guards, which must be intact.
     pub(crate) fn between<T: Plain>(&self, guarded: &Guarded<T>) -> Vec<T> {
         let all = self.download_bytes(&guarded.whole);
         let (start, len) = (guarded.start as usize * size_of::<T>(), guarded.part.bytes() as usize);
@@ -168,7 +168,7 @@ impl Bench {
 
 impl Drop for Bench {
     fn drop(&mut self) {
-        // All of them, or the next test with the device is blamed for the others.
+        // Take all of them, so that none is reported by the next test.
         let found: Vec<String> = std::iter::from_fn(|| self.device.driver().take_violation()).collect();
         if !std::thread::panicking() {
             assert!(found.is_empty(), "{found:?}");
@@ -176,18 +176,17 @@ impl Drop for Bench {
     }
 }
 
-/// How long operands are: nothing, one, odd ones, and more than a block or a piece of host work
-/// takes.
+/// Lengths of operands: 0, 1, odd ones, and more than a block or a piece of host work.
 pub(crate) fn lens() -> impl Strategy<Value = usize> {
     prop_oneof![3 => 0usize..70, 2 => 1000usize..1100, 1 => 65_500usize..65_600]
 }
 
-/// Elements of some length, of which a few are arbitrary and repeated.
+/// Elements of some length: a few arbitrary ones, repeated.
 pub(crate) fn elements<T: Plain>(len: usize) -> impl Strategy<Value = Vec<T>> {
     proptest::collection::vec(T::any(), 1..97).prop_map(move |some| some.into_iter().cycle().take(len).collect())
 }
 
-/// Whether results agree: NaN with any other NaN, else bit for bit.
+/// Whether results are equal bit for bit, or both NaN.
 #[track_caller]
 pub(crate) fn assert_agree<T: Plain + Debug>(is: &[T], should: &[T], is_nan: impl Fn(T) -> bool) {
     assert_eq!(is.len(), should.len());

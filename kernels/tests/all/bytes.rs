@@ -13,7 +13,8 @@ fn check_fill<T: Plain>(bench: &Bench, value: T, len: usize, shift: u64) {
     assert_agree(&bench.between(&memory), &vec![value; len], |_| false);
 }
 
-/// The words of a generator that goes from state to state, as its authors wrote it: an oracle for the formula by index.
+/// The words of the generator, from state to state as in its publication: an oracle for the formula
+/// by index.
 struct SplitMix64(u64);
 
 impl Iterator for SplitMix64 {
@@ -52,7 +53,7 @@ proptest! {
         let mut memory = bench.guarded(&vec![0u8; len], shift);
         bench.kernels.pattern_write(&bench.stream, &mut memory.part, seed).unwrap();
         let start = memory.part.ptr().0;
-        // Starting where the memory's first word is; the generator's first output is the word at address 0.
+        // From the memory's first word on; the generator's first output is the word at address 0.
         let state = seed.wrapping_add((start / 8).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let bytes = SplitMix64(state).flat_map(u64::to_le_bytes).skip((start % 8) as usize);
         prop_assert_eq!(bench.between(&memory), bytes.take(len).collect::<Vec<u8>>());
@@ -130,20 +131,20 @@ fn verification_finds_overlap_stale_contents_and_lost_writes() {
         kernels.pattern_verify(stream, from, seed, &mut findings).unwrap();
         kernels.mismatches(stream, &findings).unwrap()
     };
-    // Two owners that were given overlapping memory: the second one's pattern shows in the first one's.
+    // Two owners of overlapping memory: the first one's memory contains the second one's pattern.
     let (mut one, mut two) = (memory.slice(..6000).share(), memory.slice(5000..).share());
     kernels.pattern_write(stream, &mut one, 1).unwrap();
     kernels.pattern_write(stream, &mut two, 2).unwrap();
     let found = findings(&one, 1).unwrap();
     assert_eq!((found.words, found.first), (125, one.ptr().offset(5000)));
     assert_eq!(findings(&two, 2), None);
-    // What an earlier owner of the same memory wrote.
+    // An earlier owner's pattern.
     assert_eq!(findings(&two, 3).unwrap().words, 625);
-    // A write of which the last part was lost.
+    // A write without its last part.
     kernels.pattern_write(stream, &mut memory.slice(..9992).share(), 4).unwrap();
     let found = findings(&memory, 4).unwrap();
     assert_eq!((found.words, found.first), (1, memory.ptr().offset(9992)));
-    // The same contents at another address, as a copy to a wrong place makes.
+    // The same contents at another address, as after a copy to a wrong place.
     kernels.pattern_write(stream, &mut memory.share(), 5).unwrap();
     let content = bench.download(&memory);
     let other = bench.upload(&content);
@@ -164,7 +165,7 @@ fn findings_add_up_over_launches() {
 }
 
 #[test]
-fn checksums_depend_on_length_and_order_and_not_on_place() {
+fn checksums_depend_on_length_and_order_and_not_on_the_address() {
     assert_ne!(checksum_of(&[0; 8]), checksum_of(&[0; 16]));
     assert_ne!(checksum_of(&[0; 7]), checksum_of(&[0; 8]));
     let (mut ab, mut ba) = ([1; 16], [2; 16]);
@@ -174,7 +175,7 @@ fn checksums_depend_on_length_and_order_and_not_on_place() {
 }
 
 #[test]
-fn bytes_can_be_of_any_dtype() {
+fn byte_operations_take_any_dtype() {
     let bench = Bench::new();
     let mut memory = bench.upload(&[0u8; 12]);
     let target = Target::of_bytes(&mut memory, DType::I32);

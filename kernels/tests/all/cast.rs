@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::bench::{Bench, Plain, assert_agree, elements, lens};
 
-/// What a conversion should give, by means of the language alone.
+/// The expected result of a conversion, by the language alone.
 trait Oracle<D> {
     fn convert(self) -> D;
 }
@@ -31,7 +31,7 @@ by_language! {
     f64 as u8 i32 u32 i64 u64 f32;
 }
 
-/// From 16 bits exactly to `f32`, and on from there.
+/// From 16 bits exactly to `f32`, and from there.
 macro_rules! from_halves {
     ($($from:ident to $($to:ty)*;)*) => {$($(
         impl Oracle<$to> for $from {
@@ -71,8 +71,8 @@ impl Oracle<bf16> for f32 {
     }
 }
 
-/// An `f32` that lies on the same side of every value of 16 bits, and of what is half-way between two, as the number `n`: the
-/// neighbour further from `n` is never taken, and of a pair that encloses `n` the odd one is.
+/// An `f32` on the same side of every 16-bit value, and of every midpoint of two, as the number
+/// `n`. Of the two neighbours of `n` it is the one with odd bits.
 fn odd(n: f64) -> f32 {
     let near = n as f32;
     if f64::from(near) == n || n.is_nan() || near.to_bits() & 1 == 1 {
@@ -99,11 +99,11 @@ macro_rules! to_halves {
 
 to_halves!(u8 i32 u32 i64 u64);
 
-/// As [`odd`], of an integer whose nearest `f64` is given.
+/// As [`odd`], for an integer with the given nearest `f64`.
 fn odd_of(n: i128, near: f64) -> f32 {
     let rest = n - near as i128;
     let single = odd(near);
-    // What f64 does not hold exactly f32 does not either, unless rounding made it so.
+    // A number that f64 cannot represent f32 cannot either, unless rounding made it so.
     if rest == 0 || single.to_bits() & 1 == 1 {
         return single;
     }
@@ -199,7 +199,7 @@ casts! {
 }
 
 #[test]
-fn all_sixteen_bit_values_and_all_ties() {
+fn all_sixteen_bit_values_and_ties() {
     let bench = Bench::new();
     let all: Vec<u16> = (0..=u16::MAX).collect();
     check::<f16, bf16>(&bench, &all.iter().copied().map(f16::from_bits).collect::<Vec<_>>(), 0);
@@ -217,7 +217,7 @@ fn all_sixteen_bit_values_and_all_ties() {
 }
 
 #[test]
-fn edges() {
+fn values_at_the_limits() {
     let bench = Bench::new();
     let cast = |value: f64| {
         let (from, mut to) = (bench.upload(&[value]), bench.upload(&[0i32]));

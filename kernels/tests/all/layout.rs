@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::bench::{Bench, Plain, assert_agree};
 
-/// Elements all different as far as their bits allow.
+/// Elements that differ as far as their bits allow.
 fn numbered<T: Plain>(len: usize) -> Vec<T> {
     (0..len as u64)
         .map(|index| T::of(&(index.wrapping_mul(0x9E37_79B9) >> 3).to_le_bytes()[..size_of::<T>()]))
@@ -24,7 +24,7 @@ fn check_transpose<T: Plain>(bench: &Bench, rows: usize, columns: usize, shift: 
     assert_agree(&bench.between(&memory), &from, |_| false);
 }
 
-/// The places of a layout's elements in order, by going through its dimensions as loops do.
+/// The places of a layout's elements in order, by nested loops.
 fn places(extents: &[u64], strides: &[u64]) -> Vec<usize> {
     match (extents, strides) {
         ([extent, inner @ ..], [stride, along @ ..]) => {
@@ -61,7 +61,7 @@ fn strided_zero<T: Plain>() -> T {
     T::of(&vec![0; size_of::<T>()])
 }
 
-/// Extents, and strides of which some leave gaps, in any order of dimensions; or any strides at all.
+/// Extents, and strides with some gaps in any order of dimensions, or arbitrary strides.
 fn layouts() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
     let distinct = proptest::collection::vec((0u64..9, 0u64..4), 0..=4).prop_flat_map(|dimensions| {
         let mut stride = 1;
@@ -123,7 +123,7 @@ fn long_rows_and_many_tiles() {
 }
 
 #[test]
-fn layouts_that_overflow_are_none() {
+fn layouts_that_overflow_are_refused() {
     assert_eq!(Strided::new(&[u64::MAX, 2], &[1, 1]), None);
     assert_eq!(Strided::new(&[3], &[u64::MAX / 2 + 1]), None);
     assert_eq!(Strided::new(&[1, 1], &[1]), None);

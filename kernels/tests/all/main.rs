@@ -1,5 +1,5 @@
-//! The kernels against plain oracles, on the simulated device; on a real one where `AQUIFER_TEST_DEVICE` names it, as in
-//! `AQUIFER_TEST_DEVICE=cuda:0 cargo test -p aquifer-kernels`.
+//! The kernels against simple oracles, on the simulated device or on the one that
+//! `AQUIFER_TEST_DEVICE` names: `AQUIFER_TEST_DEVICE=cuda:0 cargo test -p aquifer-kernels`.
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, reason = "tests may, also outside of test functions")]
 #![allow(clippy::cast_possible_truncation, reason = "what oracles keep of a number is the point of them")]

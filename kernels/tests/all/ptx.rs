@@ -1,4 +1,4 @@
-//! The declarations and the PTX say the same.
+//! The declarations agree with the PTX.
 
 use std::collections::BTreeMap;
 

@@ -54,7 +54,7 @@ fn precise(from: &[f64]) -> (f64, f64, f64) {
     (high, low, magnitude)
 }
 
-/// The bits of a number; NaN, which infinities make, has none of its own.
+/// The bits of a number; those of all NaNs are the same.
 fn number(value: f32) -> Option<u32> {
     (!value.is_nan()).then_some(value.to_bits())
 }
@@ -107,26 +107,26 @@ proptest! {
 }
 
 #[test]
-fn more_blocks_than_a_grid_has_threads_for() {
+fn more_elements_than_threads() {
     let bench = Bench::new();
-    // 4 Mi elements fill the 1024 blocks; some more make threads go round again.
+    // 4 Mi elements fill the 1024 blocks; with more, threads continue after the grid.
     let values: Vec<u8> = (0..(4 << 20) + 70_001u32).map(|index| (index % 251) as u8).collect();
     assert_eq!(sum::<u8, u64>(&bench, &values, 3), values.iter().map(|&x| u64::from(x)).sum::<u64>());
     let floats: Vec<f32> = values.iter().map(|&x| f32::from(x)).collect();
-    // Integers below 2^53 are exact in f64, whatever the order.
+    // Integers below 2^53 are exact in f64, in every order.
     let exact: f64 = floats.iter().map(|&x| f64::from(x)).sum();
     assert_eq!(sum::<f32, f32>(&bench, &floats, 0), exact as f32);
 }
 
 #[test]
-fn what_is_no_number_shows() {
+fn infinities_and_nans_propagate() {
     let bench = Bench::new();
     assert_eq!(sum::<f32, f32>(&bench, &[], 0).to_bits(), 0);
     assert_eq!(sum::<f32, f32>(&bench, &[-0.0; 5], 0).to_bits(), 0);
     assert_eq!(sum::<f32, f32>(&bench, &[1.0, f32::INFINITY, 2.0], 0), f32::INFINITY);
     assert!(sum::<f32, f32>(&bench, &[f32::INFINITY, 1.0, f32::NEG_INFINITY], 0).is_nan());
     assert!(sum::<f16, f32>(&bench, &[f16::ONE, f16::NAN], 0).is_nan());
-    // Beyond f32 on the way, and back.
+    // Intermediate sums are beyond f32.
     assert_eq!(sum::<f32, f32>(&bench, &[f32::MAX, f32::MAX, -f32::MAX, 0.0], 0), f32::MAX);
     assert_eq!(sum::<f32, f32>(&bench, &[f32::MAX, f32::MAX], 0), f32::INFINITY);
 }

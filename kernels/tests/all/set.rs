@@ -1,4 +1,4 @@
-//! Declarations, asked as a driver asks them: with whatever arguments a program gave.
+//! Declarations, with arbitrary arguments, as a driver gets them from a program.
 
 use aquifer_device::{Access, AccessKind, DevicePtr, KernelArg, KernelMemory, Result};
 use aquifer_kernels::{KERNELS, KernelParam, find};
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::bench::Bench;
 
-/// Memory that takes everything and remembers whether it was within the ranges.
+/// Memory that accepts every access and records whether it was within the ranges.
 struct Watched<'a> {
     accesses: &'a [Access],
     outside: std::cell::Cell<bool>,
@@ -41,7 +41,7 @@ fn arg(param: KernelParam, number: u64) -> KernelArg {
     param.decode(number.to_le_bytes())
 }
 
-/// Small numbers, which are lengths that a test has time for, and ones at the limits.
+/// Small numbers, which are quick lengths, and numbers at the limits.
 fn number() -> impl Strategy<Value = u64> {
     prop_oneof![4 => 0u64..50, 1 => any::<u64>(), 1 => (0u64..4).prop_map(|less| u64::MAX - less)]
 }
@@ -49,7 +49,7 @@ fn number() -> impl Strategy<Value = u64> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// No arguments make a declaration panic, and host implementations keep to what they declare.
+    /// Declarations never panic, and host implementations access only the declared ranges.
     #[test]
     fn any_arguments_are_answered(index in any::<prop::sample::Index>(), numbers in proptest::collection::vec(number(), 10)) {
         let kernel = &KERNELS[index.index(KERNELS.len())];
@@ -60,7 +60,7 @@ proptest! {
         };
         let shape = kernel.shape(&args, 132).unwrap();
         prop_assert!(!shape.grid.contains(&0) && (1..=1024).contains(&shape.block.iter().product::<u32>()));
-        // Otherwise the host's memory or the test's time run out.
+        // Larger ones need too much host memory or time.
         let touched: u128 = accesses.iter().map(|access| u128::from(access.bytes)).sum();
         if touched < 1 << 20 && kernel.operations(&args) < 1 << 20 {
             let mut memory = Watched { accesses: &accesses, outside: false.into() };
@@ -97,7 +97,7 @@ fn params_are_decoded_as_the_driver_reads_them() {
     assert!(KernelParam::U64.accepts(&KernelArg::U64(1)) && !KernelParam::Ptr.accepts(&KernelArg::U64(1)));
 }
 
-/// A kernel that is launched by its declaration alone, as a driver does that was given a name and arguments.
+/// A launch from the declaration alone, as by a driver with a name and arguments.
 #[test]
 fn a_declaration_is_all_that_a_launch_needs() {
     let bench = Bench::new();

@@ -1,5 +1,5 @@
-//! Buffers that go from stream to stream: the results are those of the program's order, and the
-//! race detector is silent.
+//! Buffers that move between streams: the results are those of the program's order, and the race
+//! detector finds nothing.
 
 use std::time::Duration;
 
@@ -18,10 +18,10 @@ enum Step {
     Fill(usize, i32),
     /// The first becomes the sum of the others.
     Add(usize, usize, usize),
-    /// Half of the first becomes the sum of halves of the other, at different places.
+    /// Half of the first becomes the sum of two halves of the other.
     Halves(usize, usize),
     Spin(u64),
-    /// Gives the buffer back and takes another one, for this stream.
+    /// Drops the buffer and allocates another one, for this stream.
     Renew(usize),
 }
 
@@ -105,7 +105,7 @@ fn threads_share_buffers() {
             scope.spawn(move || {
                 let stream = bench.device.stream().unwrap();
                 for round in 0..50 {
-                    // In and out are one: each launch adds one, in whatever order they come.
+                    // Input and output are the same: each launch adds one, in any order.
                     let buffer: &Buffer<u32> = &buffers[(thread + round) % buffers.len()];
                     bench.kernels.add(&stream, buffer, ones, &mut buffer.share()).unwrap();
                 }
@@ -117,7 +117,7 @@ fn threads_share_buffers() {
 }
 
 #[test]
-fn memory_given_back_is_not_reused_before_other_streams_are_done() {
+fn dropped_memory_is_not_reused_before_other_streams_are_done() {
     let bench = Bench::new();
     let other = bench.device.stream().unwrap();
     let mut findings = bench.upload(&[0u64; 2]);
@@ -126,14 +126,14 @@ fn memory_given_back_is_not_reused_before_other_streams_are_done() {
         bench.kernels.pattern_write(&bench.stream, &mut memory, round).unwrap();
         bench.kernels.spin(&other, Duration::from_micros(200)).unwrap();
         bench.kernels.pattern_verify(&other, &memory, round, &mut findings).unwrap();
-        // Given back at once, and taken again by the next round, while the other stream still
+        // Dropped at once, and allocated again in the next round, while the other stream still
         // spins.
     }
     assert_eq!(bench.kernels.mismatches(&bench.stream, &findings).unwrap(), None);
 }
 
 #[test]
-fn order_costs_nothing_on_one_stream_and_once_for_a_dependency() {
+fn one_stream_needs_no_events_and_a_dependency_one() {
     let bench = Bench::new();
     let other = bench.device.stream().unwrap();
     let (mut x, mut y) = (bench.upload(&[1f32; 100]), bench.upload(&[1f32; 100]));
@@ -148,7 +148,7 @@ fn order_costs_nothing_on_one_stream_and_once_for_a_dependency() {
     let after = bench.device.timeline_counts();
     assert_eq!(after.events_recorded - before.events_recorded, 1);
     assert_eq!(after.waits_inserted - before.waits_inserted, 1);
-    // What another stream reads may be read without waiting for it, and not written.
+    // Memory that another stream reads can be read without waiting, but not written.
     let calls = bench.device.driver_calls();
     let mut z = bench.upload(&[1f32; 100]);
     bench.kernels.add(&bench.stream, &x, &x.share(), &mut z).unwrap();
@@ -158,7 +158,7 @@ fn order_costs_nothing_on_one_stream_and_once_for_a_dependency() {
 }
 
 #[test]
-fn what_bypasses_turns_is_found_by_the_detector() {
+fn accesses_without_a_guard_are_found_by_the_detector() {
     let bench = Bench::new();
     if !bench.is_simulated() {
         return;
@@ -189,7 +189,7 @@ fn graphs_are_captured_and_replayed() {
 }
 
 #[test]
-fn a_capture_takes_no_memory_that_its_stream_is_not_ordered_after() {
+fn a_capture_refuses_memory_of_unordered_streams() {
     let bench = Bench::new();
     let other = bench.device.stream().unwrap();
     let mut memory = bench.alloc::<u8>(1000);
@@ -203,13 +203,12 @@ fn a_capture_takes_no_memory_that_its_stream_is_not_ordered_after() {
 }
 
 #[test]
-fn spinning_takes_its_time() {
+fn spin_takes_the_given_time() {
     let bench = Bench::new();
     let spin = |ms| bench.kernels.spin(&bench.stream, Duration::from_millis(ms)).unwrap();
     let (start, end) = (bench.device.create_event(true).unwrap(), bench.device.create_event(true).unwrap());
-    // A GPU looks the kernel up when it is first launched, and an event on an idle stream comes at
-    // once: so once beforehand, and then behind work that hides the time that the host takes to
-    // enqueue.
+    // A GPU loads the kernel at its first launch, and an event on an idle stream completes at once.
+    // So launch once before, and then after work that hides the time of the host.
     spin(0);
     bench.stream.synchronize().unwrap();
     spin(5);
@@ -224,7 +223,7 @@ fn spinning_takes_its_time() {
 }
 
 #[test]
-fn a_graph_keeps_the_code_that_it_was_captured_with() {
+fn a_graph_keeps_its_code_loaded() {
     let bench = Bench::new();
     let device = bench.device.clone();
     let kernels = Kernels::load(&device).unwrap();
@@ -245,7 +244,7 @@ fn a_graph_keeps_the_code_that_it_was_captured_with() {
 }
 
 #[test]
-fn modules_are_loaded_once_and_go_with_the_last_handle() {
+fn modules_are_loaded_once_and_unloaded_with_the_last_handle() {
     let bench = Bench::new();
     let (device, modules) = (bench.device.clone(), aquifer_kernels::Module::ALL.len() as u64);
     let before = device.driver_calls();

@@ -1,4 +1,4 @@
-//! What must not be launched is refused, says why, and leaves nothing behind.
+//! Invalid launches are refused with a reason and have no effect.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use aquifer_kernels::{DType, KernelError, Kernels, Operand, OperandFault, Stride
 
 use crate::bench::Bench;
 
-/// The operand and the fault of an operand's error, of the kernel expected.
+/// The operand and the fault of an operand's error of the expected kernel.
 #[track_caller]
 fn fault(kernel: &str, result: Result<(), KernelError>) -> (&'static str, OperandFault) {
     match result {
@@ -122,7 +122,7 @@ fn alignment_and_whole_elements() {
 }
 
 #[test]
-fn overlap_is_refused_where_it_matters() {
+fn harmful_overlap_is_refused() {
     let bench = Bench::new();
     let (k, s) = (&bench.kernels, &bench.stream);
     let memory = bench.upload(&[1f32; 100]);
@@ -200,7 +200,7 @@ fn nothing_that_is_refused_is_launched() {
     let (mut ten, nine) = (bench.upload(&[0f32; 10]), bench.upload(&[0f32; 9]));
     let before = bench.device.driver_calls();
     assert!(bench.kernels.axpy(&bench.stream, 1.0, &nine, &mut ten).is_err());
-    // Nor is what has no elements.
+    // Operations without elements are not launched either.
     let mut empty: Buffer<f32> = bench.alloc(0);
     bench.kernels.fill(&bench.stream, &mut empty, 1f32).unwrap();
     bench.kernels.axpy(&bench.stream, 1.0, &empty.share(), &mut empty).unwrap();
@@ -208,7 +208,7 @@ fn nothing_that_is_refused_is_launched() {
 }
 
 #[test]
-fn old_devices_are_told_apart() {
+fn old_devices_and_drivers_are_refused() {
     assert!(DType::BF16.missing_on((7, 5)).is_some_and(|what| what.contains("8.0")));
     assert!(DType::BF16.missing_on((8, 6)).is_some_and(|what| what.contains("9.0")));
     assert!(DType::F16.missing_on((5, 0)).is_some());
@@ -231,7 +231,7 @@ fn nth(operation: Operation, nth: u64, code: Code) -> Failing {
 }
 
 #[test]
-fn a_driver_that_fails_leaves_everything_usable() {
+fn after_a_failing_driver_everything_is_usable() {
     let sim = SimDriver::new(SimConfig::new(64 << 20));
     // The third module cannot be loaded; the others are unloaded.
     sim.inject(nth(Operation::LoadModule, 3, Code::OUT_OF_MEMORY));

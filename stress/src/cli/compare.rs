@@ -14,11 +14,11 @@ pub struct CompareArgs {
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
-    /// How the programs are run.
+    /// The passes.
     #[command(flatten)]
     pub passes: PassArgs,
 
-    /// Also show what PyTorch's allocator needed for these programs, from a JSON file.
+    /// Also show the figures of PyTorch's allocator for these programs, from a JSON file.
     ///
     /// The file maps each program's name to {"configs": {"default": {...}, "expandable": {...}}},
     /// with the keys options, peak_reserved_bytes, device_allocs, ooms and, if known,
@@ -46,19 +46,18 @@ JSON keys, per program and config (\"row\": \"trace\"):
                             the most within one allocation of the first pass
   ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as
                                    in `replay`
-  ooms, warm_ooms, hazards  as in `replay`; with ooms, the other figures are those of what was
-                            served
+  ooms, warm_ooms, hazards  as in `replay`; with ooms, the other figures are those of the served
+                            requests
 and per config, at the end (\"row\": \"mean\"):
   config, traces, finished  the options, the number of programs, and how many of them finished,
-                            which is without ooms in any pass; programs that did not are left out of
-                            what follows, but for smallest_over_requested, ooms, warm_ooms and
-                            hazards
+                            without ooms in any pass; the others count only for
+                            smallest_over_requested, ooms, warm_ooms and hazards
   reserved_over_requested, smallest_over_requested, ns_per_op, times_yardstick   geometric means
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us,
   warm_driver_time_modelled_us, ooms, warm_ooms, hazards   totals
-Figures are null where they are not known; those of the programs that finished are null unless known
-for each of them, and if there are none.
+Unknown figures are null; means, maxima and totals are null unless the figure is known for each
+program that finished, and if there are none.
 Figures from --pytorch are taken from the file, so its times are those of the machine that made it.
 The device is simulated, even where there is a GPU, unless --device names the GPU: then limits of
 several sizes are used.";

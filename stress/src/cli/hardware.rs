@@ -1,4 +1,4 @@
-//! Arguments of the commands that put a device to the test: `calls` and `soak`.
+//! Arguments of `calls` and `soak`.
 
 use std::path::PathBuf;
 
@@ -18,17 +18,17 @@ pub struct CallsArgs {
 const CALLS_KEYS: &str = "\
 Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them. Setting access and
 unmapping are measured once for a piece of each size, and once for 1, 8 and 64 pieces of one granule
-at a time. The driver's pool is asked twice for each size before the host waits, at which point it
-gives back by default what it does not use.
+at a time. Each size is allocated from the driver's pool twice before the host waits, as the pool
+then releases unused memory by default.
 
 JSON keys, per call and size:
-  device, device_name       the device, and what its maker calls it
+  device, device_name       the device, and its name
   call                      the driver call
-  bytes                     memory that one call is about; 0 where it is about none
-  mappings                  number of mappings that one call covers; 0 where it is about none
-  pool                      for calls of the driver's pool, \"cold\" if it had given everything back
-                            to the device, or \"warm\" if the same stream had just freed as much to
-                            it; null for other calls
+  bytes                     memory of one call; 0 if none
+  mappings                  number of mappings of one call; 0 if none
+  pool                      for calls of the driver's pool, \"cold\" if it had released all memory, or
+                            \"warm\" if the same stream had just freed a block of this size; null for
+                            other calls
   rounds                    how often the call was measured
   median_us, p95_us         time of a call: the median, and the 95th percentile
   modelled                  whether the times come from the simulator's cost model; otherwise they
@@ -68,7 +68,7 @@ pub struct SoakArgs {
 
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end, or
     /// where the run failed, with the latest 1000000 entries of history. At the end all blocks are
-    /// free, so what is of interest is the history.
+    /// free, so only the history is of interest.
     ///
     /// `replay` and PyTorch's memory viewer read it. For one seed. history:N in --config keeps the
     /// latest N entries.
@@ -87,7 +87,7 @@ const SOAK_KEYS: &str = "\
 Each operation does one of these to a block, on any of the streams: allocate it and write a pattern;
 verify it, and free or keep it; write another pattern; copy it elsewhere and back, wiping it in
 between; pass it to another thread; read it back to the host. Other operations keep a stream busy,
-or give cached memory back. When memory runs out, some of the blocks are verified and freed. Each
+or release cached memory. When memory runs out, some of the blocks are verified and freed. Each
 word of a pattern depends on its address and on the operation that wrote it.
 
 JSON keys:
@@ -99,17 +99,17 @@ JSON keys:
   copies, handed_over       copies between blocks; blocks that were passed to another thread
   uploads, downloads        blocks that the host wrote, and verified, by transfers that were not
                             waited for at once
-  releases                  times that cached memory was given back
+  releases                  times that cached memory was released
   peak_reserved_bytes       the most memory that was held from the device
   mismatches                times that memory did not read as it was written. The device verifies up
                             to 64 blocks before the host looks, so one mismatch may stand for
                             several. Each is reported on standard error, with the seed, and the
                             operation and block of the first byte that differs; 0 unless there is a
                             bug
-  not_given_back_bytes      memory that could not be given back in the end; 0 unless there is a bug
+  not_given_back_bytes      memory that could not be released in the end; 0 unless there is a bug
   hazards                   pieces of work that the simulated device found unordered; 0 unless there
                             is a bug
   seconds, operations_per_s, gb_per_s   duration, and rates; gb_per_s counts patterns written and
                                         verified
 With one thread on a simulated device, the same seed always gives the same run. The exit code is 1
-if there are mismatches, or memory that could not be given back.";
+if there are mismatches, or memory that could not be released.";

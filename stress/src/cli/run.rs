@@ -20,7 +20,7 @@ pub struct RunArgs {
     pub snapshot: Option<PathBuf>,
 
     /// Leave a function to the driver; may be given several times.
-    #[arg(long, value_name = "NAME", value_parser = ["cuMemAlloc", "cuMemAllocPitch", "cuMemAllocAsync", "cuMemAllocFromPoolAsync"])]
+    #[arg(long, value_name = "NAME", value_parser = FUNCTIONS)]
     pub pass: Vec<String>,
 
     /// The interposer's library, if it is not where this program finds it: in its folder, or in
@@ -39,6 +39,9 @@ pub struct RunArgs {
     pub program: Vec<OsString>,
 }
 
+/// The functions that the interposer can serve.
+const FUNCTIONS: [&str; 4] = ["cuMemAlloc", "cuMemAllocPitch", "cuMemAllocAsync", "cuMemAllocFromPoolAsync"];
+
 const RUN: &str = "\
 The program runs unchanged, and so do those that it starts. A library placed before the CUDA driver
 serves cuMemAlloc, cuMemAllocPitch, cuMemAllocAsync, cuMemAllocFromPoolAsync (of the default pool)
@@ -46,7 +49,7 @@ and the functions that free; all others are the driver's. docs/embedding.md has 
 
 The allocator is configured by --config or, without it, by AQUIFER_ALLOC_CONF, else by PyTorch's
 variables. --device and --json have no effect: the program chooses its GPUs, and standard output is
-the program's. The report goes to standard error: for each process that allocated, peaks, what is
+the program's. The report goes to standard error: for each process that allocated, peaks, memory
 left at the end, refusals, and allocations that the driver made and why.
 
 The exit code is the program's, or 128 and the number of the signal that ended it. There is no

@@ -1,10 +1,12 @@
-//! Arguments of the commands that show things: `fragmentation`, `oom` and `demo`.
+//! Arguments of `fragmentation`, `oom` and `demo`.
 
 use std::path::PathBuf;
 
 use clap::Args;
 
 use super::snapshot_path;
+use crate::scenarios::Scenario;
+use crate::ways::Way;
 
 /// Arguments of `fragmentation`.
 #[derive(Debug, Args)]
@@ -12,7 +14,7 @@ use super::snapshot_path;
 pub struct FragmentationArgs {
     /// Run only this scenario; may be given several times.
     #[arg(long = "scenario", value_name = "NAME")]
-    pub scenarios: Vec<String>,
+    pub scenarios: Vec<Scenario>,
 
     /// Only list the scenarios.
     #[arg(long)]
@@ -29,8 +31,8 @@ pub struct FragmentationArgs {
 
 const FRAGMENTATION_KEYS: &str = "\
 Each scenario is a synthetic program, sized by the device, followed by one more request: the probe.
-The probe is no larger than the memory that is free by then, so if it is refused, the cause is how
-the free memory is scattered, or a limit or headroom among the options. Each --config adds a policy.
+The probe is no larger than the free memory, so if it is refused, the cause is fragmentation, or a
+limit or headroom among the options. Each --config adds a policy.
 
 JSON keys, per scenario and policy:
   scenario, policy, device  the scenario, the options, and the device
@@ -39,8 +41,8 @@ JSON keys, per scenario and policy:
   peak_reserved_bytes       the most memory that was held from the device
   allocated_bytes, reserved_bytes   memory allocated, and held from the device, at the end of the
                                     program
-  free_bytes                memory free then: in the cache, and on the device as far as limit and
-                            headroom let it be taken
+  free_bytes                free memory then: in the cache, and on the device within limit and
+                            headroom
   largest_free_bytes        the largest request that is served then, found by trying, each time
                             after flushing the cache
   unusable_index            the share of free_bytes that the probe cannot use, 0 to 1; 1 if the
@@ -57,7 +59,7 @@ JSON keys, per scenario and policy:
                             is a bug
   verdict                   the outcome in words
 With --list, per scenario:
-  scenario, summary         the scenario, and what it does";
+  scenario, summary         the scenario, and its description";
 
 /// Arguments of `oom`.
 #[derive(Debug, Args)]
@@ -65,7 +67,7 @@ With --list, per scenario:
 pub struct OomArgs {
     /// Run out of memory only in this way; may be given several times.
     #[arg(long = "way", value_name = "NAME")]
-    pub ways: Vec<String>,
+    pub ways: Vec<Way>,
 
     /// Only list the ways.
     #[arg(long)]
@@ -80,33 +82,32 @@ pub struct OomArgs {
 }
 
 const OOM_KEYS: &str = "\
-Each way sets memory up, writes patterns to it, asks for more than it can get, and then does what
-the report advises. After that the patterns are read back, and the allocator must be as usable as
+Each way sets memory up, writes patterns to it, asks for more than it can get, and then follows the
+report's advice. After that the patterns are read back, and the allocator must be as usable as
 before.
 
 JSON keys, per way:
   way, device               the way, and the device
   skipped                   why the way was skipped, if it was; the other keys are absent then
-  failed                    what failed other than the request that should be refused, or why
-                            nothing was refused; the other keys are absent then
+  failed                    a failure other than the expected refusal, or the reason that nothing was
+                            refused; the other keys are absent then
   requested_bytes           size of the request
   refused                   whether the request was refused
   error                     the first line of the error
-  advice                    what helps, according to the error
-  recovered_by              what was done about it
+  advice                    the advice in the error
+  recovered_by              the measure that was taken
   recovered                 whether the request, or another of its size, was served after that
   intact                    whether everything written before reads back as it was written
   usable                    whether the allocator gives everything back in the end, and serves the
                             same requests again
   allocated_bytes_before, allocated_bytes_after, reserved_bytes_before, reserved_bytes_after
-                            before the request and after the refusal, before anything was done about
-                            it
+                            before the request and after the refusal, before any measure
   hazards                   pieces of work that the simulated device found unordered
 With --list, per way:
-  way, summary              the way, and what it does
-The exit code is 1 if a way failed, or did not go as it should; the remaining ways are tried all the
-same. On a real device 1/64 of the free memory, at least 256 MiB, is left untouched, because not all
-of it can be allocated.";
+  way, summary              the way, and its description
+The exit code is 1 if a way failed or did not recover; the remaining ways still run. On a real
+device 1/64 of the free memory, at least 256 MiB, is left untouched, because not all of it can be
+allocated.";
 
 /// Arguments of `demo`.
 #[derive(Debug, Default, Args)]
@@ -121,13 +122,13 @@ const DEMO_KEYS: &str = "\
 The recorded programs are built in; each --config adds a row to the comparison. Devices are
 simulated. Where there should be plenty of memory, they have the size of --device or more; where
 memory should run out, they have a little more than the program uses. No other programs hold memory
-of them, whatever --device says.
+of them, regardless of --device.
 
 JSON keys, by step; sizes are bytes:
   replay    a program on a device with plenty of memory, at the time when it held the most:
             trace, device_bytes, peak_requested_bytes, peak_reserved_bytes, allocated_bytes,
             unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks
-            elsewhere), ooms (requests refused; the other figures are those of what was served),
+            elsewhere), ooms (requests refused; the other figures are those of served requests),
             hazards
   oom       the same program on a small device, until a request is refused:
             trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error,
@@ -143,7 +144,7 @@ JSON keys, by step; sizes are bytes:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
             growths (times that memory was taken from the device), smallest_device_bytes, ratio,
             retries_at_fit (as `fit` gives them; null if the program fits on no device), ooms
-            (requests refused on a device with plenty; the other figures are then those of what was
-            served), hazards
+            (requests refused on a device with plenty; the other figures are then those of served
+            requests), hazards
 The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no
 device under some of the options.";

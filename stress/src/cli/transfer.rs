@@ -27,7 +27,7 @@ impl TransferArgs {
     }
 }
 
-/// What `transfer` measures.
+/// A part of `transfer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[expect(clippy::exhaustive_enums, reason = "the command line lists them")]
 pub enum Part {
@@ -35,7 +35,7 @@ pub enum Part {
     Copies,
     /// Many small copies: with one call each, and batched.
     Small,
-    /// Copies beside kernels, and beside copies in the other direction.
+    /// Copies at the same time as kernels, and as copies in the other direction.
     Overlap,
 }
 
@@ -58,10 +58,10 @@ Methods:
                     Transfer::copy_on_host and copy_region_on_host
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
-covers driver calls and the device's own work but not what the host does. So staged copies and files
-are not measured there. Of copies from a simulated peer the device that they go to tells the time:
-what the peer does for them beforehand, such as collecting rows, is not in it. Copies on the host
-are timed by the host's clock on every device.
+covers driver calls and the device's own work but not the host's. So staged copies and files are not
+measured there. Copies from a simulated peer are timed by the destination, without the peer's own
+work before, such as collecting rows. Copies on the host are timed by the host's clock on every
+device.
 
 JSON keys of every row:
   part, device, modelled    what was measured, on which device, and whether times come from the
@@ -71,19 +71,19 @@ JSON keys of every row:
 copies:
   direction, method, bytes  \"upload\", \"download\", \"on device\", \"from peer\" or \"on host\"; method and
                             size of the copy
-  peer, route               the other device, and which way copies from there go; null for others
+  peer, route               the other device, and the route of copies from there; null for others
   us, gb_per_s              time of a copy, and bandwidth
   of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory;
-                            null for that copy itself, and where both ends are on
-                            the host or on devices
+                            null for that copy itself, and if both ends are on the
+                            host or on devices
 small:
   direction, bytes, copies  direction, size and number of the copies
   single_us, batched_us     time of a copy, with one call each or as a batch, including packing and
                             waiting
   speedup                   ratio of single_us to batched_us
   batch_calls_pay_below     the size up to which the driver's call for many copies is used in this
-                            direction; null where there is no such call, the largest number where it
-                            pays at all sizes
+                            direction; null if there is no such call, the largest number if it pays
+                            at all sizes
 overlap:
   what, bytes               the two things that ran at the same time, and their size
   first_ms, second_ms       time of each alone

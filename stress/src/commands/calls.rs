@@ -1,7 +1,5 @@
-//! `calls`: what driver calls cost on this device.
-//!
-//! On a real device they are timed; on a simulated one the simulator's model of costs is read, so
-//! both can be laid side by side.
+//! `calls`: the cost of driver calls on this device: measured on a real device, from the
+//! simulator's cost model on a simulated one.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,19 +14,19 @@ use crate::cli::CallsArgs;
 use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{Column, table};
 use crate::text::Bytes;
 
 const MIB: u64 = 1 << 20;
 
-/// Sizes that memory is taken in, in bytes.
+/// Sizes of allocations, in bytes.
 const SIZES: [u64; 5] = [2 * MIB, 20 * MIB, 128 * MIB, 512 * MIB, 2048 * MIB];
 
-/// The driver's pool when it has nothing, and when it has what is asked for.
+/// The state of the driver's pool: empty, or with a suitable free block.
 const COLD: &str = "cold";
 const WARM: &str = "warm";
 
-/// Mappings of one granule that one call covers.
+/// Numbers of one-granule mappings that one call covers.
 const MAPPINGS: [u64; 3] = [1, 8, 64];
 
 /// A row of results. `calls --help` explains the fields.
@@ -56,7 +54,7 @@ pub struct Row {
 pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
     session.without_allocator();
     let (device, simulated) = session.open_with_simulator()?;
-    let mut meter = Meter { device, simulated, times: Vec::new() };
+    let mut meter = Meter { device, simulated, times: Vec::new(), left_out: Vec::new() };
     for round in 0..args.rounds.saturating_add(1) {
         // The first round warms the driver up.
         if round == 1 {
@@ -67,27 +65,28 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
         meter.mappings()?;
         meter.order()?;
     }
-    let mut table = table(&["call", "bytes", "mappings", "pool", "median µs", "95 % below µs"], 6);
-    for row in meter.rows(session) {
-        session.row(&row)?;
-        let bytes = if row.bytes > 0 { Bytes(row.bytes).to_string() } else { String::new() };
-        let mappings = if row.mappings > 0 { row.mappings.to_string() } else { String::new() };
-        let times = [row.median_us, row.p95_us].map(|us| format!("{us:.2}"));
-        let pool = row.pool.unwrap_or_default().to_owned();
-        table.add_row([row.call.to_owned(), bytes, mappings, pool].into_iter().chain(times));
-    }
-    session.show(table)?;
-    meter.left_out().iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
+    let rows = meter.rows(session);
+    rows.iter().try_for_each(|row| session.row(row))?;
+    let columns: [Column<Row>; 6] = [
+        ("call", |row| row.call.to_owned()),
+        ("bytes", |row| if row.bytes > 0 { Bytes(row.bytes).to_string() } else { String::new() }),
+        ("mappings", |row| if row.mappings > 0 { row.mappings.to_string() } else { String::new() }),
+        ("pool", |row| row.pool.unwrap_or_default().to_owned()),
+        ("median µs", |row| format!("{:.2}", row.median_us)),
+        ("95 % below µs", |row| format!("{:.2}", row.p95_us)),
+    ];
+    session.show(table(&rows, columns.len(), &columns))?;
+    meter.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
     Ok(Outcome::Done)
 }
 
-/// What a call was made about.
+/// A measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Key {
     operation: Operation,
     bytes: u64,
     mappings: u64,
-    /// How the driver's pool was, for its calls.
+    /// The state of the driver's pool, for its calls.
     pool: Option<&'static str>,
 }
 
@@ -101,12 +100,14 @@ impl Key {
 struct Meter {
     device: Device,
     simulated: Option<Arc<SimDriver>>,
-    /// In the order in which they were first made.
+    /// In the order of their first call.
     times: Vec<(Key, Vec<u64>)>,
+    /// Measurements that need more memory than the device has.
+    left_out: Vec<String>,
 }
 
 impl Meter {
-    /// Makes a call and notes how long it took.
+    /// Makes a call and records its time.
     fn time<T>(
         &mut self,
         operation: Operation,
@@ -136,19 +137,22 @@ impl Meter {
         Ok(answer)
     }
 
-    /// Plain allocations, and errors of the driver's pool.
+    /// Plain allocations, and those of the driver's pool.
     fn plain_memory(&mut self) -> Result<(), DeviceError> {
         for bytes in SIZES {
-            let Some(ptr) = enough(self.time(Operation::Alloc, bytes, 0, |driver| driver.alloc(bytes)))? else { break };
+            let Some(ptr) = enough(self.time(Operation::Alloc, bytes, 0, |driver| driver.alloc(bytes)))? else {
+                self.leave_out(&format!("plain allocations of {}", Bytes(bytes)));
+                break;
+            };
             self.time(Operation::Free, bytes, 0, |driver| driver.free(ptr))?;
             self.pool(bytes)?;
         }
         Ok(())
     }
 
-    /// The driver's pool: cold, when it has just given everything back to the device, and warm,
-    /// when it has got back a block of the same size in stream order. Nothing waits in between, as
-    /// by default the pool gives back what it does not use when the host waits.
+    /// The driver's pool: cold, when it has just released all memory, and warm, when a block of the
+    /// same size was just freed in stream order. Nothing waits in between, as by default the pool
+    /// releases unused memory when the host waits.
     fn pool(&mut self, bytes: u64) -> Result<(), DeviceError> {
         let stream = self.device.default_stream().raw();
         self.device.synchronize()?;
@@ -180,6 +184,7 @@ impl Meter {
             };
             self.time(Operation::Unreserve, bytes, 0, |driver| driver.unreserve(ptr, bytes))?;
             if !outcome? {
+                self.leave_out(&format!("physical memory of {}", Bytes(bytes)));
                 break;
             }
         }
@@ -219,7 +224,10 @@ impl Meter {
         let (ordinal, bytes) = (self.device.info().ordinal, count * granule);
         while (pieces.len() as u64) < count {
             let created = self.device.driver().create_physical(granule, PhysicalOptions::default());
-            let Some(piece) = enough(created)? else { return Ok(()) };
+            let Some(piece) = enough(created)? else {
+                self.leave_out(&format!("{count} mappings"));
+                return Ok(());
+            };
             pieces.push(piece);
         }
         let mut mapped = 0;
@@ -257,23 +265,14 @@ impl Meter {
         outcome.and(destroyed).and(self.time(Operation::DestroyStream, 0, 0, |driver| driver.destroy_stream(one)))
     }
 
-    /// What was not measured because the device has too little memory for it.
-    fn left_out(&self) -> Vec<String> {
-        let measured = |wanted: &dyn Fn(&Key) -> bool| self.times.iter().any(|(key, _)| wanted(key));
-        let allocated = |bytes| measured(&|key| key.operation == Operation::Alloc && key.bytes == bytes);
-        let created = |bytes| measured(&|key| key.operation == Operation::CreatePhysical && key.bytes >= bytes);
-        let mapped = |count| measured(&|key| key.operation == Operation::Unmap && key.mappings == count);
-        let maps = self.device.info().granularity_bytes.is_some();
-        let allocation = SIZES.into_iter().find(|&bytes| !allocated(bytes)).map(|bytes| ("plain allocations", bytes));
-        let creation = SIZES.into_iter().find(|&bytes| maps && !created(bytes)).map(|bytes| ("physical memory", bytes));
-        let sizes = [allocation, creation].into_iter().flatten();
-        let sizes =
-            sizes.map(|(what, bytes)| format!("the device has no room for {what} of {} and more", Bytes(bytes)));
-        let mapping = MAPPINGS.into_iter().find(|&count| maps && !mapped(count));
-        sizes.chain(mapping.map(|count| format!("the device has no room for {count} mappings and more"))).collect()
+    fn leave_out(&mut self, what: &str) {
+        let note = format!("the device has no room for {what} and more");
+        if !self.left_out.contains(&note) {
+            self.left_out.push(note);
+        }
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "times for people")]
+    #[expect(clippy::cast_precision_loss, reason = "times to display")]
     fn rows(&self, session: &Session) -> Vec<Row> {
         let row = |(key, times): &(Key, Vec<u64>)| {
             let mut sorted = times.clone();
@@ -298,7 +297,7 @@ impl Meter {
     }
 }
 
-/// Nothing where memory is lacking.
+/// `None` if memory is lacking.
 fn enough<T>(answer: Result<T, DeviceError>) -> Result<Option<T>, DeviceError> {
     match answer {
         Ok(answer) => Ok(Some(answer)),
@@ -315,11 +314,11 @@ mod tests {
     fn meter(device: &str) -> Meter {
         let global = Global { device: Some(device.parse().unwrap()), ..Global::default() };
         let (device, simulated) = Session::new(&global).unwrap().open_with_simulator().unwrap();
-        Meter { device, simulated, times: Vec::new() }
+        Meter { device, simulated, times: Vec::new(), left_out: Vec::new() }
     }
 
     #[test]
-    fn a_simulated_device_tells_its_model() {
+    fn a_simulated_device_uses_its_cost_model() {
         let mut meter = meter("sim:24GiB");
         meter.mappings().unwrap();
         let time = |mappings| meter.times.iter().find(|(key, _)| key.mappings == mappings).unwrap().1[0];
@@ -335,13 +334,13 @@ mod tests {
         meter.mappings().unwrap();
         let largest = meter.times.iter().map(|(key, _)| key.mappings).max();
         assert_eq!(largest, Some(8));
-        assert!(meter.left_out().contains(&"the device has no room for 64 mappings and more".to_owned()));
+        assert!(meter.left_out.contains(&"the device has no room for 64 mappings and more".to_owned()));
         let free = meter.device.memory_info().unwrap();
         assert_eq!(free.free, free.total);
     }
 
     #[test]
-    fn sizes_that_the_device_does_not_have_are_left_out_and_nothing_leaks() {
+    fn sizes_beyond_the_device_are_left_out_and_nothing_leaks() {
         let mut meter = meter("sim:300MiB");
         meter.plain_memory().unwrap();
         meter.mapped_memory().unwrap();
@@ -351,7 +350,7 @@ mod tests {
         let allocated = meter.times.iter().filter(|(key, _)| key.operation == Operation::Alloc).count();
         assert_eq!(allocated, 3);
         let left_out = ["plain allocations of 512.00 MiB and more", "physical memory of 512.00 MiB and more"];
-        assert_eq!(meter.left_out()[..2], left_out.map(|what| format!("the device has no room for {what}")));
+        assert_eq!(meter.left_out[..2], left_out.map(|what| format!("the device has no room for {what}")));
         for (operation, pool) in [
             (Operation::AllocAsync, COLD),
             (Operation::FreeAsync, COLD),

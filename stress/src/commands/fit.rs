@@ -15,12 +15,12 @@ use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::session::Session;
 use crate::subject::Aquifer;
-use crate::table::{NOTHING, table};
+use crate::table::{Column, number, table};
 use crate::text::Bytes;
 
-/// Sizes of devices that are tried are multiples of this.
+/// The sizes of devices that are tried are multiples of this.
 const STEP: u64 = 2 << 20;
-/// How many sizes below a boundary are tried in vain before it is taken for the lowest.
+/// How many sizes below a boundary are tried before it is taken for the lowest.
 const LOWER_SIZES: u64 = 64;
 
 /// A row of results. `fit --help` explains the fields.
@@ -46,7 +46,7 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
         .iter()
         .flat_map(|(name, program)| session.configs().iter().map(move |config| Job { name, program, config }))
         .collect();
-    let mut table = table(&["trace", "config", "requested", "smallest device", "ratio", "retries"], 2);
+    let mut rows = Vec::new();
     for (job, result) in jobs.iter().zip(fit_all(session, &jobs)) {
         let row = match result {
             Ok(row) => row,
@@ -57,22 +57,23 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
             }
         };
         session.row(&row)?;
-        table.add_row([
-            row.trace,
-            row.config,
-            Bytes(job.program.peak_requested_bytes).to_string(),
-            Bytes(row.smallest_device_bytes).to_string(),
-            row.ratio.map_or_else(|| NOTHING.to_owned(), |ratio| format!("{ratio:.4}")),
-            row.retries_at_fit.to_string(),
-        ]);
+        rows.push((row, job.program.peak_requested_bytes));
     }
-    if !table.is_empty() {
-        session.show(table)?;
+    if !rows.is_empty() {
+        let columns: [Column<(Row, u64)>; 6] = [
+            ("trace", |(row, _)| row.trace.clone()),
+            ("config", |(row, _)| row.config.clone()),
+            ("requested", |(_, requested)| Bytes(*requested).to_string()),
+            ("smallest device", |(row, _)| Bytes(row.smallest_device_bytes).to_string()),
+            ("ratio", |(row, _)| number(row.ratio, 4)),
+            ("retries", |(row, _)| row.retries_at_fit.to_string()),
+        ];
+        session.show(table(&rows, 2, &columns))?;
     }
     Ok(outcome)
 }
 
-/// A program to fit, and with which options.
+/// A program to fit, and the options.
 pub(super) struct Job<'a> {
     pub(super) name: &'a str,
     pub(super) program: &'a Program,
@@ -97,7 +98,7 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
         }
     };
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-    // A real device is one for all, and its memory is to be that of one program.
+    // On a real device the programs would share the memory.
     let threads = if session.sim().is_some() { cores.min(jobs.len()) } else { 1 };
     std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
     bar.finish_and_clear();
@@ -105,8 +106,8 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
 }
 
 /// Searches for the smallest device. Whether a program finishes is not quite monotonic in the size:
-/// a larger device may let it fragment more. So what halving finds is a boundary, and lower ones
-/// are looked for near it.
+/// a larger device may let it fragment more. So bisection finds a boundary, and lower ones are
+/// searched near it.
 fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failure> {
     let attempt = |bytes| {
         bar.set_message(format!("{} {}", job.name, Bytes(bytes)));
@@ -114,7 +115,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     };
     let peak = job.program.peak_requested_bytes;
     let most = session.most_bytes()? / STEP * STEP;
-    // Too small for what is live at the peak.
+    // Smaller than the live bytes at the peak.
     let least = (peak.saturating_sub(1) / STEP * STEP).min(most);
     let Some((mut fails, mut fit)) = grow(least, most, attempt)? else {
         return Err(Failure::OutOfMemory(fits_nowhere(session, job, most)));
@@ -144,13 +145,13 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     })
 }
 
-/// A size at which the program finishes, and how often all cached memory was released there.
+/// A size at which the program finishes, and the number of retries there.
 struct Fit {
     bytes: u64,
     retries: u64,
 }
 
-/// Why no device is large enough.
+/// The reason that no device is large enough.
 fn fits_nowhere(session: &Session, job: &Job<'_>, most: u64) -> String {
     let largest = match session.sim() {
         Some(sim) if !sim.faults.is_empty() => {
@@ -188,8 +189,7 @@ fn grow(
     Ok(None)
 }
 
-/// Plays the program on a device of that size; if it finishes, tells how often all cached memory
-/// was released.
+/// Plays the program on a device of this size. Returns the number of retries if it finishes.
 fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
     let (device, config) = session.sized(bytes, job.config)?;
     let mut subject = Aquifer::new(session, &device, &config, job.program.streams.len())?;

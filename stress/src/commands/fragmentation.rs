@@ -5,8 +5,7 @@ use aquifer::{Allocator, Device, Stream};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
-use crate::commands::options;
-use crate::commands::replay::hazards;
+use crate::commands::{hazards, list, options};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::map::{Map, Style};
@@ -15,10 +14,10 @@ use crate::scenarios::{self, Scenario};
 use crate::session::Session;
 use crate::stage::Stage;
 use crate::subject::{Refused, Subject};
-use crate::table::table;
+use crate::table::{Column, table};
 use crate::text::{Bytes, wrap};
 
-/// The classical way: memory that stays where it is.
+/// Memory that does not move.
 const SEGMENTS: &str = "backing:segments";
 
 /// Policies for every scenario.
@@ -70,18 +69,18 @@ pub struct Row {
 /// output cannot be written.
 pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failure> {
     if args.list {
-        return list(session);
+        let all = scenarios::ALL.map(|Scenario { name, summary, .. }| (name, summary));
+        return list(session, 12, all, |scenario, summary| Listed { scenario, summary });
     }
     let style = Style::of_stdout(args.ascii);
     let mut outcome = Outcome::Done;
-    for scenario in chosen(&args.scenarios)? {
-        let policies = policies(session, &scenario)?;
+    let chosen = if args.scenarios.is_empty() { &scenarios::ALL[..] } else { &args.scenarios };
+    for scenario in chosen {
+        let policies = policies(session, scenario);
         let bar = session.progress(policies.len() as u64, scenario.name);
-        let mut table = table(&COLUMNS, 1).ending_in_text();
-        let mut maps = Vec::new();
-        let mut needs = String::new();
+        let (mut rows, mut maps) = (Vec::new(), Vec::new());
         for policy in &policies {
-            let tried = experiment(session, &scenario, policy);
+            let tried = experiment(session, scenario, policy);
             bar.inc(1);
             let (row, map) = match tried {
                 Ok(found) => found,
@@ -103,66 +102,39 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
                 outcome = Outcome::Hazards;
             }
             session.row(&row)?;
-            table.add_row(cells(&row));
             if args.maps || row.policy == SEGMENTS {
                 maps.push(format!("In the end, under {}:\n{}\n", options(&row.policy), map.draw(style)));
             }
-            needs = format!(
-                "It uses up to {} at once, and its last request is for {}.",
-                Bytes(row.peak_requested_bytes),
-                Bytes(row.request_bytes)
-            );
+            rows.push(row);
         }
         bar.finish_and_clear();
-        if table.is_empty() {
-            continue;
-        }
-        let told = format!("{}: {}. {needs}", scenario.name, scenario.summary);
-        session.show(format_args!("{}\n\n{table}\n\n{}", wrap(&told, style.width), maps.join("\n")))?;
+        let Some(row) = rows.last() else { continue };
+        let text = format!(
+            "{}: {}. It uses up to {} at once, and its last request is for {}.",
+            scenario.name,
+            scenario.summary,
+            Bytes(row.peak_requested_bytes),
+            Bytes(row.request_bytes)
+        );
+        let table = table(&rows, 1, &COLUMNS).ending_in_text();
+        session.show(format_args!("{}\n\n{table}\n\n{}", wrap(&text, style.width), maps.join("\n")))?;
     }
     Ok(outcome)
 }
 
-fn list(session: &Session) -> Result<Outcome, Failure> {
-    #[derive(Serialize)]
-    struct Listed {
-        scenario: &'static str,
-        summary: &'static str,
-    }
-    for Scenario { name, summary, .. } in scenarios::ALL {
-        session.row(&Listed { scenario: name, summary })?;
-        session.show(format_args!("{name:<12} {summary}"))?;
-    }
-    Ok(Outcome::Done)
+/// A row of `--list`.
+#[derive(Serialize)]
+struct Listed {
+    scenario: &'static str,
+    summary: &'static str,
 }
 
-/// The scenarios with these names; all if there are none.
-fn chosen(names: &[String]) -> Result<Vec<Scenario>, Failure> {
-    let find = |name: &String| scenarios::ALL.into_iter().find(|scenario| scenario.name == name);
-    let unknown = |name: &String| {
-        let known: Vec<&str> = scenarios::ALL.iter().map(|scenario| scenario.name).collect();
-        Failure::Usage(format!("there is no scenario {name:?}; there are {}", known.join(", ")))
-    };
-    match names {
-        [] => Ok(scenarios::ALL.to_vec()),
-        names => names.iter().map(|name| find(name).ok_or_else(|| unknown(name))).collect(),
-    }
+/// The policies of a scenario: the built-in ones, then the user's.
+fn policies(session: &Session, scenario: &Scenario) -> Vec<ConfigArg> {
+    session.configs_with(if scenario.streams { &STREAM_POLICIES[..] } else { &POLICIES })
 }
 
-/// The policies that a scenario is run under: the built-in ones, then those that the user gave.
-fn policies(session: &Session, scenario: &Scenario) -> Result<Vec<ConfigArg>, Failure> {
-    let built_in = if scenario.streams { &STREAM_POLICIES[..] } else { &POLICIES };
-    let parsed = built_in.iter().map(|text| text.parse::<ConfigArg>());
-    let mut policies = parsed.collect::<Result<Vec<_>, _>>().map_err(|error| Failure::Usage(error.to_string()))?;
-    for config in session.configs() {
-        if policies.iter().all(|policy| policy.config != config.config) {
-            policies.push(config.clone());
-        }
-    }
-    Ok(policies)
-}
-
-/// Plays a scenario under a policy, looks at what is left, and makes the request.
+/// Plays a scenario under a policy, examines the free memory, and makes the request.
 fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Result<(Row, Map), Failure> {
     let device: Device = session.open()?;
     let setup = scenario.setup(device.memory_info()?.free, session.seed());
@@ -183,7 +155,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         Err(Refused::OutOfMemory) => false,
         Err(Refused::Failed(error)) => return Err(*error),
     };
-    // What it would have taken from the device.
+    // The memory that it would have taken from the device.
     let growth = stage.first_oom.take().map_or(0, |report| report.growth);
     let after = stage.allocator.stats();
     let (inputs, inputs_damaged) = stage.inputs()?;
@@ -224,7 +196,7 @@ fn serves(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<bool, Fa
     }
 }
 
-/// What the figures say; `growth` is what the request would have taken from the device.
+/// The result in words; `growth` is the memory that the request would have taken from the device.
 fn verdict(row: &Row, room: &Room, growth: u64) -> String {
     let (free, largest, foreign) = (Bytes(row.free_bytes), Bytes(row.largest_free_bytes), Bytes(room.foreign));
     let probe = match () {
@@ -253,7 +225,7 @@ fn verdict(row: &Row, room: &Room, growth: u64) -> String {
     }
 }
 
-/// What else is free on the device, and why it is not to be had.
+/// Other free memory on the device, and why it is not available.
 fn beside(room: &Room) -> String {
     match (room.headroom, room.over_limit) {
         (0, 0) => String::new(),
@@ -263,22 +235,16 @@ fn beside(room: &Room) -> String {
     }
 }
 
-const COLUMNS: [&str; 8] =
-    ["policy", "reserved", "live in the end", "free", "largest piece", "unusable", "growths", "last request"];
-
-fn cells(row: &Row) -> [String; 8] {
-    let bytes = |bytes| Bytes(bytes).to_string();
-    [
-        options(&row.policy).to_owned(),
-        bytes(row.peak_reserved_bytes),
-        bytes(row.allocated_bytes),
-        bytes(row.free_bytes),
-        bytes(row.largest_free_bytes),
-        format!("{:.1} %", row.unusable_index * 100.0),
-        row.growths.to_string(),
-        row.verdict.clone(),
-    ]
-}
+const COLUMNS: [Column<Row>; 8] = [
+    ("policy", |row| options(&row.policy).to_owned()),
+    ("reserved", |row| Bytes(row.peak_reserved_bytes).to_string()),
+    ("live in the end", |row| Bytes(row.allocated_bytes).to_string()),
+    ("free", |row| Bytes(row.free_bytes).to_string()),
+    ("largest piece", |row| Bytes(row.largest_free_bytes).to_string()),
+    ("unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)),
+    ("growths", |row| row.growths.to_string()),
+    ("last request", |row| row.verdict.clone()),
+];
 
 #[cfg(test)]
 mod tests {
@@ -289,15 +255,14 @@ mod tests {
         let configs = configs.iter().map(|text| text.parse().unwrap()).collect();
         let global = Global { device: Some(device.parse().unwrap()), configs, ..Global::default() };
         let session = Session::new(&global).unwrap();
-        let policies = |scenario| policies(&session, scenario).unwrap();
         let experiments = scenarios::ALL.iter().flat_map(|scenario| {
-            policies(scenario).into_iter().map(|policy| experiment(&session, scenario, &policy).unwrap().0)
+            policies(&session, scenario).into_iter().map(|policy| experiment(&session, scenario, &policy).unwrap().0)
         });
         experiments.collect()
     }
 
     #[test]
-    fn figures_agree_with_what_the_last_request_came_to() {
+    fn figures_agree_with_the_result_of_the_last_request() {
         let configs = [
             "headroom_mb:300",
             "backing:segments,headroom_mb:300",
@@ -315,8 +280,7 @@ mod tests {
                 let says = |part| row.verdict.contains(part);
                 assert_eq!(says("full"), !probe_fits && free_bytes < request_bytes, "{row:?}");
                 assert!(!says("kept back") || row.policy.contains("max_split_size"), "{row:?}");
-                // The driver then has nothing that a request could be refused for but what is
-                // scattered.
+                // Then only fragmentation can be the reason of a refusal.
                 let roomy = device == "sim:1GiB" && !row.policy.contains("headroom") && !row.policy.contains("limit");
                 assert!(!roomy || probe_fits || says("fragmented") || says("stuck"), "{row:?}");
             }
@@ -324,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_memory_from_a_request_is_named() {
+    fn the_verdict_names_the_headroom_and_the_limit() {
         let of = |rows: Vec<Row>, scenario: &str, policy: &str| {
             let row = rows.into_iter().find(|row| row.scenario == scenario && row.policy == policy);
             row.unwrap().verdict

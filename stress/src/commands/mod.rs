@@ -1,4 +1,4 @@
-//! The commands, a module each.
+//! The commands, one module each.
 
 pub mod bench;
 pub mod calls;
@@ -16,21 +16,20 @@ pub mod transfer;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use aquifer::Allocator;
 use aquifer::memory::{HistoryOptions, Snapshot};
+use aquifer::{Allocator, Device};
+
+use serde::Serialize;
 
 use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::session::Session;
 use crate::text::one_line;
 
-/// Reads the programs that one of `files` holds, with the names to report them under, and passes on
-/// what the reader noted. Where files have the same name in different folders, or in different
-/// formats, their paths follow the names.
-///
-/// # Errors
-/// When the file cannot be read or is damaged.
-pub fn programs(
+/// Reads the programs of one of `files`, with the names to report them under, and reports the
+/// reader's notes. If files in different folders or formats have the same name, their paths follow
+/// the names.
+fn programs(
     session: &Session,
     file: &Path,
     files: &[PathBuf],
@@ -42,7 +41,7 @@ pub fn programs(
     let mut notes = 0;
     let named = programs.into_iter().map(|program| {
         let with_path = ambiguous && program.name.starts_with(&stem);
-        let name = names.tell_apart(&program.name, file, with_path);
+        let name = names.distinct(&program.name, file, with_path);
         let shown = program.notes.iter().take(NOTES_SHOWN.saturating_sub(notes));
         shown.for_each(|note| session.message(format_args!("note: {name}: {note}")));
         notes += program.notes.len();
@@ -55,24 +54,57 @@ pub fn programs(
     Ok(named)
 }
 
-/// How many notes of a file are shown.
+/// The most notes of a file that are shown.
 const NOTES_SHOWN: usize = 20;
 
-/// What messages call an option string.
+/// An option string in messages.
 fn options(config: &str) -> &str {
     if config.is_empty() { "the defaults" } else { config }
 }
 
-/// The longest path behind a name in characters.
+/// A message about refused requests of a program.
+fn out_of_memory(trace: &str, config: &str, refused: u64, more: &str) -> String {
+    let requests = if refused == 1 { "request was" } else { "requests were" };
+    format!("out of memory: {trace} with {}: {refused} {requests} refused{more}", options(config))
+}
+
+/// Counts the findings of the race detector and reports the first ones.
+fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
+    const SHOWN: u64 = 3;
+    let mut count = 0;
+    while let Some(violation) = device.driver().take_violation() {
+        count += 1;
+        if count <= SHOWN {
+            session.message(format_args!("hazard: {name}: {violation}"));
+        }
+    }
+    count
+}
+
+/// Writes the names and summaries for `--list`; `row` makes their JSON rows.
+fn list<R: Serialize>(
+    session: &Session,
+    width: usize,
+    all: impl IntoIterator<Item = (&'static str, &'static str)>,
+    row: fn(&'static str, &'static str) -> R,
+) -> Result<Outcome, Failure> {
+    for (name, summary) in all {
+        session.row(&row(name, summary))?;
+        session.show(format_args!("{name:<width$} {summary}"))?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// The longest path after a name, in characters.
 const LONGEST_PATH: usize = 100;
 
 /// The names under which programs are reported, and their files.
 #[derive(Debug, Default)]
-pub struct Names(BTreeMap<String, PathBuf>);
+struct Names(BTreeMap<String, PathBuf>);
 
 impl Names {
-    /// A name that no other program has, unless the same file is read again.
-    fn tell_apart(&mut self, name: &str, file: &Path, with_path: bool) -> String {
+    /// A name that differs from those of other files.
+    fn distinct(&mut self, name: &str, file: &Path, with_path: bool) -> String {
         let longer = format!("{name} ({})", one_line(&file.display().to_string(), LONGEST_PATH));
         let short = (!with_path).then(|| name.to_owned());
         let free = |name: &String| self.0.get(name).is_none_or(|of| of == file);
@@ -82,7 +114,7 @@ impl Names {
     }
 }
 
-/// Reads the programs that files hold. Files that cannot be read are reported, and the others read.
+/// Reads the programs of all files. Files that cannot be read are reported and skipped.
 fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
     let (mut all, mut names) = (Vec::new(), Names::default());
     for file in files {
@@ -97,14 +129,14 @@ fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> 
     all
 }
 
-/// Records the latest `entries` of the history for a snapshot, unless the options say how many.
+/// Records the latest `entries` of the history for a snapshot, unless the options set a number.
 pub(crate) fn record_history(allocator: &Allocator, entries: usize) {
     if allocator.config().history == 0 {
         allocator.record_history(HistoryOptions { entries, ..HistoryOptions::default() });
     }
 }
 
-/// Saves a snapshot and says so.
+/// Saves a snapshot and reports it.
 fn save(session: &Session, snapshot: &Snapshot, path: &Path) -> Result<(), Failure> {
     snapshot.save(path)?;
     let (entries, lost) = (snapshot.trace().len(), snapshot.entries_overwritten);
@@ -113,13 +145,13 @@ fn save(session: &Session, snapshot: &Snapshot, path: &Path) -> Result<(), Failu
     Ok(())
 }
 
-/// `part / whole`, unless that is no number.
-#[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+/// `part / whole`, unless `whole` is 0.
+#[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
 fn ratio(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }
 
-/// Rounded to hundredths, as more digits of a time say nothing.
+/// Rounded to hundredths: more digits of a time are noise.
 fn hundredths(time: f64) -> f64 {
     (time * 100.0).round() / 100.0
 }
@@ -136,10 +168,10 @@ mod tests {
     #[test]
     fn programs_of_different_files_have_different_names() {
         let mut names = Names::default();
-        let mut name = |name: &str, file: &str, with_path| names.tell_apart(name, file.as_ref(), with_path);
+        let mut name = |name: &str, file: &str, with_path| names.distinct(name, file.as_ref(), with_path);
         assert_eq!(name("gpt", "a/gpt.trace", true), "gpt (a/gpt.trace)");
         assert_eq!(name("gpt", "b/gpt.trace", true), "gpt (b/gpt.trace)");
-        // Names that headers give.
+        // Names from headers.
         assert_eq!(name("run", "c.trace", false), "run");
         assert_eq!(name("run", "c.trace", false), "run", "the same file again");
         assert_eq!(name("run", "d.trace", false), "run (d.trace)");

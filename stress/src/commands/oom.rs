@@ -5,11 +5,10 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::cli::OomArgs;
-use crate::commands::replay::hazards;
-use crate::commands::save;
+use crate::commands::{hazards, list, save};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{Column, table};
 use crate::text::Bytes;
 use crate::ways::{self, Stand, Way};
 
@@ -35,7 +34,7 @@ pub struct Row {
     pub hazards: u64,
 }
 
-/// A way that was not gone.
+/// A way that was skipped.
 #[derive(Debug, Clone, Serialize)]
 struct Skipped {
     way: &'static str,
@@ -43,7 +42,7 @@ struct Skipped {
     skipped: &'static str,
 }
 
-/// A way that ended before its end.
+/// A way that failed.
 #[derive(Debug, Clone, Serialize)]
 struct Broken {
     way: &'static str,
@@ -58,16 +57,16 @@ struct Broken {
 /// the device cannot be opened or is too small, or standard output cannot be written.
 pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     if args.list {
-        return list(session);
+        let all = ways::ALL.map(|Way { name, summary, .. }| (name, summary));
+        return list(session, 14, all, |way, summary| Listed { way, summary });
     }
-    // Before anything is shown.
     session.config()?;
-    let ways = chosen(&args.ways)?;
+    let ways = if args.ways.is_empty() { &ways::ALL[..] } else { &args.ways };
     if args.snapshot.is_some() && ways.len() > 1 {
         return Err(Failure::Usage(format!("--snapshot takes one --way, not {}", ways.len())));
     }
     let mut outcome = Outcome::Done;
-    let mut table = table(&COLUMNS, COLUMNS.len());
+    let mut rows = Vec::new();
     for way in ways {
         session.show(format_args!("{}: {}", way.name, way.summary))?;
         let simulated = session.sim().is_some();
@@ -76,7 +75,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
             session.show(format_args!("  skipped: {skipped}\n"))?;
             continue;
         }
-        let row = match go(session, &way, args.snapshot.as_deref()) {
+        let row = match go(session, way, args.snapshot.as_deref()) {
             Ok(row) => row,
             Err(failure) if concerns_all(&failure) => return Err(failure),
             Err(failure) => {
@@ -93,15 +92,15 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
         if row.outcome() != Outcome::Done {
             session.message(format_args!("error: {} did not go as it should", row.way));
         }
-        table.add_row(row.cells());
+        rows.push(row);
     }
-    if !table.is_empty() {
-        session.show(table)?;
+    if !rows.is_empty() {
+        session.show(table(&rows, COLUMNS.len(), &COLUMNS))?;
     }
     Ok(outcome)
 }
 
-/// Whether no other way would get any further.
+/// Whether all other ways would fail, too.
 fn concerns_all(failure: &Failure) -> bool {
     matches!(
         failure,
@@ -109,30 +108,11 @@ fn concerns_all(failure: &Failure) -> bool {
     )
 }
 
-fn list(session: &Session) -> Result<Outcome, Failure> {
-    #[derive(Serialize)]
-    struct Listed {
-        way: &'static str,
-        summary: &'static str,
-    }
-    for Way { name, summary, .. } in ways::ALL {
-        session.row(&Listed { way: name, summary })?;
-        session.show(format_args!("{name:<14} {summary}"))?;
-    }
-    Ok(Outcome::Done)
-}
-
-/// The ways with these names; all if there are none.
-fn chosen(names: &[String]) -> Result<Vec<Way>, Failure> {
-    let find = |name: &String| ways::ALL.into_iter().find(|way| way.name == name);
-    let unknown = |name: &String| {
-        let known: Vec<&str> = ways::ALL.iter().map(|way| way.name).collect();
-        Failure::Usage(format!("there is no way {name:?}; there are {}", known.join(", ")))
-    };
-    match names {
-        [] => Ok(ways::ALL.to_vec()),
-        names => names.iter().map(|name| find(name).ok_or_else(|| unknown(name))).collect(),
-    }
+/// A row of `--list`.
+#[derive(Serialize)]
+struct Listed {
+    way: &'static str,
+    summary: &'static str,
 }
 
 fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> {
@@ -171,7 +151,6 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
         reserved_bytes_after: story.refusal.after.1,
         hazards: hazards(session, way.name, stand.allocator.device()),
     };
-    let word = |good: bool, yes: &'static str, no: &'static str| if good { yes } else { no };
     session.show(format_args!(
         "  {} by {}\n  {} written before {}\n  everything was freed, and the allocator {}\n",
         word(row.recovered, "recovered", "NOT recovered"),
@@ -188,7 +167,18 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
     Ok(row)
 }
 
-const COLUMNS: [&str; 6] = ["way", "asked for", "answer", "recovered by", "written before", "afterwards"];
+const COLUMNS: [Column<Row>; 6] = [
+    ("way", |row| row.way.to_owned()),
+    ("asked for", |row| Bytes(row.requested_bytes).to_string()),
+    ("answer", |row| word(row.refused, "refused", "served").to_owned()),
+    ("recovered by", |row| word(row.recovered, &row.recovered_by, "NOT recovered").to_owned()),
+    ("written before", |row| word(row.intact, "intact", "DAMAGED").to_owned()),
+    ("afterwards", |row| word(row.usable, "usable", "NOT usable").to_owned()),
+];
+
+fn word<'a>(good: bool, yes: &'a str, no: &'a str) -> &'a str {
+    if good { yes } else { no }
+}
 
 impl Row {
     fn outcome(&self) -> Outcome {
@@ -197,17 +187,5 @@ impl Row {
             Row { recovered: true, intact: true, usable: true, .. } => Outcome::Done,
             _ => Outcome::Failed,
         }
-    }
-
-    fn cells(&self) -> [String; 6] {
-        let word = |good: bool, yes: &str, no: &str| if good { yes.to_owned() } else { no.to_owned() };
-        [
-            self.way.to_owned(),
-            Bytes(self.requested_bytes).to_string(),
-            word(self.refused, "refused", "served"),
-            word(self.recovered, &self.recovered_by, "NOT recovered"),
-            word(self.intact, "intact", "DAMAGED"),
-            word(self.usable, "usable", "NOT usable"),
-        ]
     }
 }

@@ -1,4 +1,4 @@
-//! The options of allocators.
+//! `options`: lists the options of allocators.
 
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;

@@ -1,5 +1,5 @@
-//! Runs a program with its GPU memory from this allocator: a library that stands before the CUDA
-//! driver serves it.
+//! `run`: runs a program with its GPU memory from this allocator. A library that is loaded before
+//! the CUDA driver serves it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -16,7 +16,7 @@ use crate::session::Session;
 const LIBRARY: &str = "libaquifer_interposer.so";
 /// The names by which programs load the driver, the most common one first.
 const DRIVER: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
-/// Where drivers are installed, beside the folders that the loader lists.
+/// Folders of drivers, in addition to those that the loader lists.
 const FOLDERS: [&str; 5] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -25,7 +25,7 @@ const FOLDERS: [&str; 5] = [
     "/usr/local/nvidia/lib64",
 ];
 
-/// Runs the program, and ends as it does.
+/// Runs the program; the outcome is its exit code.
 ///
 /// # Errors
 /// When a library is missing, or the program cannot be started.
@@ -67,10 +67,10 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     Ok(Outcome::Program(code(status)))
 }
 
-/// Lets signals end the program and not this process, which then reports and removes its folder.
-/// The terminal interrupts both. Other signals are for this process alone, and are passed on.
+/// Lets signals end the program and not this process, which then reports and removes its folder. A
+/// terminal interrupts both. Other signals reach only this process, and are passed on.
 ///
-/// Called once the program runs: signals that were ignored before stay ignored there.
+/// Called after the program has started, so that its ignored signals stay ignored.
 #[cfg(unix)]
 fn outlive(program: &std::process::Child) -> io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
@@ -85,8 +85,7 @@ fn outlive(program: &std::process::Child) -> io::Result<()> {
     Ok(())
 }
 
-/// The exit code of a program: 128 and the signal's number where a signal ended it, as shells have
-/// it.
+/// The exit code of a program: 128 plus the signal's number if a signal ended it, as in shells.
 fn code(status: ExitStatus) -> u8 {
     #[cfg(unix)]
     if let Some(signal) = std::os::unix::process::ExitStatusExt::signal(&status) {
@@ -104,14 +103,13 @@ fn library(given: Option<&Path>) -> Result<PathBuf, Failure> {
     let folder = program.parent().unwrap_or(Path::new(""));
     let searched = match given {
         Some(path) => vec![path.to_owned()],
-        // Cargo renews the one in `deps` when it builds this program, and the other one only when
-        // that is asked for.
+        // Cargo updates the one in `deps` with every build of this program.
         None => vec![folder.join("deps").join(LIBRARY), folder.join(LIBRARY)],
     };
     found(&searched).ok_or_else(|| {
         let searched: Vec<_> = searched.iter().map(|path| path.display().to_string()).collect();
         let build = "`cargo build --release -p aquifer-interposer` builds it, and --library names it";
-        Failure::Library(format!("the interposer's library is not there: {}; {build}", searched.join(", ")))
+        Failure::Library(format!("the interposer's library does not exist: {}; {build}", searched.join(", ")))
     })
 }
 
@@ -131,11 +129,11 @@ fn driver(given: Option<&Path>, library: &Path) -> Result<PathBuf, Failure> {
         searched.into_iter().filter(|path| path.canonicalize().ok().as_deref() != Some(library)).collect();
     found(&others).ok_or_else(|| {
         let named = given.map_or_else(String::new, |path| format!(" as {}", path.display()));
-        Failure::Library(format!("the CUDA driver's library, {}, is not there{named}; --driver names it", DRIVER[0]))
+        Failure::Library(format!("the CUDA driver's library, {}, was not found{named}; --driver names it", DRIVER[0]))
     })
 }
 
-/// The first file that is there, by its own path.
+/// The first file that exists, by its canonical path.
 fn found(paths: &[PathBuf]) -> Option<PathBuf> {
     paths.iter().filter(|path| path.is_file()).find_map(|path| path.canonicalize().ok())
 }
@@ -162,8 +160,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Result<Folder, Failure> {
-        // One that was left behind may have the same process's number: in a container they come
-        // again.
+        // A folder that was left behind may have the same process number: in containers the numbers
+        // repeat.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
         let path = env::temp_dir().join(format!("aquifer-run-{}-{now}", std::process::id()));
         let mut builder = fs::DirBuilder::new();

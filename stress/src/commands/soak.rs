@@ -7,24 +7,23 @@ use aquifer::{Allocator, Device};
 use serde::Serialize;
 
 use crate::cli::SoakArgs;
-use crate::commands::replay::hazards;
-use crate::commands::{hundredths, record_history, save};
+use crate::commands::{hazards, hundredths, record_history, save};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
-use crate::soak::{self, Plan, Tally};
+use crate::soak::{self, Counts, Plan};
 use crate::text::Bytes;
 
-/// Memory of a soak on a simulated device, where every byte of a pattern is written by the host.
+/// Memory of a soak on a simulated device, where the host writes every byte.
 const SIMULATED_LIMIT: u64 = 24 << 20;
-/// The same in granules, if that is more: it takes several of them.
+/// The same in granules, if that is more: a soak needs several of them.
 const SIMULATED_GRANULES: u64 = 12;
 /// Entries of the history that a snapshot has, of up to 40 bytes each.
 const HISTORY_ENTRIES: usize = 1_000_000;
-/// Operations if neither they nor a time were asked for.
+/// Operations by default.
 const OPERATIONS: u64 = 20_000;
 
 /// The result. `soak --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 #[expect(missing_docs, reason = "the help text explains them")]
 #[non_exhaustive]
 pub struct Row {
@@ -36,7 +35,7 @@ pub struct Row {
     pub streams: u16,
     pub limit_bytes: u64,
     #[serde(flatten)]
-    pub tally: Tally,
+    pub counts: Counts,
     pub mismatches: u64,
     pub not_given_back_bytes: u64,
     pub hazards: u64,
@@ -58,21 +57,28 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     }
     let start = Instant::now();
     let operations = args.ops.or(args.minutes.is_none().then_some(OPERATIONS));
-    let mut sum = Sum::default();
+    let mut row = Row {
+        device: session.device_text().to_owned(),
+        config: session.config()?.text.clone(),
+        seed: session.seed(),
+        threads: args.threads,
+        streams: args.streams,
+        ..Row::default()
+    };
     let bar = session.progress(args.seeds, "soak");
-    // A time beyond what the clock can count is no end.
+    // A time beyond the range of the clock means no end.
     let end = |share: f64| args.minutes.and_then(|m| start.checked_add(Duration::from_secs_f64(m * 60.0 * share)));
-    while sum.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
-        let seed = session.seed().wrapping_add(sum.seeds);
-        let until = end(share(sum.seeds + 1, args.seeds));
-        one(session, args, seed, operations, until, &mut sum)?;
+    while row.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
+        let seed = session.seed().wrapping_add(row.seeds);
+        let until = end(share(row.seeds + 1, args.seeds));
+        one(session, args, seed, operations, until, &mut row)?;
         bar.inc(1);
     }
     bar.finish_and_clear();
-    for mismatch in &sum.tally.mismatches {
+    for mismatch in &row.counts.mismatches {
         session.message(format_args!("mismatch: {mismatch}"));
     }
-    let row = row(session, args, &sum, start.elapsed())?;
+    row.time(start.elapsed());
     session.row(&row)?;
     session.show(&row)?;
     Ok(match row {
@@ -82,30 +88,20 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     })
 }
 
-/// The share of the time that is over when so many of the seeds have had theirs.
+/// The share of the time after which this many seeds end.
 #[expect(clippy::cast_precision_loss, reason = "a share of minutes")]
 fn share(done: u64, seeds: u64) -> f64 {
     done as f64 / seeds as f64
 }
 
-/// What all seeds came to.
-#[derive(Debug, Default)]
-struct Sum {
-    seeds: u64,
-    tally: Tally,
-    limit: u64,
-    kept: u64,
-    hazards: u64,
-}
-
-/// Soaks a fresh allocator; on a fresh device if it is a simulated one.
+/// Soaks a new allocator; on a new device if it is a simulated one.
 fn one(
     session: &Session,
     args: &SoakArgs,
     seed: u64,
     operations: Option<u64>,
     until: Option<Instant>,
-    sum: &mut Sum,
+    row: &mut Row,
 ) -> Result<(), Failure> {
     let (device, config) = (session.open_with_seed(seed)?, session.config()?);
     let allocator = session.allocator(&device, config)?;
@@ -115,20 +111,20 @@ fn one(
         record_history(&allocator, HISTORY_ENTRIES);
     }
     let soaked = soak::run(&allocator, &plan).inspect_err(|_| session.message(format_args!("seed {seed}:")));
-    // Above all if it failed.
+    // The snapshot matters most after a failure.
     let saved = args.snapshot.as_ref().map_or(Ok(()), |path| save(session, &allocator.snapshot(), path));
-    sum.tally.add(soaked?);
+    row.counts.add(soaked?);
     saved?;
     allocator.empty_cache()?;
-    sum.kept += allocator.memory_reserved();
+    row.not_given_back_bytes += allocator.memory_reserved();
     drop(allocator);
-    sum.hazards += hazards(session, &format!("seed {seed}"), &device);
-    (sum.limit, sum.seeds) = (limit, sum.seeds + 1);
+    row.hazards += hazards(session, &format!("seed {seed}"), &device);
+    (row.limit_bytes, row.seeds) = (limit, row.seeds + 1);
     Ok(())
 }
 
-/// How much memory to use: what was asked for, or what the options say, or half of what is free,
-/// and little on a simulated device.
+/// The memory to use: from the arguments or the options, else half of the free memory; little on a
+/// simulated device.
 fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Allocator) -> Result<u64, Failure> {
     let total = device.info().total_bytes;
     if let Some(limit) = args.limit_mb.map(|mib| mib << 20) {
@@ -144,57 +140,47 @@ fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Alloca
     Ok(if session.sim().is_some() { half.min(simulated) } else { half })
 }
 
-#[expect(clippy::cast_precision_loss, reason = "rates for people")]
-fn row(session: &Session, args: &SoakArgs, sum: &Sum, elapsed: Duration) -> Result<Row, Failure> {
-    let Sum { seeds, ref tally, limit, kept, hazards } = *sum;
-    let seconds = elapsed.as_secs_f64();
-    let bytes = tally.bytes_written.saturating_add(tally.bytes_verified);
-    Ok(Row {
-        device: session.device_text().to_owned(),
-        config: session.config()?.text.clone(),
-        seed: session.seed(),
-        seeds,
-        threads: args.threads,
-        streams: args.streams,
-        limit_bytes: limit,
-        tally: tally.clone(),
-        mismatches: tally.mismatches.len() as u64,
-        not_given_back_bytes: kept,
-        hazards,
-        seconds: hundredths(seconds),
-        operations_per_s: hundredths(tally.operations as f64 / seconds),
-        gb_per_s: hundredths(bytes as f64 / seconds / 1e9),
-    })
+impl Row {
+    /// Sets the fields that depend on the duration.
+    #[expect(clippy::cast_precision_loss, reason = "rates to display")]
+    fn time(&mut self, elapsed: Duration) {
+        let seconds = elapsed.as_secs_f64();
+        let bytes = self.counts.bytes_written.saturating_add(self.counts.bytes_verified);
+        self.mismatches = self.counts.mismatches.len() as u64;
+        self.seconds = hundredths(seconds);
+        self.operations_per_s = hundredths(self.counts.operations as f64 / seconds);
+        self.gb_per_s = hundredths(bytes as f64 / seconds / 1e9);
+    }
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let tally = &self.tally;
+        let counts = &self.counts;
         let last_seed = self.seed.wrapping_add(self.seeds.saturating_sub(1));
-        writeln!(f, "{} operations in {:.1} s ({:.0}/s)", tally.operations, self.seconds, self.operations_per_s)?;
+        writeln!(f, "{} operations in {:.1} s ({:.0}/s)", counts.operations, self.seconds, self.operations_per_s)?;
         writeln!(
             f,
             "  seeds          {} to {last_seed}, {} threads, {} streams",
             self.seed, self.threads, self.streams
         )?;
-        writeln!(f, "  memory         {} at most, of {}", Bytes(tally.peak_reserved_bytes), Bytes(self.limit_bytes))?;
+        writeln!(f, "  memory         {} at most, of {}", Bytes(counts.peak_reserved_bytes), Bytes(self.limit_bytes))?;
         writeln!(
             f,
             "  blocks         {} allocated, {} compared, {} copies, {} to other threads",
-            tally.allocs, tally.blocks_verified, tally.copies, tally.handed_over
+            counts.allocs, counts.blocks_verified, counts.copies, counts.handed_over
         )?;
-        writeln!(f, "  host           {} blocks written by it, {} compared", tally.uploads, tally.downloads)?;
+        writeln!(f, "  host           {} blocks written by it, {} compared", counts.uploads, counts.downloads)?;
         writeln!(
             f,
             "  patterns       {} written, {} compared, {:.2} GB/s",
-            Bytes(tally.bytes_written),
-            Bytes(tally.bytes_verified),
+            Bytes(counts.bytes_written),
+            Bytes(counts.bytes_verified),
             self.gb_per_s
         )?;
         writeln!(
             f,
             "  out of memory  {} times survived; cached memory given back {} times",
-            tally.ooms, tally.releases
+            counts.ooms, counts.releases
         )?;
         let kept = Bytes(self.not_given_back_bytes);
         write!(f, "  mismatches     {}; hazards {}; not given back {kept}", self.mismatches, self.hazards)

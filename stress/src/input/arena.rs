@@ -1,13 +1,13 @@
-//! The lists and dictionaries of a pickle or a JSON text, without what is of no use.
+//! The lists and dictionaries of a pickle or a JSON text, as far as snapshots need them.
 
 use std::collections::BTreeMap;
 
 use super::error::Reason;
 
-/// Declares the strings that matter.
+/// Declares the strings with a meaning in snapshots.
 macro_rules! words {
     ($($word:ident = $text:literal,)*) => {
-        /// A string that matters.
+        /// A string with a meaning in snapshots.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) enum Word { $($word,)* }
 
@@ -38,7 +38,7 @@ words! {
     TraceEvents = "traceEvents",
 }
 
-/// What an opcode is applied to is of another kind.
+/// The operand of an opcode has another type.
 pub(super) const MALFORMED: Reason = Reason::Pickle("an opcode does not fit what it is applied to");
 
 /// The longest word.
@@ -53,47 +53,47 @@ pub(super) enum Value {
     /// Also a tuple.
     List(u32),
     Dict(u32),
-    /// Of no use but for telling equal values from others: by a digest of its content.
+    /// Any other value: a digest of its content, for comparisons.
     Other(u64),
 }
 
 impl Value {
-    /// A number with a fraction or an exponent, which may be a whole one all the same.
+    /// A floating-point number; an integer if it equals one.
     pub(super) fn float(number: f64) -> Self {
         whole(number).map_or(Self::Other(mix(1, number.to_bits())), |number| Self::Int(number.cast_unsigned()))
     }
 }
 
-/// The integer that a floating-point number is, if it is one and represents no other.
+/// The integer that a floating-point number equals, if there is exactly one.
 #[expect(clippy::cast_possible_truncation, reason = "it is whole, and in range")]
 pub(super) fn whole(number: f64) -> Option<i64> {
     const EXACT: f64 = (1_u64 << 53) as f64;
     (number.fract() == 0.0 && number.abs() <= EXACT).then_some(number as i64)
 }
 
-/// Digests of values that follow one another.
+/// The digest of a sequence, with the next digest added.
 pub(super) fn mix(digest: u64, next: u64) -> u64 {
     (digest.rotate_left(23) ^ next).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1)
 }
 
-/// Digests of parts of a text that follow one another.
+/// The digest of a text, with the next part added.
 pub(super) fn digest(before: u64, text: &[u8]) -> u64 {
     text.iter().fold(before, |digest, &byte| (digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// The digest that a text begins with.
+/// The digest of an empty text.
 pub(super) const START: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// How many numbers and words of a list are kept: the numbers of a pool are two, and a third tells
-/// a list that is no such pair.
+/// How many numbers and words of a list are kept: a pool has two numbers, and a third one shows
+/// that a list is not such a pair.
 const FEW: usize = 3;
 
 #[derive(Debug, Default)]
 struct List {
     items: Vec<Value>,
-    /// Before which item something was left out that is no list and no dictionary.
+    /// The index of the first item that was left out and is not a dictionary.
     left_out: Option<usize>,
-    /// Of the items, in order; 0 only without any.
+    /// Of the items, in order; 0 only if there are none.
     digest: u64,
 }
 
@@ -116,18 +116,18 @@ struct Node {
 /// Ends a dictionary's links.
 const NONE: u32 = u32::MAX;
 
-/// How many keys of the outermost dictionary are kept to tell what it is, and how many texts they
-/// are looked up among.
+/// How many keys of the outermost dictionary are kept for error messages, and how many texts are
+/// kept to look them up.
 const SHOWN: usize = 3;
 const TEXTS: usize = 16;
-/// The longest text of those.
+/// The longest of these texts.
 pub(super) const TEXT: usize = 32;
 
 /// The lists and dictionaries.
 ///
-/// Of a dictionary it keeps the entries whose key is a word, of a list the dictionaries of use, the
-/// lists and the first numbers, and of everything else only a digest of its content. Indices stand
-/// for references, so that shared and cyclic ones cost nothing.
+/// It keeps the entries of dictionaries whose key is a word; the dictionaries with such entries,
+/// the lists and the first numbers of lists; and of everything else only a digest. References are
+/// indices, so shared and cyclic ones need no care.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
     lists: Vec<List>,
@@ -135,14 +135,14 @@ pub(super) struct Arena {
     nodes: Vec<Node>,
     /// Items that all lists have room for.
     room: usize,
-    /// The first short texts that are no words, by digest.
+    /// The first short texts that are not words, by digest.
     texts: BTreeMap<u64, String>,
     /// The first keys of the outermost dictionary.
     keys: Vec<Value>,
 }
 
 impl Arena {
-    /// Memory that it takes.
+    /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         self.lists.len() * size_of::<List>()
             + self.room * size_of::<Value>()
@@ -150,7 +150,22 @@ impl Arena {
             + self.nodes.len() * size_of::<Node>()
     }
 
-    /// A text that is read whole.
+    /// The present end of the values.
+    pub(super) fn mark(&self) -> [usize; 3] {
+        [self.lists.len(), self.dicts.len(), self.nodes.len()]
+    }
+
+    /// The digest of a value, of which everything since `mark` is dropped.
+    pub(super) fn digest_since(&mut self, [lists, dicts, nodes]: [usize; 3], value: Value) -> Value {
+        let digest = self.digest(value);
+        self.room -= self.lists[lists..].iter().map(|list| list.items.capacity()).sum::<usize>();
+        self.lists.truncate(lists);
+        self.dicts.truncate(dicts);
+        self.nodes.truncate(nodes);
+        Value::Other(digest)
+    }
+
+    /// A text that was read completely.
     pub(super) fn text(&mut self, text: &[u8]) -> Value {
         if let Some(word) = Word::from_bytes(text) {
             return Value::Word(word);
@@ -162,10 +177,10 @@ impl Arena {
         Value::Other(digest)
     }
 
-    /// What `key` is set to.
+    /// The value of `key`.
     pub(super) fn get(&self, dict: u32, key: Word) -> Option<Value> {
         let mut at = self.dicts[dict as usize].head;
-        // A dictionary has few keys of use unless it sets the same ones over and over.
+        // A dictionary has few words as keys, unless it sets the same ones again and again.
         for _ in 0..64 {
             let node = self.nodes.get(at as usize)?;
             if node.key == key {
@@ -176,8 +191,8 @@ impl Arena {
         None
     }
 
-    /// The items of a list that are of use, and [`Value::Other`] where the first was that is not. A
-    /// list gives them once only: no snapshot has the same one twice.
+    /// The kept items of a list, and [`Value::Other`] in place of the first that was left out. A
+    /// second call returns nothing: snapshots do not share lists.
     pub(super) fn take(&mut self, list: u32) -> Vec<Value> {
         let list = &mut self.lists[list as usize];
         let mut items = std::mem::take(&mut list.items);
@@ -187,7 +202,7 @@ impl Arena {
         items
     }
 
-    /// The first item of a list that is of use.
+    /// The first kept item of a list.
     pub(super) fn first(&self, list: u32) -> Option<Value> {
         self.lists[list as usize].items.first().copied()
     }
@@ -235,7 +250,7 @@ impl Arena {
     }
 
     pub(super) fn list(&mut self, items: &[Value]) -> Result<Value, Reason> {
-        let list = Value::List(u32::try_from(self.lists.len()).map_err(|_| Reason::TooMany("lists"))?);
+        let list = Value::List(u32::try_from(self.lists.len()).map_err(|_| Reason::TooMany("2^32 lists"))?);
         self.lists.try_reserve(1)?;
         self.lists.push(List::default());
         self.append(list, items)?;
@@ -267,7 +282,7 @@ impl Arena {
     }
 
     pub(super) fn dict(&mut self, items: &[Value]) -> Result<Value, Reason> {
-        let dict = Value::Dict(u32::try_from(self.dicts.len()).map_err(|_| Reason::TooMany("dictionaries"))?);
+        let dict = Value::Dict(u32::try_from(self.dicts.len()).map_err(|_| Reason::TooMany("2^32 dictionaries"))?);
         self.dicts.try_reserve(1)?;
         self.dicts.push(Dict { head: NONE, digest: 0 });
         self.set(dict, items)?;
@@ -282,7 +297,7 @@ impl Arena {
             dict.digest = dict.digest.wrapping_add(digest).max(1);
             if let Value::Word(key) = key {
                 let node = u32::try_from(self.nodes.len()).ok().filter(|&node| node != NONE);
-                let node = node.ok_or(Reason::TooMany("entries"))?;
+                let node = node.ok_or(Reason::TooMany("2^32 entries"))?;
                 self.nodes.try_reserve(1)?;
                 self.nodes.push(Node { value, before: dict.head, key });
                 dict.head = node;

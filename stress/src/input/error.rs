@@ -1,4 +1,4 @@
-//! What can be wrong with an input, and where.
+//! Errors of inputs, and their locations.
 
 use std::fmt;
 use std::io;
@@ -10,10 +10,8 @@ use crate::text::one_line;
 pub(super) const LAYERS_MAX: u32 = 4;
 /// The longest line in bytes.
 pub(super) const LINE_MAX: usize = 64 << 10;
-/// The most header lines of a trace.
-pub(super) const HEADERS_MAX: usize = 1024;
-/// The longest error in characters, and the longest name of a file in it. With what stands before
-/// it, an error has at most 300.
+/// The longest error in characters, and the longest file name in it. With its prefix an error has
+/// at most 300 characters.
 const LONGEST: usize = 280;
 const LONGEST_PATH: usize = 120;
 
@@ -25,12 +23,12 @@ const LONGEST_PATH: usize = 120;
 pub struct InputError {
     /// The file.
     pub path: PathBuf,
-    /// Which part of the file: `/NAME` in an archive, `[RANK]` in a list of snapshots; otherwise
+    /// The part of the file: `/NAME` in an archive, `[RANK]` in a list of snapshots; otherwise
     /// empty.
     pub part: String,
-    /// Where in the file.
+    /// The place in the file.
     pub location: Location,
-    /// What is wrong there.
+    /// The reason.
     pub reason: Reason,
 }
 
@@ -41,7 +39,7 @@ impl InputError {
     }
 }
 
-/// A place in an input. Displays as what follows the file's name.
+/// A place in an input. Displays as the suffix of the file's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Location {
@@ -85,61 +83,48 @@ impl fmt::Display for Location {
     }
 }
 
-/// What is wrong with an input.
+/// Why an input cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
     /// The operating system's error.
     #[error("{0}")]
     Io(io::Error),
-    /// The compressed data stops early.
-    #[error("the {what} data is truncated: the file ends at byte {length}, before the data does")]
-    Truncated {
-        /// The kind of data.
-        what: &'static str,
-        /// The file's length.
-        length: u64,
-    },
-    /// What follows the compressed data is something else.
-    #[error("other bytes follow the {what} data, from byte {offset} of the file on")]
-    TrailingBytes {
-        /// The kind of data.
-        what: &'static str,
-        /// Where they start in the file, counted from 0.
-        offset: u64,
-    },
-    /// The packed data is damaged, or packed in a way that is not read.
+    /// Compressed data without its end.
+    #[error("the {0} data is incomplete: it is cut off, or other bytes follow it")]
+    Truncated(&'static str),
+    /// The packed data is damaged, or packed in an unsupported way.
     #[error("the {what} data is damaged or not supported: {why}")]
     Damaged {
         /// The kind of data.
         what: &'static str,
-        /// What the decoder says.
+        /// The decoder's error.
         why: String,
     },
-    /// Packed again and again.
-    #[error("it is packed more than {} times over", LAYERS_MAX)]
+    /// Packed in too many layers.
+    #[error("it is packed in more than {} layers", LAYERS_MAX)]
     TooManyLayers,
-    /// More than anything of use holds.
+    /// More content than a recording of this size has.
     #[error(
-        "{stored} bytes of the file hold more up to here than any recording has in as many; \
-         it is none, or was made to take memory"
+        "the first {stored} bytes of the file hold more than a recording of that size can: \
+         it is not a recording, or was made to exhaust memory"
     )]
     TooDense {
         /// Bytes as they are stored, compressed or not.
         stored: u64,
     },
-    /// There is nothing in it.
+    /// The file has no bytes.
     #[error("the file is empty")]
     Empty,
-    /// It is a trace or a log, and nothing happens in it.
+    /// A trace or a log without events.
     #[error("the file has no events, so there is nothing to replay")]
     NoEvents,
-    /// The content is of no known format.
+    /// The format is unknown.
     #[error("not an allocation trace, a PyTorch memory snapshot or an RMM log: found {found}{hint}")]
     Unrecognised {
-        /// What it begins with.
+        /// Its beginning.
         found: String,
-        /// What the file's name promised; may be empty.
+        /// Advice that the file's name suggests; may be empty.
         hint: &'static str,
     },
     /// The wrong one of RMM's logs.
@@ -154,10 +139,10 @@ pub enum Reason {
     /// More bytes than a file of its kind has.
     #[error("the file is longer than {} MiB", most >> 20)]
     TooLong {
-        /// The most that it may have.
+        /// The limit.
         most: u64,
     },
-    /// A line that no text format has.
+    /// A line beyond the limit.
     #[error("the line is longer than {} KiB", LINE_MAX >> 10)]
     LineTooLong,
     /// Text in another encoding.
@@ -174,7 +159,7 @@ pub enum Reason {
     WrongType {
         /// The field.
         field: &'static str,
-        /// What it should be.
+        /// The expected type.
         expected: &'static str,
     },
     /// A line with too many fields.
@@ -185,16 +170,16 @@ pub enum Reason {
     BadNumber {
         /// The field.
         field: &'static str,
-        /// What stands there.
+        /// The text found.
         text: String,
     },
-    /// An allocation under a name that is in use.
-    #[error("{0} is already allocated")]
-    AlreadyLive(Block),
-    /// A use or free of something that is not allocated.
-    #[error("{0} is not allocated: it never was, or has been freed")]
-    NotLive(Block),
-    /// A free that names another stream than its allocation did.
+    /// An allocation under an ID that is in use.
+    #[error("ID {0} is already allocated")]
+    AlreadyLive(u64),
+    /// A use or free of an ID that is not allocated.
+    #[error("ID {0} is not allocated: it never was, or has been freed")]
+    NotLive(u64),
+    /// A free that names another stream than its allocation.
     #[error("the free names stream {freed}, the allocation named stream {allocated}")]
     WrongStream {
         /// The allocation's stream.
@@ -202,21 +187,15 @@ pub enum Reason {
         /// The free's stream.
         freed: u64,
     },
-    /// The live bytes exceed what 64 bits hold.
+    /// More live bytes than 64 bits hold.
     #[error("the bytes allocated exceed 64 bits")]
     TooManyBytes,
-    /// More events, blocks or objects than 32 bits count.
-    #[error("more than 2^32 {0}")]
+    /// More events, blocks, streams or header lines than are supported.
+    #[error("more than {0}")]
     TooMany(&'static str),
-    /// The host lacks memory for what the input holds.
-    #[error("there is not enough memory for what it holds")]
+    /// The host lacks memory for the content.
+    #[error("the host does not have enough memory for its content")]
     OutOfMemory,
-    /// More streams than 16 bits count.
-    #[error("more than 65536 streams")]
-    TooManyStreams,
-    /// More header lines than any trace has.
-    #[error("more than {} header lines", HEADERS_MAX)]
-    TooManyHeaders,
     /// A pickle opcode of old protocols, or of none.
     #[error("unsupported pickle opcode 0x{code:02x}")]
     Opcode {
@@ -232,7 +211,7 @@ pub enum Reason {
     /// Data, but no snapshot.
     #[error("not a memory snapshot: found {found}")]
     NotASnapshot {
-        /// What it is instead.
+        /// The content found instead.
         found: String,
     },
     /// A snapshot of another structure.
@@ -252,65 +231,12 @@ impl From<std::collections::TryReserveError> for Reason {
     }
 }
 
-/// The name an input has for a block of memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Block {
-    /// A number of its own.
-    Id(u64),
-    /// Its address.
-    Address(u64),
-}
-
-impl fmt::Display for Block {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Id(id) => write!(f, "ID {id}"),
-            Self::Address(address) => write!(f, "address {address:#x}"),
-        }
-    }
-}
-
-/// What is wrong with packed data, on its way through [`io::Error`].
-#[derive(Debug, Clone, thiserror::Error)]
-pub(super) enum Damage {
-    /// The file has so many bytes, and the data goes on.
-    #[error("it ends at byte {at}")]
-    Truncated { what: &'static str, at: u64 },
-    /// Something else starts there.
-    #[error("other bytes follow from byte {at} on")]
-    Trailing { what: &'static str, at: u64 },
-    /// The decoder does not understand it.
-    #[error("{why}")]
-    Broken { what: &'static str, why: String },
-    /// It holds more than any recording.
-    #[error("it holds more than a recording")]
-    TooDense { stored: u64 },
-}
-
-impl Damage {
-    /// An error of a decoder, unless what it reads from has failed.
-    pub(super) fn broken(what: &'static str, error: io::Error) -> io::Error {
-        let passed_on = error.raw_os_error().is_some() || error.get_ref().is_some_and(|inner| inner.is::<Self>());
-        if passed_on || error.kind() == io::ErrorKind::Interrupted {
-            return error;
-        }
-        Self::Broken { what, why: error.to_string() }.into()
-    }
-}
-
-impl From<Damage> for io::Error {
-    fn from(damage: Damage) -> Self {
-        Self::new(io::ErrorKind::InvalidData, damage)
-    }
-}
-
 /// An error before its file is known.
 #[derive(Debug)]
 pub(super) struct Fault {
     part: String,
     location: Location,
-    reason: Reason,
+    pub(super) reason: Reason,
 }
 
 impl Fault {
@@ -320,10 +246,6 @@ impl Fault {
 
     pub(super) fn file(reason: Reason) -> Self {
         Self::new(Location::File, reason)
-    }
-
-    pub(super) fn reason(&self) -> &Reason {
-        &self.reason
     }
 
     /// The same in a part of the file.
@@ -338,14 +260,14 @@ impl Fault {
 }
 
 impl Reason {
-    /// Tells a damaged file from the operating system's errors.
+    /// The reason of an error of reading, which [`io::Error`] may carry.
     pub(super) fn from_read(error: io::Error) -> Self {
-        match error.get_ref().and_then(|inner| inner.downcast_ref::<Damage>()) {
-            Some(&Damage::Truncated { what, at }) => Self::Truncated { what, length: at },
-            Some(&Damage::Trailing { what, at }) => Self::TrailingBytes { what, offset: at },
-            Some(Damage::Broken { what, why }) => Self::Damaged { what, why: why.clone() },
-            Some(&Damage::TooDense { stored }) => Self::TooDense { stored },
-            None => Self::Io(error),
-        }
+        error.downcast::<Self>().unwrap_or_else(Self::Io)
+    }
+}
+
+impl From<Reason> for io::Error {
+    fn from(reason: Reason) -> Self {
+        Self::new(io::ErrorKind::InvalidData, reason)
     }
 }

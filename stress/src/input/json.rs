@@ -2,53 +2,52 @@
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufRead, BufReader};
 
-use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::allowance::{Allowance, Made};
-use super::arena::{Arena, Value, Word, mix};
+use super::allowance::{Allowance, VALUES};
+use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
-use super::watched::{Limits, Watched};
+use super::watched::Watched;
 
 /// Reads one value.
 pub(super) fn parse(content: impl BufRead, allowance: &Allowance) -> Result<(Value, Arena), Fault> {
-    let limits = Limits::default();
-    let reader = Reader { arena: RefCell::default(), entered: Cell::new(false), allowance, limits: &limits };
-    let mut deserializer = serde_json::Deserializer::from_reader(BufReader::new(Watched::new(content, &limits)));
+    let (arena, entered, in_frames, refused) = Default::default();
+    let reader = Reader { arena, entered, in_frames, allowance, refused };
+    let mut deserializer = serde_json::Deserializer::from_reader(BufReader::new(Watched::new(content)));
     let top = Node(&reader).deserialize(&mut deserializer).and_then(|top| deserializer.end().map(|()| top));
-    let top = top.map_err(|error| limits.found().unwrap_or_else(|| fault(error)))?;
+    let top = top.map_err(|error| {
+        let line = Location::Line(error.line() as u64);
+        match reader.refused.take() {
+            Some(reason) => Fault::new(line, reason),
+            None if error.is_io() => Fault::file(Reason::from_read(error.into())),
+            None => Fault::new(line, Reason::Json(error)),
+        }
+    })?;
     Ok((top, reader.arena.into_inner()))
 }
 
-fn fault(error: serde_json::Error) -> Fault {
-    if error.is_io() {
-        return Fault::file(Reason::from_read(error.into()));
-    }
-    Fault::new(Location::Line(error.line() as u64), Reason::Json(error))
-}
-
-/// What all values are read into.
+/// Collects all values.
 struct Reader<'a> {
     arena: RefCell<Arena>,
-    /// The outermost dictionary was met.
+    /// The outermost dictionary has begun.
     entered: Cell<bool>,
+    /// In call stacks, where all values count.
+    in_frames: Cell<bool>,
     allowance: &'a Allowance,
-    limits: &'a Limits,
+    /// Why values were refused, for which the parser has no error.
+    refused: Cell<Option<Reason>>,
 }
 
 impl Reader<'_> {
-    /// Does something with the values so far, within limits.
+    /// Changes the values within the allowance.
     fn with<T, E: Error>(&self, change: impl FnOnce(&mut Arena) -> Result<T, Reason>) -> Result<T, E> {
         let mut arena = self.arena.borrow_mut();
-        let changed =
-            change(&mut arena).and_then(|value| self.allowance.check(arena.bytes(), Made::Values).map(|()| value));
+        let changed = change(&mut arena).and_then(|value| self.allowance.check(arena.bytes(), VALUES).map(|()| value));
         changed.map_err(|reason| {
-            self.limits.refuse(reason);
-            // It stands for what the limits keep.
-            E::custom("a limit was exceeded")
+            self.refused.set(Some(reason));
+            E::custom("refused")
         })
     }
 }
@@ -109,7 +108,14 @@ impl<'de> Visitor<'de> for Node<'_> {
         let dict = self.0.with(|arena| arena.dict(&[]))?;
         while let Some(key) = entries.next_key_seed(self)? {
             let value = match key {
-                Value::Word(Word::Frames) => Value::Other(entries.next_value::<Frames>()?.0),
+                Value::Word(Word::Frames) => {
+                    let mark = self.0.arena.borrow().mark();
+                    let outer = self.0.in_frames.replace(true);
+                    let frames = entries.next_value_seed(self)?;
+                    self.0.in_frames.set(outer);
+                    self.0.arena.borrow_mut().digest_since(mark, frames)
+                }
+                _ if self.0.in_frames.get() => entries.next_value_seed(self)?,
                 Value::Word(word) if word != Word::TraceEvents => entries.next_value_seed(self)?,
                 _ => {
                     entries.next_value::<IgnoredAny>()?;
@@ -124,75 +130,6 @@ impl<'de> Visitor<'de> for Node<'_> {
             })?;
         }
         Ok(dict)
-    }
-}
-
-/// A digest of call stacks, which are not kept; 0 for an empty one.
-#[derive(Default)]
-struct Frames(u64);
-
-impl Frames {
-    fn of(value: impl Hash) -> Self {
-        let mut hasher = DefaultHasher::new();
-        value.hash(&mut hasher);
-        Self(hasher.finish().max(1))
-    }
-}
-
-impl<'de> Deserialize<'de> for Frames {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(VisitFrames)
-    }
-}
-
-struct VisitFrames;
-
-impl<'de> Visitor<'de> for VisitFrames {
-    type Value = Frames;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("call stack frames")
-    }
-
-    fn visit_unit<E: Error>(self) -> Result<Frames, E> {
-        Ok(Frames(0))
-    }
-
-    fn visit_bool<E: Error>(self, value: bool) -> Result<Frames, E> {
-        Ok(Frames::of(value))
-    }
-
-    fn visit_i64<E: Error>(self, value: i64) -> Result<Frames, E> {
-        Ok(Frames::of(value))
-    }
-
-    fn visit_u64<E: Error>(self, value: u64) -> Result<Frames, E> {
-        Ok(Frames::of(value))
-    }
-
-    fn visit_f64<E: Error>(self, value: f64) -> Result<Frames, E> {
-        Ok(Frames::of(value.to_bits()))
-    }
-
-    fn visit_str<E: Error>(self, value: &str) -> Result<Frames, E> {
-        Ok(Frames::of(value))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Frames, A::Error> {
-        let mut digest = 0;
-        while let Some(Frames(item)) = items.next_element()? {
-            digest = Frames::of((digest, item)).0;
-        }
-        Ok(Frames(digest))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Frames, A::Error> {
-        let mut digest = 0_u64;
-        while let Some((Frames(key), Frames(value))) = entries.next_entry()? {
-            // In any order.
-            digest = digest.wrapping_add(mix(key, value));
-        }
-        Ok(Frames(digest))
     }
 }
 
@@ -228,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn call_stacks_are_told_apart_by_their_content() {
+    fn call_stacks_differ_by_their_content() {
         let frames = |text: &str| {
             let (top, arena) = read(&format!("{{\"frames\": {text}}}")).unwrap();
             let Value::Dict(top) = top else { panic!() };
@@ -239,7 +176,7 @@ mod tests {
         for other in ["[{\"name\": \"f\", \"line\": 2}]", "[{\"name\": \"f\", \"line\": 1}, 1]", "[null]"] {
             assert!(frames(other) != one && frames(other) != 0, "{other}");
         }
-        assert_eq!((frames("[]"), frames("null")), (0, 0));
+        assert_eq!(frames("[]"), 0);
     }
 
     #[test]
@@ -248,12 +185,12 @@ mod tests {
         assert!(read("{\n{").unwrap_err().starts_with("s.json:2: "));
         assert!(read("{} {}").unwrap_err().contains("trailing"));
         let deep = format!("{{\"device_traces\": [[{{\"frames\": {}", "[".repeat(1 << 20));
-        assert!(read(&deep).unwrap_err().contains("recursion limit"));
-        assert!(read(&format!("{{\"segments\": {}", "[".repeat(1 << 20))).unwrap_err().contains("recursion limit"));
+        assert!(read(&deep).unwrap_err().contains("nested more than 1000 levels deep"));
+        assert!(read(&format!("{{\"segments\": {}", "[".repeat(900))).unwrap_err().contains("recursion limit"));
     }
 
     #[test]
-    fn what_is_never_in_a_snapshot_takes_no_memory() {
+    fn endless_texts_numbers_and_nesting_take_no_memory() {
         let endless = |start: &'static str, what| {
             let text = BufReader::new(std::io::Read::chain(start.as_bytes(), std::io::repeat(what)));
             read_stored(text, &Allowance::default()).map(|_| ())
@@ -268,7 +205,7 @@ mod tests {
             );
         }
         let error = endless("{\"a\": ", b'[').unwrap_err();
-        assert_eq!(error, "s.json:byte 1005: not a memory snapshot: it is nested more than 1000 levels deep");
+        assert_eq!(error, "s.json: not a memory snapshot: it is nested more than 1000 levels deep");
     }
 
     #[test]
@@ -280,8 +217,8 @@ mod tests {
     }
 
     #[test]
-    fn what_few_stored_bytes_hold_takes_little_memory() {
-        const DENSE: &str = "hold more up to here than any recording has in as many";
+    fn values_take_little_memory_for_few_stored_bytes() {
+        const DENSE: &str = " bytes of the file hold more than a recording of that size can";
         let text = format!("{{\"device_traces\": [[]{}]}}", ",[          ]".repeat(2 << 20));
         assert!(read(&text).is_ok(), "room for as many lists as the bytes allow");
         let few = Allowance::read(text.len() / 1000, text.len());

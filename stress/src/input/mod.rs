@@ -1,6 +1,6 @@
 //! Recorded programs: reads allocation traces, PyTorch memory snapshots and RMM logs.
 //!
-//! [`load`] looks at what a file holds, not at its name:
+//! [`load`] recognises a file by its content, not by its name:
 //!
 //! | content | programs |
 //! |---|---|
@@ -10,22 +10,20 @@
 //! | an RMM log (CSV, with a header or without) | one per device |
 //!
 //! Each may be compressed with gzip, xz or zstd, and any number of them may lie in a zip archive.
-//! Files are read as streams, archives whole. Memory grows with what a file holds, never with what
-//! it only claims to hold nor beyond what a recording of its size takes (`allowance.rs`), and a
-//! damaged file gives an [`InputError`].
+//! Files are read as streams, archives and pages as a whole. Memory grows with the content that was
+//! read, never with a claimed length, and not beyond the need of a recording of that size
+//! (`allowance.rs`). A damaged file causes an [`InputError`].
 //!
-//! Pickles and JSON are read into the same values (`arena.rs`), in which `structure.rs` finds
+//! Pickles and JSON are read into the same values (`arena.rs`), where `structure.rs` finds
 //! snapshots. `recording.rs` completes recordings that begin later than the program or have gaps.
 
 mod allowance;
 mod archive;
 mod arena;
 mod error;
-mod gzip;
 mod json;
 mod layers;
 mod lines;
-mod object;
 mod page;
 mod program;
 mod recording;
@@ -41,17 +39,15 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-pub use error::{Block, InputError, Location, Reason};
+pub use error::{InputError, Location, Reason};
 pub use program::{Event, Program};
 
-pub(crate) use object::{FromObject, Object};
-
-use allowance::{Allowance, Made};
+use allowance::Allowance;
 use error::Fault;
 use layers::Content;
 use sniff::Format;
 
-/// The name under which a user names standard input.
+/// The name of standard input on the command line.
 const STANDARD_INPUT: &str = "-";
 
 /// Reads the programs a file holds, in order of device; `-` is standard input.
@@ -70,8 +66,8 @@ pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
     }
 }
 
-/// The name of a file's program, unless it has one of its own: the file's without what only tells
-/// the format.
+/// The name of a file's program, unless it has one of its own: the file's name without the suffixes
+/// of formats.
 pub fn stem(path: &Path) -> String {
     if path == Path::new(STANDARD_INPUT) { "standard input".into() } else { sniff::stem(path) }
 }
@@ -87,13 +83,13 @@ pub fn read(path: &Path, bytes: impl Read) -> Result<Vec<Program>, InputError> {
     parse(&origin, Box::new(allowance.stored(bytes))).map_err(|fault| fault.at(path))
 }
 
-/// Where a content comes from.
+/// The origin of a content.
 struct Origin<'a> {
     /// The name of its program, unless it has one of its own.
     name: String,
-    /// The file's name, or that in an archive.
+    /// The file's name, or the name in an archive.
     path: &'a Path,
-    /// In how many layers it is packed.
+    /// The number of layers around it.
     layers: u32,
     allowance: &'a Allowance,
 }
@@ -106,16 +102,24 @@ fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault>
         error::LAYERS_MAX.. => Err(Fault::file(Reason::TooManyLayers)),
         _ => Ok(Origin { name: name.clone(), path, layers, allowance }),
     };
-    let buffered = |content, made| BufReader::with_capacity(64 << 10, allowance.content(content, made));
-    let values = |(top, mut arena), nouns| structure::programs(top, &mut arena, nouns, name);
+    let buffered = |content| BufReader::with_capacity(64 << 10, allowance.content(content));
+    let values = |(top, mut arena)| structure::programs(top, &mut arena, name);
     match format {
         Format::Archive => archive::programs(content, &packed()?),
         Format::Page => page::programs(content, &packed()?),
-        Format::Trace => Ok(vec![trace::parse(buffered(content, Made::Events), name.clone(), allowance)?]),
-        Format::Rmm => rmm::parse(buffered(content, Made::Events), name, allowance),
-        Format::Pickle => values(unpickle::run(buffered(content, Made::Values), allowance)?, structure::PICKLE),
-        Format::Json => values(json::parse(buffered(content, Made::Values), allowance)?, structure::JSON),
+        Format::Trace => Ok(vec![trace::parse(buffered(content), name.clone(), allowance)?]),
+        Format::Rmm => rmm::parse(buffered(content), name, allowance),
+        Format::Pickle => values(unpickle::run(buffered(content), allowance)?),
+        Format::Json => values(json::parse(buffered(content), allowance)?),
     }
+}
+
+/// Parses content in an archive or a page, whose programs stay in memory.
+fn parse_inside(outer: &Origin<'_>, name: String, path: &Path, content: impl Read) -> Result<Vec<Program>, Fault> {
+    let inner = Origin { name, path, layers: outer.layers + 1, allowance: outer.allowance };
+    let programs = parse(&inner, Box::new(content))?;
+    outer.allowance.keep(programs.iter().map(Program::bytes).sum());
+    Ok(programs)
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! A recorded program, and how one is put together.
+//! A recorded program, and its builder.
 
 use std::collections::HashMap;
 
 use super::error::Reason;
 use crate::text::one_line;
 
-/// What a recorded program did with memory, on one device.
+/// A recorded program's use of memory on one device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// The name from the file's header, or else of the file.
@@ -14,15 +14,15 @@ pub struct Program {
     pub device: u32,
     /// The file's header: keys and values in order.
     pub headers: Vec<(String, String)>,
-    /// What happened, in order.
+    /// The events, in order.
     pub events: Vec<Event>,
     /// The number of slots; each slot holds at most one live block at a time.
     pub slots: u32,
     /// The file's own number of each stream. The default stream, 0, is always the first.
     pub streams: Vec<u64>,
-    /// The most bytes that were asked for and not yet freed at any time.
+    /// The most bytes that were requested and not yet freed at any time.
     pub peak_requested_bytes: u64,
-    /// What was skipped or assumed, a line each.
+    /// Notes on what was skipped or inferred.
     pub notes: Vec<String>,
 }
 
@@ -33,10 +33,17 @@ impl Program {
         count.count() as u64
     }
 
-    /// Memory that it takes.
+    /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();
         self.events.capacity() * size_of::<Event>() + headers + size_of::<Self>()
+    }
+
+    /// Adds a note with a count, unless it is 0.
+    pub(super) fn note(&mut self, count: u64, text: &str) {
+        if count > 0 {
+            self.notes.push(format!("{text}: {count}"));
+        }
     }
 
     /// The number of allocations.
@@ -45,16 +52,16 @@ impl Program {
     }
 }
 
-/// One thing a program did. Streams are indices into [`Program::streams`].
+/// An event of a program. Streams are indices into [`Program::streams`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// A block of `bytes` bytes is allocated for `stream`, and lives in `slot` until freed.
     Alloc {
-        /// Where it lives; the slot is empty.
+        /// Its slot, which is empty.
         slot: u32,
-        /// What the program asked for; may be 0.
+        /// The requested bytes; may be 0.
         bytes: u64,
-        /// The stream it is for.
+        /// Its stream.
         stream: u16,
     },
     /// The block in `slot` is freed, which empties the slot.
@@ -86,7 +93,7 @@ pub(super) struct Live {
     pub(super) stream: u64,
 }
 
-/// Puts a program together from blocks that the input names by `u64` keys: IDs or addresses.
+/// Builds a program from blocks that the input names by `u64` keys: IDs or addresses.
 #[derive(Debug)]
 pub(super) struct Builder {
     program: Program,
@@ -95,7 +102,7 @@ pub(super) struct Builder {
     dense: HashMap<u64, u16>,
     last_stream: (u64, u16),
     live_bytes: u64,
-    /// By key: blocks that were allocated before anything else happened.
+    /// By key: blocks that were allocated before all events.
     first: Vec<(u64, Event)>,
     /// Memory of the headers.
     header_bytes: usize,
@@ -124,7 +131,7 @@ impl Builder {
         }
     }
 
-    /// Memory that it takes.
+    /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         // A table has a byte for each entry besides the entry.
         self.program.events.capacity() * size_of::<Event>()
@@ -147,7 +154,7 @@ impl Builder {
         self.live.get(&key).copied()
     }
 
-    /// Adds an allocation, unless `key` is live: then gives `false`.
+    /// Adds an allocation; `false` if `key` is live.
     pub(super) fn alloc(&mut self, key: u64, bytes: u64, stream: u64) -> Result<bool, Reason> {
         self.live.try_reserve(1)?;
         let std::collections::hash_map::Entry::Vacant(entry) = self.live.entry(key) else { return Ok(false) };
@@ -176,7 +183,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Adds a free, unless `key` is not live: then gives `None`.
+    /// Adds a free; `None` if `key` is not live.
     pub(super) fn free(&mut self, key: u64) -> Result<Option<Live>, Reason> {
         let Some(block) = self.live.remove(&key) else { return Ok(None) };
         self.live_bytes -= block.bytes;
@@ -186,7 +193,7 @@ impl Builder {
         Ok(Some(block))
     }
 
-    /// Adds a use on another stream, unless `key` is not live: then gives `false`.
+    /// Adds a use on another stream; `false` if `key` is not live.
     pub(super) fn record_stream(&mut self, key: u64, stream: u64) -> Result<bool, Reason> {
         let Some(block) = self.live(key) else { return Ok(false) };
         let stream = self.dense(stream)?;
@@ -198,11 +205,16 @@ impl Builder {
         self.push(Event::Iteration(number))
     }
 
-    /// Adds the note `1 one` or `count many`, unless `count` is 0.
-    pub(super) fn note(&mut self, count: u64, one: &str, many: &str) {
-        if count > 0 {
-            self.program.notes.push(format!("{count} {}", if count == 1 { one } else { many }));
-        }
+    /// Adds a note with a count, unless it is 0.
+    pub(super) fn note(&mut self, count: u64, text: &str) {
+        self.program.note(count, text);
+    }
+
+    /// The same, with the largest of the counted sizes.
+    pub(super) fn note_sizes(&mut self, count: u64, largest: Option<u64>, text: &str) {
+        let largest = largest.filter(|_| count > 0).map(|bytes| format!("; the largest: {bytes} bytes"));
+        self.program.note(count, text);
+        self.program.notes.last_mut().into_iter().for_each(|note| note.extend(largest.as_deref()));
     }
 
     /// Adds a note.
@@ -210,7 +222,7 @@ impl Builder {
         self.program.notes.push(note);
     }
 
-    /// Whether nothing happened so far.
+    /// Whether there are no events so far.
     pub(super) fn is_empty(&self) -> bool {
         self.program.events.is_empty() && self.first.is_empty()
     }
@@ -229,7 +241,7 @@ impl Builder {
 
     fn push(&mut self, event: Event) -> Result<(), Reason> {
         if self.program.events.len() >= u32::MAX as usize {
-            return Err(Reason::TooMany("events"));
+            return Err(Reason::TooMany("2^32 events"));
         }
         self.program.events.try_reserve(1)?;
         self.program.events.push(event);
@@ -243,7 +255,8 @@ impl Builder {
             let dense = match self.dense.get(&stream) {
                 Some(&dense) => dense,
                 None => {
-                    let dense = u16::try_from(self.program.streams.len()).map_err(|_| Reason::TooManyStreams)?;
+                    let dense =
+                        u16::try_from(self.program.streams.len()).map_err(|_| Reason::TooMany("65536 streams"))?;
                     self.program.streams.push(stream);
                     self.dense.insert(stream, dense);
                     dense
@@ -257,7 +270,7 @@ impl Builder {
 
 fn new_slot(slots: &mut u32) -> Result<u32, Reason> {
     let slot = *slots;
-    *slots = slot.checked_add(1).ok_or(Reason::TooMany("live blocks"))?;
+    *slots = slot.checked_add(1).ok_or(Reason::TooMany("2^32 live blocks"))?;
     Ok(slot)
 }
 
@@ -325,8 +338,11 @@ mod tests {
     #[test]
     fn notes_count() {
         let mut builder = Builder::new("p".into(), 0);
-        [0, 1, 2].into_iter().for_each(|count| builder.note(count, "block", "blocks"));
-        assert_eq!(builder.finish().unwrap().notes, ["1 block", "2 blocks"]);
+        builder.note(0, "none");
+        builder.note(1, "lines");
+        builder.note_sizes(2, Some(7), "blocks");
+        builder.note_sizes(0, None, "none");
+        assert_eq!(builder.finish().unwrap().notes, ["lines: 1", "blocks: 2; the largest: 7 bytes"]);
     }
 
     #[test]
@@ -338,6 +354,6 @@ mod tests {
         for stream in 0..65536 {
             builder.alloc(stream, 1, stream).unwrap();
         }
-        assert!(matches!(builder.alloc(65536, 1, 65536), Err(Reason::TooManyStreams)));
+        assert!(matches!(builder.alloc(65536, 1, 65536), Err(Reason::TooMany("65536 streams"))));
     }
 }

@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, HashSet};
 use super::error::Reason;
 use super::program::{Builder, Live};
 
-/// Puts a program together from blocks that the recording names by address.
+/// Builds a program from blocks that the recording names by address.
 ///
-/// A free of an address that did not occur before tells of a block that was allocated before the
-/// recording starts. It is allocated first of all. Memory that is allocated again was free.
+/// The free of an address that did not occur before belongs to a block that was allocated before
+/// the recording starts. It is allocated before all others. Memory that is allocated again was
+/// freed.
 #[derive(Debug)]
 pub(super) struct Recording {
     pub(super) builder: Builder,
@@ -27,7 +28,7 @@ impl Recording {
         Self { builder, seen, ranges, found: 0, lost_frees: 0, lost_allocs: 0 }
     }
 
-    /// Memory that it takes.
+    /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         // An entry of a tree takes some three words.
         self.builder.bytes() + self.seen.capacity() * 9 + self.ranges.len() * 24
@@ -37,7 +38,7 @@ impl Recording {
         addr.is_some_and(|addr| self.ranges.contains_key(&addr))
     }
 
-    /// Takes note of an address.
+    /// Remembers an address.
     pub(super) fn saw(&mut self, addr: Option<u64>) {
         self.seen.extend(addr);
     }
@@ -51,8 +52,7 @@ impl Recording {
         self.builder.alloc(addr, size, stream).map(|_| ())
     }
 
-    /// The block that a free tells of, which may be one from before the recording. `None` if it was
-    /// freed already.
+    /// The block of a free, which may precede the recording. `None` if it was freed already.
     pub(super) fn freed(&mut self, addr: u64, size: u64, stream: u64) -> Result<Option<Live>, Reason> {
         if !self.ranges.contains_key(&addr) && !self.found(addr, size, stream)? {
             self.lost_allocs += 1;
@@ -65,7 +65,7 @@ impl Recording {
         self.builder.free(addr)
     }
 
-    /// Frees the live blocks in some memory that can hold none any more.
+    /// Frees the live blocks in a range of memory that can no longer hold them.
     pub(super) fn free_within(&mut self, addr: u64, size: u64) -> Result<(), Reason> {
         let end = addr.saturating_add(size.max(1));
         while let Some((&at, &length)) = self.ranges.range(..end).next_back()
@@ -77,8 +77,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Adds a block that was allocated before the recording starts, unless the address occurred:
-    /// then gives `false`.
+    /// Adds a block that was allocated before the recording starts; `false` if the address
+    /// occurred.
     pub(super) fn found(&mut self, addr: u64, size: u64, stream: u64) -> Result<bool, Reason> {
         self.seen.try_reserve(1)?;
         if !self.seen.insert(addr) {
@@ -90,32 +90,19 @@ impl Recording {
         Ok(true)
     }
 
-    /// Notes what was inferred; `what` is what the recording is called.
+    /// Notes what was inferred; `what` is the name of the recording.
     pub(super) fn note(&mut self, what: &str) {
-        let why = "the recording began later than the program, or was cut off";
         self.builder.note(
             self.found,
-            &format!("block that the {what}'s start found allocated; allocated first ({why})"),
-            &format!("blocks that the {what}'s start found allocated; allocated first, by address ({why})"),
+            &format!(
+                "blocks that were allocated before the {what} begins, allocated first by address (the recording began \
+                 later than the program, or was cut off)"
+            ),
         );
         self.builder.note(
             self.lost_frees,
-            &format!(
-                "block whose memory was allocated again or given back without a free in the {what}, freed just before"
-            ),
-            &format!(
-                "blocks whose memory was allocated again or given back without a free in the {what}, freed just before"
-            ),
+            &format!("blocks without a free in the {what}, freed before their memory is allocated again or released"),
         );
-        self.builder.note(
-            self.lost_allocs,
-            "free of a block that is not allocated, skipped",
-            "frees of blocks that are not allocated, skipped",
-        );
+        self.builder.note(self.lost_allocs, "frees of blocks that are not allocated, skipped");
     }
-}
-
-/// How the size of one refused request is told, and that of the largest of several.
-pub(super) fn largest(bytes: Option<u64>) -> [String; 2] {
-    ["", " the largest"].map(|which| bytes.map(|bytes| format!(",{which} of {bytes} bytes")).unwrap_or_default())
 }

@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, HashSet};
 use std::io::BufRead;
 
-use super::allowance::{Allowance, Made};
+use super::allowance::{Allowance, EVENTS};
 use super::arena::{START, digest, whole};
 use super::error::{Fault, Reason};
 use super::lines::Lines;
 use super::program::{Builder, Program};
-use super::recording::{Recording, largest};
+use super::recording::Recording;
 
 /// The columns of a log without a header, in order.
 pub(super) const HEADER: [&str; 6] = ["Thread", "Time", "Action", "Pointer", "Size", "Stream"];
@@ -16,7 +16,7 @@ pub(super) const HEADER: [&str; 6] = ["Thread", "Time", "Action", "Pointer", "Si
 /// The actions of the rows.
 const ACTIONS: &str = "allocate, free, deallocate or allocate failure";
 
-/// In which columns the fields are. Old versions had others, and further ones.
+/// The columns of the fields. Old versions had other ones, and more.
 struct Columns {
     thread: Option<usize>,
     device: Option<usize>,
@@ -28,9 +28,9 @@ struct Columns {
 }
 
 impl Columns {
-    /// The columns that a header names, if it is one.
+    /// The columns that a header names; `None` if the line is not a header.
     fn of(header: &str) -> Option<Self> {
-        // Most lines are none, which is quickly told of those that begin with a number.
+        // Most lines are rows, which begin with a number.
         if header.starts_with(|char: char| char.is_ascii_digit()) || !header.contains(',') {
             return None;
         }
@@ -62,7 +62,7 @@ impl Columns {
             let missing = HEADER.get(fields.len()).filter(|_| self.count == HEADER.len());
             return Err(Reason::MissingField(missing.unwrap_or(&"of the last column")));
         }
-        // The last column of old logs is a path, which may have commas in it.
+        // The last column of old logs is a path, which may contain commas.
         if let Some(&field) = fields.get(self.count)
             && self.count <= HEADER.len()
         {
@@ -99,7 +99,7 @@ pub(super) fn is_row(line: &str) -> bool {
     Columns::usual().row(line).is_ok_and(|row| kind(row.action).is_some() && pointer(row.pointer).is_ok())
 }
 
-/// Whether a line is one of RMM's other log, which tells what its pools do.
+/// Whether a line is one of RMM's other log, which is about its pools.
 pub(super) fn is_debug_log(line: &str) -> bool {
     let mut parts = line.split(']').map(|part| part.strip_prefix('['));
     let mut next = |is: fn(char) -> bool| {
@@ -125,7 +125,7 @@ fn kind(action: &str) -> Option<Kind> {
     }
 }
 
-/// What happened on one device.
+/// The events of one device.
 struct Device {
     recording: Recording,
     failed: u64,
@@ -151,7 +151,7 @@ impl Device {
         }
     }
 
-    /// Memory that it takes.
+    /// Memory in use.
     fn bytes(&self) -> usize {
         size_of::<Self>() + self.recording.bytes() + self.threads.capacity() * 9
     }
@@ -171,7 +171,7 @@ impl Device {
         } else if kind == Kind::Allocate {
             self.recording.alloc(pointer, size, stream)?;
         } else if size == 0 && !self.recording.is_live(Some(pointer)) {
-            // Old logs have no sizes of frees.
+            // Old logs have no sizes for frees.
             self.unknown_size += 1;
         } else if let Some(live) = self.recording.freed(pointer, size, stream)? {
             self.other_size += u64::from(live.bytes != size && size != 0);
@@ -186,39 +186,15 @@ impl Device {
 
     fn finish(mut self, other_lines: u64) -> Result<Program, Reason> {
         let builder = &mut self.recording.builder;
-        let [one, largest] = largest(self.largest_failed);
-        builder.note(
-            self.failed,
-            &format!("failed allocation{one}, skipped"),
-            &format!("failed allocations{largest}, skipped"),
-        );
-        builder.note(
-            self.null,
-            "allocation or free of the null pointer, skipped",
-            "allocations and frees of the null pointer, skipped",
-        );
-        builder.note(
-            self.unknown_size,
-            "free of a block that is not allocated, without its size, skipped",
-            "frees of blocks that are not allocated, without their sizes, skipped",
-        );
-        builder.note(
-            self.other_stream,
-            "free on another stream than the allocation's, replayed as a use on that stream",
-            "frees on another stream than the allocation's, replayed as a use on that stream",
-        );
-        builder.note(
-            self.other_size,
-            "free of another size than the allocation's, replayed with the allocation's",
-            "frees of another size than the allocation's, replayed with the allocation's",
-        );
-        builder.note(
-            other_lines,
-            "line that is no row of the log, skipped",
-            "lines that are no rows of the log, skipped",
-        );
+        builder.note_sizes(self.failed, self.largest_failed, "failed allocations, skipped");
+        builder.note(self.null, "allocations and frees of the null pointer, skipped");
+        builder.note(self.unknown_size, "frees without a size of blocks that are not allocated, skipped");
+        builder
+            .note(self.other_stream, "frees on another stream than the allocation's, replayed as uses on that stream");
+        builder.note(self.other_size, "frees of another size than the allocation's, replayed with the allocation's");
+        builder.note(other_lines, "lines that are not rows of the log, skipped");
         if self.threads.len() > 1 {
-            builder.note(self.threads.len() as u64, "", "threads replayed as one, in the order of the log");
+            builder.note(self.threads.len() as u64, "threads replayed as one, in the order of the log");
         }
         self.recording.note("log");
         self.recording.builder.finish()
@@ -229,7 +205,7 @@ pub(super) fn parse(content: impl BufRead, name: &str, allowance: &Allowance) ->
     let mut devices: BTreeMap<u32, Device> = BTreeMap::new();
     let mut lines = Lines::new(content);
     let (mut columns, mut taken, mut other_lines, mut cut_off) = (None, 0, 0, false);
-    // Lines of other programs may stand between the rows unless the log begins with its header.
+    // There may be lines of other programs between the rows, unless the log begins with its header.
     let mut alone = None;
     while let Some(line) = lines.next()? {
         if line.trim().is_empty() {
@@ -253,12 +229,12 @@ pub(super) fn parse(content: impl BufRead, name: &str, allowance: &Allowance) ->
         };
         let mut add = |row: Row<'_>| {
             let number = row.device.map_or(Ok(0), |device| number(device, "Device ID"))?;
-            let number = u32::try_from(number).map_err(|_| Reason::TooMany("devices"))?;
+            let number = u32::try_from(number).map_err(|_| Reason::TooMany("2^32 devices"))?;
             let device = devices.entry(number).or_insert_with(|| Device::new(name, number));
             let before = device.bytes();
             device.add(&row)?;
             taken = (taken + device.bytes()).saturating_sub(before);
-            allowance.check(taken, Made::Events)
+            allowance.check(taken, EVENTS)
         };
         match row.and_then(&mut add) {
             Err(reason) if !devices.is_empty() && !lines.ended() && is_cut_off(&reason) => cut_off = true,
@@ -281,7 +257,7 @@ pub(super) fn parse(content: impl BufRead, name: &str, allowance: &Allowance) ->
     if programs.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { Ok(programs) }
 }
 
-/// Whether a row that was not written to its end has this fault.
+/// Whether a row that was cut off has this fault.
 fn is_cut_off(reason: &Reason) -> bool {
     match reason {
         Reason::MissingField(_) => true,
@@ -294,7 +270,7 @@ fn pointer(text: &str) -> Result<u64, Reason> {
     if text == "(nil)" { Ok(0) } else { number(text, "Pointer") }
 }
 
-/// A decimal number, which may be written as one with a fraction, or a hexadecimal one after `0x`.
+/// A decimal number, which may have a zero fraction, or a hexadecimal one after `0x`.
 fn number(text: &str, field: &'static str) -> Result<u64, Reason> {
     let (digits, radix) = text.strip_prefix("0x").map_or((text, 10), |digits| (digits, 16));
     let integer = if digits.starts_with('+') { None } else { u64::from_str_radix(digits, radix).ok() };
@@ -342,9 +318,9 @@ mod tests {
         );
         assert_eq!((program.streams.as_slice(), program.peak_requested_bytes), (&[0, 2][..], 1024));
         assert_eq!(program.notes.len(), 4);
-        assert_eq!(program.notes[0], "1 failed allocation, of 99999 bytes, skipped");
+        assert_eq!(program.notes[0], "failed allocations, skipped: 1; the largest: 99999 bytes");
         let failures = "1,t,allocate failure,0x0,8,0\n1,t,allocate failure,(nil),1e9,0\n1,t,allocate,0x1,8,0";
-        assert_eq!(read(failures).unwrap().notes, ["2 failed allocations, the largest of 1000000000 bytes, skipped"]);
+        assert_eq!(read(failures).unwrap().notes, ["failed allocations, skipped: 2; the largest: 1000000000 bytes"]);
     }
 
     #[test]
@@ -371,9 +347,9 @@ mod tests {
         );
         assert_eq!(program.peak_requested_bytes, 150);
         let notes = [
-            "2 blocks that the log's start found",
-            "1 block whose memory was",
-            "1 free of a block that is not allocated",
+            "blocks that were allocated before the log begins",
+            "blocks without a free in the log",
+            "frees of blocks that are not allocated, skipped: 1",
         ];
         assert!(program.notes.iter().zip(notes).all(|(note, start)| note.starts_with(start)), "{:?}", program.notes);
         assert_eq!(program.notes.len(), 3);
@@ -409,7 +385,7 @@ mod tests {
             [("log/device0".into(), 0, 2, 80), ("log/device2".into(), 2, 1, 90)]
         );
         let notes = &read_all(&format!("{old}\n{rows}")).unwrap()[0].notes;
-        assert_eq!(*notes, ["1 free of a block that is not allocated, without its size, skipped"]);
+        assert_eq!(*notes, ["frees without a size of blocks that are not allocated, skipped: 1"]);
     }
 
     #[test]
@@ -422,7 +398,7 @@ mod tests {
         assert_eq!((programs[0].operations(), programs[0].peak_requested_bytes), (2, 256));
         assert_eq!(
             programs[0].notes,
-            ["2 lines that are no rows of the log, skipped", "2 threads replayed as one, in the order of the log"]
+            ["lines that are not rows of the log, skipped: 2", "threads replayed as one, in the order of the log: 2"]
         );
         assert!(
             is_row("1,t,allocate failure,(nil),256,0x2") && !is_row("1,t,steal,0x1,256,0") && !is_row("1,t,free,x,1,0")
@@ -447,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_log_is_told() {
+    fn the_debug_log_is_recognised() {
         for line in ["[777419][16:47:00:093520][info  ] ----- RMM LOG BEGIN", "[1][00:00:00:000000][error ] [A]"] {
             assert!(is_debug_log(line), "{line}");
         }

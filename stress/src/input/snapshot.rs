@@ -1,14 +1,15 @@
-//! From the history in a PyTorch memory snapshot to programs.
+//! Converts the history in a PyTorch memory snapshot to programs.
 //!
-//! A history tells allocations and frees as the program made them, but not on which streams a block
-//! was used (`record_stream`). It shows in how a free ends: a block that other streams used is not
-//! free at once, but when a later allocation finds that those streams are done. See [`waited`].
+//! A history has the program's allocations and frees, but not the uses of a block on other streams
+//! (`record_stream`). They show in how a free ends: the free of a block that other streams used is
+//! completed only when a later allocation finds that those streams are done. See [`waited`].
 
+use super::arena::Word;
 use super::error::{Fault, Location, Reason};
 use super::program::{Builder, Program};
-use super::recording::{Recording, largest};
+use super::recording::Recording;
 
-/// What matters in a snapshot.
+/// The parts of a snapshot that are replayed.
 #[derive(Debug, Default)]
 pub(super) struct Snapshot {
     pub(super) segments: Vec<Segment>,
@@ -16,47 +17,13 @@ pub(super) struct Snapshot {
     pub(super) traces: Vec<Vec<Entry>>,
 }
 
-/// A segment, with what is allocated in it at the end of the history.
+/// A segment, with its allocated blocks at the end of the history.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) device: u64,
     pub(super) stream: u64,
     /// Address and requested bytes.
     pub(super) allocated: Vec<(u64, u64)>,
-}
-
-/// A block of a segment, as a snapshot tells it.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct SegmentBlock {
-    /// `None` if it follows the one before.
-    pub(super) address: Option<u64>,
-    pub(super) size: u64,
-    /// `None` if that is all of it.
-    pub(super) requested: Option<u64>,
-    pub(super) allocated: bool,
-}
-
-impl Segment {
-    /// Segment number `number`, which starts at an address.
-    pub(super) fn new(
-        number: usize,
-        (device, stream): (u64, u64),
-        mut address: u64,
-        blocks: impl IntoIterator<Item = SegmentBlock>,
-    ) -> Result<Self, Fault> {
-        let mut allocated = Vec::new();
-        for (index, block) in blocks.into_iter().enumerate() {
-            let fault = |reason| Fault::new(Location::Block { segment: number, block: index }, reason);
-            let size = positive("size", block.size).map_err(fault)?;
-            let requested = positive("requested_size", block.requested.unwrap_or(size)).map_err(fault)?;
-            let at = block.address.unwrap_or(address);
-            if block.allocated {
-                allocated.push((at, requested));
-            }
-            address = at.wrapping_add(size);
-        }
-        Ok(Self { device, stream, allocated })
-    }
 }
 
 /// An entry of the history.
@@ -67,45 +34,45 @@ pub(super) struct Entry {
     pub(super) size: Option<u64>,
     pub(super) stream: u64,
     pub(super) time_us: u64,
-    /// Tells call stacks apart; 0 if none was recorded.
+    /// Digest of the call stack; 0 if none was recorded.
     pub(super) frames: u64,
     pub(super) private_pool: bool,
 }
 
-/// What an entry tells.
+/// The kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Alloc,
     FreeRequested,
     FreeCompleted,
-    /// A segment comes or is mapped.
+    /// A segment is allocated or mapped.
     SegmentAlloc,
-    /// A segment goes or is unmapped.
+    /// A segment is freed or unmapped.
     SegmentFree,
     /// A request was refused for lack of memory.
     Oom,
-    /// Known to tell nothing about allocations.
+    /// A kind that does not concern allocations.
     Remark,
     Unknown,
 }
 
 impl Action {
-    pub(super) fn from_name(name: &[u8]) -> Self {
-        match name {
-            b"alloc" => Self::Alloc,
-            b"free_requested" => Self::FreeRequested,
-            b"free_completed" => Self::FreeCompleted,
-            b"segment_alloc" | b"segment_map" => Self::SegmentAlloc,
-            b"segment_free" | b"segment_unmap" => Self::SegmentFree,
-            b"oom" => Self::Oom,
-            b"snapshot" | b"annotate" => Self::Remark,
+    pub(super) fn of(word: Word) -> Self {
+        match word {
+            Word::Alloc => Self::Alloc,
+            Word::FreeRequested => Self::FreeRequested,
+            Word::FreeCompleted => Self::FreeCompleted,
+            Word::SegmentAlloc | Word::SegmentMap => Self::SegmentAlloc,
+            Word::SegmentFree | Word::SegmentUnmap => Self::SegmentFree,
+            Word::Oom => Self::Oom,
+            Word::Snapshot | Word::Annotate => Self::Remark,
             _ => Self::Unknown,
         }
     }
 }
 
-/// The least time from a free's request to its completion, in microseconds, that tells a wait.
-/// Without one, the two are recorded right after one another.
+/// The least time from a free's request to its completion, in microseconds, that shows a wait.
+/// Without a wait, the two are recorded right after one another.
 const WAIT_US: u64 = 10;
 
 /// The programs of all devices with a history.
@@ -125,7 +92,7 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
     let mut recording = Recording::new(Builder::new(name, device));
     let mut streams = Streams::of(trace);
     let kinds = Kinds::of(trace);
-    let mut tally = Tally::default();
+    let mut counts = Counts::default();
     for (index, entry) in trace.iter().enumerate() {
         let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
         match entry.action {
@@ -134,24 +101,23 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
                 recording.free_within(addr, size).map_err(fault)?;
                 recording.alloc(addr, size, entry.stream).map_err(fault)?;
                 streams.allocated(entry.stream);
-                tally.private += u64::from(entry.private_pool);
+                counts.private += u64::from(entry.private_pool);
             }
             Action::FreeRequested => {
                 let (addr, size) = place(entry).map_err(fault)?;
                 let Some(block) = recording.freed(addr, size, entry.stream).map_err(fault)? else { continue };
                 if kinds.completed && waited(&trace[index..], streams.several()) {
                     recording.builder.record_stream(addr, streams.other(block.stream)).map_err(fault)?;
-                    tally.waits += 1;
+                    counts.waits += 1;
                 }
                 recording.free(addr).map_err(fault)?;
             }
-            // The end of a free whose request the history has, or of one that was requested before
-            // the history starts.
+            // The end of a free whose request is in the history or precedes it.
             Action::FreeCompleted if kinds.requested && !recording.is_live(entry.addr) => recording.saw(entry.addr),
             Action::FreeCompleted => {
                 let (addr, size) = place(entry).map_err(fault)?;
                 if recording.freed(addr, size, entry.stream).map_err(fault)?.is_some() {
-                    tally.completed_only += u64::from(kinds.requested);
+                    counts.completed_only += u64::from(kinds.requested);
                     recording.free(addr).map_err(fault)?;
                 }
             }
@@ -161,14 +127,15 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
                 }
             }
             Action::Oom => {
-                tally.refused += 1;
-                tally.largest_refused = tally.largest_refused.max(entry.size.filter(|size| size.cast_signed() >= 0));
+                counts.refused += 1;
+                counts.largest_refused = counts.largest_refused.max(entry.size.filter(|size| size.cast_signed() >= 0));
             }
             Action::SegmentAlloc | Action::Remark => {}
-            Action::Unknown => tally.unknown += 1,
+            Action::Unknown => counts.unknown += 1,
         }
     }
-    // What is allocated at the end without any entry was allocated before the history starts.
+    // A block that is allocated at the end and has no entry was allocated before the history
+    // starts.
     for segment in segments.iter().filter(|segment| segment.device == u64::from(device)) {
         for &(addr, size) in &segment.allocated {
             recording.found(addr, size, segment.stream).map_err(Fault::file)?;
@@ -176,12 +143,11 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
     }
     kinds.note(trace.len(), &mut recording.builder);
     recording.note("history");
-    tally.note(&mut recording.builder);
+    counts.note(&mut recording.builder);
     recording.builder.finish().map_err(Fault::file)
 }
 
-/// Which kinds of entries the history has: PyTorch and Aquifer leave out those that they are told
-/// to skip.
+/// The kinds of entries in the history: PyTorch and Aquifer can skip some.
 struct Kinds {
     allocs: usize,
     requested: bool,
@@ -195,7 +161,7 @@ impl Kinds {
         Self { allocs: count(Action::Alloc), requested: frees[0], completed: frees[1] }
     }
 
-    /// Notes what is missing, and what follows from that.
+    /// Notes missing kinds of entries and their consequences.
     fn note(&self, entries: usize, builder: &mut Builder) {
         if entries == 1 {
             builder.remark("the history has only one entry, as with enabled='state' or max_entries=1".into());
@@ -206,14 +172,12 @@ impl Kinds {
         }
         match (self.allocs > 1, self.requested, self.completed) {
             (_, false, true) => {
-                builder.remark("the history has no free_requested entries; blocks are freed when free_completed".into());
+                builder.remark("the history has no free_requested entries; blocks are freed at free_completed".into());
             }
-            (_, true, false) => builder.remark(
-                "the history has no free_completed entries, so no free is replayed as one that waited for another stream"
-                    .into(),
-            ),
+            (_, true, false) => builder
+                .remark("the history has no free_completed entries, so no free is replayed as one that waited".into()),
             (true, false, false) => builder.remark(
-                "the history has no frees; a block is freed when its memory is allocated again or given back".into(),
+                "the history has no frees; a block is freed when its memory is allocated again or released".into(),
             ),
             _ => {}
         }
@@ -223,42 +187,25 @@ impl Kinds {
     }
 }
 
-/// What was inferred, assumed or left out.
+/// Counts of what was inferred or left out.
 #[derive(Debug, Default)]
-struct Tally {
+struct Counts {
     waits: u64,
     completed_only: u64,
     private: u64,
     refused: u64,
-    /// The most bytes that a refused request asked for, if any tells.
+    /// The largest refused request, if sizes are known.
     largest_refused: Option<u64>,
     unknown: u64,
 }
 
-impl Tally {
+impl Counts {
     fn note(&self, builder: &mut Builder) {
-        builder.note(
-            self.waits,
-            "free that waited for another stream; the history does not tell which, so it is inferred",
-            "frees that waited for another stream; the history does not tell which, so it is inferred",
-        );
-        builder.note(
-            self.completed_only,
-            "free that was completed without a request in the history",
-            "frees that were completed without a request in the history",
-        );
-        builder.note(
-            self.private,
-            "allocation of a private pool, replayed in the default pool",
-            "allocations of private pools, replayed in the default pool",
-        );
-        let [one, largest] = largest(self.largest_refused);
-        builder.note(
-            self.refused,
-            &format!("request that the program was refused for lack of memory{one}, not replayed"),
-            &format!("requests that the program was refused for lack of memory{largest}, not replayed"),
-        );
-        builder.note(self.unknown, "entry of an unknown kind, skipped", "entries of unknown kinds, skipped");
+        builder.note(self.waits, "frees that waited for another stream (which one is inferred)");
+        builder.note(self.completed_only, "frees that were completed without a request in the history");
+        builder.note(self.private, "allocations of private pools, replayed in the default pool");
+        builder.note_sizes(self.refused, self.largest_refused, "requests refused for lack of memory, skipped");
+        builder.note(self.unknown, "entries of unknown kinds, skipped");
     }
 }
 
@@ -268,8 +215,8 @@ fn place(entry: &Entry) -> Result<(u64, u64), Reason> {
     Ok((addr, positive("size", entry.size.ok_or(Reason::MissingField("size"))?)?))
 }
 
-/// A size, unless it came out negative.
-fn positive(field: &'static str, size: u64) -> Result<u64, Reason> {
+/// A size, unless it is negative.
+pub(super) fn positive(field: &'static str, size: u64) -> Result<u64, Reason> {
     let signed = size.cast_signed();
     if signed < 0 { Err(Reason::BadNumber { field, text: signed.to_string() }) } else { Ok(size) }
 }
@@ -277,9 +224,9 @@ fn positive(field: &'static str, size: u64) -> Result<u64, Reason> {
 /// Whether the free requested by the first entry waited for another stream.
 ///
 /// A free that does not wait is completed by the very next entry. One that waits is completed by a
-/// later allocation, whose entry follows the completion. When nothing else happened in between, the
-/// two look alike but for the call stacks, which are the free's in one case and the allocation's in
-/// the other, or, if none were recorded, the time that passed.
+/// later allocation, whose entry follows the completion. If there are no entries in between, only
+/// the call stacks differ: the completion has the free's in one case and the allocation's in the
+/// other. If none were recorded, only the time between the entries differs.
 fn waited(trace: &[Entry], several_streams: bool) -> bool {
     let [request, completion, rest @ ..] = trace else { return true };
     if completion.action != Action::FreeCompleted || completion.addr != request.addr {
@@ -294,9 +241,9 @@ fn waited(trace: &[Entry], several_streams: bool) -> bool {
         && next.is_some_and(|entry| matches!(entry.action, Action::Alloc | Action::SegmentAlloc | Action::SegmentFree))
 }
 
-/// Which stream another one most likely is.
+/// Infers the other stream of a free that waited.
 struct Streams {
-    /// The side stream with the latest allocation; at first the one with the first.
+    /// The side stream with the latest allocation; at first the one with the first allocation.
     side: Option<u64>,
 }
 
@@ -316,8 +263,8 @@ impl Streams {
         }
     }
 
-    /// Side streams hand their blocks to the default stream, and that one to the side stream at
-    /// work. One that never allocates has no number in the history, and gets 1.
+    /// Side streams pass their blocks to the default stream, which passes its blocks to the active
+    /// side stream. A stream that never allocates has no number in the history, and gets 1.
     fn other(&self, stream: u64) -> u64 {
         if stream != 0 { 0 } else { self.side.unwrap_or(1) }
     }
@@ -363,7 +310,7 @@ mod tests {
             ]
         );
         assert_eq!(program.peak_requested_bytes, 132);
-        assert!(program.notes[0].starts_with("2 blocks that the history's start"));
+        assert!(program.notes[0].starts_with("blocks that were allocated before the history begins"));
     }
 
     #[test]
@@ -397,8 +344,7 @@ mod tests {
         assert_eq!(program.events[1], Event::RecordStream { slot: 0, stream: 1 });
     }
 
-    /// Allocations and frees of a program without gaps: three blocks are live at most, one free
-    /// waits.
+    /// Allocations and frees of a program without gaps, with at most three live blocks.
     fn whole() -> Vec<Entry> {
         let freed = |addr, time| [entry(FreeRequested, addr, 0, time, 0), entry(FreeCompleted, addr, 0, time, 0)];
         let mut trace = Vec::new();
@@ -427,10 +373,10 @@ mod tests {
             assert_eq!(partial.events, program.events, "without {skipped:?}");
             assert!(matches!(&partial.notes[..], [only] if only.contains(note)), "{:?}", partial.notes);
         }
-        // Memory that is allocated again was free; the last blocks stay.
+        // Memory that is allocated again was freed; the last blocks stay.
         let partial = without(&[FreeRequested, FreeCompleted]);
         assert_eq!((partial.peak_requested_bytes, partial.operations()), (32_100, 57));
-        assert!(partial.notes[0].contains("no frees") && partial.notes[1].starts_with("27 blocks whose memory was"));
+        assert!(partial.notes[0].contains("no frees") && partial.notes[1].ends_with(": 27"));
         let partial = without(&[Alloc]);
         assert_eq!((partial.peak_requested_bytes, partial.operations()), (32_100, 6));
         assert!(partial.notes[0].contains("no alloc entries"), "{:?}", partial.notes);
@@ -448,11 +394,11 @@ mod tests {
         ];
         let program = events(trace, Vec::new());
         assert_eq!((program.operations(), program.peak_requested_bytes), (5, 30));
-        assert_eq!(program.notes, ["1 free that was completed without a request in the history"]);
+        assert_eq!(program.notes, ["frees that were completed without a request in the history: 1"]);
     }
 
     #[test]
-    fn memory_that_is_allocated_or_given_back_was_free() {
+    fn memory_that_is_allocated_or_released_was_freed() {
         let at = |action, addr, size| Entry { addr: Some(addr), size: Some(size), ..entry(action, 0, 0, 0, 0) };
         let program = events(
             vec![
@@ -471,11 +417,13 @@ mod tests {
         );
         assert_eq!((program.operations(), program.peak_requested_bytes), (9, 300));
         assert_eq!(program.notes.len(), 1);
-        assert!(program.notes[0].starts_with("3 blocks whose memory was allocated again or given back"));
+        assert!(
+            program.notes[0].starts_with("blocks without a free in the history") && program.notes[0].ends_with(": 3")
+        );
     }
 
     #[test]
-    fn a_history_that_is_not_whole_is_noted() {
+    fn a_history_that_may_be_incomplete_is_noted() {
         let note = |count: usize| {
             let trace = (0..count).map(|index| entry(Alloc, 10 + index as u64, 0, 0, 0));
             let trace = trace.chain([entry(FreeRequested, 9, 0, 0, 0), entry(FreeCompleted, 9, 0, 0, 0)]);
@@ -496,13 +444,12 @@ mod tests {
             assert_eq!(program.operations(), 1);
             program.notes
         };
-        let what = "that the program was refused for lack of memory";
-        assert_eq!(notes(&[refused(Some(7))]), [format!("1 request {what}, of 7 bytes, not replayed")]);
+        let what = "requests refused for lack of memory, skipped";
         assert_eq!(
             notes(&[refused(Some(7)), refused(Some(1 << 30)), refused(None)]),
-            [format!("3 requests {what}, the largest of 1073741824 bytes, not replayed")]
+            [format!("{what}: 3; the largest: 1073741824 bytes")]
         );
-        assert_eq!(notes(&[refused(None)]), [format!("1 request {what}, not replayed")]);
+        assert_eq!(notes(&[refused(None)]), [format!("{what}: 1")]);
     }
 
     #[test]

@@ -216,8 +216,8 @@ fn recorded_traces() {
     assert_eq!((gnn.operations(), gnn.peak_requested_bytes), (21_072, 21_218_858_568));
 }
 
-/// A trace without what its snapshot does not tell: iterations, and when before its free a block
-/// was used.
+/// The events of a trace that its snapshot has: no iterations, and uses of a block just before its
+/// free.
 fn as_history(program: &Program) -> Vec<Event> {
     let mut used = vec![None; program.slots as usize];
     let mut events = Vec::new();
@@ -247,9 +247,9 @@ fn a_snapshot_gives_the_program_of_its_trace() {
 fn errors_name_the_file() {
     let fails = |name: &str, bytes: &[u8]| read(name.as_ref(), bytes).unwrap_err().to_string();
     assert_eq!(fails("a.trace", b""), "a.trace: the file is empty");
-    let truncated = "the gzip data is truncated: the file ends at byte";
-    assert!(fails("a.trace.gz", &GPT2[..30_000]).ends_with(&format!(": {truncated} 30000, before the data does")));
-    assert_eq!(fails("a.gz", &GPT2[..5]), format!("a.gz: {truncated} 5, before the data does"));
+    let truncated = "the gzip data is incomplete: it is cut off, or other bytes follow it";
+    assert!(fails("a.trace.gz", &GPT2[..30_000]).ends_with(&format!(": {truncated}")));
+    assert_eq!(fails("a.gz", &GPT2[..5]), format!("a.gz: {truncated}"));
     assert!(
         fails("a.pkl", b"(dp0\n")
             .ends_with("found a pickle of protocol 0 or 1; a pickle must be of protocol 2 or newer")
@@ -270,7 +270,7 @@ fn the_last_byte_matters() {
     let rmm = gzip(to_rmm(&one("t", FSDP_TRACE)).as_bytes());
     for file in [GPT2, FSDP_SNAPSHOT, json, &rmm] {
         let error = read("x".as_ref(), &file[..file.len() - 1]).unwrap_err();
-        assert!(matches!(error.reason, Reason::Truncated { .. }), "{error}");
+        assert!(matches!(error.reason, Reason::Truncated(_)), "{error}");
     }
 }
 
@@ -306,8 +306,8 @@ fn errors_are_one_short_line() {
     }
 }
 
-/// A snapshot as PyTorch's allocator in one stream gives it: rounds of an allocation and its free,
-/// with call stacks.
+/// A snapshot of PyTorch's allocator with one stream: rounds of an allocation and its free, with
+/// call stacks.
 fn snapshot(frames: &str) -> String {
     let mut entries = Vec::new();
     for round in 0..4_u64 {
@@ -379,7 +379,7 @@ fn base64(bytes: &[u8]) -> String {
     base64::engine::general_purpose::STANDARD.encode(bytes)
 }
 
-/// As `_memory_viz` writes it, which fills a pickle up with zeros.
+/// A page as `_memory_viz` writes it, which pads a pickle with zeros.
 fn page_of(pickle: &[u8]) -> Vec<u8> {
     let text = base64(&[pickle, &[0; 3][..3 - pickle.len() % 3]].concat());
     let files = format!("[{{\"name\": \"snapshot.pickle\", \"base64\": \"{text}\"}}]");
@@ -413,22 +413,25 @@ fn packed_recordings_are_read() {
         assert_eq!((&*program.name, program.operations(), program.peak_requested_bytes), ("t", 2000, 1000), "{name}");
         for cut in [7, bytes.len() / 2, bytes.len() - 1] {
             let error = read(name.as_ref(), &bytes[..cut]).unwrap_err().to_string();
-            assert!(error.contains(" data is damaged or not supported: "), "{error}");
+            assert!(
+                error.contains(" data is damaged or not supported: ") || error.contains(" data is incomplete"),
+                "{error}"
+            );
         }
     }
     let ranks = zip_of(&[("rank0/s.pickle", &pickle), ("rank1/s.pickle", &pickle), ("readme.txt", b"hello")]);
     let ranks = read("run.zip".as_ref(), &ranks[..]).unwrap();
     assert_eq!(ranks.iter().map(|program| &*program.name).collect::<Vec<_>>(), ["run/rank0/s", "run/rank1/s"]);
-    assert_eq!(ranks[0].notes.last().unwrap(), "1 file of the archive is no recording, left out");
+    assert_eq!(ranks[0].notes.last().unwrap(), "files of the archive without a recording, left out: 1");
     assert_eq!((&ranks[1].events, ranks[1].notes.len()), (&plain.events, plain.notes.len()));
 }
 
 #[test]
-fn what_is_packed_wrongly_is_told() {
+fn damaged_packages_are_errors() {
     let fails = |bytes: &[u8]| read("p".as_ref(), bytes).unwrap_err().to_string();
-    assert!(fails(&gzip(&gzip(&gzip(&gzip(&gzip(b"a 0 1 0")))))).ends_with("it is packed more than 4 times over"));
+    assert!(fails(&gzip(&gzip(&gzip(&gzip(&gzip(b"a 0 1 0")))))).ends_with("it is packed in more than 4 layers"));
     let matryoshka = (0..5).fold(b"a 0 1 0".to_vec(), |inner, _| zip_of(&[("x", &inner)]));
-    assert!(fails(&matryoshka).ends_with("it is packed more than 4 times over"));
+    assert!(fails(&matryoshka).ends_with("it is packed in more than 4 layers"));
     assert_eq!(fails(&zip_of(&[])), "p: the archive has no recording in it");
     assert!(
         fails(&zip_of(&[("version", b"3\n"), ("data.pkl", b"\x80\x02}.")]))
@@ -447,7 +450,7 @@ fn what_is_packed_wrongly_is_told() {
 }
 
 #[test]
-fn compressed_events_cost_no_more_than_they_are_worth() {
+fn dense_compressed_events_are_refused() {
     let densely = |bytes: &[u8]| {
         let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
         encoder.write_all(bytes).unwrap();

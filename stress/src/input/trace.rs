@@ -11,12 +11,15 @@
 use std::io::BufRead;
 use std::str::{FromStr, SplitAsciiWhitespace};
 
-use super::allowance::{Allowance, Made};
-use super::error::{Block, Fault, HEADERS_MAX, Reason};
+use super::allowance::{Allowance, EVENTS};
+use super::error::{Fault, Reason};
 use super::lines::Lines;
 use super::program::{Builder, Program};
 
-/// Whether a line is one of a trace, as its first word tells.
+/// The most header lines of a trace.
+const HEADERS_MAX: usize = 1024;
+
+/// Whether a line is one of a trace, by its first word.
 pub(super) fn is_line(line: &str) -> bool {
     line.starts_with('#') || matches!(line.split_ascii_whitespace().next(), Some("a" | "f" | "r" | "i"))
 }
@@ -25,7 +28,7 @@ pub(super) fn parse(content: impl BufRead, name: String, allowance: &Allowance) 
     let mut builder = Builder::new(name, 0);
     let mut lines = Lines::new(content);
     while let Some(line) = lines.next()? {
-        let added = event(line, &mut builder).and_then(|()| allowance.check(builder.bytes(), Made::Events));
+        let added = event(line, &mut builder).and_then(|()| allowance.check(builder.bytes(), EVENTS));
         added.map_err(|reason| Fault::new(lines.location(), reason))?;
     }
     if builder.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { builder.finish().map_err(Fault::file) }
@@ -36,7 +39,7 @@ fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
         // A comment is a header without a key.
         let (key, value) = header.split_once(':').unwrap_or(("", header));
         if builder.header(key.trim(), value.trim()) > HEADERS_MAX {
-            return Err(Reason::TooManyHeaders);
+            return Err(Reason::TooMany("1024 header lines"));
         }
         return Ok(());
     }
@@ -48,13 +51,13 @@ fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
                 (number(&mut fields, "ID")?, number(&mut fields, "size")?, number(&mut fields, "stream")?);
             end(fields)?;
             if !builder.alloc(id, bytes, stream)? {
-                return Err(Reason::AlreadyLive(Block::Id(id)));
+                return Err(Reason::AlreadyLive(id));
             }
         }
         "f" => {
             let (id, freed) = (number(&mut fields, "ID")?, number(&mut fields, "stream")?);
             end(fields)?;
-            let block = builder.free(id)?.ok_or(Reason::NotLive(Block::Id(id)))?;
+            let block = builder.free(id)?.ok_or(Reason::NotLive(id))?;
             if block.stream != freed {
                 return Err(Reason::WrongStream { allocated: block.stream, freed });
             }
@@ -63,7 +66,7 @@ fn event(line: &str, builder: &mut Builder) -> Result<(), Reason> {
             let (id, stream) = (number(&mut fields, "ID")?, number(&mut fields, "stream")?);
             end(fields)?;
             if !builder.record_stream(id, stream)? {
-                return Err(Reason::NotLive(Block::Id(id)));
+                return Err(Reason::NotLive(id));
             }
         }
         "i" => {
@@ -154,12 +157,12 @@ mod tests {
     }
 
     #[test]
-    fn what_few_stored_bytes_hold_takes_little_memory() {
+    fn events_take_little_memory_for_few_stored_bytes() {
         let text = "a 0 1 0\nf 0 0\n".repeat(5 << 18);
         assert_eq!(read(&text).unwrap().events.len(), 5 << 19);
         let fault = parse(text.as_bytes(), String::new(), &Allowance::read(text.len() / 1000, text.len())).unwrap_err();
-        assert!(fault.at("t".as_ref()).to_string().contains("hold more up to here than any recording"));
-        // A header that is long, and many that are.
+        assert!(fault.at("t".as_ref()).to_string().contains("hold more than a recording of that size can"));
+        // Many long headers.
         let headers = format!("# x: {}\n", "y".repeat(60_000)).repeat(1000);
         assert!(parse(headers.as_bytes(), String::new(), &Allowance::read(1000, headers.len())).is_err());
     }

@@ -1,17 +1,16 @@
 //! A pickle machine for data, protocols 2 to 5.
 //!
-//! Snapshots are mostly call stacks, of which only digests are needed: see [`Arena`] for what is
-//! kept. Everything else is read past, objects of classes included: no class is looked up and no
-//! code runs. The machine never recurses.
+//! Snapshots are mostly call stacks, of which only digests are needed: [`Arena`] lists the values
+//! that are kept. Everything else is skipped, including objects of classes: no class is looked up
+//! and no code runs. The machine never recurses.
 
-use std::collections::HashMap;
 use std::io::BufRead;
 
-use super::allowance::{Allowance, Made};
+use super::allowance::{Allowance, VALUES};
 use super::arena::{Arena, LONGEST, MALFORMED, START, TEXT, Value, digest, mix};
 use super::error::{Fault, Location, Reason};
 
-/// Runs a pickle up to its end; gives what it leaves.
+/// Runs a pickle up to its end; returns its value.
 pub(super) fn run(content: impl BufRead, allowance: &Allowance) -> Result<(Value, Arena), Fault> {
     let mut machine = Machine {
         bytes: Bytes { content, offset: 0 },
@@ -19,7 +18,6 @@ pub(super) fn run(content: impl BufRead, allowance: &Allowance) -> Result<(Value
         stack: Vec::new(),
         marks: Vec::new(),
         memo: Vec::new(),
-        sparse_memo: HashMap::new(),
     };
     loop {
         let at = machine.bytes.offset;
@@ -36,7 +34,7 @@ pub(super) fn run(content: impl BufRead, allowance: &Allowance) -> Result<(Value
 const OBJECT: Value = Value::Other(3);
 const DICT_CLASS: Value = Value::Other(4);
 const MARK_MISSING: Reason = Reason::Pickle("a mark is missing");
-/// The most that PyTorch fills up a pickle with before it writes it in base64.
+/// The most zeros with which PyTorch pads a pickle before it writes it in base64.
 const MOST_FILL: u64 = 3;
 
 struct Machine<R> {
@@ -45,12 +43,10 @@ struct Machine<R> {
     stack: Vec<Value>,
     marks: Vec<usize>,
     memo: Vec<Value>,
-    /// What is memoised under other numbers than the next one.
-    sparse_memo: HashMap<u32, Value>,
 }
 
 impl<R: BufRead> Machine<R> {
-    /// Runs one opcode; gives the pickle's value at its end.
+    /// Runs one opcode; returns the pickle's value at its end.
     fn step(&mut self) -> Result<Option<Value>, Reason> {
         let code = self.bytes.byte()?;
         let value = match code {
@@ -60,9 +56,9 @@ impl<R: BufRead> Machine<R> {
                     _ => Err(Reason::Pickle("only the protocols 2 to 5 are supported")),
                 };
             }
-            0x95 => return self.bytes.skip(8).map(|()| None),
+            0x95 => return self.bytes.digest(8).map(|_| None),
             b'.' => {
-                // Reading up to the end also has the decompressor check its sums.
+                // Reading up to the end also lets the decompressor check its checksums.
                 self.bytes.end()?;
                 return self.pop().map(Some);
             }
@@ -106,8 +102,7 @@ impl<R: BufRead> Machine<R> {
             b'h' | b'j' => {
                 let number =
                     if code == b'h' { self.bytes.byte()?.into() } else { u32::from_le_bytes(self.bytes.array()?) };
-                let memo = self.memo.get(number as usize).or_else(|| self.sparse_memo.get(&number));
-                *memo.ok_or(Reason::Pickle("an object is used before it is memoised"))?
+                *self.memo.get(number as usize).ok_or(Reason::Pickle("an object is used before it is memoised"))?
             }
             b'0' => return self.pop().map(|_| None),
             b'1' => {
@@ -136,13 +131,13 @@ impl<R: BufRead> Machine<R> {
                 self.stack.truncate(self.marks.pop().ok_or(MARK_MISSING)?);
                 OBJECT
             }
-            // What is set of an object is of no use.
+            // Attributes of objects are not kept.
             b'b' => return self.pop().map(|_| None),
             0x8f | 0x97 => OBJECT,
             0x98 => return Ok(None),
             b'Q' => self.pop().map(|_| OBJECT)?,
             b'P' => self.bytes.line().map(|_| OBJECT)?,
-            0x82..=0x84 => self.bytes.skip(1 << (code - 0x82)).map(|()| OBJECT)?,
+            0x82..=0x84 => self.bytes.digest(1 << (code - 0x82)).map(|_| OBJECT)?,
             _ => return Err(Reason::Opcode { code }),
         };
         self.stack.try_reserve(1)?;
@@ -180,26 +175,23 @@ impl<R: BufRead> Machine<R> {
         let number = match code {
             b'q' => self.bytes.byte()?.into(),
             b'r' => u32::from_le_bytes(self.bytes.array()?),
-            _ => u32::try_from(self.memo.len()).map_err(|_| Reason::TooMany("memos"))?,
+            _ => u32::try_from(self.memo.len()).map_err(|_| Reason::TooMany("2^32 memos"))?,
         };
         if number as usize == self.memo.len() {
             self.memo.try_reserve(1)?;
             self.memo.push(top);
-        } else if let Some(memo) = self.memo.get_mut(number as usize) {
-            *memo = top;
-        } else {
-            self.sparse_memo.try_reserve(1)?;
-            self.sparse_memo.insert(number, top);
+            return Ok(());
         }
+        // Pickles are written with the next number, or with one that is used again.
+        *self.memo.get_mut(number as usize).ok_or(Reason::Pickle("an object is memoised out of order"))? = top;
         Ok(())
     }
 
-    /// Refuses to take more memory than a snapshot would.
+    /// Refuses to use more memory than a snapshot would.
     fn check(&self, allowance: &Allowance) -> Result<(), Reason> {
-        // What is not in order of its number is memoised with it, in a table that is partly empty.
-        let values = self.stack.len() + self.memo.len() + 3 * self.sparse_memo.len();
-        let taken = self.arena.bytes() + values * size_of::<Value>() + self.marks.len() * size_of::<usize>();
-        allowance.check(taken, Made::Values)
+        let values = self.stack.len() + self.memo.len();
+        let used = self.arena.bytes() + values * size_of::<Value>() + self.marks.len() * size_of::<usize>();
+        allowance.check(used, VALUES)
     }
 
     /// Where the topmost `count` values start; none may lie below a mark.
@@ -214,7 +206,7 @@ impl<R: BufRead> Machine<R> {
         self.stack.pop().ok_or(Reason::Pickle("a value is missing"))
     }
 
-    /// A text behind its length of so many bytes.
+    /// A text, after its length of `width` bytes.
     fn string(&mut self, width: usize) -> Result<Value, Reason> {
         let length = self.bytes.length(width)?;
         let mut short = [0; if TEXT > LONGEST { TEXT } else { LONGEST }];
@@ -227,7 +219,7 @@ impl<R: BufRead> Machine<R> {
         }
     }
 
-    /// Bytes behind their length of so many bytes, which are no text.
+    /// Bytes that are not text, after their length of `width` bytes.
     fn opaque(&mut self, width: usize) -> Result<Value, Reason> {
         let length = self.bytes.length(width)?;
         self.bytes.digest(length).map(Value::Other)
@@ -247,7 +239,7 @@ struct Bytes<R> {
 }
 
 impl<R: BufRead> Bytes<R> {
-    /// What is buffered, at least one byte.
+    /// The buffered bytes; at least one.
     fn buffer(&mut self) -> Result<&[u8], Reason> {
         match self.content.fill_buf().map_err(Reason::from_read)? {
             [] => Err(Reason::Pickle("it ends early")),
@@ -255,7 +247,7 @@ impl<R: BufRead> Bytes<R> {
         }
     }
 
-    /// Reads up to the end, before which nothing but a few zeros may stand.
+    /// Reads up to the end. Only a few zeros may precede it.
     fn end(&mut self) -> Result<(), Reason> {
         let mut zeros = 0;
         loop {
@@ -301,24 +293,14 @@ impl<R: BufRead> Bytes<R> {
         Ok(())
     }
 
-    fn skip(&mut self, mut count: u64) -> Result<(), Reason> {
-        while count > 0 {
-            let buffered = self.buffer()?.len();
-            let part = usize::try_from(count).unwrap_or(usize::MAX).min(buffered);
-            self.consume(part);
-            count -= part as u64;
-        }
-        Ok(())
-    }
-
-    /// A length of so many bytes.
+    /// A length, in `width` bytes.
     fn length(&mut self, width: usize) -> Result<u64, Reason> {
         let mut bytes = [0; 8];
         self.fill(&mut bytes[..width])?;
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Reads past so many bytes.
+    /// Reads bytes and returns their digest.
     fn digest(&mut self, mut count: u64) -> Result<u64, Reason> {
         let mut so_far = START;
         while count > 0 {
@@ -331,7 +313,7 @@ impl<R: BufRead> Bytes<R> {
         Ok(so_far)
     }
 
-    /// Reads past a line.
+    /// Reads a line and returns its digest.
     fn line(&mut self) -> Result<u64, Reason> {
         let mut so_far = START;
         loop {
@@ -342,7 +324,7 @@ impl<R: BufRead> Bytes<R> {
         }
     }
 
-    /// An integer in two's complement; of no use beyond 64 bits.
+    /// An integer in two's complement; only a digest if it has more than 64 bits.
     fn long(&mut self) -> Result<Value, Reason> {
         let length = usize::from(self.byte()?);
         let mut bytes = [0; 255];
@@ -432,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_of_classes_are_read_past() {
+    fn objects_of_classes_are_skipped() {
         let dict = |pickle: &[u8]| {
             let (value, arena) = run(pickle).unwrap();
             let Value::Dict(dict) = value else { panic!("{value:?}") };
@@ -446,7 +428,7 @@ mod tests {
         ] {
             assert_eq!(dict(pickle), Some(Value::Int(7)));
         }
-        // Nothing is run, and what objects are filled with is not kept.
+        // Nothing runs, and the content of objects is not kept.
         for pickle in [
             &b"\x80\x02cos\nsystem\nX\x05\0\0\0false\x85R."[..],
             b"\x80\x04\x8c\x01m\x8c\x01C\x93)\x81}\x8c\x01aK\x01sb.",
@@ -474,22 +456,22 @@ mod tests {
     }
 
     #[test]
-    fn what_few_stored_bytes_hold_takes_little_memory() {
+    fn values_take_little_memory_for_few_stored_bytes() {
         for item in [&b"K\x01"[..], b"N", b"]", b"}", b"N\x94"] {
             // With a text, as it takes more than its bytes allow without any.
             let pickle = list_of(&[item, b"\x8c\x0cnot so dense"].concat(), 3 << 20);
             assert!(run(&pickle).is_ok());
             let allowance = Allowance::read(pickle.len() / 1000, pickle.len());
             let fault = super::run(&pickle[..], &allowance).map(|_| ()).unwrap_err().at("p".as_ref()).to_string();
-            assert!(fault.contains(" bytes of the file hold more up to here"), "{fault}");
+            assert!(fault.contains(" bytes of the file hold more than"), "{fault}");
         }
     }
 
     #[test]
-    fn what_is_not_compressed_takes_little_memory_too() {
+    fn uncompressed_values_take_little_memory_too() {
         for dense in [&b"\x85"[..], b"]", b")"] {
             let pickle = [b"]", &dense.repeat(3 << 20)[..], b"."].concat();
-            assert!(error(&pickle).contains(" bytes of the file hold more up to here"), "{dense:?}");
+            assert!(error(&pickle).contains(" bytes of the file hold more than"), "{dense:?}");
         }
     }
 
@@ -520,11 +502,13 @@ mod tests {
         ] {
             assert_eq!(error(pickle), expected);
         }
-        assert!(run(b"N.\0\0\0").is_ok(), "as PyTorch fills it up");
+        assert!(run(b"N.\0\0\0").is_ok(), "PyTorch pads pickles");
     }
 
     #[test]
-    fn sparse_memos_cost_no_room() {
-        assert_eq!(run(&b"K\x05r\xff\xff\xff\xffj\xff\xff\xff\xff."[..]).unwrap().0, Value::Int(5));
+    fn objects_are_memoised_in_order() {
+        assert_eq!(run(&b"K\x05r\0\0\0\0K\x06q\0j\0\0\0\0."[..]).unwrap().0, Value::Int(6));
+        let sparse = error(b"K\x05r\xff\xff\xff\xff.");
+        assert_eq!(sparse, "p:byte 2: damaged pickle: an object is memoised out of order");
     }
 }

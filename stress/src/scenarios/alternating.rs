@@ -1,22 +1,15 @@
-//! Every other block is freed.
+//! Frees every other block.
 
-use super::{Scenario, Script, Setup};
+use super::{Script, Setup};
 use crate::random::Random;
-
-pub(super) const SCENARIO: Scenario = Scenario {
-    name: "alternating",
-    summary: "fills the device with 4 MiB blocks, frees every other one, then asks for a quarter of the device",
-    streams: false,
-    write,
-};
 
 /// Five of them share a segment of 20 MiB.
 const BLOCK: u64 = 4 << 20;
-/// The most memory that is filled with blocks; of a larger device the rest is taken in one piece.
+/// The most memory that is filled with small blocks; the rest of a larger device is one block.
 const FILLED_MAX: u64 = 256 << 30;
 
-fn write(room: u64, _: Random) -> Setup {
-    let mut script = Script::new(SCENARIO.name, 1);
+pub(super) fn write(room: u64, _: Random) -> Setup {
+    let mut script = Script::new("alternating", 1);
     let filled = room.min(FILLED_MAX);
     if room > filled {
         script.alloc(room - filled);

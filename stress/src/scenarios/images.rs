@@ -1,25 +1,17 @@
 //! Training on images of varying sizes.
 
-use super::{Scenario, Script, Setup, share};
+use super::{Script, Setup, share};
 use crate::random::Random;
-
-pub(super) const SCENARIO: Scenario = Scenario {
-    name: "images",
-    summary: "trains a detector on images of varying sizes, keeping each step's features for the next ones to \
-              compare with; then asks for four fifths of what is free",
-    streams: false,
-    write,
-};
 
 /// Levels of the feature pyramid, and convolutions on each.
 const LEVELS: u32 = 4;
 const CONVOLUTIONS: u32 = 3;
 const STEPS: u32 = 60;
-/// For how many steps features are kept.
+/// The number of steps for which features are kept.
 const KEPT: usize = 6;
 
-fn write(room: u64, mut random: Random) -> Setup {
-    let mut script = Script::new(SCENARIO.name, 1);
+pub(super) fn write(room: u64, mut random: Random) -> Setup {
+    let mut script = Script::new("images", 1);
     script.alloc(share(room, 50));
     let mut kept = std::collections::VecDeque::new();
     for _ in 0..STEPS {

@@ -2,25 +2,17 @@
 
 use std::collections::VecDeque;
 
-use super::{Block, Scenario, Script, Setup};
+use super::{Block, Script, Setup};
 use crate::random::Random;
 
-pub(super) const SCENARIO: Scenario = Scenario {
-    name: "kv_cache",
-    summary: "serves chats whose KV caches grow by concatenation, each step a larger copy of the tensor before it, and end \
-              at different lengths; then asks for four fifths of what is free",
-    streams: false,
-    write,
-};
-
-/// Tensors of a chat: a key and a value for each of so many layers.
+/// Tensors of a chat: a key and a value for each layer.
 const TENSORS: u64 = 32;
-/// What a tensor grows by in a step.
+/// The growth of a tensor in a step.
 const GROWTH: u64 = 1200 << 10;
-/// The longest that a chat may get, in steps: below 10 MiB, so that tensors share segments.
+/// The longest chat in steps: tensors stay below 10 MiB, so they share segments.
 const LONGEST: u64 = 8;
 const ROUNDS: u32 = 12;
-/// The most memory that is given to chats; the model takes the rest.
+/// The most memory for chats; the model takes the rest.
 const FILLED_MAX: u64 = 32 << 30;
 
 struct Chat {
@@ -29,8 +21,8 @@ struct Chat {
     ends: u64,
 }
 
-fn write(room: u64, mut random: Random) -> Setup {
-    let mut script = Script::new(SCENARIO.name, 1);
+pub(super) fn write(room: u64, mut random: Random) -> Setup {
+    let mut script = Script::new("kv_cache", 1);
     let filled = (room / 10 * 4).min(FILLED_MAX);
     // The model's weights.
     script.alloc((room / 100 * 96).saturating_sub(filled));
@@ -50,7 +42,7 @@ fn write(room: u64, mut random: Random) -> Setup {
             script.free_all(chat.tensors);
         }
     }
-    // Towards the evening most of them end.
+    // In the end most chats end.
     for chat in chats.into_iter().filter(|_| random.below(5) > 1) {
         script.free_all(chat.tensors);
     }
@@ -71,7 +63,7 @@ fn grow(script: &mut Script, chat: &mut Chat) {
     }
 }
 
-/// How long all chats together will be at most: the program serves no more of them than fit.
+/// The largest total length of all chats: the program serves no more chats than fit.
 fn most_steps(chats: &[Chat]) -> u64 {
     let at = |later: u64| -> u64 {
         chats

@@ -1,4 +1,4 @@
-//! Writes programs: what a recorded program would hold, made up.
+//! Writes synthetic programs.
 
 use crate::input::{Event, Program};
 
@@ -17,7 +17,7 @@ pub struct Script {
 pub struct Block(u32);
 
 impl Script {
-    /// An empty script that uses so many streams.
+    /// An empty script with this number of streams.
     pub fn new(name: &str, streams: u16) -> Script {
         let program = Program {
             name: name.to_owned(),

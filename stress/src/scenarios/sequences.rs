@@ -1,27 +1,19 @@
 //! Training on sequences that get longer.
 
-use super::{Scenario, Script, Setup, share};
+use super::{Script, Setup, share};
 use crate::random::Random;
-
-pub(super) const SCENARIO: Scenario = Scenario {
-    name: "sequences",
-    summary: "trains a transformer on sequences that get longer; the optimizer's state appears after the first step, among \
-              what the shortest sequence left; then asks for four fifths of what is free",
-    streams: false,
-    write,
-};
 
 const LAYERS: usize = 24;
 const STEPS: u64 = 40;
 
-fn write(room: u64, mut random: Random) -> Setup {
-    let mut script = Script::new(SCENARIO.name, 1);
+pub(super) fn write(room: u64, mut random: Random) -> Setup {
+    let mut script = Script::new("sequences", 1);
     let weight = share(room, 90) / LAYERS as u64;
     for _ in 0..LAYERS {
         script.alloc(weight);
     }
     for step in 0..STEPS {
-        // In thousandths of the longest, growing, as a curriculum does, with some spread.
+        // In thousandths of the longest: growing, as in a curriculum, with some spread.
         let length = (250 + 750 * step / STEPS + u64::from(random.below(80))).min(1000);
         let hidden = share(share(room, 500) / LAYERS as u64, length);
         let scores = share(share(share(room, 150) / LAYERS as u64, length), length);
@@ -43,7 +35,7 @@ fn write(room: u64, mut random: Random) -> Setup {
             script.free(gradient);
         }
         if step == 0 {
-            // Two moments a weight, made when the optimizer runs for the first time.
+            // Two moments for each weight, allocated when the optimizer first runs.
             for _ in 0..2 * LAYERS {
                 script.alloc(weight);
             }

@@ -1,4 +1,4 @@
-//! Blocks of a soak, and what was compared but not looked at yet.
+//! Blocks of a soak, and comparisons whose result the host has not read yet.
 
 use aquifer::device::DevicePtr;
 use aquifer::kernels::Kernels;
@@ -7,10 +7,10 @@ use aquifer_kernels::Mismatches;
 
 use crate::exit::Failure;
 
-/// Compared blocks after which the host looks at what was found.
+/// Compared blocks after which the host reads the result.
 const LOOK_AFTER: usize = 64;
 
-/// A live block and what is in it.
+/// A live block and its pattern.
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) buffer: Buffer<u8>,
@@ -21,15 +21,20 @@ pub(super) struct Block {
 }
 
 /// A block that was compared.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Compared {
-    pub(super) operation: u64,
-    pub(super) written_by: u64,
-    pub(super) ptr: DevicePtr,
-    pub(super) bytes: u64,
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Compared {
+    /// The operation that compared it.
+    pub operation: u64,
+    /// The operation that wrote it.
+    pub written_by: u64,
+    /// Its address.
+    pub ptr: DevicePtr,
+    /// Its length in bytes.
+    pub bytes: u64,
 }
 
-/// Where the device counts what differs, for one thread and one stream.
+/// The memory in which the device counts differences, for one thread and one stream.
 #[derive(Debug)]
 pub(super) struct Findings {
     buffer: Buffer<u64>,
@@ -43,7 +48,7 @@ impl Findings {
         Ok(findings)
     }
 
-    /// Enqueues comparing a block. Tells whether it is time to look.
+    /// Enqueues the comparison of a block. Returns whether it is time to look.
     pub(super) fn compare(
         &mut self,
         kernels: &Kernels,
@@ -57,8 +62,8 @@ impl Findings {
         Ok(self.compared.len() >= LOOK_AFTER)
     }
 
-    /// Waits for the stream and looks. What differs is told with the block that the first address
-    /// lies in: the last that was compared there, if several had the address one after the other.
+    /// Waits for the stream and reads the result. A difference is returned with the block that
+    /// contains its first address: the last one that was compared there.
     pub(super) fn look(
         &mut self,
         kernels: &Kernels,

@@ -1,12 +1,11 @@
-//! Soak: threads that allocate, write patterns, pass memory on, copy, verify and free, for as long
-//! as one likes.
+//! Soak: threads that allocate, write patterns, pass memory on, copy, verify and free.
 //!
 //! Every word of a pattern depends on its address and on the operation that wrote it. So memory
-//! that has two owners at a time, that is used before it was written, or whose writes are lost,
-//! does not read as it should. Everything that is written is verified by the device itself, at the
-//! latest when it is freed. Streams are shared by all threads, and blocks move between streams and
-//! threads, so most operations on a block run on another stream than the previous one; their order
-//! is kept by the buffers ([`aquifer::memory::AccessGuard`]).
+//! with two owners at a time, with lost writes, or that is used before it was written reads
+//! differently. The device verifies all patterns, at the latest when a block is freed. Streams are
+//! shared by all threads, and blocks move between streams and threads, so most operations on a
+//! block run on another stream than the previous one; their order is kept by the buffers
+//! ([`aquifer::memory::AccessGuard`]).
 //!
 //! Small blocks are also written and read by the host, through transfers that are still in flight
 //! when the next operations begin.
@@ -15,7 +14,7 @@
 //! are scheduled by the system.
 
 mod block;
-mod tally;
+mod counts;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -28,15 +27,17 @@ use aquifer::{Allocator, Stream};
 use crossbeam::channel::{self, Sender};
 
 use crate::exit::Failure;
+use crate::subject::streams_of;
 use block::Block;
-pub use tally::{Mismatch, Tally};
+pub use block::Compared;
+pub use counts::{Counts, Mismatch};
 use worker::Worker;
 
-/// How much is done, and how.
+/// The parameters of a soak.
 #[derive(Debug, Clone, Copy)]
-#[expect(clippy::exhaustive_structs, reason = "whoever soaks says all of it")]
+#[expect(clippy::exhaustive_structs, reason = "callers set all parameters")]
 pub struct Plan {
-    /// Seed of what is done.
+    /// Seed of the operations.
     pub seed: u64,
     /// Threads.
     pub threads: u16,
@@ -44,13 +45,13 @@ pub struct Plan {
     pub streams: u16,
     /// Bytes that may be held from the device: the allocator's limit.
     pub limit: u64,
-    /// Operations of all threads together; `None` for no end.
+    /// Operations of all threads together; unlimited if `None`.
     pub operations: Option<u64>,
-    /// When to stop at the latest.
+    /// The latest time to stop.
     pub until: Option<Instant>,
 }
 
-/// What workers share.
+/// The state that workers share.
 #[derive(Debug)]
 struct Shared<'a> {
     plan: &'a Plan,
@@ -58,9 +59,9 @@ struct Shared<'a> {
     transfer: Transfer,
     kernels: Kernels,
     streams: Vec<Stream>,
-    /// Where blocks go that another worker is to go on with.
+    /// Channels to the workers, for blocks that are passed on.
     outboxes: Vec<Sender<Block>>,
-    /// Operations begun.
+    /// Operations that have begun.
     begun: AtomicU64,
     /// A worker failed.
     failed: AtomicBool,
@@ -77,18 +78,15 @@ impl Shared<'_> {
     }
 }
 
-/// Runs a soak on an allocator that is used for nothing else, whose limit is set. All memory is
-/// freed in the end.
+/// Runs a soak on an allocator without other users, and sets its limit. All memory is freed in the
+/// end.
 ///
 /// # Errors
-/// When something fails for another reason than lack of memory. Damage is no error: it is in the
-/// tally.
-pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
+/// When something fails for another reason than lack of memory. Damage is not an error: it is in
+/// the counts.
+pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Counts, Failure> {
     let device = allocator.device();
-    let mut streams = vec![device.default_stream().clone()];
-    for _ in 1..plan.streams {
-        streams.push(device.stream()?);
-    }
+    let streams = streams_of(device, plan.streams.into())?;
     allocator.set_limit(Some(plan.limit));
     let (outboxes, inboxes): (Vec<_>, Vec<_>) = (0..plan.threads).map(|_| channel::unbounded()).unzip();
     let shared = Shared {
@@ -109,13 +107,13 @@ pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Tally, Failure> {
             .into_iter()
             .try_for_each(|running| running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })?;
-    // What was handed to a worker that had stopped is seen to now.
-    let mut tally = Tally::default();
+    // Blocks that were passed to a worker after it had stopped are verified now.
+    let mut counts = Counts::default();
     for worker in workers {
-        tally.add(worker.finish()?);
+        counts.add(worker.finish()?);
     }
-    tally.peak_reserved_bytes = allocator.stats().reserved_bytes.all.peak;
-    Ok(tally)
+    counts.peak_reserved_bytes = allocator.stats().reserved_bytes.all.peak;
+    Ok(counts)
 }
 
 #[cfg(test)]
@@ -125,7 +123,7 @@ mod tests {
     use aquifer::device::sim::{SimConfig, SimDriver};
     use aquifer::memory::Config;
 
-    fn soaked(seed: u64, threads: u16, options: &str) -> (Tally, Allocator) {
+    fn soaked(seed: u64, threads: u16, options: &str) -> (Counts, Allocator) {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).seed(seed)));
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let plan = Plan { seed, threads, streams: 3, limit: 16 << 20, operations: Some(600), until: None };
@@ -136,19 +134,18 @@ mod tests {
     fn nothing_is_damaged_and_everything_goes_back() {
         for (seed, options) in [(1, ""), (2, "backing:segments"), (3, "cross_stream:wait")] {
             for threads in [1, 3] {
-                let (tally, allocator) = soaked(seed, threads, options);
-                assert_eq!((tally.operations, &tally.mismatches[..]), (600, &[][..]), "seed {seed}, {options}");
-                // Whether several threads hold too much at a time depends on how they happen to
-                // run.
+                let (counts, allocator) = soaked(seed, threads, options);
+                assert_eq!((counts.operations, &counts.mismatches[..]), (600, &[][..]), "seed {seed}, {options}");
+                // With several threads the schedule decides whether memory runs out.
                 assert!(
-                    (tally.ooms > 0 || threads > 1)
-                        && tally.blocks_verified > 100
-                        && tally.copies > 0
-                        && tally.uploads > 0
-                        && tally.downloads > 0,
-                    "{tally:?}"
+                    (counts.ooms > 0 || threads > 1)
+                        && counts.blocks_verified > 100
+                        && counts.copies > 0
+                        && counts.uploads > 0
+                        && counts.downloads > 0,
+                    "{counts:?}"
                 );
-                assert!(tally.peak_reserved_bytes <= 16 << 20);
+                assert!(counts.peak_reserved_bytes <= 16 << 20);
                 assert_eq!(allocator.memory_allocated(), 0);
                 allocator.empty_cache().unwrap();
                 let memory = allocator.device().memory_info().unwrap();

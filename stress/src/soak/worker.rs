@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aquifer::device::AccessKind;
+use aquifer::device::{AccessKind, DevicePtr};
 use aquifer::kernels::Kernels;
 use aquifer::memory::{AccessGuard, AllocError};
 use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
@@ -13,14 +13,14 @@ use crossbeam::channel::Receiver;
 
 use super::Shared;
 use super::block::{Block, Compared, Findings};
-use super::tally::{Mismatch, Tally};
+use super::counts::{Counts, Mismatch};
 use crate::exit::Failure;
 use crate::random::Random;
 
-/// Blocks that are written and read by the host itself are at most this large, in bytes.
+/// The largest blocks that the host writes and reads, in bytes.
 const HOST_MOST: u64 = 64 << 10;
 
-/// Downloads that may be in flight.
+/// The most downloads in flight.
 const ARRIVING_MOST: usize = 4;
 
 /// A thread's blocks and counts.
@@ -32,9 +32,9 @@ pub(super) struct Worker<'a> {
     held: Vec<Block>,
     /// By stream.
     findings: Vec<Findings>,
-    /// Blocks on their way to the host, which are compared there.
+    /// Blocks that are being copied to the host to be compared.
     arriving: VecDeque<(Pending<PinnedBuffer<u8>>, Compared, u64)>,
-    tally: Tally,
+    counts: Counts,
 }
 
 impl<'a> Worker<'a> {
@@ -51,11 +51,11 @@ impl<'a> Worker<'a> {
             held: Vec::new(),
             findings: shared.streams.iter().map(findings).collect::<Result<_, _>>()?,
             arriving: VecDeque::new(),
-            tally: Tally::default(),
+            counts: Counts::default(),
         })
     }
 
-    /// Works until it is time to stop, or something fails.
+    /// Runs operations until it is time to stop or one fails.
     pub(super) fn run(&mut self) -> Result<(), Failure> {
         while let Some(operation) = self.shared.next() {
             self.held.extend(self.inbox.try_iter());
@@ -63,13 +63,13 @@ impl<'a> Worker<'a> {
                 self.shared.failed.store(true, Ordering::Relaxed);
                 return Err(failure);
             }
-            self.tally.operations += 1;
+            self.counts.operations += 1;
         }
         Ok(())
     }
 
-    /// Compares and frees what is left.
-    pub(super) fn finish(mut self) -> Result<Tally, Failure> {
+    /// Compares and frees the remaining blocks.
+    pub(super) fn finish(mut self) -> Result<Counts, Failure> {
         self.held.extend(self.inbox.try_iter());
         let last = self.shared.begun.load(Ordering::Relaxed);
         while let Some(block) = self.held.pop() {
@@ -77,7 +77,7 @@ impl<'a> Worker<'a> {
         }
         self.receive(0)?;
         (0..self.findings.len()).try_for_each(|stream| self.look(stream))?;
-        Ok(self.tally)
+        Ok(self.counts)
     }
 
     fn step(&mut self, operation: u64) -> Result<(), Failure> {
@@ -122,15 +122,15 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// A buffer, unless memory is lacking; then some of what is held is compared and freed.
+    /// A buffer. If memory is lacking, `None`, and some of the held blocks are compared and freed.
     fn buffer(&mut self, bytes: u64, stream: usize, operation: u64) -> Result<Option<Buffer<u8>>, Failure> {
         match self.shared.allocator.alloc(usize::try_from(bytes).unwrap_or(usize::MAX), &self.shared.streams[stream]) {
             Ok(buffer) => {
-                self.tally.allocs += 1;
+                self.counts.allocs += 1;
                 Ok(Some(buffer))
             }
             Err(AllocError::OutOfMemory(_)) => {
-                self.tally.ooms += 1;
+                self.counts.ooms += 1;
                 let kept = self.held.len() * 2 / 3;
                 for block in self.held.split_off(kept) {
                     self.compare(&block, operation)?;
@@ -151,24 +151,24 @@ impl<'a> Worker<'a> {
         if bytes <= HOST_MOST && self.random.below(8) == 0 {
             let mut content = self.shared.transfer.pinned().alloc(usize::try_from(bytes).unwrap_or(0))?;
             pattern_bytes(block.buffer.ptr(), block.pattern, content.write()?);
-            // Neither the copy nor its source is waited for.
+            // Nothing waits for the copy or its source.
             drop(self.shared.transfer.upload(&content, &mut block.buffer)?);
-            self.tally.uploads += 1;
+            self.counts.uploads += 1;
         } else {
             self.shared.kernels.pattern_write(stream, &mut block.buffer, block.pattern)?;
         }
-        self.tally.bytes_written += bytes;
+        self.counts.bytes_written += bytes;
         self.held.push(block);
         Ok(())
     }
 
-    /// Writes a block anew, so that what was in it is stale.
+    /// Writes another pattern to a block.
     fn rewrite(&mut self, at: usize, operation: u64) -> Result<(), Failure> {
         let (stream, pattern) = (self.any_stream(), self.random.bits());
         let block = &mut self.held[at];
         self.shared.kernels.pattern_write(&self.shared.streams[stream], &mut block.buffer, pattern)?;
         (block.pattern, block.written_by) = (pattern, operation);
-        self.tally.bytes_written += block.buffer.bytes();
+        self.counts.bytes_written += block.buffer.bytes();
         Ok(())
     }
 
@@ -186,7 +186,7 @@ impl<'a> Worker<'a> {
         copy(&shared.streams[there], &elsewhere, &block.buffer)?;
         shared.kernels.fill(&shared.streams[wipe], &mut block.buffer, 0u8)?;
         copy(&shared.streams[back], &block.buffer, &elsewhere)?;
-        self.tally.copies += 2;
+        self.counts.copies += 2;
         Ok(())
     }
 
@@ -194,7 +194,7 @@ impl<'a> Worker<'a> {
         let to = self.random.below(u32::try_from(self.shared.outboxes.len()).unwrap_or(u32::MAX)) as usize;
         // Inboxes live until all blocks are freed.
         if self.shared.outboxes[to].send(self.held.swap_remove(at)).is_ok() {
-            self.tally.handed_over += u64::from(to != self.number);
+            self.counts.handed_over += u64::from(to != self.number);
         }
         Ok(())
     }
@@ -206,7 +206,7 @@ impl<'a> Worker<'a> {
         if bytes > HOST_MOST {
             return self.compare(&block, operation);
         }
-        // On a stream of transfers, or on any other.
+        // On a stream of the transfers, or on any other one.
         let transfer = &self.shared.transfer;
         let arriving = if self.random.below(2) == 0 {
             transfer.to_pinned(&block.buffer)?
@@ -219,8 +219,7 @@ impl<'a> Worker<'a> {
         self.receive(ARRIVING_MOST)
     }
 
-    /// Waits for what arrives at the host and compares it, until at most `left` blocks are in
-    /// flight.
+    /// Waits for downloads and compares them, until at most `left` are in flight.
     fn receive(&mut self, left: usize) -> Result<(), Failure> {
         while self.arriving.len() > left
             && let Some((arriving, compared, pattern)) = self.arriving.pop_front()
@@ -228,24 +227,21 @@ impl<'a> Worker<'a> {
             let host = arriving.wait()?;
             let is = host.read()?;
             let mut should = vec![0; is.len()];
-            let Compared { operation, written_by, ptr, bytes } = compared;
-            pattern_bytes(ptr, pattern, &mut should);
-            self.tally.downloads += 1;
-            self.tally.blocks_verified += 1;
-            self.tally.bytes_verified += bytes;
+            pattern_bytes(compared.ptr, pattern, &mut should);
+            self.counts.downloads += 1;
+            self.counts.blocks_verified += 1;
+            self.counts.bytes_verified += compared.bytes;
             if let Some(first) = is.iter().zip(&should).position(|(is, should)| is != should) {
                 let words = is.chunks(8).zip(should.chunks(8)).filter(|(is, should)| is != should).count() as u64;
-                let (seed, thread) = (self.shared.plan.seed, self.number);
-                let first = ptr.offset(first as u64);
-                self.tally.mismatches.push(Mismatch { seed, thread, operation, written_by, ptr, bytes, words, first });
+                self.mismatch(compared, words, compared.ptr.offset(first as u64));
             }
         }
         Ok(())
     }
 
-    /// Gives cached memory back, all of it or half.
+    /// Releases all or half of the cached memory.
     fn release(&mut self) -> Result<(), Failure> {
-        self.tally.releases += 1;
+        self.counts.releases += 1;
         let allocator = self.shared.allocator;
         let kept = if self.random.below(2) == 0 { 0 } else { allocator.memory_reserved() / 2 };
         allocator.trim_to(kept)?;
@@ -256,26 +252,22 @@ impl<'a> Worker<'a> {
         let stream = self.any_stream();
         let shared = self.shared;
         let full = self.findings[stream].compare(&shared.kernels, &shared.streams[stream], block, operation)?;
-        self.tally.blocks_verified += 1;
-        self.tally.bytes_verified += block.buffer.bytes();
+        self.counts.blocks_verified += 1;
+        self.counts.bytes_verified += block.buffer.bytes();
         if full { self.look(stream) } else { Ok(()) }
     }
 
     fn look(&mut self, stream: usize) -> Result<(), Failure> {
         let shared = self.shared;
         if let Some((found, compared)) = self.findings[stream].look(&shared.kernels, &shared.streams[stream])? {
-            self.tally.mismatches.push(Mismatch {
-                seed: shared.plan.seed,
-                thread: self.number,
-                operation: compared.operation,
-                written_by: compared.written_by,
-                ptr: compared.ptr,
-                bytes: compared.bytes,
-                words: found.words,
-                first: found.first,
-            });
+            self.mismatch(compared, found.words, found.first);
         }
         Ok(())
+    }
+
+    fn mismatch(&mut self, compared: Compared, words: u64, first: DevicePtr) {
+        let (seed, thread) = (self.shared.plan.seed, self.number);
+        self.counts.mismatches.push(Mismatch { seed, thread, compared, words, first });
     }
 }
 

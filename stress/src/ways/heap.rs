@@ -1,45 +1,18 @@
-//! The allocator holds it, but not so that the request could have it.
+//! The allocator holds memory that the request cannot get.
 
 use aquifer::Stream;
 use aquifer::memory::PoolOptions;
 
-use super::{Stand, Story, Way, no_options};
+use super::{Stand, Story};
 use crate::exit::Failure;
 use crate::text::Bytes;
 
-pub(super) const FRAGMENTED: Way = Way {
-    name: "fragmented",
-    summary: "asks for three quarters of what is free, which is in pieces of 4 MiB",
-    needs_simulator: None,
-    served: false,
-    options: |_| "backing:segments".to_owned(),
-    run: fragmented,
-};
-
-pub(super) const PENDING: Way = Way {
-    name: "pending",
-    summary: "asks for what was given back while a side stream, which is late, still uses it",
-    needs_simulator: None,
-    served: true,
-    options: no_options,
-    run: pending,
-};
-
-pub(super) const PRIVATE_POOL: Way = Way {
-    name: "private_pool",
-    summary: "asks for what a private pool caches for itself",
-    needs_simulator: None,
-    served: false,
-    options: no_options,
-    run: private_pool,
-};
-
-fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
+pub(super) fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
     const BLOCK: u64 = 4 << 20;
     // Five blocks share a segment.
     let segment = stand.allocator.config().large_segment_size;
-    // Half of the device at most, but for one segment at least, and no more blocks than can be
-    // checked in a moment.
+    // At most half of the device, at least one segment, and no more blocks than can be verified
+    // quickly.
     let segments = ((stand.room / 2).min(16 << 30) / segment).max(1);
     let weights = stand.fill("weights", stand.room.saturating_sub(segments * segment))?.end;
     for _ in 0..segments * (segment / BLOCK) {
@@ -54,10 +27,10 @@ fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
     Ok(Story { refusal, recovered_by: format!("freeing the {blocks} blocks in between"), recovered })
 }
 
-fn pending(stand: &mut Stand) -> Result<Story, Failure> {
+pub(super) fn pending(stand: &mut Stand) -> Result<Story, Failure> {
     let side: Stream = stand.allocator.device().stream()?;
     let bytes = stand.unrounded(stand.percent(60));
-    // There is room for it once, and not twice.
+    // There is memory for it once, but not twice.
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let buffer = stand.allocator.alloc_bytes(bytes, &stand.stream)?;
     stand.stream.fill(buffer.ptr(), 1, bytes)?;
@@ -86,7 +59,7 @@ fn pending(stand: &mut Stand) -> Result<Story, Failure> {
     Ok(Story { refusal, recovered_by, recovered })
 }
 
-fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
+pub(super) fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
     let bytes = stand.unrounded(stand.percent(60));
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let pool = stand.allocator.create_pool(PoolOptions::default())?;

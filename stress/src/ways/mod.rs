@@ -1,13 +1,15 @@
-//! Ways to run out of memory, and out of it again.
+//! Ways to run out of memory, and to recover.
 //!
-//! Each sets memory up, asks for more than it can get, and does what the report advises. Nothing of
-//! that may harm what was written before, or the allocator.
+//! Each sets memory up, asks for more than it can get, and follows the report's advice. Neither
+//! must damage the content of live blocks or the allocator.
 
 mod device;
 mod heap;
 mod rules;
 mod spill;
 mod stand;
+
+use std::str::FromStr;
 
 use crate::exit::{Failure, Outcome};
 use crate::text::Bytes;
@@ -19,49 +21,96 @@ pub use stand::{Given, Refusal, Stand};
 pub struct Way {
     /// Its name on the command line.
     pub name: &'static str,
-    /// What it does.
+    /// Its description.
     pub summary: &'static str,
-    /// Why it needs a simulated device, if it does.
+    /// The reason to need a simulated device, if it does.
     pub needs_simulator: Option<&'static str>,
-    /// Whether its request is served in the end, by what the allocator does about the lack of
-    /// memory itself.
+    /// Whether the allocator finds memory for its request by itself.
     pub served: bool,
     /// The options that it sets.
     pub options: fn(&Given) -> String,
     run: fn(&mut Stand) -> Result<Story, Failure>,
 }
 
-/// What came of it.
+/// The result of a way.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Story {
-    /// The request, and what was said about it.
+    /// The request and its answer.
     pub refusal: Refusal,
-    /// What was done about it.
+    /// The measure that was taken.
     pub recovered_by: String,
-    /// Whether the request, or the one that was made instead, was served then.
+    /// Whether the request, or a smaller one, was served then.
     pub recovered: bool,
 }
 
-/// All ways, in the order in which they are best read.
+/// All ways, in the order of the documentation.
 pub const ALL: [Way; 9] = [
-    device::TOO_BIG,
-    heap::FRAGMENTED,
-    device::OTHER_PROCESS,
-    heap::PENDING,
-    rules::LIMIT,
-    rules::HEADROOM,
-    heap::PRIVATE_POOL,
-    rules::RECLAIMERS,
-    spill::SPILL,
+    Way::new("too_big", "asks for more than the device has", device::too_big),
+    Way {
+        options: |_| "backing:segments".to_owned(),
+        ..Way::new(
+            "fragmented",
+            "asks for three quarters of what is free, which is in pieces of 4 MiB",
+            heap::fragmented,
+        )
+    },
+    Way {
+        needs_simulator: Some("another process can be told to take memory only on a simulated device"),
+        ..Way::new("other_process", "asks for what another process holds", device::other_process)
+    },
+    Way {
+        served: true,
+        ..Way::new(
+            "pending",
+            "asks for what was given back while a side stream, which is late, still uses it",
+            heap::pending,
+        )
+    },
+    Way {
+        options: rules::half,
+        ..Way::new("limit", "asks for more than per_process_memory_fraction allows", rules::limit)
+    },
+    Way {
+        options: |given| format!("headroom_mb:{}", (given.free - given.room / 4 * 3) >> 20),
+        ..Way::new("headroom", "asks for what headroom_mb leaves to libraries", rules::headroom)
+    },
+    Way::new("private_pool", "asks for what a private pool caches for itself", heap::private_pool),
+    Way {
+        served: true,
+        ..Way::new(
+            "reclaimers",
+            "asks for more than is free, while parts of the program have registered what they can do without",
+            rules::reclaimers,
+        )
+    },
+    Way::new(
+        "spill",
+        "asks for more than is free beside caches; is refused, and served once a spiller may move them to the host",
+        spill::spill,
+    ),
 ];
 
+impl FromStr for Way {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Way, String> {
+        ALL.into_iter()
+            .find(|way| way.name == name)
+            .ok_or_else(|| format!("there is no way {name:?}; there are {}", ALL.map(|way| way.name).join(", ")))
+    }
+}
+
 impl Way {
-    /// Goes this way.
+    const fn new(name: &'static str, summary: &'static str, run: fn(&mut Stand) -> Result<Story, Failure>) -> Way {
+        Way { name, summary, needs_simulator: None, served: false, options: |_| String::new(), run }
+    }
+
+    /// Runs it.
     ///
     /// # Errors
-    /// When something other than a lack of memory comes up; when memory runs out too early, or not
-    /// at all.
+    /// When something other than a lack of memory fails; when memory runs out too early, or not at
+    /// all.
     pub fn go(&self, stand: &mut Stand) -> Result<Story, Failure> {
         let story = match (self.run)(stand) {
             Err(failure) if failure.outcome() == Outcome::OutOfMemory => return Err(too_early(&failure)),
@@ -75,16 +124,11 @@ impl Way {
     }
 }
 
-/// What the way needs at first could not be had.
+/// Memory ran out during the setup.
 fn too_early(failure: &Failure) -> Failure {
     not_shown(&format!("memory ran out before the request that was to be refused: {failure}"))
 }
 
 fn not_shown(why: &str) -> Failure {
     Failure::NotShown(format!("nothing is shown here; a larger device or fewer options may help: {why}"))
-}
-
-/// No options.
-fn no_options(_: &Given) -> String {
-    String::new()
 }

@@ -1,34 +1,25 @@
-//! There is not enough on the device, but some of what is there can go to the host.
+//! Some of the memory on the device can move to the host.
 
 use aquifer::transfer::{Spillable, Spiller, Transfer};
 
-use super::{Stand, Story, Way, no_options};
+use super::{Stand, Story};
 use crate::exit::Failure;
 use crate::text::Bytes;
 
-pub(super) const SPILL: Way = Way {
-    name: "spill",
-    summary: "asks for more than is free beside caches; is refused, and served once a spiller may move them to the host",
-    needs_simulator: None,
-    served: false,
-    options: no_options,
-    run: spill,
-};
-
 /// Caches that can be spilled.
 const CACHES: u64 = 8;
-/// The largest of them: what is spilled takes host memory, of which there is less than a device
-/// has.
+/// The largest of them: spilled caches use host memory, of which there may be less than device
+/// memory.
 const CACHE_MAX: u64 = 32 << 20;
 
-fn spill(stand: &mut Stand) -> Result<Story, Failure> {
+pub(super) fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     let transfer = Transfer::new(&stand.allocator)?;
     let bytes = stand.unrounded((stand.room / 4 / CACHES).clamp(2 << 20, CACHE_MAX));
-    // What the runtime needs for itself, and the edges of granules.
+    // For the runtime itself, and for the edges of granules.
     let spare = stand.percent(2).clamp(16 << 20, 64 << 20);
     stand.fill("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
     if stand.spare > 0 {
-        // The caches are small beside what nobody knows whether it can be had, so that must not
+        // The caches are smaller than the memory that may or may not be available, so a limit must
         // decide.
         stand.allocator.set_limit(Some(stand.room));
     }
@@ -56,7 +47,7 @@ fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     Ok(Story { refusal, recovered_by, recovered })
 }
 
-/// What a cache holds.
+/// The byte in a cache.
 fn content(number: u64) -> u8 {
     u8::try_from(number % 251).unwrap_or(u8::MAX).wrapping_add(3)
 }

@@ -1,4 +1,4 @@
-//! What every way works with: an allocator on a device of its own, and blocks with known content.
+//! The fixture of all ways: an allocator on a new device, and blocks with known content.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,23 +16,22 @@ use crate::exit::Failure;
 use crate::session::Session;
 use crate::text::Bytes;
 
-/// What there must be to use: with less, granules, segments and what spilling needs leave no room
-/// for what the ways do.
+/// The least available memory: below this, granules, segments and the memory for spilling leave too
+/// little for the ways.
 const ROOM_MIN: u64 = 32 << 20;
-/// The same in segments, which the least blocks of the ways then have for themselves.
+/// The same for segments, where the smallest blocks of the ways have segments of their own.
 const ROOM_MIN_IN_SEGMENTS: u64 = 400 << 20;
 
-/// Segments that are larger than what others share are multiples of this.
+/// Dedicated segments are multiples of this.
 const STEP: u64 = 2 << 20;
-/// For less than this a block shares a segment, or has one that is larger.
+/// A smaller block shares a segment, or has a larger one.
 const ALONE: u64 = 16 << 20;
 
-/// What is left alone of what a real device has free: this share of it, and no less than so many
-/// bytes.
+/// The part of the free memory of a real device that is left alone, and its minimum.
 const SPARE_SHARE: u64 = 64;
 const SPARE_MIN: u64 = 256 << 20;
 
-/// An allocator on a device of its own, and blocks with known content.
+/// An allocator on a new device, and blocks with known content.
 #[derive(Debug)]
 pub struct Stand {
     /// First, so that blocks are dropped before the allocator. An allocator that is dropped with
@@ -40,32 +39,31 @@ pub struct Stand {
     marked: Vec<Marked>,
     /// The allocator.
     pub allocator: Allocator,
-    /// The stream that everything is done on unless said otherwise.
+    /// The stream of all operations that name no other.
     pub stream: Stream,
-    /// The simulator below, if the device is a simulated one.
+    /// The simulator, if the device is a simulated one.
     pub simulator: Option<Arc<SimDriver>>,
     /// Bytes of the device that were free at the start.
     pub free: u64,
-    /// What of them is to be used: no more than the user's options allow, and less what is left
-    /// alone.
+    /// The available part of them: within the user's options, and without the spare bytes.
     pub room: u64,
     /// The options that the way sets.
     pub options: String,
-    /// Bytes that are left alone: on a real device not all can be had that the driver says is free.
+    /// Bytes that are left alone: not all memory that a real driver reports as free is available.
     pub spare: u64,
     written: u8,
     takes_snapshots: bool,
 }
 
-/// What a way's options depend on: bytes of the device.
+/// The bytes of the device that a way's options depend on.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Given {
     /// All.
     pub total: u64,
-    /// Free, less what is left alone.
+    /// Free, without the spare bytes.
     pub free: u64,
-    /// What of that the user's options allow to be used.
+    /// The part of them that the user's options allow.
     pub room: u64,
 }
 
@@ -80,24 +78,23 @@ struct Marked {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Refusal {
-    /// Bytes it asked for.
+    /// The requested bytes.
     pub requested: u64,
     /// Why it was refused; `None` if it was served.
     pub report: Option<Box<OomReport>>,
     /// Allocated and reserved bytes before it.
     pub before: (u64, u64),
-    /// The same when it was answered.
+    /// The same after it.
     pub after: (u64, u64),
-    /// The memory when it was answered, if the stand takes snapshots.
+    /// The memory after it, if the stand takes snapshots.
     pub snapshot: Option<Box<Snapshot>>,
 }
 
 impl Stand {
-    /// A device of its own, and an allocator with the session's options and those given.
+    /// A new device, and an allocator with the session's options and the given ones.
     ///
     /// # Errors
-    /// Those of the device and the allocator, and a device that is too small to tell the ways
-    /// apart.
+    /// Those of the device and the allocator; the device is too small to tell the ways apart.
     pub fn new(session: &Session, options: fn(&Given) -> String) -> Result<Stand, Failure> {
         let (device, simulator) = session.open_with_simulator()?;
         let memory = device.memory_info()?;
@@ -125,8 +122,8 @@ impl Stand {
         self.room / 100 * percent
     }
 
-    /// The largest size of a block that takes no more than `bytes` when it is rounded up: with
-    /// `roundup_power2_divisions` a block of that size may take much more.
+    /// The largest size that is rounded up to at most `bytes`: with `roundup_power2_divisions` a
+    /// block of `bytes` may take much more.
     pub fn unrounded(&self, bytes: u64) -> u64 {
         let classes = SizeClasses::new(self.allocator.config());
         let most = bytes / STEP * STEP;
@@ -142,8 +139,7 @@ impl Stand {
         yes
     }
 
-    /// Fills memory with blocks named `name`, as few as take about `bytes` together and no more.
-    /// Tells their numbers.
+    /// Fills up to about `bytes` of memory with few blocks named `name`. Returns their numbers.
     ///
     /// # Errors
     /// Those of the allocator and the driver.
@@ -160,8 +156,7 @@ impl Stand {
         }
     }
 
-    /// Allocates a block named `name` and fills it with a byte that no block before had, as far as
-    /// there are bytes. Tells its number.
+    /// Allocates a block named `name` and fills it with the next byte. Returns its number.
     ///
     /// # Errors
     /// Those of the allocator and the driver.
@@ -174,7 +169,7 @@ impl Stand {
         Ok(self.marked.len() - 1)
     }
 
-    /// Frees the blocks for whose number `which` holds.
+    /// Frees the blocks whose number satisfies `which`.
     pub fn free(&mut self, which: impl Fn(usize) -> bool) {
         let mut number = 0..;
         self.marked.retain(|_| !number.next().is_some_and(&which));
@@ -183,7 +178,7 @@ impl Stand {
     /// Makes a request that should be refused.
     ///
     /// # Errors
-    /// When something other than a lack of memory comes up.
+    /// When something other than a lack of memory fails.
     pub fn request(&self, bytes: u64) -> Result<Refusal, Failure> {
         let figures = || (self.allocator.memory_allocated(), self.allocator.memory_reserved());
         let before = figures();
@@ -203,7 +198,7 @@ impl Stand {
     /// Whether a request is served. The block is written to and freed.
     ///
     /// # Errors
-    /// When something other than a lack of memory comes up.
+    /// When something other than a lack of memory fails.
     pub fn is_served(&self, bytes: u64) -> Result<bool, Failure> {
         Ok(self.request(bytes)?.report.is_none())
     }
@@ -226,8 +221,8 @@ impl Stand {
         Ok(true)
     }
 
-    /// Frees everything, and tells whether the allocator gives all of it back and serves nine
-    /// tenths of what it may.
+    /// Frees everything. Returns whether the allocator then releases all memory and serves nine
+    /// tenths of the allowed memory.
     ///
     /// # Errors
     /// Those of the allocator and the driver.
@@ -241,7 +236,7 @@ impl Stand {
     }
 }
 
-/// How much of `free` bytes of a device the user's options allow to be used.
+/// The part of `free` bytes of a device that the user's options allow.
 fn room(session: &Session, device: &Device, config: &ConfigArg, free: u64) -> Result<u64, Failure> {
     let allocator = session.allocator(device, config)?;
     let headroom = config.config.headroom;
@@ -270,9 +265,9 @@ mod tests {
     use super::*;
     use crate::cli::Global;
 
-    /// A way that fails leaves its blocks to the end of its stand; the next way needs their memory.
+    /// A way that fails leaves its blocks; the next way needs their memory.
     #[test]
-    fn a_stand_with_live_blocks_gives_all_memory_back_when_it_is_dropped() {
+    fn a_dropped_stand_with_live_blocks_releases_all_memory() {
         let global = Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() };
         let mut stand = Stand::new(&Session::new(&global).unwrap(), |_| String::new()).unwrap();
         stand.fill("weights", 300 << 20).unwrap();

@@ -20,7 +20,7 @@ fn bench_measures_both_allocators() {
 }
 
 #[test]
-fn bench_measures_threads_beside_one_alone() {
+fn bench_compares_several_threads_with_one() {
     let rows = rows(0, &["bench", "--quick", "--filter", "threads"]);
     let threads: Vec<u64> = rows.iter().map(|row| bytes(row, "threads")).collect();
     assert_eq!(threads, [1, 1, 2, 2, 4, 4, 1, 1, 2, 2, 4, 4]);
@@ -31,7 +31,7 @@ fn bench_measures_threads_beside_one_alone() {
 }
 
 #[test]
-fn bench_hands_blocks_over() {
+fn bench_passes_blocks_between_threads() {
     let rows = rows(0, &["bench", "--quick", "--filter", "handover"]);
     let names: Vec<&str> = rows.iter().filter_map(|row| row["allocator"].as_str()).collect();
     assert_eq!(names, ["aquifer", "offset-allocator"]);
@@ -92,7 +92,7 @@ fn bench_scale_measures_blocks_with_segments_too() {
 }
 
 #[test]
-fn bench_scale_shows_a_table_and_knows_its_series() {
+fn bench_scale_prints_a_table_and_lists_its_series() {
     let output = stress(&["bench", "--scale", "--quick", "--filter", "nothing"]);
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     assert!(output.status.success() && text.contains("spin") && text.contains("exponent"), "{text}");

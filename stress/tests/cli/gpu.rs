@@ -1,4 +1,5 @@
-//! The program on a machine with a GPU: the stand-in for NVIDIA's driver, under the driver's name in a folder of the test's own.
+//! The program on a machine with a GPU: the stand-in for NVIDIA's driver, under the driver's name
+//! in a folder of the test.
 #![cfg(target_os = "linux")]
 
 use super::*;
@@ -31,7 +32,7 @@ impl Driver {
     fn rows(&self, code: i32, args: &[&str]) -> Vec<Value> {
         let output = self.run(&[args, &["--json"]].concat());
         let rows = rows_of(code, &output);
-        assert!(errors(&output).contains("stand-in driver"), "it is there to be found: {}", errors(&output));
+        assert!(errors(&output).contains("stand-in driver"), "the driver was not found: {}", errors(&output));
         rows
     }
 }
@@ -43,7 +44,7 @@ impl Drop for Driver {
 }
 
 #[test]
-fn what_needs_devices_of_several_sizes_takes_simulated_ones_unless_asked_for_a_gpu() {
+fn commands_with_devices_of_several_sizes_simulate_them_by_default() {
     let (driver, file) = (Driver::new("sizes"), data("fsdp_start.trace"));
     for args in [&["fit", &file][..], &["compare", "--config", "", "--repeat", "1", &file], &["demo"], &[]] {
         let output = driver.run(args);
@@ -60,9 +61,9 @@ fn what_needs_devices_of_several_sizes_takes_simulated_ones_unless_asked_for_a_g
     assert!(errors(&output).contains("so it uses a simulated one"), "{}", errors(&output));
 }
 
-/// A GPU has one size, so limits stand for smaller ones. What fits is what fits on a simulated device of that size.
+/// A GPU has one size, so limits replace smaller ones. The result is that of simulated devices.
 #[test]
-fn what_fits_on_a_gpu_is_found_by_limits() {
+fn fit_uses_limits_on_a_gpu() {
     let (driver, file) = (Driver::new("fits"), data("fsdp_start.trace"));
     let small = driver.0.join("small.trace");
     std::fs::write(&small, "a 0 3000000 0\na 1 5000000 0\nf 0 0\na 2 7000000 0\nf 1 0\nf 2 0\n").unwrap();
@@ -78,7 +79,7 @@ fn what_fits_on_a_gpu_is_found_by_limits() {
 }
 
 #[test]
-fn other_commands_take_the_gpu_unless_it_is_hidden() {
+fn other_commands_use_the_gpu_unless_it_is_hidden() {
     let driver = Driver::new("choice");
     assert!(driver.rows(0, &["calls", "--rounds", "1"]).iter().all(|row| row["device"] == "cuda:0"));
     let hidden = program(&["calls", "--rounds", "1", "--json"]).env("LD_LIBRARY_PATH", &driver.0).output().unwrap();
@@ -87,7 +88,7 @@ fn other_commands_take_the_gpu_unless_it_is_hidden() {
 }
 
 #[test]
-fn copies_are_timed_by_the_host() {
+fn on_a_gpu_copies_are_timed_by_the_host() {
     let rows = Driver::new("clock").rows(0, &["transfer", "--rounds", "1", "--max-mb", "1"]);
     for part in ["copies", "small", "overlap"] {
         let rows: Vec<&Value> = rows.iter().filter(|row| row["part"] == part).collect();
@@ -97,14 +98,14 @@ fn copies_are_timed_by_the_host() {
 }
 
 #[test]
-fn what_the_host_does_for_copies_is_measured() {
+fn on_a_gpu_staged_copies_and_files_are_measured() {
     let rows = Driver::new("staged").rows(0, &["transfer", "--only", "copies", "--rounds", "1", "--max-mb", "1"]);
     let methods = [("upload", "staged"), ("upload", "staged rows"), ("upload", "file")];
     for (direction, method) in methods.into_iter().chain([("download", "staged"), ("download", "staged rows")]) {
         let of = |row: &&Value| row["direction"] == direction && row["method"] == method;
         let rows: Vec<&Value> = rows.iter().filter(of).collect();
         assert_eq!(rows.len(), 3, "sizes of {direction} {method}");
-        // Shares are rounded, and small ones of a busy machine to nothing.
+        // Shares are rounded; on a busy machine small ones may be 0.
         assert!(rows.iter().all(|row| row["us"].as_f64() > Some(0.0) && row["of_driver_pinned"].is_f64()), "{rows:?}");
     }
 }
@@ -123,7 +124,7 @@ fn copies_from_a_peer_are_measured_where_there_is_a_second_gpu() {
 }
 
 #[test]
-fn the_driver_s_pool_is_asked_cold_and_warm() {
+fn the_driver_s_pool_is_measured_cold_and_warm() {
     let rows = Driver::new("pool").rows(0, &["calls", "--rounds", "3"]);
     for (call, bytes) in [("cuMemAllocAsync", 2 << 20), ("cuMemFreeAsync", 2 << 20), ("cuMemAllocAsync", 512 << 20)] {
         let of = |row: &&Value| row["call"] == call && row["bytes"] == bytes;
@@ -134,7 +135,7 @@ fn the_driver_s_pool_is_asked_cold_and_warm() {
 }
 
 #[test]
-fn a_benchmark_tells_of_sizes_that_the_gpu_has_no_room_for() {
+fn a_benchmark_reports_sizes_that_do_not_fit_the_gpu() {
     let args = ["bench", "--quick", "--json", "--filter", "churn_1000"];
     let output = Driver::new("bench").run(&args);
     for row in rows_of(0, &output) {
@@ -145,7 +146,7 @@ fn a_benchmark_tells_of_sizes_that_the_gpu_has_no_room_for() {
 }
 
 #[test]
-fn ways_out_of_memory_leave_some_of_a_gpu_alone() {
+fn oom_leaves_some_memory_of_a_gpu_alone() {
     let driver = Driver::new("oom");
     let rows = driver.rows(0, &["oom"]);
     assert_eq!(rows.len(), 9);
@@ -156,7 +157,7 @@ fn ways_out_of_memory_leave_some_of_a_gpu_alone() {
 }
 
 #[test]
-fn a_gpu_s_answers_are_measured_by_the_host() {
+fn on_a_gpu_requests_to_the_driver_are_timed() {
     let driver = Driver::new("measured");
     let file = Scratch::new("measured.trace", b"a 0 30000000 0\nf 0 0\na 1 512 0\nf 1 0\na 0 30000000 0\nf 0 0\n");
     let row = &driver.rows(0, &["replay", "--config", "backing:segments", file.path()])[0];
@@ -167,7 +168,7 @@ fn a_gpu_s_answers_are_measured_by_the_host() {
     assert!(row["driver_time_modelled_us"].is_null() && row["worst_alloc_us"].is_null(), "{row}");
 }
 
-/// What `ci/pytorch_replay.py` asks of PyTorch, for machines without it: every block is memory of its own.
+/// A replacement of PyTorch for `ci/pytorch_replay.py`: every block has memory of its own.
 const TORCH: &str = r#"
 import types
 __version__ = "made up"
@@ -193,7 +194,7 @@ cuda = types.SimpleNamespace(
     memory_stats=dict)
 "#;
 
-/// `ci/gpu-run` on a bundle of this program.
+/// Runs `ci/gpu-run` on a bundle of this program.
 #[test]
 fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
     if ["bash", "tar", "setsid", "python3"].iter().any(|tool| Command::new(tool).arg("--version").output().is_err()) {
@@ -246,7 +247,7 @@ fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
     }
     let replayed = rows("replay");
     assert_eq!(replayed.iter().map(|row| &row["config"]).collect::<Vec<_>>(), ["", "backing:segments"]);
-    // What is laid side by side goes by one name.
+    // The figures of both have the same names.
     let torch = &rows("pytorch")[0];
     for key in ["ns_per_op", "first_pass_ns_per_op", "seconds"] {
         let measured = |row: &Value, key: &str| row[key].as_f64().is_some_and(|time| time > 0.0);

@@ -1,4 +1,4 @@
-//! The program as people run it: what it prints where, and how it ends.
+//! The program from the command line: its output and exit codes.
 
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -23,7 +23,7 @@ fn data(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(name).display().to_string()
 }
 
-/// The program where no GPU is visible: what tests say of it holds on machines with and without one.
+/// The program without a visible GPU, so that tests give the same results on all machines.
 fn program(args: &[&str]) -> Command {
     let mut program = Command::new(env!("CARGO_BIN_EXE_aquifer-stress"));
     program.args(args).env("CUDA_VISIBLE_DEVICES", "").stdin(Stdio::null());
@@ -38,7 +38,7 @@ fn errors(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// The rows of a run that ends with `code`; nothing else may be on standard output.
+/// The rows of a run that ends with `code`; standard output must have nothing else.
 fn rows(code: i32, args: &[&str]) -> Vec<Value> {
     rows_of(code, &stress(&[args, &["--json"]].concat()))
 }
@@ -50,7 +50,7 @@ fn rows_of(code: i32, output: &Output) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
 }
 
-/// The keys in the order they were printed in.
+/// The keys in the order of the output.
 fn keys(line: &str) -> Vec<String> {
     let row: Value = serde_json::from_str(line).unwrap();
     let mut keys: Vec<String> = row.as_object().unwrap().keys().cloned().collect();
@@ -62,12 +62,12 @@ fn bytes(row: &Value, key: &str) -> u64 {
     row[key].as_u64().unwrap_or_else(|| panic!("{key} in {row}"))
 }
 
-/// A file of the test's own, removed at the end.
+/// A file of the test, removed at the end.
 struct Scratch(PathBuf);
 
 impl Scratch {
     fn new(name: &str, content: &[u8]) -> Scratch {
-        // Tests that run at the same time use the same names.
+        // Tests that run at the same time may use the same names.
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{number}-{name}", std::process::id()));

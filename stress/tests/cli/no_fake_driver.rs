@@ -1,10 +1,10 @@
-//! The program never takes the tests' stand-in driver for a GPU, although its library lies in the same target folder and cargo
-//! puts that folder on the library path.
+//! The program never takes the tests' stand-in driver for a GPU, although its library is in the
+//! same target folder and cargo puts that folder on the library path.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Files of a folder and its folder `deps`.
+/// The files of a folder and of its folder `deps`.
 fn files(folder: &Path) -> Vec<String> {
     let folders = [folder.to_path_buf(), folder.join("deps")];
     let entries = folders.iter().filter_map(|folder| folder.read_dir().ok()).flatten().flatten();
@@ -16,11 +16,11 @@ fn the_program_does_not_find_the_stand_in_driver() {
     let program = Path::new(env!("CARGO_BIN_EXE_aquifer-stress"));
     let folder = program.parent().expect("it lies in a folder");
     let files = files(folder);
-    // Elsewhere the library has another name.
+    // On other systems the library has another name.
     if cfg!(target_os = "linux") {
         assert!(files.iter().any(|name| name == "libaquifer_standin.so"), "the stand-in was built");
     }
-    // What a loader could take for a driver; cudarc's own rlib, for one, is nothing it looks for.
+    // Files that a loader could take for a driver; an rlib such as cudarc's is not one.
     let loadable = |name: &str| [".so", ".dll", ".dylib"].iter().any(|suffix| name.contains(suffix));
     let fake = |name: &&String| (name.starts_with("libcuda") || name.starts_with("nvcuda")) && loadable(name);
     assert_eq!(files.iter().filter(fake).collect::<Vec<_>>(), Vec::<&String>::new());
@@ -32,8 +32,8 @@ fn the_program_does_not_find_the_stand_in_driver() {
         .output()
         .expect("the program runs");
     let said = String::from_utf8_lossy(&output.stderr);
-    // Its devices say in their names what they are. On a machine with a GPU that is what it finds, and then it tells that the
-    // demonstration is on a simulated one all the same.
+    // Names of its devices contain "stand-in". On a machine with a GPU the program finds the GPU,
+    // and reports that the demonstration uses a simulated device.
     assert!(!said.contains("stand-in"), "{said}");
     let found = said.contains("device cuda:0: ") && said.contains("so it uses a simulated one");
     assert_eq!(output.status.success(), found, "{said}");

@@ -1,4 +1,4 @@
-//! `replay`, and what plays a program otherwise: what is counted, and how it ends.
+//! `replay`, `soak` and `calls`: their figures and exit codes.
 
 use super::*;
 
@@ -58,8 +58,8 @@ fn replay_prints_exactly_the_documented_keys() {
 }
 
 #[test]
-fn bundled_traces_need_what_they_need_in_pytorch() {
-    // Trace, options, peaks of allocated and reserved bytes, driver allocations: PyTorch's own figures.
+fn bundled_traces_have_the_figures_of_pytorch() {
+    // Trace, options, peaks of allocated and reserved bytes, driver allocations, as in PyTorch.
     type Figures = (u64, u64, u64);
     let figures: [(&str, [(&str, Figures); 3]); 2] = [
         (
@@ -98,7 +98,7 @@ fn bundled_traces_need_what_they_need_in_pytorch() {
 fn the_driver_s_pool_plays_the_same_program() {
     let trace = data("gpt2_fp32.trace.gz");
     let row = &rows(0, &["--device", "sim:40GiB", "replay", "--repeat", "2", "--driver-pool", &trace])[0];
-    // The pool rounds nothing up, and the simulated one keeps nothing that is not in use.
+    // The pool does not round sizes, and the simulated one keeps no unused memory.
     assert_eq!((&row["pool_peak_reserved_bytes"], &row["pool_ooms"]), (&row["peak_requested_bytes"], &0.into()));
     for key in ["ns_per_op", "first_pass_ns_per_op", "seconds"] {
         assert!(row[format!("pool_{key}")].as_f64().unwrap() > 0.0 && row[key].as_f64().unwrap() > 0.0, "{key}: {row}");
@@ -112,7 +112,7 @@ fn a_soak_has_room_for_several_granules() {
 }
 
 #[test]
-fn a_soak_tells_what_it_did_and_a_table_of_calls_what_they_cost() {
+fn soak_and_calls_print_their_figures() {
     let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
     assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
     assert_eq!((&soak["not_given_back_bytes"], &soak["hazards"]), (&0.into(), &0.into()));
@@ -144,10 +144,10 @@ fn a_snapshot_replays_as_the_trace_of_the_same_run() {
     let mut names = std::collections::BTreeSet::new();
     for row in &mut rows {
         let row = row.as_object_mut().unwrap();
-        // Files of the same name are told apart by their paths.
+        // Files of the same name differ by their paths.
         let name = row.remove("trace").unwrap().as_str().unwrap().to_owned();
         assert!(name.starts_with("fsdp_start (") && names.insert(name));
-        // What a pass leaves is freed in an order that differs, so later passes do, too.
+        // Blocks that a pass leaves are freed in another order, so later passes differ.
         row.retain(|key, _| !["ns_per_op", "seconds", "warm_", "by_pass"].iter().any(|part| key.contains(part)));
     }
     assert_eq!(rows[0], rows[1]);
@@ -168,7 +168,7 @@ fn configs_are_compared_in_one_run_and_figures_are_repeatable() {
         assert_eq!(figures(one), figures(two));
     }
     let output = stress(&args);
-    assert!(String::from_utf8(output.stdout).unwrap().lines().count() > 4, "a table for people");
+    assert!(String::from_utf8(output.stdout).unwrap().lines().count() > 4, "a table");
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
     let uncached = row(&["--repeat", "3", "--config", "no_cache:True"]);
     let passes: Vec<u64> =
         uncached["driver_calls_by_pass"].as_array().unwrap().iter().filter_map(Value::as_u64).collect();
-    // What a pass leaves goes back to the driver in the next one.
+    // Blocks that a pass leaves are released in the next one.
     assert!(passes[0] == calls(&uncached) && passes[1] > passes[0] && passes[1] == passes[2], "{passes:?}");
     assert!(number(&uncached, "warm_driver_time_modelled_us") > number(&uncached, "driver_time_modelled_us"));
     assert_eq!(bytes(&uncached, "driver_allocs"), bytes(&uncached, "allocs"));
@@ -211,7 +211,8 @@ fn a_device_may_lag() {
         )
         .remove(0)
     };
-    // The second block needs the memory of the first, which another stream used: room for one block alone.
+    // The device has memory for one block only: the second one needs that of the first, which
+    // another stream used.
     for (lag, stalls) in [("0", 0), ("1000", 1)] {
         let small = row(lag, "sim:32MiB", 0);
         assert_eq!(
@@ -256,9 +257,9 @@ fn damaged_files_are_named_and_the_others_still_replayed() {
         ("line.trace", b"# name: x\na 0 1024 0\na 1 many 0\n", ":3: \"many\" is not a valid"),
         ("twice.trace", b"a 0 1024 0\nf 0 0\nf 0 0\n", ":3: ID 0 is not allocated"),
         ("huge.trace", b"a 0 18446744073709551615 0\na 1 18446744073709551615 0\n", ":2: the bytes allocated exceed"),
-        ("cut.trace.gz", &gzip[..gzip.len() / 2], "the gzip data is truncated: the file ends at byte"),
-        ("followed.trace.gz", &[&gzip[..], b"x"].concat(), "other bytes follow the gzip data, from byte"),
-        ("cut.pickle.gz", &pickle[..pickle.len() / 2], "the gzip data is truncated"),
+        ("cut.trace.gz", &gzip[..gzip.len() / 2], "the gzip data is incomplete"),
+        ("followed.trace.gz", &[&gzip[..], b"x"].concat(), "the gzip data is incomplete"),
+        ("cut.pickle.gz", &pickle[..pickle.len() / 2], "the gzip data is incomplete"),
         ("snapshot.json", b"{\"segments\": [], \"device_traces\": [[{]]}", "line 1"),
     ];
     let good = data("fsdp_start.trace");
@@ -277,10 +278,10 @@ fn damaged_files_are_named_and_the_others_still_replayed() {
     assert!(errors(&output).contains("/no/such/file.trace: "));
 }
 
-/// And the next one is worked on.
+/// The next file is still replayed.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_file_that_memory_does_not_suffice_for_is_an_error() {
+fn a_file_that_needs_too_much_memory_is_an_error() {
     let lines: String = (0..3_000_000).map(|id| format!("a {id} 512 0\n")).collect();
     let large = Scratch::new("large.trace", lines.as_bytes());
     let script = r#"ulimit -v 150000 && exec "$@""#;
@@ -293,13 +294,13 @@ fn a_file_that_memory_does_not_suffice_for_is_an_error() {
         return;
     };
     assert_eq!(rows_of(4, &output).len(), 1, "{}", errors(&output));
-    assert!(errors(&output).contains("there is not enough memory for what it holds"), "{}", errors(&output));
+    assert!(errors(&output).contains("the host does not have enough memory for its content"), "{}", errors(&output));
 }
 
 #[test]
-fn what_only_later_passes_lack_is_told_too() {
+fn refusals_in_later_passes_are_reported_too() {
     let file = Scratch::new("later.trace", b"a 0 1000000 0\nf 0 0\n");
-    // The first pass makes one call, the second one tries again and again.
+    // The first pass makes one call, the second one several.
     let faults: String = (2..50).map(|nth| format!("fault=cuMemAlloc#{nth}:out_of_memory\n")).collect();
     let faults = Scratch::new("later.faults", faults.as_bytes());
     let device = format!("sim:1GiB,faults={}", faults.path());
@@ -318,7 +319,7 @@ fn requests_that_no_device_can_serve_are_ooms() {
 }
 
 #[test]
-fn a_program_without_events_has_no_time_an_event() {
+fn a_program_without_events_has_no_time_per_event() {
     let file = Scratch::new("empty.trace", b"# name: nothing\ni 1\n");
     let file = file.path();
     let row = &rows(0, &["replay", "--yardstick", file])[0];
@@ -331,14 +332,7 @@ fn a_program_without_events_has_no_time_an_event() {
 }
 
 #[test]
-fn lines_may_end_as_on_old_machines() {
-    let file = Scratch::new("old.trace", b"# name: old\ra 0 1000000 0\rf 0 0\r");
-    let row = &rows(0, &["replay", "--repeat", "1", file.path()])[0];
-    assert_eq!((row["trace"].as_str(), bytes(row, "events")), (Some("old"), 2));
-}
-
-#[test]
-fn a_program_too_large_for_the_default_device_is_told_which_suffices() {
+fn a_program_too_large_for_the_default_device_is_given_a_larger_one() {
     let file = Scratch::new("large.trace", b"# name: large\na 0 60000000000 0\na 1 50000000000 0\nf 0 0\nf 1 0\n");
     let output = stress(&["replay", file.path()]);
     assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
@@ -376,7 +370,7 @@ fn a_file_of_many_recordings_has_few_notes() {
     let snapshot = Scratch::new("ranks.json", format!(r#"{{"segments":[],"device_traces":[{ranks}]}}"#).as_bytes());
     let output = stress(&["replay", snapshot.path()]);
     assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
-    let told = errors(&output);
-    let notes = told.lines().filter(|line| line.starts_with("note: ")).count();
-    assert!(notes <= 21 && told.contains("more notes are left out"), "{told}");
+    let said = errors(&output);
+    let notes = said.lines().filter(|line| line.starts_with("note: ")).count();
+    assert!(notes <= 21 && said.contains("more notes are left out"), "{said}");
 }

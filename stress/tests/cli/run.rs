@@ -1,5 +1,5 @@
-//! `run`, with this program itself as the one that is run: what it measures of the driver's own pool comes from the
-//! allocator then.
+//! `run`. The program that it runs is mostly this program itself, which measures the driver's pool:
+//! the allocator serves it then.
 #![cfg(target_os = "linux")]
 
 use super::*;
@@ -32,7 +32,7 @@ fn a_program_is_served_and_a_report_follows() {
 }
 
 #[test]
-fn it_ends_as_the_program_does() {
+fn the_exit_code_is_that_of_the_program() {
     let ended = |script: &str| run(&[], &["sh", "-c", script]);
     let output = ended("echo written; exit 7");
     assert_eq!((output.status.code(), &output.stdout[..]), (Some(7), &b"written\n"[..]));
@@ -40,7 +40,7 @@ fn it_ends_as_the_program_does() {
     assert_eq!(ended("kill -9 $$").status.code(), Some(137));
     let folder = String::from_utf8(ended("echo ${LD_LIBRARY_PATH%%:*}").stdout).unwrap();
     assert!(folder.contains("aquifer-run-") && !Path::new(folder.trim()).exists(), "{folder}");
-    // Signals that end this process alone reach the program, and those of a terminal reach both.
+    // Signals to this process alone are passed on; those of a terminal reach both processes.
     for (signal, ends) in [("INT", 5), ("QUIT", 5), ("TERM", 6), ("HUP", 6)] {
         let script = format!(
             "trap 'exit 6' TERM HUP; echo ${{LD_LIBRARY_PATH%%:*}}; sleep 0.3; kill -{signal} $PPID; sleep 1; exit 5"

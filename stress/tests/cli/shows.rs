@@ -1,4 +1,4 @@
-//! The commands that show things, as people run them: `fragmentation`, `oom` and `demo`.
+//! `fragmentation`, `oom` and `demo`.
 
 use super::*;
 
@@ -43,7 +43,7 @@ const FRAGMENTATION_KEYS: [&str; 21] = [
 ];
 
 #[test]
-fn every_scenario_shows_fragmentation_and_a_way_out() {
+fn every_scenario_shows_fragmentation_and_a_solution() {
     let device = "sim:4GiB";
     let rows = rows(0, &["fragmentation", "--device", device, "--config", "backing:segments,max_split_size_mb:64"]);
     for row in &rows {
@@ -71,7 +71,7 @@ fn every_scenario_shows_fragmentation_and_a_way_out() {
         assert_eq!(segments["probe_fits"], false, "{segments}");
         assert!(bytes(segments, "free_bytes") > bytes(segments, "request_bytes"), "{segments}");
     }
-    // Memory that moves is a way out of all of them.
+    // Memory that moves solves all of them.
     for name in names {
         let paged = row(&rows, name, "");
         assert!(paged["probe_fits"] == true && bytes(paged, "ooms") == 0, "{paged}");
@@ -86,7 +86,7 @@ fn every_scenario_shows_fragmentation_and_a_way_out() {
 }
 
 #[test]
-fn one_scenario_is_drawn() {
+fn the_map_of_a_scenario_is_drawn() {
     let args = ["fragmentation", "--device", "sim:1GiB", "--scenario", "alternating", "--ascii"];
     let text = text(&args);
     assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
@@ -96,7 +96,7 @@ fn one_scenario_is_drawn() {
 }
 
 #[test]
-fn what_there_is_can_be_listed_and_must_be_known() {
+fn scenarios_and_ways_are_listed_and_unknown_ones_refused() {
     for (command, option, key, count) in [("fragmentation", "--scenario", "scenario", 5), ("oom", "--way", "way", 9)] {
         let listed = rows(0, &[command, "--list"]);
         assert_eq!(listed.len(), count);
@@ -112,7 +112,7 @@ fn what_there_is_can_be_listed_and_must_be_known() {
     }
     assert!(rows(2, &["oom", "--config", "", "--config", "history:1"]).is_empty());
     let refused = stress(&["oom", "--config", "", "--config", ""]);
-    assert!(refused.status.code() == Some(2) && refused.stdout.is_empty(), "nothing is begun");
+    assert!(refused.status.code() == Some(2) && refused.stdout.is_empty(), "nothing was run");
 }
 
 const OOM_KEYS: [&str; 15] = [
@@ -134,7 +134,7 @@ const OOM_KEYS: [&str; 15] = [
 ];
 
 #[test]
-fn every_way_out_of_memory_leads_back() {
+fn every_way_recovers() {
     for device in ["sim:2GiB", "sim:24GiB", "sim:80GiB,seed=3"] {
         let rows = rows(0, &["oom", "--device", device]);
         assert_eq!(rows.len(), 9);
@@ -155,9 +155,8 @@ fn every_way_out_of_memory_leads_back() {
     assert!(text.contains("reads as it was written") && text.contains("serves as before"), "{text}");
 }
 
-/// Whatever the backing, and for whoever may wait.
 #[test]
-fn memory_that_a_late_stream_uses_is_waited_for() {
+fn a_request_waits_for_memory_that_a_late_stream_uses() {
     let on_the_device = "stream 1 waiting for stream 2 on the device";
     for (config, how) in [
         ("", on_the_device),
@@ -170,9 +169,9 @@ fn memory_that_a_late_stream_uses_is_waited_for() {
     }
 }
 
-/// Sizes of no whole segments, small ones, memory of other processes, and options of the user's.
+/// Odd and small sizes, memory of other processes, and options of the user.
 #[test]
-fn every_way_shows_something_on_any_device_and_with_most_options() {
+fn every_way_works_on_all_devices_and_with_most_options() {
     let cases = [
         ("sim:24GB", ""),
         ("sim:1000000007", ""),
@@ -201,16 +200,16 @@ fn every_way_shows_something_on_any_device_and_with_most_options() {
 }
 
 #[test]
-fn a_way_that_refuses_nothing_has_failed() {
-    // Nothing is cached, so nothing is in pieces.
+fn a_way_without_a_refusal_fails() {
+    // Without a cache there is no fragmentation.
     let rows = rows(1, &["oom", "--device", "sim:1GiB", "--way", "fragmented", "--config", "no_cache:True"]);
     let failed = rows[0]["failed"].as_str().unwrap();
     assert!(failed.contains("nothing is shown here") && failed.contains("were served"), "{failed}");
 }
 
 #[test]
-fn a_way_that_fails_does_not_keep_the_others_from_being_gone() {
-    // Too late for the short way.
+fn after_a_failed_way_the_others_still_run() {
+    // The short way ends before the fault.
     let device = "sim:2GiB,fault=cuMemsetD8Async#10:999";
     let args = ["oom", "--device", device, "--way", "fragmented", "--way", "limit"];
     let rows = rows(1, &args);
@@ -225,7 +224,7 @@ fn a_way_that_fails_does_not_keep_the_others_from_being_gone() {
 }
 
 #[test]
-fn the_demonstration_tells_its_story() {
+fn the_demonstration_shows_every_step() {
     let rows = rows(0, &["--config", "backing:segments,max_split_size_mb:256"]);
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
@@ -238,7 +237,7 @@ fn the_demonstration_tells_its_story() {
     assert!(oom["refused"] == true && oom["damaged"] == 0 && oom["served_again"] == true, "{oom}");
     assert!(bytes(oom, "blocks") > 0 && !oom["advice"].as_array().unwrap().is_empty(), "{oom}");
     assert!(remap["refused"] == false && remap["damaged"] == 0 && bytes(remap, "remaps") > 0, "{remap}");
-    assert_eq!(bytes(remap, "device_bytes"), bytes(oom, "device_bytes"), "where segments run out");
+    assert_eq!(bytes(remap, "device_bytes"), bytes(oom, "device_bytes"), "the same device");
     for compared in &rows[3..] {
         assert!(bytes(compared, "smallest_device_bytes") >= bytes(compared, "peak_requested_bytes"), "{compared}");
     }
@@ -257,22 +256,22 @@ fn the_demonstration_tells_its_story() {
 }
 
 #[test]
-fn the_demonstration_knows_what_it_runs_on() {
-    let told = |code, device: &str| {
+fn the_demonstration_adapts_to_its_device() {
+    let words = |code, device: &str| {
         let output = stress(&["demo", "--ascii", "--device", device]);
         assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
-        // As words, wherever lines end.
+        // As words, without line ends.
         String::from_utf8(output.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
     };
-    let text = told(3, "sim:rtx4090,vmm=off");
+    let text = words(3, "sim:rtx4090,vmm=off");
     assert!(text.contains("4. Memory cannot move on this device"), "{text}");
     assert!(text.contains("not possible: the device cannot map memory. So the program runs out of memory"), "{text}");
     assert!(!text.contains("memory that moves"), "{text}");
-    let text = told(3, "sim:80GiB,oom_at=10GiB");
+    let text = words(3, "sim:80GiB,oom_at=10GiB");
     assert!(text.contains("is refused some of it on a device of 80.00 GiB"), "{text}");
 }
 
-/// What they hold would be missing from devices that are as large as the story needs.
+/// Their memory would be missing from devices of the needed size.
 #[test]
 fn the_demonstration_has_no_other_programs() {
     let alone = stress(&["--json", "--device", "sim:80GiB"]);
@@ -285,7 +284,7 @@ fn the_demonstration_has_no_other_programs() {
 }
 
 #[test]
-fn options_that_fit_nowhere_keep_none_of_the_others_from_being_compared() {
+fn options_that_fit_on_no_device_are_reported_and_the_others_compared() {
     let output = stress(&["--json", "--config", "limit_mb:1000"]);
     let said = errors(&output);
     let rows = rows_of(3, &output);
@@ -295,16 +294,15 @@ fn options_that_fit_nowhere_keep_none_of_the_others_from_being_compared() {
     assert_eq!((fitting.len(), limited.len()), (12, 2));
     assert!(fitting.iter().all(|row| row["ooms"] == 0), "{fitting:?}");
     for row in limited {
-        assert!(bytes(row, "ooms") > 0, "its peak is that of what was served: {row}");
+        assert!(bytes(row, "ooms") > 0, "its peak covers served requests only: {row}");
         assert!(row["config"] == "limit_mb:1000" && row["ratio"].is_null() && row["retries_at_fit"].is_null(), "{row}");
         let named = format!("out of memory: {} with limit_mb:1000: it does not finish", row["trace"].as_str().unwrap());
         assert!(said.contains(&named), "{said}");
     }
 }
 
-/// The policies that can be tried are.
 #[test]
-fn a_policy_that_fails_keeps_none_of_the_others_from_being_shown() {
+fn after_a_failed_policy_the_others_are_shown() {
     let args = ["fragmentation", "--scenario", "alternating", "--device", "sim:1GiB,fault=cuMemAlloc#3:999"];
     let output = stress(&[&args[..], &["--json"]].concat());
     let policies: Vec<Value> = rows_of(1, &output).into_iter().map(|row| row["policy"].clone()).collect();

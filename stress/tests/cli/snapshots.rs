@@ -1,8 +1,8 @@
-//! `--snapshot`: what the files hold, and when there are none.
+//! `--snapshot`: the content of the files, and errors.
 
 use super::*;
 
-/// A directory that is removed in the end.
+/// A directory that is removed at the end.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -33,7 +33,7 @@ fn actions<'a>(snapshot: &'a Value, action: &str) -> Vec<&'a Value> {
 }
 
 #[test]
-fn a_replay_s_snapshot_replays_like_the_program() {
+fn a_snapshot_of_a_replay_replays_like_the_program() {
     let directory = Directory::new("replays");
     let trace = data("fsdp_start.trace");
     let replayed = |file: &str, more: &[&str]| {
@@ -76,7 +76,7 @@ fn a_snapshot_of_a_soak_has_its_history() {
 }
 
 #[test]
-fn one_file_is_not_for_several_runs() {
+fn a_snapshot_of_several_runs_is_refused() {
     let trace = data("fsdp_start.trace");
     let out = std::env::temp_dir().join("never-written.json");
     let both = ["--config", "", "--config", "backing:segments"];
@@ -97,7 +97,7 @@ fn one_file_is_not_for_several_runs() {
 }
 
 #[test]
-fn paths_that_cannot_be_saved_to_are_errors() {
+fn paths_that_cannot_be_written_are_errors() {
     let trace = data("fsdp_start.trace");
     let output = stress(&["replay", &trace, "--snapshot", "s.txt"]);
     assert_eq!(output.status.code(), Some(2), "before anything runs");

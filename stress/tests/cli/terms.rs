@@ -1,4 +1,4 @@
-//! What all commands have in common: help, wrong use, what is reported, where output goes.
+//! Common behaviour of all commands: help, wrong use, messages, output.
 
 use clap::CommandFactory;
 
@@ -45,7 +45,7 @@ fn options_without_effect_are_reported_once() {
     assert_eq!(errors(&output).matches("expandable_segments").count(), 2, "{}", errors(&output));
 }
 
-/// All of a configuration's, for the memory that there is.
+/// A warning names all options of a configuration that have no effect on this memory.
 #[test]
 fn options_without_effect_are_named_in_one_warning() {
     let file = data("fsdp_start.trace");
@@ -60,8 +60,8 @@ fn options_without_effect_are_named_in_one_warning() {
         warnings("sim:80GiB", &format!("{for_segments},pinned_free_catch_all:True")),
         [format!(
             "warning: --config '{for_segments},pinned_free_catch_all:True': options without effect: {named} (for \
-             `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory is that of \
-             aquifer-transfer, which has options of its own)"
+             `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory is \
+             that of aquifer-transfer, which has options of its own)"
         )]
     );
     assert!(warnings("sim:80GiB", &format!("backing:segments,{for_segments}")).is_empty());
@@ -85,7 +85,7 @@ fn standard_input_is_a_file_like_others() {
 }
 
 #[test]
-fn a_reader_that_leaves_is_no_error() {
+fn a_closed_standard_output_is_not_an_error() {
     let file = data("fsdp_start.trace");
     let mut child = program(&["replay", "--json", "--config", "", "--config", "cross_stream:off", &file])
         .stdout(Stdio::piped())
@@ -99,7 +99,7 @@ fn a_reader_that_leaves_is_no_error() {
 }
 
 #[test]
-fn help_tells_exit_codes_and_keys() {
+fn help_has_exit_codes_and_keys() {
     let help = |args: &[&str]| String::from_utf8(stress(args).stdout).unwrap();
     let common = help(&["--help"]);
     assert!(common.contains("Exit codes"));
@@ -108,9 +108,9 @@ fn help_tells_exit_codes_and_keys() {
     let compare = help(&["compare", "--help"]);
     let transfer = help(&["transfer", "--help"]);
     let words = transfer.split_whitespace().collect::<Vec<_>>().join(" ");
-    let told = "Copies on the host are timed by the host's clock on every device";
-    assert!(words.contains(told), "{words}");
-    assert!(common.contains("not in the times that\n"), "what spikes leave as it is: {common}");
+    let clock = "Copies on the host are timed by the host's clock on every device";
+    assert!(words.contains(clock), "{words}");
+    assert!(common.contains("not in the times of\n"), "spikes have no effect there: {common}");
     let unknown_setting = errors(&stress(&["--device", "sim:1GiB,unknown=1"]));
     let keys = unknown_setting.split("one of the keys ").nth(1).unwrap().lines().next().unwrap();
     for key in keys.split(", ").map(|key| key.trim_matches(|end: char| !end.is_alphabetic())) {
@@ -120,7 +120,7 @@ fn help_tells_exit_codes_and_keys() {
     assert!(COMPARE_KEYS.iter().chain(&MEAN_KEYS).all(|key| compare.contains(key)));
 }
 
-/// Wider lines are broken, and lists read badly then.
+/// Wider lines would be wrapped, which breaks lists.
 #[test]
 fn lists_in_help_are_no_wider_than_help() {
     let program = aquifer_stress::cli::Cli::command();
@@ -149,9 +149,9 @@ fn lists_need_no_device() {
     }
 }
 
-/// Each command tells why memory comes in segments, once, and in no colours.
+/// Each command reports once why memory comes in segments, without colours.
 #[test]
-fn a_device_that_cannot_map_is_told_of_once() {
+fn a_device_that_cannot_map_is_reported_once() {
     let file = data("fsdp_start.trace");
     for (device, reason) in
         [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "mapping memory failed")]
@@ -185,9 +185,9 @@ fn a_device_too_small_to_run_out_of_memory_is_refused() {
     assert!(errors(&output).contains("the options allow too little memory for this: 32.00 MiB"), "{}", errors(&output));
 }
 
-/// Not the device.
+/// The message must not blame the device.
 #[test]
-fn a_limit_that_is_too_small_is_at_fault() {
+fn a_limit_that_is_too_small_is_named() {
     let refused = |args: &[&str], code, reason: &str| {
         let output = stress(args);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {}", errors(&output));
@@ -201,9 +201,9 @@ fn a_limit_that_is_too_small_is_at_fault() {
     refused(&["--device", "sim:1GiB", "soak", "--limit-mb", "1025"], 2, "1.00 GiB");
 }
 
-/// Such as one that gives memory back.
+/// Such as a call that frees memory.
 #[test]
-fn a_driver_that_lacks_memory_where_none_is_asked_for_has_failed() {
+fn a_lack_of_memory_where_none_is_requested_is_a_failure() {
     let lines: String = (1..50).map(|id| format!("a {id} {} 0\nf {id} 0\n", id * 1_000_000)).collect();
     let file = Scratch::new("growing.trace", lines.as_bytes());
     let device = "sim:64MiB,fault=cuMemFree#1:out_of_memory";
@@ -213,9 +213,9 @@ fn a_driver_that_lacks_memory_where_none_is_asked_for_has_failed() {
     assert!(errors(&output).contains("cuMemFree"), "{}", errors(&output));
 }
 
-/// Nothing goes back to a lost device. That is no news for each piece of memory.
+/// Not for each piece of memory that cannot be released.
 #[test]
-fn a_lost_device_is_told_of_once() {
+fn a_lost_device_is_reported_once() {
     let lines: String = (0..400).map(|id| format!("a {id} 20000000 0\n")).collect();
     let file = Scratch::new("lost.trace", lines.as_bytes());
     for (config, calls) in [("frame_mb:2", [40, 1000, 3000]), ("", [40, 300, 600]), ("backing:segments", [5, 40, 200])]
@@ -226,13 +226,13 @@ fn a_lost_device_is_told_of_once() {
             assert_eq!(output.status.code(), Some(1), "{config} {nth}");
             let said = errors(&output);
             let [_, error] = said.lines().collect::<Vec<_>>()[..] else { panic!("{config} {nth}: {said}") };
-            let tells = error.starts_with("error: ") && error.contains("CUDA_ERROR_ECC_UNCORRECTABLE");
-            assert!(tells && error.len() < 300, "{config} {nth}: {said}");
+            let is_error = error.starts_with("error: ") && error.contains("CUDA_ERROR_ECC_UNCORRECTABLE");
+            assert!(is_error && error.len() < 300, "{config} {nth}: {said}");
         }
     }
 }
 
-/// `/dev/full` takes nothing.
+/// Writes to `/dev/full` fail.
 #[cfg(target_os = "linux")]
 #[test]
 fn help_that_cannot_be_written_is_an_error() {
@@ -245,12 +245,12 @@ fn help_that_cannot_be_written_is_an_error() {
     }
 }
 
-/// The exit code tells what standard error cannot.
+/// The exit code does not depend on standard error.
 #[cfg(target_os = "linux")]
 #[test]
-fn what_cannot_be_told_ends_as_it_does_otherwise() {
+fn messages_that_cannot_be_written_do_not_change_the_exit_code() {
     let file = data("fsdp_start.trace");
-    // The libraries warn of memory that cannot be given back.
+    // The libraries warn of memory that cannot be released.
     let stuck = "sim:1GiB,fault_rate=cuMemUnmap:0.5:999";
     let cases: [(&[&str], i32); 8] = [
         (&["--nope"], 2),

@@ -1,4 +1,4 @@
-//! `transfer` as people run it.
+//! `transfer`.
 
 use serde_json::json;
 
@@ -14,7 +14,7 @@ fn number(row: &Value, key: &str) -> f64 {
 }
 
 #[test]
-fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driver_s() {
+fn every_method_is_measured_and_pinned_copies_are_as_fast_as_the_driver_s() {
     let rows = measured(&["--only", "copies", "--max-mb", "16"]);
     let of = |direction: &str, method: &str| {
         let found = rows.iter().rfind(|row| row["direction"] == direction && row["method"] == method);
@@ -38,7 +38,7 @@ fn copies_are_measured_by_every_way_and_page_locked_ones_are_as_fast_as_the_driv
     }
 }
 
-/// Neither the driver's copies to and from the host are a measure for them, nor is a simulated device's time for the host's own work.
+/// They have no reference, and copies on the host have the clock of the host.
 #[test]
 fn copies_between_devices_and_on_the_host_are_measured() {
     let rows = measured(&["--only", "copies", "--max-mb", "16"]);
@@ -73,9 +73,8 @@ fn batches_of_small_copies_save_calls() {
     }
 }
 
-/// Also to those who read the table.
 #[test]
-fn up_to_which_size_batches_pay_is_told() {
+fn the_size_up_to_which_batches_pay_is_printed() {
     let output = stress(&["--device", "sim:1GiB", "transfer", "--only", "small", "--max-mb", "1", "--rounds", "1"]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.matches("one driver call for many copies pays").count() == 3, "{text}");

@@ -4,33 +4,33 @@
 use aquifer::Allocator;
 use aquifer::device::sim::SimConfig;
 use aquifer::memory::Config;
-use aquifer_stress::soak::{self, Plan, Tally};
+use aquifer_stress::soak::{self, Counts, Plan};
 use aquifer_tests::{BACKINGS, MIB, Subject, on, runner};
 
 const OPERATIONS: u64 = 1000;
 const LIMIT: u64 = 24 * MIB;
 
 /// Soaks a device; everything must read as it was written, in order, and be given back.
-fn soak(seed: u64) -> Tally {
+fn soak(seed: u64) -> Counts {
     let driver = Subject::open(&SimConfig::new(128 * MIB).seed(seed));
     let backing = BACKINGS[usize::from(seed % 2 == 1)];
     let config = Config::parse(&on(backing, "")).unwrap();
     let allocator = Allocator::new(&driver.device(), config).unwrap();
     let threads = 1 + u16::from(seed % 4 >= 2);
     let plan = Plan { seed, threads, streams: 4, limit: LIMIT, operations: Some(OPERATIONS), until: None };
-    let tally = soak::run(&allocator, &plan).unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
-    let damaged: Vec<String> = tally.mismatches.iter().map(ToString::to_string).collect();
+    let counts = soak::run(&allocator, &plan).unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
+    let damaged: Vec<String> = counts.mismatches.iter().map(ToString::to_string).collect();
     assert!(damaged.is_empty(), "seed {seed}: {}", damaged.join("\n"));
-    assert_eq!((tally.operations, allocator.memory_allocated()), (OPERATIONS, 0), "seed {seed}");
+    assert_eq!((counts.operations, allocator.memory_allocated()), (OPERATIONS, 0), "seed {seed}");
     allocator.empty_cache().unwrap();
     assert_eq!((allocator.memory_reserved(), driver.free()), (0, driver.info().total_bytes), "seed {seed}");
     driver.assert_no_violation();
-    tally
+    counts
 }
 
 #[test]
 fn soaks_are_clean() {
-    let mut sum = Tally::default();
+    let mut sum = Counts::default();
     (0..runner::asked().unwrap_or(8)).for_each(|seed| sum.add(soak(seed)));
     println!("{sum:?}");
     assert!(sum.ooms > 0 && sum.copies > 0 && sum.handed_over > 0 && sum.blocks_verified > 1000, "{sum:?}");

@@ -6,18 +6,18 @@ use std::time::{Duration, Instant};
 
 use crossbeam::queue::ArrayQueue;
 
-use super::{Team, refused};
+use super::team::{Team, refused};
 use crate::exit::Failure;
 use crate::subject::{Refused, Subject};
-use crate::workload::Script;
+use crate::workload::Replacements;
 
-/// Blocks that may be on their way.
+/// The most blocks in the ring.
 pub(super) const RING: u32 = 256;
-/// How often a full or empty ring is looked at before the thread gives way to another.
+/// Polls of a full or empty ring before the thread yields.
 const SPINS: u32 = 64;
 
-/// A subject that allocates, one that frees unless the same does both, and the ring between them.
-/// The ring is empty between rounds.
+/// A subject that allocates, one that frees (if it is another), and the ring between them. The ring
+/// is empty between rounds.
 pub(super) struct HandOver<S: Subject> {
     giver: S,
     taker: Option<S>,
@@ -36,7 +36,7 @@ impl<S: Subject> HandOver<S> {
     }
 }
 
-/// Tries until it works.
+/// Repeats an attempt until it succeeds.
 fn insist<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
     let mut spins = 0;
     loop {
@@ -53,8 +53,8 @@ fn insist<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
 }
 
 /// Allocates everything and puts it into the ring, until something is refused.
-fn give<S: Subject>(giver: &mut S, ring: &ArrayQueue<S::Handle>, script: &Script) -> Result<(), Refused> {
-    for bytes in script.sizes() {
+fn give<S: Subject>(giver: &mut S, ring: &ArrayQueue<S::Handle>, round: &Replacements) -> Result<(), Refused> {
+    for bytes in round.sizes() {
         let mut handle = Some(giver.alloc(bytes, 0)?);
         insist(|| match ring.push(handle.take()?) {
             Ok(()) => Some(()),
@@ -71,13 +71,13 @@ impl<S: Subject + Send> Team for HandOver<S>
 where
     S::Handle: Send,
 {
-    fn round(&mut self, scripts: &[Script]) -> Result<Duration, Failure> {
+    fn round(&mut self, rounds: &[Replacements]) -> Result<Duration, Failure> {
         let HandOver { giver, taker, ring } = self;
         let ring = &*ring;
-        let script = &scripts[0];
+        let round = &rounds[0];
         let Some(taker) = taker else {
             let start = Instant::now();
-            for bytes in script.sizes() {
+            for bytes in round.sizes() {
                 let handle = giver.alloc(bytes, 0).map_err(refused)?;
                 if let Err(handle) = ring.push(handle) {
                     giver.free(handle);
@@ -94,8 +94,8 @@ where
             let giving = scope.spawn(|| {
                 together.wait();
                 let start = Instant::now();
-                let done = give(giver, ring, script);
-                // Everything is in the ring when this is seen.
+                let done = give(giver, ring, round);
+                // All blocks are in the ring before this store.
                 given.store(true, Ordering::Release);
                 done.map(|()| start)
             });

@@ -5,13 +5,14 @@
 //! affects both; medians are reported. Runs of several threads also alternate with one thread
 //! alone, so that their rates are comparable.
 
-mod crew;
 mod handover;
 mod scale;
+mod team;
 
-use std::time::Duration;
+use std::sync::Mutex;
 
 use aquifer::Device;
+use aquifer::memory::AllocError;
 use serde::Serialize;
 
 use crate::cli::{BenchArgs, ConfigArg};
@@ -19,19 +20,18 @@ use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::harness::Times;
 use crate::session::Session;
-use crate::subject::{Aquifer, Raw, Refused};
-use crate::table::{Table, table};
+use crate::subject::{Aquifer, Raw, Subject};
+use crate::table::{Column, Table, table};
 use crate::text::Bytes;
-use crate::workload::{Script, Sizes};
+use crate::workload::{Replacements, Sizes};
 use crate::yardstick::{Shared, Yardstick};
-use crew::Crew;
 use handover::HandOver;
+use team::{Replacers, Team};
 
-/// Memory that a simulated device has at least, so that the allocator is measured and not the lack
-/// of memory.
+/// The least memory of a simulated device, so that memory does not run out.
 const SIMULATED_BYTES: u64 = 512 << 30;
-/// Rounds that are measured of each benchmark. Many that are shorter than a time slice of the
-/// operating system (1 ms), so that on a busy machine, too, most of them run undisturbed.
+/// Measured rounds of each benchmark. They are many, and shorter than a time slice of the operating
+/// system (1 ms), so that most of them run undisturbed even on a busy machine.
 const ROUNDS: usize = 301;
 
 /// A row of results. `bench --help` explains the fields.
@@ -49,7 +49,7 @@ pub struct Row {
     pub rate_vs_one_thread: f64,
 }
 
-/// What threads do.
+/// The work of the threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Each replaces blocks of its own.
@@ -60,7 +60,7 @@ enum Kind {
     Raw,
 }
 
-/// What is measured.
+/// A benchmark.
 #[derive(Debug, Clone, Copy)]
 struct Benchmark {
     name: &'static str,
@@ -114,89 +114,90 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let chosen = chosen(args.filter.as_deref().unwrap_or_default());
     if chosen.is_empty() {
         let names: Vec<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
-        return Err(Failure::Usage(format!("--filter: no benchmark is named so; there are {}", names.join(", "))));
+        return Err(Failure::Usage(format!("--filter: no benchmark has this name; there are {}", names.join(", "))));
     }
-    let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
-    let bar = session.progress(chosen.len() as u64, "bench");
-    for benchmark in chosen {
-        bar.set_message(benchmark.name);
-        // Rounds of threads are longer, and each is run by one thread alone, too.
+    let measure = |benchmark: &Benchmark| {
+        // Rounds of several threads are longer, and one thread alone runs each round, too.
         let rounds = if benchmark.threads > 1 { ROUNDS / 3 } else { ROUNDS };
         let rounds = if args.quick { rounds / 8 } else { rounds };
-        match measure(session, config, benchmark, rounds) {
-            Ok(measured) => {
-                for row in measured {
-                    session.row(&row)?;
-                    rows.push(row);
-                }
-            }
-            Err(failure) => {
-                let failure = match failure {
-                    Failure::OutOfMemory(_) => Failure::OutOfMemory(too_small(session, config)?),
-                    other => other,
-                };
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {}: {failure}", benchmark.name));
-            }
-        }
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
+        measure(session, config, benchmark, rounds).map(Vec::from)
+    };
+    let (outcome, rows) = measure_all(session, config, &chosen, |benchmark| benchmark.name, measure)?;
     if !rows.is_empty() {
         session.show(tabulate(&rows))?;
     }
     Ok(outcome)
 }
 
+/// Measures one after the other and writes the rows. After a failure the others are still measured.
+fn measure_all<T, R: Serialize>(
+    session: &Session,
+    config: &ConfigArg,
+    chosen: &[&T],
+    name: fn(&T) -> &'static str,
+    measure: impl Fn(&T) -> Result<Vec<R>, Failure>,
+) -> Result<(Outcome, Vec<R>), Failure> {
+    let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
+    let bar = session.progress(chosen.len() as u64, "bench");
+    for one in chosen {
+        bar.set_message(name(one));
+        match measure(one) {
+            Ok(measured) => {
+                measured.iter().try_for_each(|row| session.row(row))?;
+                rows.extend(measured);
+            }
+            Err(Failure::Alloc { error, .. }) if matches!(*error, AllocError::NotMapped { .. }) => {
+                session.message(format_args!("note: {}: not measured: {error}", name(one)));
+            }
+            Err(mut failure) => {
+                if failure.outcome() == Outcome::OutOfMemory {
+                    failure = Failure::OutOfMemory(too_small(session, config)?);
+                }
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {}: {failure}", name(one)));
+            }
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok((outcome, rows))
+}
+
 fn measure(session: &Session, config: &ConfigArg, benchmark: &Benchmark, rounds: usize) -> Result<[Row; 2], Failure> {
-    let aquifer = |device: &Device| Aquifer::new(session, device, config, 1);
-    let device = open(session)?;
-    let room = device.memory_info()?.free / u64::from(benchmark.threads);
+    let room = open(session)?.memory_info()?.free / u64::from(benchmark.threads);
     let sizes = benchmark.sizes.within(room / 4, benchmark.live);
     if sizes.most() < benchmark.sizes.most() {
         let (name, most, meant) = (benchmark.name, Bytes(sizes.most()), Bytes(benchmark.sizes.most()));
         session
             .message(format_args!("note: {name}: the device has room for blocks of at most {most} instead of {meant}"));
     }
-    let mut scripts: Vec<Script> = (0..benchmark.threads)
-        .map(|thread| Script::new(session.seed() + u64::from(thread), sizes, benchmark.live))
+    let mut scripts: Vec<Replacements> = (0..benchmark.threads)
+        .map(|thread| Replacements::new(session.seed() + u64::from(thread), sizes, benchmark.live))
         .collect();
     let bytes = sizes.mean().saturating_mul(benchmark.live.into());
     let yardstick = || Yardstick::new(bytes, benchmark.live);
-    let several = benchmark.threads > 1;
+    let aquifer = || Aquifer::new(session, &open(session)?, config, 1);
     let rows = match benchmark.kind {
         Kind::Replace => {
-            let aquifers = on_streams(aquifer(&device)?, benchmark.threads)?;
             let yardsticks = (0..benchmark.threads).map(|_| yardstick()).collect();
-            let mut ours = Entrant::new(Crew::new(aquifers, &scripts)?);
-            let mut theirs = Entrant::new(Crew::new(yardsticks, &scripts)?);
-            if several {
-                ours.alone = Some((Crew::new(vec![aquifer(&open(session)?)?], &scripts[..1])?, Times::default()));
-                theirs.alone = Some((Crew::new(vec![yardstick()], &scripts[..1])?, Times::default()));
-            }
+            let ours = Entrant::replacers(on_streams(aquifer()?, benchmark.threads)?, aquifer, &scripts)?;
+            let theirs = Entrant::replacers(yardsticks, || Ok(yardstick()), &scripts)?;
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
         Kind::Raw => {
-            let raws = on_streams(aquifer(&device)?, benchmark.threads)?.into_iter().map(Raw).collect();
-            let handles = on_streams(aquifer(&open(session)?)?, benchmark.threads)?;
-            let mut ours = Entrant::new(Crew::new(raws, &scripts)?);
-            let mut theirs = Entrant::new(Crew::new(handles, &scripts)?);
-            if several {
-                let alone = || aquifer(&open(session)?);
-                ours.alone = Some((Crew::new(vec![Raw(alone()?)], &scripts[..1])?, Times::default()));
-                theirs.alone = Some((Crew::new(vec![alone()?], &scripts[..1])?, Times::default()));
-            }
+            let raws = on_streams(aquifer()?, benchmark.threads)?.into_iter().map(Raw).collect();
+            let ours = Entrant::replacers(raws, || aquifer().map(Raw), &scripts)?;
+            let theirs = Entrant::replacers(on_streams(aquifer()?, benchmark.threads)?, aquifer, &scripts)?;
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
         Kind::HandOver => {
-            let first = aquifer(&device)?;
+            let first = aquifer()?;
             let second = first.on_new_stream()?;
-            let alone = HandOver::alone(aquifer(&open(session)?)?);
-            let mut ours = Entrant::new(HandOver::between(first, second));
-            ours.alone = Some((alone, Times::default()));
-            let shared = Shared::new(yardstick());
-            let mut theirs = Entrant::new(HandOver::between(shared.clone(), shared));
-            theirs.alone = Some((HandOver::alone(Shared::new(yardstick())), Times::default()));
+            let ours = Entrant::new(HandOver::between(first, second), Some(HandOver::alone(aquifer()?)));
+            let shared = || Shared::new(Mutex::new(yardstick()));
+            let both = shared();
+            let theirs = HandOver::between(both.clone(), both);
+            let theirs = Entrant::new(theirs, Some(HandOver::alone(shared())));
             contest(benchmark, &mut scripts, rounds, ours, theirs)?
         }
     };
@@ -218,15 +219,6 @@ fn on_streams(first: Aquifer, count: u32) -> Result<Vec<Aquifer>, Failure> {
     Ok(all)
 }
 
-/// Threads that work together.
-trait Team {
-    /// One round; tells the time until the last thread has finished.
-    fn round(&mut self, scripts: &[Script]) -> Result<Duration, Failure>;
-
-    /// Frees what is live.
-    fn leave(self);
-}
-
 /// A team, and one thread alone that does the same.
 struct Entrant<T> {
     team: T,
@@ -234,12 +226,27 @@ struct Entrant<T> {
     alone: Option<(T, Times)>,
 }
 
+impl<S: Subject + Send> Entrant<Replacers<S>>
+where
+    S::Handle: Send,
+{
+    /// Threads that replace blocks, and one alone if there are several.
+    fn replacers(
+        subjects: Vec<S>,
+        alone: impl FnOnce() -> Result<S, Failure>,
+        rounds: &[Replacements],
+    ) -> Result<Self, Failure> {
+        let alone = if subjects.len() > 1 { Some(Replacers::new(vec![alone()?], &rounds[..1])?) } else { None };
+        Ok(Entrant::new(Replacers::new(subjects, rounds)?, alone))
+    }
+}
+
 impl<T: Team> Entrant<T> {
-    fn new(team: T) -> Entrant<T> {
-        Entrant { team, times: Times::default(), alone: None }
+    fn new(team: T, alone: Option<T>) -> Entrant<T> {
+        Entrant { team, times: Times::default(), alone: alone.map(|alone| (alone, Times::default())) }
     }
 
-    fn round(&mut self, scripts: &[Script], pairs: u32, measured: bool) -> Result<(), Failure> {
+    fn round(&mut self, scripts: &[Replacements], pairs: u32, measured: bool) -> Result<(), Failure> {
         let elapsed = self.team.round(scripts)?;
         let alone = self.alone.as_mut().map(|(team, _)| team.round(&scripts[..1])).transpose()?;
         if measured {
@@ -261,7 +268,7 @@ impl<T: Team> Entrant<T> {
         });
         self.team.leave();
         let rate_vs_one_thread = hundredths(alone.unwrap_or(ns_per_pair) / ns_per_pair);
-        // The caller knows what was measured, where, and with which sizes.
+        // The caller knows the other fields.
         let (allocator, device, largest_bytes) = ("", String::new(), 0);
         let ns_per_pair = hundredths(ns_per_pair);
         Row { benchmark: name, allocator, device, largest_bytes, ns_per_pair, threads, live, rate_vs_one_thread }
@@ -278,13 +285,13 @@ fn chosen(filter: &str) -> Vec<&'static Benchmark> {
 
 fn contest(
     benchmark: &Benchmark,
-    scripts: &mut [Script],
+    scripts: &mut [Replacements],
     rounds: usize,
     mut ours: Entrant<impl Team>,
     mut theirs: Entrant<impl Team>,
 ) -> Result<[Row; 2], Failure> {
-    // Before anything is measured, about as many blocks are replaced as there are, so that freshly
-    // filled memory gets as fragmented as it will be.
+    // First about as many blocks are replaced as there are, so that the memory is fragmented as in
+    // the long run.
     for round in 0..=rounds {
         let pairs = if round == 0 { benchmark.pairs.max(benchmark.live) } else { benchmark.pairs };
         scripts.iter_mut().for_each(|script| script.draw(pairs));
@@ -301,7 +308,7 @@ fn open(session: &Session) -> Result<Device, Failure> {
     }
 }
 
-/// What has too little memory.
+/// The reason that memory is too small.
 fn too_small(session: &Session, config: &ConfigArg) -> Result<String, Failure> {
     let memory = open(session)?.memory_info()?;
     let limit = config.config.limit_bytes(memory.total, memory.free).filter(|limit| *limit < memory.free);
@@ -314,28 +321,16 @@ fn too_small(session: &Session, config: &ConfigArg) -> Result<String, Failure> {
     })
 }
 
-fn refused(refused: Refused) -> Failure {
-    match refused {
-        Refused::OutOfMemory => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
-        Refused::Failed(error) => *error,
-    }
-}
-
 fn tabulate(rows: &[Row]) -> Table {
-    let headings =
-        ["benchmark", "threads", "live", "aquifer ns/pair", "yardstick ns/pair", "times", "rate vs 1 thread"];
-    let mut table = table(&headings, 1);
-    for rows in rows.chunks_exact(2) {
-        let (ours, theirs) = (&rows[0], &rows[1]);
-        table.add_row([
-            ours.benchmark.to_owned(),
-            ours.threads.to_string(),
-            ours.live.to_string(),
-            format!("{:.1}", ours.ns_per_pair),
-            format!("{:.1}", theirs.ns_per_pair),
-            format!("{:.2}", ours.ns_per_pair / theirs.ns_per_pair),
-            format!("{:.2}", ours.rate_vs_one_thread),
-        ]);
-    }
-    table
+    let (pairs, _) = rows.as_chunks::<2>();
+    let columns: [Column<[Row; 2]>; 7] = [
+        ("benchmark", |[ours, _]| ours.benchmark.to_owned()),
+        ("threads", |[ours, _]| ours.threads.to_string()),
+        ("live", |[ours, _]| ours.live.to_string()),
+        ("aquifer ns/pair", |[ours, _]| format!("{:.1}", ours.ns_per_pair)),
+        ("yardstick ns/pair", |[_, theirs]| format!("{:.1}", theirs.ns_per_pair)),
+        ("times", |[ours, theirs]| format!("{:.2}", ours.ns_per_pair / theirs.ns_per_pair)),
+        ("rate vs 1 thread", |[ours, _]| format!("{:.2}", ours.rate_vs_one_thread)),
+    ];
+    table(pairs, 1, &columns)
 }

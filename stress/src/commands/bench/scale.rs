@@ -1,5 +1,5 @@
-//! `bench --scale`: how the time of operations grows with what an allocator has to keep track of,
-//! and how long a cached allocation on another stream waits meanwhile.
+//! `bench --scale`: how the time of operations grows with the number of streams, pools, blocks and
+//! others, and how long a cached allocation on another stream waits meanwhile.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,13 +11,13 @@ use aquifer::memory::{AllocError, Allocation, Growable, PoolOptions, PrivatePool
 use aquifer::{Allocator, Device, Stream};
 use serde::Serialize;
 
-use super::{KIB, MIB, open, too_small};
+use super::{KIB, MIB, measure_all, open};
 use crate::cli::{BenchArgs, ConfigArg};
 use crate::commands::hundredths;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{Failure, Outcome, is_refusal};
 use crate::random::Random;
 use crate::session::Session;
-use crate::table::{NOTHING, Table, table};
+use crate::table::{Column, Table, number, table};
 
 /// A row of results. `bench --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]
@@ -32,7 +32,7 @@ struct ScaleRow {
     hot_max_ns: Option<f64>,
 }
 
-/// What there is more and more of.
+/// Objects of a kind, in growing numbers.
 struct Series {
     name: &'static str,
     /// The smallest number; the others are 4 and 16 times as many.
@@ -52,22 +52,26 @@ const SERIES: [Series; 7] = [
 
 /// The numbers of a series, as multiples of the first.
 const STEPS: [u32; 3] = [1, 4, 16];
-/// How many times fewer there are with `--quick`.
+/// The factor by which `--quick` reduces the numbers.
 const QUICK: u32 = 16;
-/// How long an operation that can be repeated is repeated, at least.
+/// The least time for which an operation is repeated.
 const AT_LEAST: Duration = Duration::from_millis(20);
-/// Requests that miss, which are held until all are made.
+/// Requests that miss; their blocks are held until all are made.
 const MISSES: u64 = 64;
 /// The size of a cached allocation.
 const SMALL: u64 = 4 * KIB;
-/// More than any device has.
+/// More memory than any device has.
 const TOO_MUCH: u64 = 1 << 45;
-/// Pairs of a thread before it is measured. After a few of other threads, the allocator counts for
-/// each stream by itself.
+/// Pairs of a thread before it is measured. After a few pairs of other threads, the allocator
+/// counts for each stream separately.
 const WARM_UP: u32 = 100;
+/// The most times of the other thread that are kept for their percentile.
+const SAMPLES_MAX: usize = 1 << 20;
 
-/// An allocator, and what was measured of it.
+/// An allocator, and its measurements.
 struct Scale<'a> {
+    series: &'static str,
+    device_text: &'a str,
     n: u32,
     device: Device,
     allocator: Allocator,
@@ -75,14 +79,7 @@ struct Scale<'a> {
     /// The stream of the other thread.
     hot: Stream,
     random: Random,
-    rows: &'a mut Vec<Measured>,
-}
-
-struct Measured {
-    operation: &'static str,
-    n: u32,
-    ns_per_operation: f64,
-    hot: Latencies,
+    rows: &'a mut Vec<ScaleRow>,
 }
 
 /// Runs the series.
@@ -91,81 +88,33 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
     let chosen: Vec<&Series> = SERIES.iter().filter(|series| series.name.contains(filter)).collect();
     if chosen.is_empty() {
         let names = SERIES.map(|series| series.name).join(", ");
-        return Err(Failure::Usage(format!("--filter: no series is named so; there are {names}")));
+        return Err(Failure::Usage(format!("--filter: no series has this name; there are {names}")));
     }
-    let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
-    let bar = session.progress(chosen.len() as u64, "bench");
-    for series in chosen {
-        bar.set_message(series.name);
-        match measure(session, config, series, args.quick) {
-            Ok(measured) => {
-                for row in measured {
-                    session.row(&row)?;
-                    rows.push(row);
-                }
-            }
-            Err(Failure::Alloc { error, .. }) if matches!(*error, AllocError::NotMapped { .. }) => {
-                session.message(format_args!("note: {}: not measured: {error}", series.name));
-            }
-            Err(failure) => {
-                let failure = match failure {
-                    failure if failure.outcome() == Outcome::OutOfMemory => {
-                        Failure::OutOfMemory(too_small(session, config)?)
-                    }
-                    other => other,
-                };
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {}: {failure}", series.name));
-            }
-        }
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
+    let measure = |series: &Series| measure(session, config, series, args.quick);
+    let (outcome, rows) = measure_all(session, config, &chosen, |series| series.name, measure)?;
     if !rows.is_empty() {
         session.show(tabulate(&rows))?;
     }
     Ok(outcome)
 }
 
-/// The rows of a series, by operation, in the order in which operations were first measured.
+/// The rows of a series, by operation, in the order of their first measurement.
 fn measure(session: &Session, config: &ConfigArg, series: &Series, quick: bool) -> Result<Vec<ScaleRow>, Failure> {
     let least = if quick { (series.n / QUICK).max(1) } else { series.n };
-    let mut measured = Vec::new();
+    let mut rows = Vec::new();
     let steps = if series.n == 1 { &STEPS[..1] } else { &STEPS[..] };
     for step in steps {
         let device = open(session)?;
         let allocator = session.allocator(&device, config)?;
         let (stream, hot) = (device.stream()?, device.stream()?);
         let (n, random) = (least * step, Random::new(session.seed()));
-        let mut scale = Scale { n, device, allocator, stream, hot, random, rows: &mut measured };
+        let (series_name, device_text, rows) = (series.name, session.device_text(), &mut rows);
+        let mut scale = Scale { series: series_name, device_text, n, device, allocator, stream, hot, random, rows };
         scale.warm_up()?;
         (series.run)(&mut scale)?;
     }
-    let mut rows: Vec<ScaleRow> = Vec::new();
-    let mut operations: Vec<&'static str> = Vec::new();
-    for row in &measured {
-        if !operations.contains(&row.operation) {
-            operations.push(row.operation);
-        }
-    }
-    for operation in operations {
-        let of_one = measured.iter().filter(|row| row.operation == operation);
-        let first = rows.len();
-        for row in of_one {
-            let ns_per_operation = hundredths(row.ns_per_operation);
-            let before = rows.get(first).map(|first: &ScaleRow| (first.n, first.ns_per_operation));
-            rows.push(ScaleRow {
-                series: series.name,
-                operation,
-                device: session.device_text().to_owned(),
-                n: row.n,
-                ns_per_operation,
-                exponent: before.map(|before| exponent(before, (row.n, ns_per_operation))),
-                hot_p99_ns: row.hot.quantile(0.99),
-                hot_max_ns: row.hot.quantile(1.0),
-            });
-        }
-    }
+    let order: Vec<&str> = rows.iter().map(|row| row.operation).collect();
+    rows.sort_by_key(|row| order.iter().position(|operation| *operation == row.operation));
     Ok(rows)
 }
 
@@ -176,7 +125,7 @@ fn exponent((n, time): (u32, f64), (more, later): (u32, f64)) -> f64 {
 }
 
 impl Scale<'_> {
-    /// Has the allocator know that several threads use it.
+    /// Lets the allocator see that several threads use it.
     fn warm_up(&mut self) -> Result<(), Failure> {
         for _ in 0..WARM_UP {
             drop(self.allocator.alloc_bytes(SMALL, &self.stream)?);
@@ -186,7 +135,8 @@ impl Scale<'_> {
         Ok(())
     }
 
-    /// Measures so many operations, while another thread allocates and frees on its own stream.
+    /// Measures `operations` operations, while another thread allocates and frees on its own
+    /// stream.
     fn once<T>(
         &mut self,
         operation: &'static str,
@@ -198,8 +148,16 @@ impl Scale<'_> {
         Ok(done)
     }
 
-    /// Measures an operation that is repeated for a while. The closure runs it several times, and
-    /// tells how often.
+    /// Measures dropping `all`.
+    fn drop<T>(&mut self, operation: &'static str, all: T) -> Result<(), Failure> {
+        self.once(operation, self.n.into(), |_| {
+            drop(all);
+            Ok(())
+        })
+    }
+
+    /// Measures an operation that is repeated for a while. The closure runs it several times and
+    /// returns their number.
     fn repeatedly(
         &mut self,
         operation: &'static str,
@@ -217,10 +175,39 @@ impl Scale<'_> {
         Ok(())
     }
 
+    /// Measures pairs of an allocation and a free.
+    fn pairs(
+        &mut self,
+        operation: &'static str,
+        alloc: impl Fn(&Self) -> Result<Allocation, AllocError>,
+    ) -> Result<(), Failure> {
+        self.repeatedly(operation, |this| {
+            (0..100).try_for_each(|_| alloc(this).map(drop))?;
+            Ok(100)
+        })
+    }
+
+    fn snapshots(&mut self, operation: &'static str) -> Result<(), Failure> {
+        self.repeatedly(operation, |this| {
+            drop(this.allocator.snapshot());
+            Ok(1)
+        })
+    }
+
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52")]
-    fn note(&mut self, operation: &'static str, operations: u64, elapsed: Duration, hot: Latencies) {
-        let ns_per_operation = elapsed.as_nanos() as f64 / operations.max(1) as f64;
-        self.rows.push(Measured { operation, n: self.n, ns_per_operation, hot });
+    fn note(&mut self, operation: &'static str, operations: u64, elapsed: Duration, mut hot: Latencies) {
+        let ns_per_operation = hundredths(elapsed.as_nanos() as f64 / operations.max(1) as f64);
+        let first = self.rows.iter().find(|row| row.operation == operation);
+        self.rows.push(ScaleRow {
+            series: self.series,
+            operation,
+            device: self.device_text.to_owned(),
+            n: self.n,
+            ns_per_operation,
+            exponent: first.map(|first| exponent((first.n, first.ns_per_operation), (self.n, ns_per_operation))),
+            hot_p99_ns: hot.p99().map(|ns| ns as f64),
+            hot_max_ns: hot.p99().map(|_| hot.most as f64),
+        });
     }
 
     fn beside<T>(&self, work: impl FnOnce(&Self) -> Result<T, Failure>) -> Result<(T, Duration, Latencies), Failure> {
@@ -249,17 +236,11 @@ impl Scale<'_> {
         })
     }
 
-    /// What any program does, beside what there is much of. Requests that miss may wait for the
-    /// stream that blocks wait for, so that none waits any more: then they are left out.
-    fn beside_all_that(&mut self, may_wait: bool) -> Result<(), Failure> {
-        self.repeatedly("pair", |this| {
-            (0..100).try_for_each(|_| this.allocator.alloc_bytes(SMALL, &this.stream).map(drop))?;
-            Ok(100)
-        })?;
-        self.repeatedly("snapshot", |this| {
-            drop(this.allocator.snapshot());
-            Ok(1)
-        })?;
+    /// Measures common operations. Requests that miss may wait for the stream that blocks wait for,
+    /// which ends the wait of these blocks; with `may_wait` off they are left out.
+    fn common_operations(&mut self, may_wait: bool) -> Result<(), Failure> {
+        self.pairs("pair", |this| this.allocator.alloc_bytes(SMALL, &this.stream))?;
+        self.snapshots("snapshot")?;
         self.repeatedly("fragmentation", |this| {
             let _measured = this.allocator.fragmentation(MIB);
             Ok(1)
@@ -272,22 +253,21 @@ impl Scale<'_> {
             })?;
             drop(held);
             self.repeatedly("refusal", |this| match this.allocator.alloc_bytes(TOO_MUCH, &this.stream) {
-                Ok(_) => Ok(1),
-                Err(error) if crate::exit::is_refusal(&error) => Ok(1),
-                Err(error) => Err(error.into()),
+                Err(error) if !is_refusal(&error) => Err(error.into()),
+                _ => Ok(1),
             })?;
         }
         Ok(())
     }
 }
 
-/// How long a cached allocation waits beside a thread that only spins: what is due to the machine.
+/// Measures a cached allocation while the first thread only spins: the noise of the machine.
 fn nothing(scale: &mut Scale<'_>) -> Result<(), Failure> {
     scale.repeatedly("spin", |_| {
         std::hint::spin_loop();
         Ok(1)
     })?;
-    scale.beside_all_that(true)
+    scale.common_operations(true)
 }
 
 fn streams(scale: &mut Scale<'_>) -> Result<(), Failure> {
@@ -301,11 +281,8 @@ fn streams(scale: &mut Scale<'_>) -> Result<(), Failure> {
         streams.iter().try_for_each(|stream| this.allocator.alloc_bytes(SMALL, stream).map(drop))?;
         Ok(n)
     })?;
-    scale.beside_all_that(true)?;
-    scale.once("drop", n, |_| {
-        drop((live, streams));
-        Ok(())
-    })
+    scale.common_operations(true)?;
+    scale.drop("drop", (live, streams))
 }
 
 fn pools(scale: &mut Scale<'_>) -> Result<(), Failure> {
@@ -322,15 +299,9 @@ fn pools(scale: &mut Scale<'_>) -> Result<(), Failure> {
         made.iter().try_for_each(|(_, pool)| pool.alloc_bytes(SMALL, &this.stream).map(drop))?;
         Ok(n)
     })?;
-    scale.beside_all_that(true)?;
-    scale.once("drop", n, |_| {
-        drop(made);
-        Ok(())
-    })?;
-    scale.repeatedly("snapshot after", |this| {
-        drop(this.allocator.snapshot());
-        Ok(1)
-    })
+    scale.common_operations(true)?;
+    scale.drop("drop", made)?;
+    scale.snapshots("snapshot after")
 }
 
 fn growables(scale: &mut Scale<'_>) -> Result<(), Failure> {
@@ -343,7 +314,7 @@ fn growables(scale: &mut Scale<'_>) -> Result<(), Failure> {
         });
         made.collect::<Result<Vec<Growable>, Failure>>()
     })?;
-    scale.beside_all_that(true)?;
+    scale.common_operations(true)?;
     scale.once("shrink", n, |this| {
         Ok(made.iter_mut().try_for_each(|growable| growable.shrink_to(2 * MIB, &this.stream))?)
     })?;
@@ -371,30 +342,20 @@ fn graphs(scale: &mut Scale<'_>) -> Result<(), Failure> {
         captured.collect::<Result<Vec<Graph>, Failure>>()
     })?;
     scale.once("launch", n, |this| Ok(graphs.iter().try_for_each(|graph| graph.launch(&this.stream))?))?;
-    scale.repeatedly("pair in pool", |this| {
-        (0..100).try_for_each(|_| pool.alloc_bytes(SMALL, &this.stream).map(drop))?;
-        Ok(100)
-    })?;
-    scale.beside_all_that(true)?;
-    scale.once("drop", n, |_| {
-        drop(graphs);
-        Ok(())
-    })?;
-    scale.repeatedly("pair after", |this| {
-        (0..100).try_for_each(|_| pool.alloc_bytes(SMALL, &this.stream).map(drop))?;
-        Ok(100)
-    })
+    scale.pairs("pair in pool", |this| pool.alloc_bytes(SMALL, &this.stream))?;
+    scale.common_operations(true)?;
+    scale.drop("drop", graphs)?;
+    scale.pairs("pair after", |this| pool.alloc_bytes(SMALL, &this.stream))
 }
 
 fn waiting(scale: &mut Scale<'_>) -> Result<(), Failure> {
     let n = u64::from(scale.n);
     let slow = scale.device.stream()?;
     let large = scale.allocator.alloc_bytes(1 << 30, &slow)?;
-    // So that the device is busy for longer than this takes.
+    // Keep the device busy beyond the measurements.
     let keep_busy = || (0..2_000).try_for_each(|_| slow.fill(large.ptr(), 1, 1 << 30));
     keep_busy()?;
-    // All at once, as a block that was given back serves the next request only when it need not
-    // wait.
+    // All at once, as a freed block serves the next request only if it need not wait.
     let live: Vec<Allocation> =
         (0..n).map(|_| scale.allocator.alloc_bytes(64 * KIB, &scale.stream)).collect::<Result<_, _>>()?;
     scale.once("free", n, |_| {
@@ -403,7 +364,7 @@ fn waiting(scale: &mut Scale<'_>) -> Result<(), Failure> {
         }
         Ok(())
     })?;
-    scale.beside_all_that(false)?;
+    scale.common_operations(false)?;
     scale.once("end", n, |this| {
         slow.synchronize()?;
         drop(this.allocator.alloc_bytes(SMALL, &this.stream)?);
@@ -425,94 +386,55 @@ fn live(scale: &mut Scale<'_>) -> Result<(), Failure> {
         }
         Ok(100)
     })?;
-    scale.beside_all_that(true)?;
-    scale.once("free", n.into(), |_| {
-        drop(blocks);
-        Ok(())
-    })
+    scale.common_operations(true)?;
+    scale.drop("free", blocks)
 }
 
-/// How often something took how long: counts by time, in steps of at most a 16th.
-#[derive(Debug, Clone)]
+/// Times of the other thread's pairs, in nanoseconds.
+#[derive(Debug, Default)]
 struct Latencies {
-    counts: Vec<u64>,
+    /// The first [`SAMPLES_MAX`] ones.
+    samples: Vec<u64>,
     most: u64,
 }
 
-/// Steps a doubling.
-const STEPS_PER_DOUBLING: u64 = 16;
-
-impl Default for Latencies {
-    fn default() -> Latencies {
-        Latencies { counts: vec![0; Latencies::step(u64::MAX) + 1], most: 0 }
-    }
-}
-
 impl Latencies {
-    fn step(ns: u64) -> usize {
-        let exponent = (ns | STEPS_PER_DOUBLING).ilog2() - STEPS_PER_DOUBLING.ilog2();
-        usize::try_from(u64::from(exponent) * STEPS_PER_DOUBLING + (ns >> exponent)).unwrap_or(usize::MAX)
-    }
-
     fn add(&mut self, elapsed: Duration) {
         let ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-        self.counts[Latencies::step(ns)] += 1;
+        if self.samples.len() < SAMPLES_MAX {
+            self.samples.push(ns);
+        }
         self.most = ns.max(self.most);
     }
 
-    /// The least time, up to a step, that a share of all did not exceed. `None` if nothing was
-    /// measured.
-    #[expect(
-        clippy::cast_precision_loss,
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "counts are far below 2^52"
-    )]
-    fn quantile(&self, share: f64) -> Option<f64> {
-        let all: u64 = self.counts.iter().sum();
-        if all == 0 {
-            return None;
-        }
-        let wanted = (all as f64 * share).ceil() as u64;
-        let mut sum = 0;
-        let reaches = |&(_, count): &(usize, &u64)| {
-            sum += *count;
-            sum >= wanted
-        };
-        let step = self.counts.iter().enumerate().find(reaches).map_or(0, |(step, _)| step as u64);
-        let exponent = (step / STEPS_PER_DOUBLING).saturating_sub(1);
-        let ns = ((step - exponent * STEPS_PER_DOUBLING) << exponent) | ((1 << exponent) - 1);
-        Some(ns.min(self.most) as f64)
+    /// The 99th percentile of the samples.
+    fn p99(&mut self) -> Option<u64> {
+        let last = self.samples.len().checked_sub(1)?;
+        Some(*self.samples.select_nth_unstable(last * 99 / 100).1)
     }
 }
 
 fn tabulate(rows: &[ScaleRow]) -> Table {
-    let headings = ["series", "operation", "n", "ns at n", "4 n", "16 n", "exponent", "hot p99 µs", "hot max µs"];
-    let mut table = table(&headings, 2);
-    let mut rest = rows;
-    while let Some(first) = rest.first() {
-        let same = |row: &&ScaleRow| (row.series, row.operation) == (first.series, first.operation);
-        let (one, others) = rest.split_at(rest.iter().take_while(same).count());
-        rest = others;
-        let last = &one[one.len() - 1];
-        let time = |step: usize| one.get(step).map_or(NOTHING.to_owned(), |row| format!("{:.0}", row.ns_per_operation));
-        let most = |of: fn(&ScaleRow) -> Option<f64>| {
-            let most = one.iter().filter_map(of).reduce(f64::max);
-            most.map_or(NOTHING.to_owned(), |ns| format!("{:.1}", ns / 1000.0))
-        };
-        table.add_row([
-            first.series.to_owned(),
-            first.operation.to_owned(),
-            first.n.to_string(),
-            time(0),
-            time(1),
-            time(2),
-            last.exponent.map_or(NOTHING.to_owned(), |exponent| format!("{exponent:.2}")),
-            most(|row| row.hot_p99_ns),
-            most(|row| row.hot_max_ns),
-        ]);
+    fn time(rows: &[ScaleRow], step: usize) -> String {
+        number(rows.get(step).map(|row| row.ns_per_operation), 0)
     }
-    table
+    fn most(rows: &[ScaleRow], of: fn(&ScaleRow) -> Option<f64>) -> String {
+        number(rows.iter().filter_map(of).reduce(f64::max).map(|ns| ns / 1000.0), 1)
+    }
+    let same = |one: &ScaleRow, other: &ScaleRow| (one.series, one.operation) == (other.series, other.operation);
+    let operations: Vec<&[ScaleRow]> = rows.chunk_by(same).collect();
+    let columns: [Column<&[ScaleRow]>; 9] = [
+        ("series", |rows| rows[0].series.to_owned()),
+        ("operation", |rows| rows[0].operation.to_owned()),
+        ("n", |rows| rows[0].n.to_string()),
+        ("ns at n", |rows| time(rows, 0)),
+        ("4 n", |rows| time(rows, 1)),
+        ("16 n", |rows| time(rows, 2)),
+        ("exponent", |rows| number(rows.last().and_then(|row| row.exponent), 2)),
+        ("hot p99 µs", |rows| most(rows, |row| row.hot_p99_ns)),
+        ("hot max µs", |rows| most(rows, |row| row.hot_max_ns)),
+    ];
+    table(&operations, 2, &columns)
 }
 
 #[cfg(test)]
@@ -520,16 +442,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_within_a_step() {
+    fn the_percentile_is_one_of_the_samples() {
         let mut latencies = Latencies::default();
+        assert_eq!(latencies.p99(), None);
         (1..=1000).for_each(|ns| latencies.add(Duration::from_nanos(ns)));
-        for (share, exact) in [(0.01, 10.0), (0.5, 500.0), (0.99, 990.0), (1.0, 1000.0)] {
-            let found = latencies.quantile(share).unwrap();
-            assert!(found >= exact && found <= exact * 17.0 / 16.0, "{share}: {found}");
-        }
-        assert_eq!(Latencies::default().quantile(0.99), None);
-        latencies.add(Duration::MAX);
-        assert_eq!(latencies.quantile(1.0), Some(u64::MAX as f64));
+        assert_eq!((latencies.p99(), latencies.most), (Some(990), 1000));
     }
 
     #[test]

@@ -1,5 +1,4 @@
-//! `compare`: recorded programs under several options side by side, and what PyTorch needs for
-//! them.
+//! `compare`: recorded programs under several options side by side, with figures of PyTorch.
 
 mod pytorch;
 mod summary;
@@ -8,20 +7,20 @@ use serde::Serialize;
 
 use crate::cli::{CompareArgs, ConfigArg};
 use crate::commands::fit::{Job, fit_all};
-use crate::commands::{all_programs, options, ratio, replay};
+use crate::commands::{all_programs, options, out_of_memory, ratio, replay};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::session::Session;
-use crate::table::{NOTHING, table};
+use crate::table::{number, optional, table};
 use crate::text::Bytes;
 use summary::{Summary, summaries};
 
-/// Options that are compared unless the user names some: PyTorch's way, memory that streams share,
-/// and mapped memory.
+/// The options that are compared by default: PyTorch's, memory that streams share, and mapped
+/// memory.
 const CONFIGS: [&str; 3] = ["backing:segments,cross_stream:off", "backing:segments", "backing:paged"];
 
 /// A program under some options, or in PyTorch. `compare --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 struct Row {
     trace: String,
     config: String,
@@ -60,7 +59,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     let recorded = args.pytorch.as_deref().map(pytorch::load).transpose()?;
     let mut configs: Vec<ConfigArg> = Vec::new();
     for config in session.configs_or(&CONFIGS) {
-        // Named twice, they would count every program twice.
+        // Repeated options would count every program twice.
         if configs.iter().all(|known| known.text != config.text) {
             configs.push(config);
         }
@@ -71,7 +70,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
         .iter()
         .flat_map(|(name, program)| configs.iter().map(move |config| Job { name, program, config }))
         .collect();
-    // Nothing is timed while several threads look for sizes.
+    // Searches use several threads, so they end before anything is timed.
     let fits = fit_all(session, &jobs);
     let mut rows = Vec::new();
     let beside = replay::Beside { yardstick: true, ..Default::default() };
@@ -146,8 +145,7 @@ impl Row {
         }
     }
 
-    /// Whether every request of every pass was served. What was not served took no memory either,
-    /// so other figures say nothing then.
+    /// Whether every request of every pass was served. Otherwise other figures are too low.
     fn finished(&self) -> bool {
         self.refused() == 0
     }
@@ -157,54 +155,32 @@ impl Row {
         self.ooms.saturating_add(self.warm_ooms)
     }
 
-    /// What to say of a program that did not finish.
+    /// The message about a program that did not finish.
     fn failed(&self) -> String {
-        let requests = if self.refused() == 1 { "request was" } else { "requests were" };
-        let (trace, config, refused) = (&self.trace, options(&self.config), self.refused());
-        format!(
-            "out of memory: {trace} with {config}: {refused} {requests} refused, so this run is left out of the means"
-        )
+        out_of_memory(&self.trace, &self.config, self.refused(), ", so this run is left out of the means")
     }
-}
-
-/// A number for people, if there is one.
-fn number(number: Option<f64>, digits: usize) -> String {
-    number.map_or_else(|| NOTHING.to_owned(), |number| format!("{number:.digits$}"))
 }
 
 /// The rows of a program under its name.
 fn tabulate(rows: &[Row]) -> String {
-    let headings = [
-        "options",
-        "takes",
-        "takes, ratio",
-        "fits on",
-        "fits on, ratio",
-        "driver allocs",
-        "warm allocs",
-        "driver ms",
-        "worst µs",
-        "ns/op",
-        "index",
-        "OOMs",
-    ];
-    let mut table = table(&headings, 1);
-    for row in rows {
-        table.add_row([
-            options(&row.config).to_owned(),
-            Bytes(row.peak_reserved_bytes).to_string(),
-            number(row.reserved_over_requested.filter(|_| row.finished()), 3),
-            row.smallest_device_bytes.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),
-            number(row.smallest_over_requested, 4),
-            row.driver_allocs.to_string(),
-            number(row.warm_driver_allocs, 1),
-            number(row.driver_time_modelled_us.map(|us| us / 1e3), 1),
-            number(row.worst_alloc_us, 0),
-            number(row.ns_per_op, 1),
-            number(row.yardstick_ns_per_op, 1),
-            row.refused().to_string(),
-        ]);
-    }
+    let table = table(
+        rows,
+        1,
+        &[
+            ("options", |row| options(&row.config).to_owned()),
+            ("takes", |row| Bytes(row.peak_reserved_bytes).to_string()),
+            ("takes, ratio", |row| number(row.reserved_over_requested.filter(|_| row.finished()), 3)),
+            ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
+            ("fits on, ratio", |row| number(row.smallest_over_requested, 4)),
+            ("driver allocs", |row| row.driver_allocs.to_string()),
+            ("warm allocs", |row| number(row.warm_driver_allocs, 1)),
+            ("driver ms", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
+            ("worst µs", |row| number(row.worst_alloc_us, 0)),
+            ("ns/op", |row| number(row.ns_per_op, 1)),
+            ("index", |row| number(row.yardstick_ns_per_op, 1)),
+            ("OOMs", |row| row.refused().to_string()),
+        ],
+    );
     let heading = rows.first().map(|row| {
         let requested = Bytes(row.peak_requested_bytes);
         format!("{}: {} allocations, uses at most {requested}\n", row.trace, row.allocs)

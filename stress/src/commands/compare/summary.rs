@@ -1,11 +1,10 @@
-//! What all programs say together about some options.
+//! Means, maxima and totals of all programs under some options.
 
 use serde::Serialize;
 
-use super::{Row, number};
-use crate::commands::hundredths;
-use crate::commands::options;
-use crate::table::table;
+use super::Row;
+use crate::commands::{hundredths, options};
+use crate::table::{number, table};
 
 /// All programs under some options: geometric means, the worst, and totals. `compare --help`
 /// explains the fields.
@@ -44,8 +43,8 @@ pub(super) fn summaries(rows: &[Row]) -> Vec<Summary> {
 }
 
 fn summarise(config: &str, rows: &[&Row]) -> Summary {
-    // One that did not finish took less memory and time than it needs. Where it would have fitted
-    // is known all the same.
+    // A program that did not finish took less memory and time than it needs. The smallest device is
+    // known nevertheless.
     let finished: Vec<&Row> = rows.iter().copied().filter(|row| row.finished()).collect();
     let mean = |figure| all(&finished, figure).and_then(|figures| geometric_mean(&figures));
     let worst = |figure| all(&finished, figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
@@ -74,14 +73,14 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
     }
 }
 
-/// A figure of all these programs. A mean over some of them would not compare with one over all, so
-/// `None` unless all have it, or if there are none.
+/// A figure of all these programs; `None` unless all have it, as a mean over some of them does not
+/// compare with one over all.
 fn all(rows: &[&Row], figure: fn(&Row) -> Option<f64>) -> Option<Vec<f64>> {
     let figures = rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
     figures.filter(|figures| !figures.is_empty())
 }
 
-/// A sum, or the greatest number: a file may give any figures.
+/// A saturating sum: a file may contain any figures.
 fn total(rows: &[&Row], count: fn(&Row) -> u64) -> u64 {
     rows.iter().map(|row| count(row)).fold(0, u64::saturating_add)
 }
@@ -100,51 +99,36 @@ fn geometric_mean(figures: &[f64]) -> Option<f64> {
 }
 
 /// The share of the allocations in per cent.
-#[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+#[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
 fn per_cent(part: Option<f64>, whole: Option<u64>) -> String {
     let whole = whole.filter(|&whole| whole > 0);
     number(part.zip(whole).map(|(part, whole)| 100.0 * part / whole as f64), 3)
 }
 
 pub(super) fn tabulate(summaries: &[Summary]) -> String {
-    let headings = [
-        "options",
-        "traces",
-        "takes",
-        "worst takes",
-        "fits on",
-        "worst fits on",
-        "driver allocs %",
-        "warm %",
-        "driver ms",
-        "worst µs",
-        "ns/op",
-        "index",
-        "OOMs",
-    ];
-    let mut table = table(&headings, 1);
-    for row in summaries {
-        table.add_row([
-            options(&row.config).to_owned(),
-            if row.finished < row.traces {
-                format!("{} of {}", row.finished, row.traces)
-            } else {
-                row.traces.to_string()
-            },
-            number(row.reserved_over_requested, 4),
-            number(row.worst_reserved_over_requested, 3),
-            number(row.smallest_over_requested, 4),
-            number(row.worst_smallest_over_requested, 3),
-            #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
-            per_cent(row.driver_allocs.map(|allocs| allocs as f64), row.allocs),
-            per_cent(row.warm_driver_allocs, row.allocs),
-            number(row.driver_time_modelled_us.map(|us| us / 1e3), 1),
-            number(row.worst_alloc_us, 0),
-            number(row.ns_per_op, 1),
-            number(row.times_yardstick, 2),
-            row.ooms.saturating_add(row.warm_ooms).to_string(),
-        ]);
-    }
+    let table = table(
+        summaries,
+        1,
+        &[
+            ("options", |row| options(&row.config).to_owned()),
+            ("traces", |row| match row.finished {
+                all if all == row.traces => all.to_string(),
+                some => format!("{some} of {}", row.traces),
+            }),
+            ("takes", |row| number(row.reserved_over_requested, 4)),
+            ("worst takes", |row| number(row.worst_reserved_over_requested, 3)),
+            ("fits on", |row| number(row.smallest_over_requested, 4)),
+            ("worst fits on", |row| number(row.worst_smallest_over_requested, 3)),
+            #[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
+            ("driver allocs %", |row| per_cent(row.driver_allocs.map(|allocs| allocs as f64), row.allocs)),
+            ("warm %", |row| per_cent(row.warm_driver_allocs, row.allocs)),
+            ("driver ms", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
+            ("worst µs", |row| number(row.worst_alloc_us, 0)),
+            ("ns/op", |row| number(row.ns_per_op, 1)),
+            ("index", |row| number(row.times_yardstick, 2)),
+            ("OOMs", |row| row.ooms.saturating_add(row.warm_ooms).to_string()),
+        ],
+    );
     format!("All: geometric means and the worst, totals of what the driver did, times the index\n{table}")
 }
 
@@ -156,22 +140,16 @@ mod tests {
         Row {
             trace: trace.into(),
             config: config.into(),
-            peak_requested_bytes: 100,
-            peak_reserved_bytes: 200,
             reserved_over_requested: Some(reserved),
-            smallest_device_bytes: None,
             smallest_over_requested: smallest,
             allocs: 1000,
             driver_allocs: 5,
             warm_driver_allocs: Some(0.5),
             driver_time_modelled_us: Some(10.0),
-            warm_driver_time_modelled_us: None,
             worst_alloc_us: Some(reserved),
             ns_per_op: Some(40.0),
             yardstick_ns_per_op: Some(20.0),
-            ooms: 0,
-            warm_ooms: 0,
-            hazards: 0,
+            ..Row::default()
         }
     }
 
@@ -200,23 +178,19 @@ mod tests {
         assert!(x.smallest_over_requested.is_some(), "found on other devices");
         assert_eq!((y.traces, y.finished, y.ooms, y.warm_ooms), (2, 0, 3, 1));
         assert_eq!((y.reserved_over_requested, y.warm_driver_allocs), (None, None));
-        assert_eq!((y.allocs, y.driver_allocs), (None, None), "totals of nothing, as the others are");
+        assert_eq!((y.allocs, y.driver_allocs), (None, None), "no totals of nothing");
         assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
     }
 
     #[test]
-    fn figures_of_a_file_may_be_any() {
+    fn totals_saturate() {
         let rows = ["a", "b"].map(|trace| Row { driver_allocs: u64::MAX, ..row(trace, "x", 1.0, None) });
         assert_eq!(summaries(&rows)[0].driver_allocs, Some(u64::MAX));
     }
 
     #[test]
-    fn means_need_positive_numbers() {
+    fn means_need_positive_numbers_and_the_mean_of_one_is_exact() {
         assert_eq!((geometric_mean(&[]), geometric_mean(&[1.0, 0.0]), geometric_mean(&[-1.0])), (None, None, None));
-    }
-
-    #[test]
-    fn the_mean_of_one_is_that_one() {
         for figure in [1.080_690_1, 3.0, 0.1, 1234.5] {
             assert_eq!(geometric_mean(&[figure]), Some(figure));
         }

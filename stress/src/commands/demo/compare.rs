@@ -1,50 +1,50 @@
 //! The comparison at the end of the demonstration.
 
-use super::{SEGMENTS, policies};
+use serde::Serialize;
+
+use super::{POLICIES, SEGMENTS};
 use crate::commands::fit::{Job, fit_all};
-use crate::commands::replay::hazards;
-use crate::commands::{options, ratio};
+use crate::commands::{hazards, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::table::{NOTHING, table};
+use crate::table::{NOTHING, optional, table};
 use crate::text::Bytes;
 
-/// A recording under some options.
-#[derive(Debug)]
+/// A recording under some options. `demo --help` explains the fields.
+#[derive(Debug, Serialize)]
 pub(super) struct Compared {
-    pub(super) trace: String,
-    pub(super) config: String,
-    pub(super) requested: u64,
-    /// The most that it held on a device with plenty; if requests were refused there, for what was
-    /// served.
-    pub(super) reserved: u64,
-    pub(super) growths: u64,
-    /// `None` if it finishes on no device.
-    pub(super) smallest_device: Option<u64>,
-    pub(super) retries_at_fit: Option<u64>,
-    /// Requests refused where there is plenty.
-    pub(super) ooms: u64,
-    pub(super) hazards: u64,
-    /// Whether the options keep memory for later at all.
+    trace: String,
+    config: String,
+    peak_requested_bytes: u64,
+    peak_reserved_bytes: u64,
+    reserved_over_requested: Option<f64>,
+    growths: u64,
+    smallest_device_bytes: Option<u64>,
+    ratio: Option<f64>,
+    retries_at_fit: Option<u64>,
+    ooms: u64,
+    hazards: u64,
+    /// Whether the options allow a cache.
+    #[serde(skip)]
     caches: bool,
 }
 
 impl Compared {
-    /// How the demonstration ends for it.
+    /// Its effect on the exit code.
     pub(super) fn outcome(&self) -> Outcome {
         match self {
             Compared { hazards: 1.., .. } => Outcome::Hazards,
-            Compared { ooms: 1.., .. } | Compared { smallest_device: None, .. } => Outcome::OutOfMemory,
+            Compared { ooms: 1.., .. } | Compared { smallest_device_bytes: None, .. } => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
     }
 }
 
 pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Compared>, Failure> {
-    let policies = policies(session)?;
+    let policies = session.configs_with(&POLICIES);
     let jobs: Vec<Job<'_>> = programs
         .iter()
         .flat_map(|program| policies.iter().map(move |config| Job { name: &program.name, program, config }))
@@ -66,10 +66,12 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         compared.push(Compared {
             trace: job.name.to_owned(),
             config: job.config.text.clone(),
-            requested: job.program.peak_requested_bytes,
-            reserved: stats.reserved_bytes.all.peak,
+            peak_requested_bytes: job.program.peak_requested_bytes,
+            peak_reserved_bytes: stats.reserved_bytes.all.peak,
+            reserved_over_requested: ratio(stats.reserved_bytes.all.peak, job.program.peak_requested_bytes),
             growths: stats.num_device_alloc,
-            smallest_device: fit.as_ref().map(|fit| fit.smallest_device_bytes),
+            smallest_device_bytes: fit.as_ref().map(|fit| fit.smallest_device_bytes),
+            ratio: fit.as_ref().and_then(|fit| fit.ratio),
             retries_at_fit: fit.map(|fit| fit.retries_at_fit),
             ooms,
             hazards: hazards(session, job.name, &device),
@@ -79,7 +81,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     Ok(compared)
 }
 
-/// A device where nothing lacks memory, but of no size for which granules are larger than usual.
+/// A device with plenty of memory, below the size at which granules get larger.
 fn plenty(program: &Program) -> u64 {
     let peak = program.peak_requested_bytes;
     peak.saturating_mul(64).min(512 << 30).max(peak.saturating_mul(4)).next_multiple_of(1 << 30)
@@ -93,43 +95,50 @@ pub(super) fn tabulate(compared: &[Compared]) -> String {
 }
 
 fn tabulate_one(compared: &[Compared]) -> String {
-    let mut table = table(&["options", "takes", "takes, ratio", "growths", "fits on", "fits on, ratio", "OOMs"], 1);
-    for row in compared {
-        let times = |bytes| ratio(bytes, row.requested).map_or_else(String::new, |times| format!("{times:.3}"));
-        table.add_row([
-            options(&row.config).to_owned(),
-            Bytes(row.reserved).to_string(),
-            if row.ooms == 0 { times(row.reserved) } else { NOTHING.to_owned() },
-            row.growths.to_string(),
-            row.smallest_device.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string()),
-            row.smallest_device.map_or_else(String::new, times),
-            row.ooms.to_string(),
-        ]);
+    fn times(ratio: Option<f64>) -> String {
+        ratio.map_or_else(String::new, |times| format!("{times:.3}"))
     }
-    let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, Bytes(row.requested)));
+    let table = table(
+        compared,
+        1,
+        &[
+            ("options", |row| options(&row.config).to_owned()),
+            ("takes", |row| Bytes(row.peak_reserved_bytes).to_string()),
+            ("takes, ratio", |row| match row.ooms {
+                0 => times(row.reserved_over_requested),
+                _ => NOTHING.to_owned(),
+            }),
+            ("growths", |row| row.growths.to_string()),
+            ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
+            ("fits on, ratio", |row| times(row.ratio)),
+            ("OOMs", |row| row.ooms.to_string()),
+        ],
+    );
+    let requested = |row: &Compared| Bytes(row.peak_requested_bytes);
+    let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, requested(row)));
     heading.unwrap_or_default() + &table.to_string()
 }
 
-/// What the rows of a recording say.
+/// A summary of the rows of a recording.
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace && row.ooms == 0);
     let usual = rows().find(|row| row.config.is_empty())?;
     let segments = rows().filter(|row| row.caches && row.config.starts_with(SEGMENTS));
-    let fitting = segments.filter_map(|row| Some((row, row.smallest_device?)));
+    let fitting = segments.filter_map(|row| Some((row, row.smallest_device_bytes?)));
     let (best, best_device) = fitting.min_by_key(|&(_, device)| device)?;
     let mut text = format!(
-        "{trace} finishes on {} with the defaults. The best of these options for segments is {}: {}, and where there is plenty, it \
-         takes {} instead of {}.",
-        Bytes(usual.smallest_device?),
+        "{trace} finishes on {} with the defaults. The best of these options for segments is {}: {}, and where there \
+         is plenty, it takes {} instead of {}.",
+        Bytes(usual.smallest_device_bytes?),
         best.config,
         Bytes(best_device),
-        Bytes(best.reserved),
-        Bytes(usual.reserved)
+        Bytes(best.peak_reserved_bytes),
+        Bytes(usual.peak_reserved_bytes)
     );
     if let Some(none) = rows().find(|row| !row.caches) {
         text += &format!(
-            " Without a cache it takes what it uses, at the price of asking the driver for memory {} times instead of {}, and \
-             of waiting for the device each time that some goes back.",
+            " Without a cache it takes what it uses, at the price of asking the driver for memory {} times instead \
+             of {}, and of waiting for the device each time that some goes back.",
             none.growths, usual.growths
         );
     }

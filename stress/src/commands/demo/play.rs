@@ -1,106 +1,76 @@
-//! The replays that the demonstration tells about.
+//! The replays of the demonstration. Their results are also its JSON rows; `demo --help` explains
+//! the fields.
 
 use aquifer::memory::{Config, OomReport};
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
+use serde::Serialize;
 
 use super::SEGMENTS;
 use crate::cli::ConfigArg;
-use crate::commands::replay::hazards;
+use crate::commands::{hazards, ratio};
 use crate::exit::Failure;
 use crate::harness::{OnOom, Player};
 use crate::input::{Event, Program};
 use crate::map::Map;
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::subject::{Refused, Subject};
 
-/// A program on a device with plenty, at the moment when it held most of it.
-#[derive(Debug)]
+/// A program on a device with plenty of memory, when it held the most.
+#[derive(Debug, Serialize)]
 pub(super) struct Roomy {
+    trace: String,
     pub(super) device_bytes: u64,
-    pub(super) reserved: u64,
-    pub(super) live: u64,
-    pub(super) segments: usize,
-    /// Bytes of segments without a live block.
-    pub(super) unused: u64,
+    peak_requested_bytes: u64,
+    pub(super) peak_reserved_bytes: u64,
+    pub(super) allocated_bytes: u64,
+    /// Segments without a live block.
+    pub(super) unused_segment_bytes: u64,
     /// Free blocks in other segments.
     pub(super) pieces: usize,
-    /// Their bytes.
-    pub(super) in_pieces: u64,
-    pub(super) map: Map,
-    /// Requests refused.
+    pub(super) piece_bytes: u64,
     pub(super) ooms: u64,
     pub(super) hazards: u64,
+    #[serde(skip)]
+    pub(super) segments: usize,
+    #[serde(skip)]
+    pub(super) map: Map,
 }
 
-/// Looks at the reserved bytes after every allocation.
-struct Watched {
-    stage: Stage,
-    allocations: usize,
-    /// The most that was reserved, and after how many allocations it was first.
-    most: (u64, usize),
-}
-
-impl Subject for Watched {
-    type Handle = <Stage as Subject>::Handle;
-
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
-        let allocation = self.stage.alloc(bytes, stream);
-        self.allocations += 1;
-        let reserved = self.stage.allocator.memory_reserved();
-        if reserved > self.most.0 {
-            self.most = (reserved, self.allocations);
-        }
-        allocation
-    }
-
-    fn free(&mut self, handle: Self::Handle) {
-        self.stage.free(handle);
-    }
-
-    fn record_stream(&mut self, handle: &mut Self::Handle, stream: u16) -> Result<(), Refused> {
-        self.stage.record_stream(handle, stream)
-    }
-}
-
-/// The device is that of the session, or four times what the program needs if that is more.
+/// Plays the program on the session's device, or on one with four times the memory that it needs.
 pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failure> {
     let plenty = program.peak_requested_bytes.saturating_mul(4).next_multiple_of(1 << 30);
     let device_bytes = session.sim().map_or(plenty, |sim| sim.capacity_bytes.max(plenty));
     let streams = program.streams.len();
     let open = || session.open_with_capacity(device_bytes);
 
-    let stage = Stage::new(session, &open()?, &classical(), streams)?;
-    let mut watched = Watched { stage, allocations: 0, most: (0, 0) };
-    let ooms = Player::new(program).play(&mut watched, OnOom::Skip)?;
-    let (reserved, allocations) = watched.most;
+    let mut stage = Stage::new(session, &open()?, &classical(), streams)?;
+    let ooms = Player::new(program).play(&mut stage, OnOom::Skip)?;
+    let hazards = hazards(session, &program.name, stage.allocator.device());
+    let (peak_reserved_bytes, requests) = stage.most_reserved;
 
-    // The same again, up to that allocation.
-    let begun = first(program, allocations);
-    let device = open()?;
-    let mut stage = Stage::new(session, &device, &classical(), streams)?;
+    // The same again, up to the request at the peak.
+    let begun = first(program, requests);
+    let mut stage = Stage::new(session, &open()?, &classical(), streams)?;
     let mut player = Player::new(&begun);
     player.play(&mut stage, OnOom::Skip)?;
     let segments = stage.allocator.snapshot().segments;
-    let is_unused = |active: u64| active == 0;
-    let free = segments.iter().filter(|segment| !is_unused(segment.active_size)).flat_map(|segment| &segment.blocks);
-    let free: Vec<u64> = free.filter(|block| block.state == BlockState::Inactive).map(|block| block.size).collect();
+    let (unused, used): (Vec<_>, Vec<_>) = segments.iter().partition(|segment| segment.active_size == 0);
+    let blocks = used.into_iter().flat_map(|segment| &segment.blocks);
+    let free: Vec<u64> = blocks.filter(|block| block.state == BlockState::Inactive).map(|block| block.size).collect();
     Ok(Roomy {
+        trace: program.name.clone(),
         device_bytes,
-        reserved,
-        live: stage.allocator.memory_allocated(),
-        segments: segments.len(),
-        unused: segments
-            .iter()
-            .filter(|segment| is_unused(segment.active_size))
-            .map(|segment| segment.total_size)
-            .sum(),
+        peak_requested_bytes: program.peak_requested_bytes,
+        peak_reserved_bytes,
+        allocated_bytes: stage.allocator.memory_allocated(),
+        unused_segment_bytes: unused.into_iter().map(|segment| segment.total_size).sum(),
         pieces: free.len(),
-        in_pieces: free.iter().sum(),
-        map: Map::of(&stage.allocator)?,
+        piece_bytes: free.iter().sum(),
         ooms,
-        hazards: hazards(session, &program.name, watched.stage.allocator.device()),
+        hazards,
+        segments: segments.len(),
+        map: Map::of(&stage.allocator)?,
     })
 }
 
@@ -111,7 +81,7 @@ fn classical() -> ConfigArg {
     ConfigArg { text: SEGMENTS.to_owned(), config }
 }
 
-/// The program up to and including its `count`th allocation.
+/// The program up to and including its `count`th request.
 fn first(program: &Program, count: usize) -> Program {
     let is_alloc = |(_, event): &(usize, &Event)| matches!(event, Event::Alloc { .. });
     let last = program.events.iter().enumerate().filter(is_alloc).nth(count.saturating_sub(1));
@@ -120,107 +90,109 @@ fn first(program: &Program, count: usize) -> Program {
 }
 
 /// A program on a device that may be too small for it.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(super) struct Exhausted {
-    /// Why it ended early, if it did.
-    pub(super) report: Option<Box<OomReport>>,
-    /// The allocation or free that was refused, counted from 1, of how many.
-    pub(super) event: u64,
-    pub(super) events: u64,
-    pub(super) map: Map,
-    /// Blocks that were live, and how many of them did not read as they were written.
+    trace: String,
+    device_bytes: u64,
+    refused: bool,
+    requested_bytes: Option<u64>,
+    pub(super) free_bytes: Option<u64>,
+    largest_free_bytes: Option<u64>,
+    error: Option<String>,
+    advice: Vec<String>,
+    /// Live blocks, and how many of them did not read as they were written.
     pub(super) blocks: usize,
     pub(super) damaged: usize,
     /// Whether the request was served after the program had freed its blocks.
     pub(super) served_again: bool,
     pub(super) hazards: u64,
+    /// The first refusal, if any.
+    #[serde(skip)]
+    pub(super) report: Option<Box<OomReport>>,
+    /// The number of the refused allocation or free, from 1.
+    #[serde(skip)]
+    pub(super) event: u64,
+    #[serde(skip)]
+    pub(super) map: Map,
 }
 
 /// Plays the program until a request is refused.
-pub(super) fn exhausted(session: &Session, program: &Program, capacity: u64) -> Result<Exhausted, Failure> {
-    let device = session.open_with_capacity(capacity)?;
-    let stage = Stage::new(session, &device, &classical(), program.streams.len())?;
-    let mut stage = Counted { stage: stage.filling(), operations: 0 };
+pub(super) fn exhausted(session: &Session, program: &Program, device_bytes: u64) -> Result<Exhausted, Failure> {
+    let device = session.open_with_capacity(device_bytes)?;
+    let mut stage = Stage::new(session, &device, &classical(), program.streams.len())?.filling();
     let mut player = Player::new(program);
     player.play(&mut stage, OnOom::Stop)?;
-    let Counted { mut stage, operations } = stage;
     let map = Map::of(&stage.allocator)?;
     let (blocks, damaged) = stage.damaged()?;
     drop(player);
     let report = stage.first_oom.take();
     let again = report.as_ref().map(|report| stage.allocator.alloc_bytes(report.requested, &stage.streams[0]));
     let served_again = again.is_some_and(|again| again.is_ok());
+    let free = |report: &OomReport| report.memory.map_or(0, |memory| memory.free);
     Ok(Exhausted {
-        report,
-        event: operations,
-        events: program.operations(),
-        map,
+        trace: program.name.clone(),
+        device_bytes,
+        refused: report.is_some(),
+        requested_bytes: report.as_ref().map(|report| report.requested),
+        free_bytes: report.as_ref().map(|report| report.free_in_pool + free(report)),
+        largest_free_bytes: report.as_ref().map(|report| report.largest_free.max(free(report))),
+        error: report.as_ref().map(|report| report.to_string().lines().next().unwrap_or_default().to_owned()),
+        advice: report.iter().flat_map(|report| &report.advice).map(ToString::to_string).collect(),
         blocks,
         damaged,
         served_again,
         hazards: hazards(session, &program.name, &device),
+        report,
+        event: first(program, stage.requests).operations(),
+        map,
     })
 }
 
-/// A program whose memory moves to where it is needed.
-#[derive(Debug)]
+/// A program whose free memory moves where it is needed.
+#[derive(Debug, Serialize)]
 pub(super) struct Moving {
-    /// Why it does not, if so.
-    pub(super) why_segments: Option<String>,
-    /// Why it ended early, if it did.
-    pub(super) report: Option<Box<OomReport>>,
-    pub(super) reserved: u64,
+    trace: String,
+    device_bytes: u64,
+    refused: bool,
+    pub(super) peak_reserved_bytes: u64,
+    reserved_over_requested: Option<f64>,
     pub(super) remaps: u64,
     pub(super) granules_moved: u64,
     pub(super) damaged: usize,
     pub(super) hazards: u64,
+    /// Why memory does not move, if it does not.
+    #[serde(skip)]
+    pub(super) why_segments: Option<String>,
+    /// The refusal that ended it, if any.
+    #[serde(skip)]
+    pub(super) report: Option<Box<OomReport>>,
 }
 
 /// Plays the program with the default options, until a request is refused or it ends. Blocks have
-/// known contents; those that are live after half of it are looked at then.
-pub(super) fn moving(session: &Session, program: &Program, capacity: u64) -> Result<Moving, Failure> {
-    let device = session.open_with_capacity(capacity)?;
-    let stage = Stage::new(session, &device, &ConfigArg::default(), program.streams.len())?;
-    let mut stage = stage.filling();
-    let allocations = program.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count();
-    let half = first(program, allocations / 2);
+/// known contents; blocks that are live after half of the requests are verified then.
+pub(super) fn moving(session: &Session, program: &Program, device_bytes: u64) -> Result<Moving, Failure> {
+    let device = session.open_with_capacity(device_bytes)?;
+    let mut stage = Stage::new(session, &device, &ConfigArg::default(), program.streams.len())?.filling();
+    let requests = program.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count();
+    let half = first(program, requests / 2);
     let mut player = Player::new(&half);
     player.play(&mut stage, OnOom::Stop)?;
     let (_, damaged) = stage.damaged()?;
     drop(player);
     Player::new(program).play(&mut stage, OnOom::Stop)?;
     let stats = stage.allocator.stats();
+    let (report, reserved) = (stage.first_oom.take(), stats.reserved_bytes.all.peak);
     Ok(Moving {
-        why_segments: stage.allocator.why_segments().map(ToString::to_string),
-        report: stage.first_oom.take(),
-        reserved: stats.reserved_bytes.all.peak,
+        trace: program.name.clone(),
+        device_bytes,
+        refused: report.is_some(),
+        peak_reserved_bytes: reserved,
+        reserved_over_requested: ratio(reserved, program.peak_requested_bytes),
         remaps: stats.remaps,
         granules_moved: stats.granules_moved,
         damaged,
         hazards: hazards(session, &program.name, &device),
+        why_segments: stage.allocator.why_segments().map(ToString::to_string),
+        report,
     })
-}
-
-/// Counts allocations and frees.
-struct Counted {
-    stage: Stage,
-    operations: u64,
-}
-
-impl Subject for Counted {
-    type Handle = <Stage as Subject>::Handle;
-
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
-        self.operations += 1;
-        self.stage.alloc(bytes, stream)
-    }
-
-    fn free(&mut self, handle: Self::Handle) {
-        self.operations += 1;
-        self.stage.free(handle);
-    }
-
-    fn record_stream(&mut self, handle: &mut Self::Handle, stream: u16) -> Result<(), Refused> {
-        self.stage.record_stream(handle, stream)
-    }
 }

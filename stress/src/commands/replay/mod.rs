@@ -1,24 +1,25 @@
-//! `replay`: what a recorded program needs of memory, driver and time.
+//! `replay`: the memory, driver calls and time of a recorded program.
 
 mod timing;
 
 use std::collections::BTreeMap;
 
 use aquifer::Device;
+use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::memory::{MemoryStats, Snapshot};
 use aquifer_device::sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{Names, hundredths, options, programs, ratio, record_history, save};
+use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
-use crate::observe::{Costs, Modelled, Observed, Paced};
+use crate::observe::{Costs, Observed, Spent};
 use crate::session::Session;
 use crate::subject::Aquifer;
-use crate::table::{NOTHING, Table, table};
+use crate::table::{Column, Table, number, optional, table};
 use crate::text::Bytes;
 use timing::time;
 
@@ -90,49 +91,36 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     }
     let beside = Beside { yardstick: args.yardstick, driver_pool: args.driver_pool };
     let mut outcome = Outcome::Done;
-    let (mut rows, mut names) = (Vec::new(), Names::default());
-    for file in &args.files {
-        let programs = match programs(session, file, &args.files, &mut names) {
-            Ok(programs) => programs,
-            Err(failure) => {
+    let programs = all_programs(session, &args.files, &mut outcome);
+    if args.snapshot.is_some() && programs.len() > 1 {
+        let (file, number) = (args.files[0].display(), programs.len());
+        return Err(Failure::Usage(format!("--snapshot takes one program, and {file} has {number}")));
+    }
+    let mut rows = Vec::new();
+    for (name, program) in &programs {
+        for config in session.configs() {
+            let mut failed = |failure: Failure| {
                 outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {failure}"));
-                continue;
-            }
-        };
-        if args.snapshot.is_some() && programs.len() > 1 {
-            let (file, number) = (file.display(), programs.len());
-            return Err(Failure::Usage(format!("--snapshot takes one program, and {file} has {number}")));
-        }
-        for (name, program) in &programs {
-            for config in session.configs() {
-                let row = match replay(session, name, program, config, &args.passes, beside) {
-                    Ok(row) => row,
-                    Err(failure) => {
-                        outcome = outcome.max(failure.outcome());
-                        session.message(format_args!("error: {name}: {failure}"));
-                        continue;
-                    }
-                };
-                outcome = outcome.max(row.outcome());
-                if row.refused() {
-                    let message = if session.is_default_device() {
-                        larger(session, name, program, config)?
-                    } else {
-                        row.failed()
-                    };
-                    session.message(message);
+                session.message(format_args!("error: {name}: {failure}"));
+            };
+            let row = match replay(session, name, program, config, &args.passes, beside) {
+                Ok(row) => row,
+                Err(failure) => {
+                    failed(failure);
+                    continue;
                 }
-                session.row(&row)?;
-                rows.push(row);
-                if let Some(path) = &args.snapshot {
-                    let snapshot = snapshot(session, program, config, args.passes.lag);
-                    if let Err(failure) = snapshot.and_then(|snapshot| save(session, &snapshot, path)) {
-                        outcome = outcome.max(failure.outcome());
-                        session.message(format_args!("error: {name}: {failure}"));
-                    }
-                }
+            };
+            if let Some(path) = &args.snapshot {
+                let snapshot = snapshot(session, program, config, args.passes.lag);
+                snapshot.and_then(|snapshot| save(session, &snapshot, path)).unwrap_or_else(&mut failed);
             }
+            outcome = outcome.max(row.outcome());
+            if row.refused() {
+                let is_default = session.is_default_device();
+                session.message(if is_default { larger(session, name, program, config)? } else { row.failed() });
+            }
+            session.row(&row)?;
+            rows.push(row);
         }
     }
     if !rows.is_empty() {
@@ -141,12 +129,15 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-/// What to say of a program that does not finish on the default device: a simulated one on which it
-/// does, tried out.
+/// The message about a program that does not finish on the default device. It names a simulated
+/// device on which the program finishes, found by trying.
 fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) -> Result<String, Failure> {
     // Later passes may need a little more than the first.
     let play = |bytes| -> Result<Option<u64>, Failure> {
-        let device = session.open_simulated(bytes);
+        let device = match session.sim() {
+            Some(_) => session.open_with_capacity(bytes)?,
+            None => Device::new(SimDriver::new(SimConfig::new(bytes))),
+        };
         let mut subject = Aquifer::new(session, &device, config, program.streams.len())?;
         let mut player = Player::new(program);
         for _ in 0..2 {
@@ -187,9 +178,9 @@ pub(super) fn replay(
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, warm_ooms, hazards } = observed;
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
-    let modelled = |ns: fn(&Modelled) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
+    let modelled = |ns: fn(&Spent) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
     let measured = first.and_then(|costs| costs.measured);
-    let warm_modelled: Vec<Modelled> = warm.iter().filter_map(|costs| costs.modelled).collect();
+    let warm_modelled: Vec<Spent> = warm.iter().filter_map(|costs| costs.modelled).collect();
     let worst = warm_modelled.iter().map(|modelled| modelled.worst_alloc_ns).max();
     let calls = first.iter().flat_map(|costs| costs.calls.iter());
     Ok(Row {
@@ -210,7 +201,7 @@ pub(super) fn replay(
         driver_allocs: first.map_or(0, |costs| costs.driver_allocs),
         driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
         worst_alloc_us: modelled(|modelled| modelled.worst_alloc_ns),
-        driver_allocs_measured_us: measured.map(|measured| us(measured.driver_allocs_ns)),
+        driver_allocs_measured_us: measured.map(|measured| us(measured.total_ns)),
         worst_alloc_measured_us: measured.map(|measured| us(measured.worst_alloc_ns)),
         stalls: first.map_or(0, |costs| costs.stalls),
         remaps: stats.remaps,
@@ -245,15 +236,15 @@ pub(crate) fn snapshot(
     config: &ConfigArg,
     lag: u64,
 ) -> Result<Snapshot, Failure> {
-    let mut subject = Paced::new(session, config, program.streams.len(), lag)?;
+    let mut subject = Aquifer::lagging(session, config, program.streams.len(), lag)?;
     record_history(subject.allocator(), usize::MAX);
     let mut player = Player::new(program);
     player.play(&mut subject, OnOom::Skip)?;
     Ok(subject.allocator().snapshot())
 }
 
-/// What was seen of some passes: their costs; statistics and refusals of the first, refusals of the
-/// later ones.
+/// Observations of some passes: their costs, the statistics and refusals of the first, and the
+/// refusals of the later ones.
 struct Observations {
     costs: Vec<Costs>,
     stats: MemoryStats,
@@ -285,13 +276,13 @@ fn observe(
         costs.push(later);
         warm_ooms += ooms;
     }
-    // The end of the allocator is watched, too.
+    // Dropping the allocator is observed, too.
     let device = subject.device().clone();
     drop(subject);
     Ok(Observations { costs, stats, ooms, warm_ooms, hazards: hazards(session, name, &device) })
 }
 
-/// The mean, unless there is nothing to take it of.
+/// The mean, if there are counts.
 #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52, and a rounded one would do")]
 fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
     let number = counts.len();
@@ -299,7 +290,7 @@ fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
 }
 
 /// Nanoseconds as microseconds.
-#[expect(clippy::cast_precision_loss, reason = "a time for people")]
+#[expect(clippy::cast_precision_loss, reason = "a time to display")]
 fn us(ns: u64) -> f64 {
     hundredths(ns as f64 / 1e3)
 }
@@ -318,71 +309,51 @@ impl Row {
         self.ooms > 0 || self.warm_ooms > 0
     }
 
-    /// What to say of a program that does not finish on the device that was asked for.
+    /// The message about a program that does not finish on the device that was asked for.
     fn failed(&self) -> String {
         let refused = self.ooms.saturating_add(self.warm_ooms);
-        let requests = if refused == 1 { "request was" } else { "requests were" };
-        let (trace, config) = (&self.trace, options(&self.config));
-        format!(
-            "out of memory: {trace} with {config}: {refused} {requests} refused; the command fit finds the smallest device"
-        )
+        out_of_memory(&self.trace, &self.config, refused, "; the command fit finds the smallest device")
     }
-}
-
-/// Counts what the race detector found and shows the beginning of it.
-pub(super) fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
-    const SHOWN: u64 = 3;
-    let mut count = 0;
-    while let Some(violation) = device.driver().take_violation() {
-        count += 1;
-        if count <= SHOWN {
-            session.message(format_args!("hazard: {name}: {violation}"));
-        }
-    }
-    count
 }
 
 fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
-    let mut headings = vec!["trace", "config", "requested", "reserved", "ratio", "ns/op", "first pass"];
-    headings.extend(args.yardstick.then_some(["yardstick", "times"]).into_iter().flatten());
-    headings.extend(args.driver_pool.then_some(["driver's pool", "its reserved"]).into_iter().flatten());
-    headings.extend(["driver calls", "warm calls", "driver ms", "warm ms", "worst µs"]);
-    headings.extend((args.passes.lag > 0).then_some("stalls"));
-    headings.extend(["OOMs", "later OOMs", "retries", "waits", "hazards"]);
-    let mut table = table(&headings, 2);
-    for row in rows {
-        table.add_row(cells(row, args));
-    }
-    table
-}
-
-fn cells(row: &Row, args: &ReplayArgs) -> Vec<String> {
-    let text =
-        |number: Option<f64>, digits| number.map_or_else(|| NOTHING.to_owned(), |number| format!("{number:.digits$}"));
-    let mut cells = vec![
-        row.trace.clone(),
-        row.config.clone(),
-        Bytes(row.peak_requested_bytes).to_string(),
-        Bytes(row.peak_reserved_bytes).to_string(),
-        text(row.reserved_over_requested, 3),
-        text(row.ns_per_op, 1),
-        text(row.first_pass_ns_per_op, 1),
+    let mut columns: Vec<Column<Row>> = vec![
+        ("trace", |row| row.trace.clone()),
+        ("config", |row| row.config.clone()),
+        ("requested", |row| Bytes(row.peak_requested_bytes).to_string()),
+        ("reserved", |row| Bytes(row.peak_reserved_bytes).to_string()),
+        ("ratio", |row| number(row.reserved_over_requested, 3)),
+        ("ns/op", |row| number(row.ns_per_op, 1)),
+        ("first pass", |row| number(row.first_pass_ns_per_op, 1)),
     ];
     if args.yardstick {
-        let times = row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick);
-        cells.extend([text(row.yardstick_ns_per_op, 1), text(times, 2)]);
+        columns.push(("yardstick", |row| number(row.yardstick_ns_per_op, 1)));
+        columns.push(("times", |row| {
+            number(row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick), 2)
+        }));
     }
     if args.driver_pool {
-        let reserved =
-            row.pool_peak_reserved_bytes.map_or_else(|| NOTHING.to_owned(), |bytes| Bytes(bytes).to_string());
-        cells.extend([text(row.pool_ns_per_op, 1), reserved]);
+        columns.push(("driver's pool", |row| number(row.pool_ns_per_op, 1)));
+        columns.push(("its reserved", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))));
     }
-    cells.push(row.driver_calls.values().sum::<u64>().to_string());
-    cells.push(text(row.warm_driver_calls, 1));
-    cells.push(text(row.driver_time_modelled_us.map(|us| us / 1e3), 1));
-    cells.push(text(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1));
-    cells.push(text(row.worst_alloc_us, 0));
-    cells.extend((args.passes.lag > 0).then(|| row.stalls.to_string()));
-    cells.extend([row.ooms, row.warm_ooms, row.retries, row.stream_waits, row.hazards].map(|count| count.to_string()));
-    cells
+    let calls: [Column<Row>; 5] = [
+        ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),
+        ("warm calls", |row| number(row.warm_driver_calls, 1)),
+        ("driver ms", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
+        ("warm ms", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)),
+        ("worst µs", |row| number(row.worst_alloc_us, 0)),
+    ];
+    columns.extend(calls);
+    if args.passes.lag > 0 {
+        columns.push(("stalls", |row| row.stalls.to_string()));
+    }
+    let counts: [Column<Row>; 5] = [
+        ("OOMs", |row| row.ooms.to_string()),
+        ("later OOMs", |row| row.warm_ooms.to_string()),
+        ("retries", |row| row.retries.to_string()),
+        ("waits", |row| row.stream_waits.to_string()),
+        ("hazards", |row| row.hazards.to_string()),
+    ];
+    columns.extend(counts);
+    table(rows, 2, &columns)
 }

@@ -1,5 +1,5 @@
-//! The passes that are timed: in access guards on those of the yardstick, and before those of the
-//! driver's pool, which would else share the device's memory with what the allocator holds.
+//! The timed passes. They alternate with those of the yardstick, and precede those of the driver's
+//! pool, which would otherwise share the device's memory with the allocator.
 
 use aquifer::Device;
 use indicatif::ProgressBar;
@@ -9,12 +9,11 @@ use crate::driver_pool::DriverPool;
 use crate::exit::Failure;
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
-use crate::observe::Paced;
 use crate::session::Session;
-use crate::subject::Subject;
+use crate::subject::{Aquifer, Subject};
 use crate::yardstick::Yardstick;
 
-/// What else plays the program.
+/// Other subjects that play the program.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Beside {
     /// The bare index.
@@ -23,17 +22,17 @@ pub(crate) struct Beside {
     pub(crate) driver_pool: bool,
 }
 
-/// How long passes took.
+/// The times of the passes.
 pub(super) struct Timings {
     pub(super) ours: Times,
     pub(super) yardstick: Option<Times>,
     pub(super) driver_pool: Option<Pooled>,
 }
 
-/// How the driver's pool did.
+/// The passes of the driver's pool.
 pub(super) struct Pooled {
     pub(super) times: Times,
-    /// The most that it held from the device.
+    /// The most memory that it held from the device.
     pub(super) reserved: u64,
     /// Requests refused in the last pass.
     pub(super) ooms: u64,
@@ -49,7 +48,7 @@ pub(super) fn time(
     bar: &ProgressBar,
 ) -> Result<Timings, Failure> {
     let streams = program.streams.len();
-    let mut ours = Timed::new(Paced::new(session, config, streams, passes.lag)?, program);
+    let mut ours = Timed::new(Aquifer::lagging(session, config, streams, passes.lag)?, program);
     let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
     let mut yardstick = beside.yardstick.then(new_yardstick);
     let mut missed = 0;
@@ -62,7 +61,8 @@ pub(super) fn time(
         session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
     }
     let times = ours.times.clone();
-    ours.subject.give_back()?;
+    // Other subjects need the memory.
+    ours.subject.allocator().empty_cache()?;
     drop(ours);
     let driver_pool = beside.driver_pool.then(|| time_pool(session.open()?, program, passes)).transpose()?;
     Ok(Timings { ours: times, yardstick: yardstick.map(|yardstick| yardstick.times), driver_pool })
@@ -81,14 +81,14 @@ fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Poo
     Ok(Pooled { reserved, times: pool.times, ooms })
 }
 
-/// The most that the pool held. The driver's mark of it stays for the whole process, so it only
-/// tells where it was raised since `before`. Where it was not, it is what was held at the end of a
-/// pass: nobody waits during passes, so the pool gave nothing back.
+/// The most memory that the pool held. The driver keeps one high-water mark for the whole process,
+/// so it counts only if it rose above `before`. Otherwise the result is the most held at the end of
+/// a pass: the host does not wait during passes, so the pool released nothing.
 fn most_held(before: u64, mark: u64, at_ends: u64) -> u64 {
     if mark > before { mark } else { at_ends }
 }
 
-/// A subject that plays a program again and again.
+/// A subject that plays a program in several passes.
 struct Timed<'a, S: Subject> {
     subject: S,
     player: Player<'a, S>,
@@ -101,7 +101,7 @@ impl<'a, S: Subject> Timed<'a, S> {
         Timed { subject, player: Player::new(program), times: Times::default(), operations: program.operations() }
     }
 
-    /// One more pass; tells how many requests were refused.
+    /// One more pass. Returns the number of refused requests.
     fn pass(&mut self) -> Result<u64, Failure> {
         let pass = self.player.pass(&mut self.subject, OnOom::Skip)?;
         self.times.add(pass.elapsed, self.operations);
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mark_of_another_program_is_not_told() {
+    fn the_mark_of_another_program_is_not_reported() {
         let device = "sim:4GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
         let most = |text: &str| {
             let programs = crate::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
@@ -124,7 +124,7 @@ mod tests {
         };
         assert_eq!(most("a 0 1000000000 0\nf 0 0\n"), 1_000_000_000);
         assert!(most("a 0 3000000 0\nf 0 0\n") <= 3_000_000);
-        assert_eq!(device.driver().pool_usage().unwrap().reserved_peak, 1_000_000_000, "it is still there");
+        assert_eq!(device.driver().pool_usage().unwrap().reserved_peak, 1_000_000_000, "the mark stays");
     }
 
     #[test]

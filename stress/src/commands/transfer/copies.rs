@@ -1,4 +1,4 @@
-//! Bandwidth and latency of every way to copy.
+//! Bandwidth and latency of every method of copying.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use super::meter::{HOST, Meter, Peer, rate};
 use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{Column, table};
 use crate::text::Bytes;
 
 /// Rows of the methods `rows` and `staged rows`, in bytes.
@@ -37,11 +37,11 @@ struct Row {
     of_driver_pinned: Option<f64>,
 }
 
-/// What is copied at one size.
+/// The memory for copies of one size.
 struct Ends {
-    /// Twice as long as what is copied, for rows with gaps.
+    /// Twice as long as the copy, for rows with gaps.
     pinned: PinnedBuffer<u8>,
-    /// Where copies on the host go.
+    /// The destination of copies on the host.
     aside: PinnedBuffer<u8>,
     /// Twice as long, too.
     ordinary: Vec<u8>,
@@ -57,7 +57,7 @@ struct Ends {
 
 type Method = (&'static str, &'static str, fn(&Meter, &mut Ends) -> Result<(), Failure>);
 
-/// The first of a direction is what the others are compared with.
+/// The first method of a direction is the reference for the others.
 const METHODS: &[Method] = &[
     ("upload", "driver pinned", |meter, ends| {
         let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
@@ -151,14 +151,14 @@ const METHODS: &[Method] = &[
 /// The direction of copies from the memory of another device.
 const PEER: &str = "from peer";
 
-/// The direction of copies that the calling thread makes, whatever the device.
+/// The direction of copies by the calling thread, on every device.
 const ON_HOST: &str = "on host";
 
-/// What a simulated device does not charge for: the work of the host.
+/// Methods with work of the host, which has no cost on a simulated device.
 const HOST_METHODS: [&str; 3] = ["staged", "staged rows", "file"];
 
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
-    let mut table = table(&["direction", "method", "size", "µs", "GB/s", "of driver pinned"], 2);
+    let mut rows = Vec::new();
     for bytes in meter.sizes() {
         let mut ends = Ends::new(meter, bytes)?;
         let mut yardstick = ("", 0.0);
@@ -194,22 +194,27 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
                 of_driver_pinned: compared.then(|| hundredths(speed / yardstick.1)),
             };
             session.row(&row)?;
-            let share = row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"));
-            let numbers = [format!("{:.1}", row.us), format!("{:.2}", row.gb_per_s), share];
-            table.add_row(
-                [direction.to_owned(), method.to_owned(), Bytes(bytes).to_string()].into_iter().chain(numbers),
-            );
+            rows.push(row);
         }
     }
-    let notes = [meter.peer.as_ref().map(told), meter.is_modelled().then(|| BY_HOST.to_owned())];
+    let columns: [Column<Row>; 6] = [
+        ("direction", |row| row.direction.to_owned()),
+        ("method", |row| row.method.to_owned()),
+        ("size", |row| Bytes(row.bytes).to_string()),
+        ("µs", |row| format!("{:.1}", row.us)),
+        ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
+        ("of driver pinned", |row| row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"))),
+    ];
+    let table = table(&rows, 2, &columns);
+    let notes = [meter.peer.as_ref().map(in_words), meter.is_modelled().then(|| BY_HOST.to_owned())];
     session.show(notes.into_iter().flatten().fold(table.to_string(), |text, note| format!("{text}\n{note}")))
 }
 
-/// What tells those who read the table whose clock some rows are of.
+/// A note about the clocks of the rows.
 const BY_HOST: &str = "Copies on the host are timed by its own clock, all others in the virtual time of the device.";
 
-/// Where copies from a peer come from, in words.
-fn told(peer: &Peer) -> String {
+/// The origin of copies from a peer, in words.
+fn in_words(peer: &Peer) -> String {
     format!("Copies from a peer come from {}, and go {}.", peer.name, peer.route)
 }
 
@@ -235,13 +240,13 @@ impl Ends {
         })
     }
 
-    /// How many bytes are copied.
+    /// The number of bytes copied.
     fn len(&self) -> usize {
         self.ordinary.len() / 2
     }
 }
 
-/// The first half of memory that others own, too.
+/// The first half of shared memory.
 struct FirstHalf(Arc<[u8]>);
 
 impl AsRef<[u8]> for FirstHalf {
@@ -250,7 +255,7 @@ impl AsRef<[u8]> for FirstHalf {
     }
 }
 
-/// A file that is gone when it is dropped.
+/// A file that is removed when it is dropped.
 struct Temporary(PathBuf);
 
 impl Temporary {
@@ -266,7 +271,7 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // It was ours, and if it cannot be removed the system will, or nobody minds.
+        // An error is harmless: the file is in the folder of temporary files.
         let _ = std::fs::remove_file(&self.0);
     }
 }

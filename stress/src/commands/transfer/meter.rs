@@ -1,5 +1,5 @@
-//! What measures: a device with transfers, and a clock. That of a simulated device is its own; on a
-//! real one it is the host's, from before the first call until the wait has returned.
+//! A device with transfers, and a clock: the virtual one of a simulated device, or the host's, from
+//! before the first call until the wait has returned.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,24 +23,24 @@ pub(super) const VIRTUAL: &str = "virtual";
 /// The clock of everything else.
 pub(super) const HOST: &str = "host";
 
-/// Another device, whose memory is copied from.
+/// Another device, the source of copies.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) transfer: Transfer,
     pub(super) stream: Stream,
     pub(super) name: String,
     pub(super) route: Route,
-    /// The largest copies that it has room for.
+    /// The largest copies that its memory allows.
     pub(super) most: u64,
 }
 
-/// A device, a clock, and what is copied.
+/// A device, a clock and sizes.
 #[derive(Debug)]
 pub(super) struct Meter {
     pub(super) transfer: Transfer,
     pub(super) stream: Stream,
     pub(super) device: String,
-    /// `None` where there is no other device, or copies are not measured.
+    /// `None` if there is no other device, or copies are not measured.
     pub(super) peer: Option<Peer>,
     simulated: Option<Arc<SimDriver>>,
     begun: Instant,
@@ -61,7 +61,7 @@ impl Meter {
             simulated,
             begun: Instant::now(),
             rounds: args.rounds,
-            // A quarter of the device, as some ways need room at both ends of a gap.
+            // A quarter of the device, as some methods use rows with gaps at both ends.
             most: (args.max_mb << 20).min(device.memory_info()?.free / 4),
         })
     }
@@ -71,12 +71,12 @@ impl Meter {
         self.simulated.is_some()
     }
 
-    /// Whose clock times are of.
+    /// The name of the clock.
     pub(super) fn clock(&self) -> &'static str {
         if self.is_modelled() { VIRTUAL } else { HOST }
     }
 
-    /// Sizes to be copied, in bytes.
+    /// Sizes of copies, in bytes.
     pub(super) fn sizes(&self) -> Vec<u64> {
         let mut sizes: Vec<u64> = std::iter::successors(Some(LEAST), |size| size.checked_mul(16))
             .take_while(|&size| size <= self.most)
@@ -107,7 +107,7 @@ impl Meter {
         self.time_by(|| self.now_ns(), work)
     }
 
-    /// The same by the host's clock, for what simulated devices take no part in.
+    /// The same by the host's clock, for work without a device.
     pub(super) fn time_on_host(&self, work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
         self.time_by(|| self.host_ns(), work)
     }
@@ -123,7 +123,7 @@ impl Meter {
             }
         }
         times.sort_unstable();
-        #[expect(clippy::cast_precision_loss, reason = "a time for people")]
+        #[expect(clippy::cast_precision_loss, reason = "a time to display")]
         Ok(times.get(times.len() / 2).map_or(0.0, |&ns| ns as f64))
     }
 
@@ -138,15 +138,15 @@ impl Meter {
         u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// What simulated devices found unordered; told on standard error.
+    /// Counts and reports the hazards that simulated devices found.
     pub(super) fn hazards(&self, session: &Session) -> u64 {
         let devices = [Some(self.transfer.device()), self.peer.as_ref().map(|peer| peer.transfer.device())];
-        devices.into_iter().flatten().map(|device| crate::commands::replay::hazards(session, "transfer", device)).sum()
+        devices.into_iter().flatten().map(|device| crate::commands::hazards(session, "transfer", device)).sum()
     }
 }
 
 impl Peer {
-    /// Another device than the one with this runtime, if there is one that can be used.
+    /// Another device than that of `beside`, if there is a usable one.
     fn open(session: &Session, beside: &Transfer) -> Result<Option<Peer>, Failure> {
         let Some(device) = session.open_another(beside.device()) else { return Ok(None) };
         let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
@@ -165,7 +165,7 @@ impl Peer {
 }
 
 /// Gigabytes (10^9) a second.
-#[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+#[expect(clippy::cast_precision_loss, reason = "a rate to display")]
 pub(super) fn rate(bytes: u64, ns: f64) -> f64 {
     if ns > 0.0 { bytes as f64 / ns } else { 0.0 }
 }

@@ -1,4 +1,4 @@
-//! `transfer`: what copies between host and device cost, by every way there is.
+//! `transfer`: the cost of copies between host and device, by every method.
 
 mod copies;
 mod meter;

@@ -1,4 +1,4 @@
-//! Copies beside kernels, and beside copies in the other direction.
+//! Copies at the same time as kernels, or as copies in the other direction.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::meter::Meter;
 use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{Column, table};
 use crate::text::Bytes;
 
 /// A row of results. `transfer --help` explains the fields.
@@ -28,12 +28,12 @@ struct Row {
     overlap: f64,
 }
 
-/// The part of the shorter that took no time of its own.
+/// The part of the shorter one that took no additional time.
 fn overlap(first: f64, second: f64, together: f64) -> f64 {
     ((first + second - together) / first.min(second)).clamp(0.0, 1.0)
 }
 
-/// What one kernel after the other is told to take, so that all of them take so long.
+/// The durations of consecutive kernels that take `time` together.
 fn parts(mut time: Duration) -> impl Iterator<Item = Duration> {
     std::iter::from_fn(move || {
         let part = time.min(Kernels::SPIN_MAX);
@@ -77,29 +77,34 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         Ok(Pending::join(up, down).wait().map(drop)?)
     })?;
 
-    let mut table = table(&["what", "size", "first, ms", "second, ms", "together, ms", "overlap"], 1);
-    for (what, first, second, together) in [
+    let row = |(what, first, second, together)| Row {
+        part: "overlap",
+        device: meter.device.clone(),
+        modelled: meter.is_modelled(),
+        clock: meter.clock(),
+        what,
+        bytes,
+        first_ms: hundredths(first / 1e6),
+        second_ms: hundredths(second / 1e6),
+        together_ms: hundredths(together / 1e6),
+        overlap: hundredths(overlap(first, second, together)),
+    };
+    let rows = [
         ("kernel and upload", kernel, up, beside_up),
         ("kernel and download", kernel, down, beside_down),
         ("upload and download", up, down, both),
-    ] {
-        let row = Row {
-            part: "overlap",
-            device: meter.device.clone(),
-            modelled: meter.is_modelled(),
-            clock: meter.clock(),
-            what,
-            bytes,
-            first_ms: hundredths(first / 1e6),
-            second_ms: hundredths(second / 1e6),
-            together_ms: hundredths(together / 1e6),
-            overlap: hundredths(overlap(first, second, together)),
-        };
-        session.row(&row)?;
-        let times = [row.first_ms, row.second_ms, row.together_ms, row.overlap].map(|number| format!("{number:.2}"));
-        table.add_row([what.to_owned(), Bytes(bytes).to_string()].into_iter().chain(times));
-    }
-    session.show(table)
+    ]
+    .map(row);
+    rows.iter().try_for_each(|row| session.row(row))?;
+    let columns: [Column<Row>; 6] = [
+        ("what", |row| row.what.to_owned()),
+        ("size", |row| Bytes(row.bytes).to_string()),
+        ("first, ms", |row| format!("{:.2}", row.first_ms)),
+        ("second, ms", |row| format!("{:.2}", row.second_ms)),
+        ("together, ms", |row| format!("{:.2}", row.together_ms)),
+        ("overlap", |row| format!("{:.2}", row.overlap)),
+    ];
+    session.show(table(&rows, 1, &columns))
 }
 
 #[cfg(test)]

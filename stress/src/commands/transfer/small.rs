@@ -1,6 +1,7 @@
-//! Many small copies: one call each, and together.
+//! Many small copies: one call each, or together.
 
-use aquifer::Buffer;
+use aquifer::transfer::TransferError;
+use aquifer::{Buffer, Pending};
 use aquifer_transfer::Direction;
 use serde::Serialize;
 
@@ -8,13 +9,13 @@ use super::meter::Meter;
 use crate::commands::{hundredths, thousandths};
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::table;
+use crate::table::{Column, table};
 use crate::text::Bytes;
 
 /// Sizes of the copies, in bytes.
 const SIZES: [u64; 5] = [256, 4 << 10, 16 << 10, 64 << 10, 256 << 10];
 
-/// Copies that are made together.
+/// The number of copies.
 const COPIES: usize = 64;
 
 /// Directions, by name.
@@ -38,7 +39,7 @@ struct Row {
 }
 
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
-    let mut table = table(&["direction", "size", "copies", "one call each, µs", "together, µs", "speedup"], 1);
+    let mut rows = Vec::new();
     let sizes =
         SIZES.into_iter().filter(|&bytes| bytes * COPIES as u64 <= meter.largest().max(SIZES[0] * COPIES as u64));
     for bytes in sizes {
@@ -64,20 +65,26 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
                 batch_calls_pay_below: meter.transfer.batch_calls_pay_below(direction)?,
             };
             session.row(&row)?;
-            let numbers = [(row.single_us, 3), (row.batched_us, 3), (row.speedup, 2)]
-                .map(|(number, digits)| format!("{number:.digits$}"));
-            table.add_row([name.to_owned(), Bytes(bytes).to_string(), COPIES.to_string()].into_iter().chain(numbers));
+            rows.push(row);
         }
     }
     let mut lines = String::new();
     for (name, direction) in DIRECTIONS {
-        lines += &format!("\n{name}: {}", told(meter.transfer.batch_calls_pay_below(direction)?));
+        lines += &format!("\n{name}: {}", in_words(meter.transfer.batch_calls_pay_below(direction)?));
     }
-    session.show(format_args!("{table}{lines}"))
+    let columns: [Column<Row>; 6] = [
+        ("direction", |row| row.direction.to_owned()),
+        ("size", |row| Bytes(row.bytes).to_string()),
+        ("copies", |row| row.copies.to_string()),
+        ("one call each, µs", |row| format!("{:.3}", row.single_us)),
+        ("together, µs", |row| format!("{:.3}", row.batched_us)),
+        ("speedup", |row| format!("{:.2}", row.speedup)),
+    ];
+    session.show(format_args!("{}{lines}", table(&rows, 1, &columns)))
 }
 
-/// Up to which size batches go to the driver with one call, in words.
-fn told(pay_below: Option<u64>) -> String {
+/// The size up to which batches use one driver call, in words.
+fn in_words(pay_below: Option<u64>) -> String {
     match pay_below {
         None => {
             "no driver call for many copies is used: there is none, or memory was too short to measure it".to_owned()
@@ -89,23 +96,15 @@ fn told(pay_below: Option<u64>) -> String {
     }
 }
 
-/// Nanoseconds of all copies: one call each from page-locked memory, and packed together from
-/// ordinary memory.
+/// Nanoseconds for all copies: one call each from page-locked memory, and packed from ordinary
+/// memory.
 fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Failure> {
-    let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
+    let len = buffers[0].len();
     let (pinned, ordinary) = (meter.pinned(len as u64)?, vec![1u8; len]);
-    let single = meter.time(|| {
-        let mut last = None;
-        for buffer in &mut buffers {
-            last = Some(meter.transfer.upload(&pinned, buffer)?);
-        }
-        Ok(last.map_or(Ok(()), aquifer::Pending::wait)?)
-    })?;
+    let single = meter.time(|| wait(buffers.iter_mut().map(|buffer| meter.transfer.upload(&pinned, buffer))))?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();
-        for buffer in &mut buffers {
-            batch.upload(&ordinary, buffer)?;
-        }
+        buffers.iter_mut().try_for_each(|buffer| batch.upload(&ordinary, buffer))?;
         batch.run()?.wait()?;
         Ok(())
     })?;
@@ -113,14 +112,10 @@ fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Fail
 }
 
 fn downloads(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure> {
-    let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
-    let mut pinned = buffers.iter().map(|_| meter.pinned(len as u64)).collect::<Result<Vec<_>, _>>()?;
+    let pinned = buffers.iter().map(|buffer| meter.pinned(buffer.bytes()));
+    let mut pinned = pinned.collect::<Result<Vec<_>, _>>()?;
     let single = meter.time(|| {
-        let mut last = None;
-        for (buffer, pinned) in buffers.iter().zip(&mut pinned) {
-            last = Some(meter.transfer.download(buffer, pinned)?);
-        }
-        Ok(last.map_or(Ok(()), aquifer::Pending::wait)?)
+        wait(buffers.iter().zip(&mut pinned).map(|(buffer, pinned)| meter.transfer.download(buffer, pinned)))
     })?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();
@@ -134,23 +129,25 @@ fn downloads(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure>
 }
 
 fn on_device(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure> {
-    let Some(len) = buffers.first().map(Buffer::len) else { return Ok([0.0; 2]) };
-    let mut others = buffers.iter().map(|_| meter.buffer(len as u64)).collect::<Result<Vec<_>, _>>()?;
-    let single = meter.time(|| {
-        let mut last = None;
-        for (buffer, other) in buffers.iter().zip(&mut others) {
-            last = Some(meter.transfer.copy(buffer, other)?);
-        }
-        last.map(aquifer::Pending::wait).transpose()?;
-        Ok(())
-    })?;
+    let others = buffers.iter().map(|buffer| meter.buffer(buffer.bytes()));
+    let mut others = others.collect::<Result<Vec<_>, _>>()?;
+    let single = meter
+        .time(|| wait(buffers.iter().zip(&mut others).map(|(buffer, other)| meter.transfer.copy(buffer, other))))?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();
-        for (buffer, other) in buffers.iter().zip(&mut others) {
-            batch.copy(buffer, other)?;
-        }
+        buffers.iter().zip(&mut others).try_for_each(|(buffer, other)| batch.copy(buffer, other))?;
         batch.run()?.wait()?;
         Ok(())
     })?;
     Ok([single, batched])
+}
+
+/// Starts all copies and waits for the last one.
+fn wait<T>(copies: impl Iterator<Item = Result<Pending<T>, TransferError>>) -> Result<(), Failure> {
+    let mut last = None;
+    for copy in copies {
+        last = Some(copy?);
+    }
+    last.map(Pending::wait).transpose()?;
+    Ok(())
 }

@@ -1,19 +1,21 @@
-//! What came of a soak.
+//! The counts of a soak.
 
 use std::fmt;
 
 use aquifer::device::DevicePtr;
 use serde::Serialize;
 
+use super::block::Compared;
+
 /// Counts of a soak.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
-pub struct Tally {
+pub struct Counts {
     /// Operations.
     pub operations: u64,
     /// Blocks allocated.
     pub allocs: u64,
-    /// Requests refused for lack of memory, after which a part of what was held was freed.
+    /// Requests refused for lack of memory, after which some blocks were freed.
     pub ooms: u64,
     /// Bytes of patterns written.
     pub bytes_written: u64,
@@ -27,20 +29,20 @@ pub struct Tally {
     pub uploads: u64,
     /// Blocks that the host compared.
     pub downloads: u64,
-    /// Blocks that another thread went on with.
+    /// Blocks that were passed to another thread.
     pub handed_over: u64,
-    /// Times that cached memory was given back.
+    /// Times that cached memory was released.
     pub releases: u64,
-    /// The most that was held from the device, in bytes.
+    /// The most bytes that were held from the device.
     pub peak_reserved_bytes: u64,
-    /// What did not read as it was written.
+    /// Blocks that did not read as they were written.
     #[serde(skip)]
     pub mismatches: Vec<Mismatch>,
 }
 
-impl Tally {
+impl Counts {
     /// Adds the counts of another one; the peak is the larger.
-    pub fn add(&mut self, other: Tally) {
+    pub fn add(&mut self, other: Counts) {
         self.operations += other.operations;
         self.allocs += other.allocs;
         self.ooms += other.ooms;
@@ -65,14 +67,8 @@ pub struct Mismatch {
     pub seed: u64,
     /// The thread that found it.
     pub thread: usize,
-    /// The operation that compared it.
-    pub operation: u64,
-    /// The operation that wrote it.
-    pub written_by: u64,
-    /// Where the block is.
-    pub ptr: DevicePtr,
-    /// Its length in bytes.
-    pub bytes: u64,
+    /// The block.
+    pub compared: Compared,
     /// Words of 8 bytes that differ, in this block and others compared since the last look.
     pub words: u64,
     /// The first address that differs.
@@ -81,11 +77,12 @@ pub struct Mismatch {
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Mismatch { seed, thread, operation, written_by, ptr, bytes, words, first } = self;
+        let Mismatch { seed, thread, compared, words, first } = self;
+        let Compared { operation, written_by, ptr, bytes } = compared;
         write!(
             f,
-            "seed {seed}, operation {operation} (thread {thread}): {bytes} bytes at {ptr}, written by operation {written_by}, \
-             differ from {first} on ({words} words of 8 bytes)"
+            "seed {seed}, operation {operation} (thread {thread}): {bytes} bytes at {ptr}, written by operation \
+             {written_by}, differ from {first} on ({words} words of 8 bytes)"
         )
     }
 }
