@@ -35,7 +35,7 @@ pub mod yardstick;
 
 use std::io::Write;
 
-use cli::{Cli, Command, DemoArgs, FragmentationArgs, OomArgs};
+use cli::{Cli, Command, DemoArgs};
 use exit::{Failure, Outcome};
 use session::Session;
 
@@ -69,33 +69,23 @@ fn reported(ended: Result<Outcome, Failure>) -> Outcome {
 }
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
-    let session = match &cli.command {
-        None | Some(Command::Demo(_)) => Session::resizable(&cli.global, "demo"),
-        Some(Command::Options) => Session::without_device(&cli.global),
-        Some(Command::Fit(_)) => Session::resizable(&cli.global, "fit").map(Session::unchecked),
-        Some(Command::Compare(_)) => Session::resizable(&cli.global, "compare").map(Session::unchecked),
-        Some(
-            Command::Oom(OomArgs { list: true, .. }) | Command::Fragmentation(FragmentationArgs { list: true, .. }),
-        ) => Session::without_device(&cli.global),
-        Some(Command::Run(_)) => Session::without_device(&cli.global),
-        Some(Command::Bench(_) | Command::Replay(_) | Command::Transfer(_)) => {
-            Session::new(&cli.global).map(Session::unchecked)
-        }
-        Some(_) => Session::new(&cli.global),
-    }?;
+    let global = &cli.global;
+    let measuring = || Session::new(global).map(Session::unchecked);
+    let resizable = |command| Session::resizable(global, command);
+    let listing = |list| if list { Session::without_device(global) } else { Session::new(global) };
     match &cli.command {
-        None => commands::demo::run(&session, &DemoArgs::default()),
-        Some(Command::Replay(args)) => commands::replay::run(&session, args),
-        Some(Command::Fit(args)) => commands::fit::run(&session, args),
-        Some(Command::Compare(args)) => commands::compare::run(&session, args),
-        Some(Command::Bench(args)) => commands::bench::run(&session, args),
-        Some(Command::Calls(args)) => commands::calls::run(&session, args),
-        Some(Command::Fragmentation(args)) => commands::fragmentation::run(&session, args),
-        Some(Command::Oom(args)) => commands::oom::run(&session, args),
-        Some(Command::Run(args)) => commands::run::run(&session, args),
-        Some(Command::Soak(args)) => commands::soak::run(&session, args),
-        Some(Command::Transfer(args)) => commands::transfer::run(&session, args),
-        Some(Command::Demo(args)) => commands::demo::run(&session, args),
-        Some(Command::Options) => commands::options::run(&session),
+        None => commands::demo::run(&resizable("demo")?, &DemoArgs::default()),
+        Some(Command::Demo(args)) => commands::demo::run(&resizable("demo")?, args),
+        Some(Command::Fit(args)) => commands::fit::run(&resizable("fit")?.unchecked(), args),
+        Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.unchecked(), args),
+        Some(Command::Replay(args)) => commands::replay::run(&measuring()?, args),
+        Some(Command::Bench(args)) => commands::bench::run(&measuring()?, args),
+        Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?, args),
+        Some(Command::Calls(args)) => commands::calls::run(&Session::new(global)?, args),
+        Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
+        Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
+        Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
+        Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?, args),
+        Some(Command::Options) => commands::options::run(&Session::without_device(global)?),
     }
 }

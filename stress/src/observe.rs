@@ -59,19 +59,16 @@ pub struct Observed {
     device: Device,
     /// Its simulator, if it is a simulated one.
     simulated: Option<Lagged>,
-    allocs: u64,
-    driver_allocs: u64,
-    worst_alloc_ns: u64,
-    measured: Spent,
+    requests: Requests,
 }
 
-/// The counters at the start of a pass.
-#[derive(Debug)]
-pub struct Start {
-    calls: CallCounts,
-    time_ns: u64,
-    stalls: u64,
-    timeline: TimelineCounts,
+/// The requests of a pass.
+#[derive(Debug, Default)]
+struct Requests {
+    allocs: u64,
+    driver_allocs: u64,
+    worst_modelled_ns: u64,
+    measured: Spent,
 }
 
 impl Observed {
@@ -84,8 +81,7 @@ impl Observed {
         let simulated = session.open_lagging(lag)?;
         let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
         let subject = Aquifer::new(session, &device, config, streams)?;
-        let measured = Spent::default();
-        Ok(Observed { subject, device, simulated, allocs: 0, driver_allocs: 0, worst_alloc_ns: 0, measured })
+        Ok(Observed { subject, device, simulated, requests: Requests::default() })
     }
 
     /// The device.
@@ -98,35 +94,30 @@ impl Observed {
         self.subject.allocator().stats()
     }
 
-    /// Begins a pass.
-    pub fn begin(&mut self) -> Start {
-        (self.allocs, self.driver_allocs, self.worst_alloc_ns) = (0, 0, 0);
-        self.measured = Spent::default();
-        Start {
-            calls: self.device.driver_calls(),
-            time_ns: self.time_ns(),
-            stalls: self.stalls(),
-            timeline: self.device.timeline_counts(),
-        }
-    }
-
-    /// Ends the pass that began at `start`.
-    pub fn end(&self, start: &Start) -> Costs {
+    /// Runs a pass. Returns its result and its costs.
+    ///
+    /// # Errors
+    /// Those of the pass.
+    pub fn pass<T>(&mut self, run: impl FnOnce(&mut Observed) -> Result<T, Failure>) -> Result<(T, Costs), Failure> {
+        let (calls, before) = (self.device.driver_calls(), self.device.timeline_counts());
+        let (time_ns, stalls) = (self.time_ns(), self.stalls());
+        self.requests = Requests::default();
+        let result = run(self)?;
+        let Requests { allocs, driver_allocs, worst_modelled_ns, measured } = self.requests;
+        let modelled = Spent { total_ns: self.time_ns() - time_ns, worst_alloc_ns: worst_modelled_ns };
         let mut timeline = self.device.timeline_counts();
-        timeline.events_recorded -= start.timeline.events_recorded;
-        timeline.waits_inserted -= start.timeline.waits_inserted;
-        Costs {
-            calls: self.device.driver_calls().since(&start.calls),
-            allocs: self.allocs,
-            driver_allocs: self.driver_allocs,
-            modelled: self
-                .simulated
-                .as_ref()
-                .map(|_| Spent { total_ns: self.time_ns() - start.time_ns, worst_alloc_ns: self.worst_alloc_ns }),
-            measured: self.simulated.is_none().then_some(self.measured),
-            stalls: self.stalls() - start.stalls,
+        timeline.events_recorded -= before.events_recorded;
+        timeline.waits_inserted -= before.waits_inserted;
+        let costs = Costs {
+            calls: self.device.driver_calls().since(&calls),
+            allocs,
+            driver_allocs,
+            modelled: self.simulated.is_some().then_some(modelled),
+            measured: self.simulated.is_none().then_some(measured),
+            stalls: self.stalls() - stalls,
             timeline,
-        }
+        };
+        Ok((result, costs))
     }
 
     fn time_ns(&self) -> u64 {
@@ -155,13 +146,16 @@ impl Subject for Observed {
         let begun = Instant::now();
         let allocated = self.subject.alloc(bytes, stream);
         let elapsed = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.allocs += 1;
-        if self.taken() > taken {
-            self.driver_allocs += 1;
-            self.measured.total_ns += elapsed;
-            self.measured.worst_alloc_ns = self.measured.worst_alloc_ns.max(elapsed);
+        let modelled = self.time_ns() - time;
+        let asked_driver = self.taken() > taken;
+        let requests = &mut self.requests;
+        requests.allocs += 1;
+        if asked_driver {
+            requests.driver_allocs += 1;
+            requests.measured.total_ns += elapsed;
+            requests.measured.worst_alloc_ns = requests.measured.worst_alloc_ns.max(elapsed);
         }
-        self.worst_alloc_ns = self.worst_alloc_ns.max(self.time_ns() - time);
+        requests.worst_modelled_ns = requests.worst_modelled_ns.max(modelled);
         let allocation = allocated?;
         if let Some(lag) = self.lag() {
             lag.allocated(allocation.ptr(), allocation.bytes());
@@ -204,20 +198,20 @@ mod tests {
     #[test]
     fn a_pass_has_its_costs() {
         let mut observed = observed(3);
-        let start = observed.begin();
-        let mut block = observed.alloc(8 << 20, 0).unwrap();
-        observed.record_stream(&mut block, 1).unwrap();
-        observed.free(block);
-        let first = observed.end(&start);
+        let first = observed.pass(|observed| {
+            let mut block = observed.alloc(8 << 20, 0).unwrap();
+            observed.record_stream(&mut block, 1).unwrap();
+            observed.free(block);
+            Ok(())
+        });
+        let ((), first) = first.unwrap();
         assert_eq!((first.allocs, first.driver_allocs, first.calls.of(Operation::Alloc)), (1, 1, 1));
         let modelled = first.modelled.unwrap();
         assert!(modelled.worst_alloc_ns >= 66_000 && modelled.total_ns >= modelled.worst_alloc_ns, "{modelled:?}");
-        let start = observed.begin();
-        let small = observed.alloc(512, 0).unwrap();
-        let other = observed.alloc(512, 0).unwrap();
-        let second = observed.end(&start);
+        let blocks = observed.pass(|observed| Ok([(); 2].map(|()| observed.alloc(512, 0).unwrap())));
+        let (blocks, second) = blocks.unwrap();
         assert_eq!((second.allocs, second.driver_allocs, second.stalls), (2, 1, 0));
-        [small, other].into_iter().for_each(|block| observed.free(block));
+        blocks.into_iter().for_each(|block| observed.free(block));
     }
 
     #[test]

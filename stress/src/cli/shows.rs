@@ -89,8 +89,8 @@ before.
 JSON keys, per way:
   way, device               the way, and the device
   skipped                   why the way was skipped, if it was; the other keys are absent then
-  failed                    a failure other than the expected refusal, or the reason that nothing was
-                            refused; the other keys are absent then
+  failed                    a failure other than the expected refusal, or the reason that nothing
+                            was refused; the other keys are absent then
   requested_bytes           size of the request
   refused                   whether the request was refused
   error                     the first line of the error

@@ -264,10 +264,9 @@ fn observe(
     let mut subject = Observed::new(session, config, program.streams.len(), passes.lag)?;
     let mut player = Player::new(program);
     let mut pass = |subject: &mut Observed| {
-        let start = subject.begin();
-        let ooms = player.pass(subject, OnOom::Skip)?.ooms;
+        let (pass, costs) = subject.pass(|subject| player.pass(subject, OnOom::Skip))?;
         bar.inc(1);
-        Ok::<_, Failure>((subject.end(&start), ooms))
+        Ok::<_, Failure>((costs, pass.ooms))
     };
     let (first, ooms) = pass(&mut subject)?;
     let (mut costs, stats, mut warm_ooms) = (vec![first], subject.stats(), 0);
