@@ -1,6 +1,5 @@
 //! Reservations: access guards that conflict come after all the work that a reservation was for,
 //! whoever enqueues it.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::sync::mpsc;
 use std::thread;

@@ -4,8 +4,8 @@ use aquifer_allocator::snapshot::PoolTotals;
 use aquifer_allocator::{Fragmentation, HistoryOptions, MemoryStats, PoolStats, Snapshot, Stat};
 use proptest::prelude::*;
 
-use crate::machine::{Machine, Step, configs, steps};
-use crate::replay::{check_history, check_segments};
+use super::machine::{Machine, Step, configs, steps};
+use super::replay::{check_history, check_segments};
 
 /// Statistics of one pool, by which to read them.
 fn of_pool(stats: &MemoryStats, pool: fn(&PoolStats) -> Stat) -> PoolTotals {

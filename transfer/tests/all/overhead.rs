@@ -1,5 +1,5 @@
 //! The host's time for a copy beyond the driver's calls: at most a microsecond. A measurement, so
-//! it is ignored: `cargo test --release -p aquifer-transfer --test overhead -- --ignored
+//! it is ignored: `cargo test --release -p aquifer-transfer --test all overhead -- --ignored
 //! --nocapture`.
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 

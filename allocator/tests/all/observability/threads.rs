@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_allocator::{Allocator, HistoryOptions};
 
-use crate::machine::allocator;
-use crate::replay::{check_history, check_segments};
+use super::machine::allocator;
+use super::replay::{check_history, check_segments};
 
 /// Allocates and frees both sizes of segments, and releases them again and again.
 fn work(allocator: &Allocator, rounds: u64) {

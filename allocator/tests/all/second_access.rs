@@ -1,6 +1,5 @@
 //! A thread that has an access guard on memory and asks for more of it is told, where it would wait
 //! for itself.
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::sync::mpsc;
 use std::thread;

@@ -1,7 +1,5 @@
 //! Where the tags of allocations come from: scopes, tracing spans, or nowhere.
 
-#![allow(clippy::unwrap_used, reason = "a failure is what a test is for")]
-
 use aquifer_allocator::{Allocator, Config, TagScope};
 use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};

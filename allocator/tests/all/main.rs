@@ -1,0 +1,8 @@
+//! The allocator as its callers see it, on simulated devices.
+#![allow(clippy::unwrap_used, reason = "tests may, also outside of test functions")]
+
+mod adopted;
+mod observability;
+mod reservations;
+mod second_access;
+mod tags;

@@ -1,0 +1,4 @@
+//! The crate as programs use it.
+
+mod edges;
+mod errors;
