@@ -6,63 +6,41 @@ use aquifer_allocator::size_class::{PoolKind, SizeClasses};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
 use aquifer_allocator::{Allocator, MemoryStats, OomReport, PoolStats, Stat};
 
+/// Values for each pool, in one order; see [`NAMES`].
+type Sums = [u64; 9];
+
+/// The names of the values of [`Sums`].
+const NAMES: [&str; 9] = [
+    "allocation",
+    "segment",
+    "active",
+    "inactive_split",
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+];
+
 /// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment, and its free
 /// pieces are not counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Sums {
-    allocation: u64,
-    allocated_bytes: u64,
-    active: u64,
-    active_bytes: u64,
-    requested_bytes: u64,
-    inactive_split: u64,
-    inactive_split_bytes: u64,
-    segment: u64,
-    reserved_bytes: u64,
-}
-
-impl Sums {
-    fn of(segments: &mut dyn Iterator<Item = &Segment>) -> Sums {
-        let mut sums = Sums::default();
-        for segment in segments {
-            let is_segment = !segment.is_expandable;
-            sums.segment += u64::from(is_segment);
-            sums.reserved_bytes += segment.total_size;
-            for block in &segment.blocks {
-                let size = block.size;
-                match block.state {
-                    BlockState::ActiveAllocated => {
-                        (sums.allocation, sums.allocated_bytes) = (sums.allocation + 1, sums.allocated_bytes + size);
-                    }
-                    BlockState::Inactive if is_segment && size < segment.total_size => {
-                        sums.inactive_split += 1;
-                        sums.inactive_split_bytes += size;
-                    }
-                    _ => {}
-                }
-                if block.state.is_active() {
-                    (sums.active, sums.active_bytes) = (sums.active + 1, sums.active_bytes + size);
-                    sums.requested_bytes += block.requested_size;
-                }
+fn sums(segments: &mut dyn Iterator<Item = &Segment>) -> Sums {
+    let mut sums = [0; 9];
+    for segment in segments {
+        let is_segment = !segment.is_expandable;
+        sums[1] += u64::from(is_segment);
+        sums[5] += segment.total_size;
+        for block in &segment.blocks {
+            let (is_live, is_active) = (block.state == BlockState::ActiveAllocated, block.state.is_active());
+            let is_split = block.state == BlockState::Inactive && is_segment && block.size < segment.total_size;
+            for (number, bytes, counts) in [(0, 4, is_live), (2, 6, is_active), (3, 7, is_split)] {
+                (sums[number], sums[bytes]) =
+                    (sums[number] + u64::from(counts), sums[bytes] + u64::from(counts) * block.size);
             }
-        }
-        sums
-    }
-
-    fn current(stats: &MemoryStats, of: impl Fn(&PoolStats) -> Stat) -> Sums {
-        let current = |stats: &PoolStats| of(stats).current;
-        Sums {
-            allocation: current(&stats.allocation),
-            allocated_bytes: current(&stats.allocated_bytes),
-            active: current(&stats.active),
-            active_bytes: current(&stats.active_bytes),
-            requested_bytes: current(&stats.requested_bytes),
-            inactive_split: current(&stats.inactive_split),
-            inactive_split_bytes: current(&stats.inactive_split_bytes),
-            segment: current(&stats.segment),
-            reserved_bytes: current(&stats.reserved_bytes),
+            sums[8] += if is_active { block.requested_size } else { 0 };
         }
     }
+    sums
 }
 
 fn pooled(stats: &MemoryStats) -> [PoolStats; 9] {
@@ -86,10 +64,15 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     snapshot_is_whole(&snapshot);
     let kind = |kind: PoolKind| snapshot.segments.iter().filter(move |segment| segment.segment_type == kind);
     let spare = allocator.fragmentation(0).spare_bytes;
-    let with_spare = |sums: Sums| Sums { reserved_bytes: sums.reserved_bytes + spare, ..sums };
-    assert_eq!(Sums::current(&stats, |stats| stats.all), with_spare(Sums::of(&mut snapshot.segments.iter())));
-    assert_eq!(Sums::current(&stats, |stats| stats.large_pool), with_spare(Sums::of(&mut kind(PoolKind::Large))));
-    assert_eq!(Sums::current(&stats, |stats| stats.small_pool), Sums::of(&mut kind(PoolKind::Small)));
+    // Spare memory is in no segment, and counts as the large pool's.
+    let with_spare = |mut sums: Sums| {
+        sums[5] += spare;
+        sums
+    };
+    let current = |of: fn(&PoolStats) -> Stat| pooled(&stats).map(|stats| of(&stats).current);
+    assert_eq!(current(|stats| stats.all), with_spare(sums(&mut snapshot.segments.iter())), "{NAMES:?}");
+    assert_eq!(current(|stats| stats.large_pool), with_spare(sums(&mut kind(PoolKind::Large))), "{NAMES:?}");
+    assert_eq!(current(|stats| stats.small_pool), sums(&mut kind(PoolKind::Small)), "{NAMES:?}");
     for PoolStats { all, large_pool, small_pool, .. } in pooled(&stats) {
         for stat in [all, large_pool, small_pool, stats.oversize_allocations, stats.oversize_segments] {
             assert_eq!(stat.allocated.wrapping_sub(stat.freed), stat.current, "{stat:?}");
@@ -164,7 +147,7 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     let pinned: u64 = snapshot.segments.iter().map(|segment| pinned_bytes(segment, is_open(segment), allocator)).sum();
     let device = allocator.device().info().total_bytes.saturating_sub(other + config.headroom);
     let most = device.min(allocator.limit().unwrap_or(u64::MAX));
-    // What is left of a limit or a device beside whole granules is of no use.
+    // A rest of a limit or a device that is less than a granule is of no use.
     let useless = allocator.granule_bytes().map_or(0, |granule| granule - 1);
     assert!(
         pinned.saturating_add(report.growth + useless) > most,

@@ -22,7 +22,7 @@ pub(crate) struct Use {
     pub(crate) stream: u32,
     pub(crate) tick: Tick,
     pub(crate) writes: bool,
-    /// `record_stream` told the allocator.
+    /// `record_stream` was called for it.
     pub(crate) recorded: bool,
     /// The block's own stream was ordered after it, when the stream of the use was destroyed.
     pub(crate) is_behind: bool,

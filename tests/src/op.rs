@@ -19,34 +19,28 @@ pub enum FreeHow {
 /// One step of a program. Numbers pick from what there is when the step runs: streams, live blocks,
 /// pools.
 #[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "each variant explains its fields")]
 pub enum Op {
     /// Allocates; with a larger alignment if `align` is not 0, and on another thread if
     /// `on_thread`.
-    #[expect(missing_docs, reason = "told above")]
     Alloc { stream: usize, bytes: u64, align: u32, on_thread: bool },
     /// Allocates through the raw interface.
-    #[expect(missing_docs, reason = "told above")]
     AllocRaw { stream: usize, bytes: u64 },
     /// Allocates from a private pool.
-    #[expect(missing_docs, reason = "told above")]
     AllocFrom { pool: usize, stream: usize, bytes: u64 },
     /// Gives a block back, after comparing its contents if `verify`.
-    #[expect(missing_docs, reason = "told above")]
     Free { pick: usize, how: FreeHow, verify: bool },
     /// Frees through the raw interface a pointer that is not live there: freed before, inside a
     /// block, or of a handle.
     FreeWrong(usize),
     /// Gives so many blocks back, each followed by a small allocation, and looks at the allocator
     /// only after all.
-    #[expect(missing_docs, reason = "told above")]
     Replace { pick: usize, stream: usize, blocks: usize, bytes: u64 },
     /// Uses a block on a stream that is ordered after the block's other uses. `record` says which
     /// of the two ways makes that known: by `record_stream`, or by making the block's own stream
     /// wait before it is given back.
-    #[expect(missing_docs, reason = "told above")]
     Use { pick: usize, stream: usize, write: bool, record: bool },
     /// Makes one stream wait for another.
-    #[expect(missing_docs, reason = "told above")]
     Wait { stream: usize, on: usize },
     /// Waits on the host for a stream.
     Synchronize(usize),
@@ -55,7 +49,6 @@ pub enum Op {
     /// Keeps a stream busy for that many µs.
     Stall(usize, u64),
     /// Replaces a stream by a new one; `blocking` ones synchronise with the legacy stream.
-    #[expect(missing_docs, reason = "told above")]
     NewStream { stream: usize, blocking: bool },
     /// Gives unused memory back to the device.
     EmptyCache,
@@ -66,7 +59,6 @@ pub enum Op {
     /// Sets what other processes hold of the device, in MiB.
     OtherProcess(u64),
     /// Makes a private pool.
-    #[expect(missing_docs, reason = "told above")]
     CreatePool { use_on_oom: bool, no_split: bool },
     /// Drops a private pool.
     DropPool(usize),
@@ -77,20 +69,16 @@ pub enum Op {
     /// Ends one of the routes.
     EndRoute(usize),
     /// Allocates memory that can be exported.
-    #[expect(missing_docs, reason = "told above")]
     AllocExportable { stream: usize, bytes: u64 },
     /// Reserves addresses for memory that grows.
-    #[expect(missing_docs, reason = "told above")]
     MakeGrowable { stream: usize, capacity: u64 },
     /// Grows or shrinks one of these, for work on a stream that is ordered after its other uses.
-    #[expect(missing_docs, reason = "told above")]
     Resize { pick: usize, stream: usize, bytes: u64 },
     /// Pins the memory behind a block.
     Pin(usize),
     /// Ends one of the pins.
     Unpin(usize),
     /// Sleeps, with or without saving contents; so many blocks are given back meanwhile.
-    #[expect(missing_docs, reason = "told above")]
     Nap { save: bool, frees: usize },
     /// Makes the nth driver call from now fail.
     Fault(u64, Code),
@@ -163,15 +151,15 @@ pub fn op(faults: bool) -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Any step, those with memory apart from blocks included.
+/// Any step, those with dedicated memory included.
 pub fn mixed(faults: bool) -> impl Strategy<Value = Op> {
     let (stream, pick) = (0_usize..8, any::<u16>().prop_map(usize::from));
     let bytes = || prop_oneof![1..64 * KIB, 64 * KIB..8 * MIB, 8 * MIB..60 * MIB];
     prop_oneof![
         20 => op(faults),
         1 => (stream.clone(), bytes()).prop_map(|(stream, bytes)| Op::AllocExportable { stream, bytes }),
-        1 => (stream.clone(), MIB..300 * MIB).prop_map(|(stream, capacity)| Op::MakeGrowable { stream, capacity }),
-        3 => (pick.clone(), stream, prop_oneof![5 => bytes(), 1 => Just(0)])
+        2 => (stream.clone(), MIB..300 * MIB).prop_map(|(stream, capacity)| Op::MakeGrowable { stream, capacity }),
+        6 => (pick.clone(), stream, prop_oneof![5 => bytes(), 1 => Just(0)])
             .prop_map(|(pick, stream, bytes)| Op::Resize { pick, stream, bytes }),
         1 => pick.clone().prop_map(Op::Pin),
         1 => pick.prop_map(Op::Unpin),

@@ -1,4 +1,4 @@
-//! Names the library as the CUDA driver's on Linux: whoever then loads `libcuda.so` gets it, if it
+//! Names the library as the CUDA driver's on Linux: a later load of `libcuda.so` gets it, if it
 //! is loaded already. Its own references to what it exports are settled when it is linked, so that
 //! symbols can be hidden from others (`src/loader.rs`).
 

@@ -5,15 +5,15 @@
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 use std::any::Any;
+use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::device::{DeviceError, ErrorKind, cuda};
-use aquifer::memory::{AllocError, Config, PoolOptions};
-use aquifer::transfer::{Transfer, TransferError};
-use aquifer::{Allocator, Device, Stream};
+use aquifer::device::cuda;
+use aquifer::device::sim::SimDriver;
+use aquifer::transfer::Transfer;
+use aquifer_tests::prelude::*;
 
 const MIB: u64 = 1 << 20;
 /// Longer than any child takes on a busy machine.
@@ -68,38 +68,21 @@ fn devices() -> Vec<Named> {
     devices
 }
 
-fn is_forked(error: &DeviceError) -> bool {
-    error.kind == ErrorKind::Forked && error.to_string().contains("forked")
-}
-
-fn refused<T>(what: &str, outcome: Result<T, DeviceError>) {
-    let error = outcome.err().unwrap_or_else(|| panic!("{what} succeeds in the child"));
-    assert!(is_forked(&error), "{what}: {error}");
-}
-
-fn refused_memory<T>(what: &str, outcome: Result<T, AllocError>) {
-    match outcome {
-        Err(AllocError::Device(error)) => assert!(is_forked(&error), "{what}: {error}"),
-        Err(error) => panic!("{what}: {error}"),
-        Ok(_) => panic!("{what} succeeds in the child"),
-    }
-}
-
-fn refused_transfer<T>(what: &str, outcome: Result<T, TransferError>) {
+fn refused<T, E: Display>(what: &str, outcome: Result<T, E>) {
     let error = outcome.err().unwrap_or_else(|| panic!("{what} succeeds in the child"));
     assert!(error.to_string().contains("forked"), "{what}: {error}");
 }
 
 /// What a program has when it forks.
-struct World {
+struct Handles {
     device: Device,
     allocator: Allocator,
     streams: [Stream; 3],
     transfer: Transfer,
 }
 
-impl World {
-    fn new(device: Device, options: &str) -> World {
+impl Handles {
+    fn new(device: Device, options: &str) -> Handles {
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let streams = [(); 3].map(|()| device.stream().unwrap());
         let transfer = Transfer::new(&allocator).unwrap();
@@ -108,26 +91,26 @@ impl World {
         for stream in &streams {
             drop(allocator.alloc_bytes(MIB, stream).unwrap());
         }
-        World { device, allocator, streams, transfer }
+        Handles { device, allocator, streams, transfer }
     }
 
     /// Makes every kind of request.
     fn all_is_refused(&self) {
-        let World { device, allocator, streams: [one, two, _], transfer } = self;
-        refused_memory("a hit", allocator.alloc_bytes(MIB, one));
-        refused_memory("no memory", allocator.alloc_bytes(0, one));
-        refused_memory("a miss", allocator.alloc_bytes(100 * MIB, one));
-        refused_memory("a buffer", allocator.alloc::<f32>(100, two));
-        refused_memory("empty_cache", allocator.empty_cache());
-        refused_memory("trim_to", allocator.trim_to(MIB));
-        refused_memory("another allocator", Allocator::new(device, Config::default()));
-        refused_memory("growable", allocator.growable(64 * MIB, one));
-        refused("alloc", device.alloc(MIB));
+        let Handles { device, allocator, streams: [one, two, _], transfer } = self;
+        refused("a hit", allocator.alloc_bytes(MIB, one));
+        refused("no memory", allocator.alloc_bytes(0, one));
+        refused("a miss", allocator.alloc_bytes(100 * MIB, one));
+        refused("a buffer", allocator.alloc::<f32>(100, two));
+        refused("empty_cache", allocator.empty_cache());
+        refused("trim_to", allocator.trim_to(MIB));
+        refused("another allocator", Allocator::new(device, Config::default()));
+        refused("growable", allocator.growable(64 * MIB, one));
+        assert_eq!(device.alloc(MIB).unwrap_err().kind, ErrorKind::Forked);
         refused("memory_info", device.memory_info());
         refused("synchronize", device.synchronize());
         refused("create_stream", device.stream());
         refused("create_event", device.create_event(false));
-        refused("fill", one.fill(aquifer::device::DevicePtr(1 << 40), 1, 512));
+        refused("fill", one.fill(DevicePtr(1 << 40), 1, 512));
         refused("stream.synchronize", one.synchronize());
         refused("is_idle", one.is_idle());
         refused("wait_for", one.wait_for(&two.tick()));
@@ -135,8 +118,8 @@ impl World {
         refused("is_done", one.tick().is_done());
         refused("tick.synchronize", one.tick().synchronize());
         refused("begin_capture", one.begin_capture());
-        refused_transfer("pinned", transfer.pinned().alloc::<u8>(4096));
-        refused_transfer("another runtime", Transfer::new(allocator));
+        refused("pinned", transfer.pinned().alloc::<u8>(4096));
+        refused("another runtime", Transfer::new(allocator));
         device.settle();
         device.settle_unused();
     }
@@ -146,26 +129,26 @@ impl World {
 fn every_request_in_a_forked_child_says_that_it_is_one() {
     for options in ["", "backing:segments"] {
         for (name, device, kept) in devices() {
-            let world = World::new(device, options);
-            let [one, two, three] = &world.streams;
-            let block = world.allocator.alloc_bytes(3 * MIB, one).unwrap();
-            let shared = world.allocator.alloc_bytes(3 * MIB, one).unwrap();
+            let handles = Handles::new(device, options);
+            let [one, two, three] = &handles.streams;
+            let block = handles.allocator.alloc_bytes(3 * MIB, one).unwrap();
+            let shared = handles.allocator.alloc_bytes(3 * MIB, one).unwrap();
             shared.record_stream(two).unwrap();
-            let pool = world.allocator.create_pool(PoolOptions::default()).unwrap();
-            let growable = world.allocator.growable(64 * MIB, one).ok();
-            let event = world.device.create_event(false).unwrap();
+            let pool = handles.allocator.create_pool(PoolOptions::default()).unwrap();
+            let growable = handles.allocator.growable(64 * MIB, one).ok();
+            let event = handles.device.create_event(false).unwrap();
             event.record(one).unwrap();
-            let pinned = world.transfer.pinned().alloc::<u8>(1 << 20).unwrap();
+            let pinned = handles.transfer.pinned().alloc::<u8>(1 << 20).unwrap();
             let graph = two.begin_capture().unwrap().end().unwrap();
             let capture = three.begin_capture().unwrap();
             let tick = one.tick();
             in_child(name, false, || {
-                world.all_is_refused();
+                handles.all_is_refused();
                 refused("record", event.record(one));
                 refused("is_complete", event.is_complete());
                 refused("end", capture.end());
                 refused("launch", graph.launch(one));
-                refused_memory("record_stream", block.record_stream(two));
+                refused("record_stream", block.record_stream(two));
                 if cfg!(target_os = "linux") {
                     refused("open", cuda::shared(0));
                 }
@@ -175,7 +158,7 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
             let mut held: Vec<Box<dyn Any>> = Vec::new();
             held.push(Box::new((block, shared, growable)));
             held.push(Box::new((capture, graph, event, pool, pinned, tick)));
-            held.push(Box::new(world));
+            held.push(Box::new(handles));
             // Dropped in the child, and not in the parent before the child is gone.
             in_child(name, true, || drop(std::mem::take(&mut held)));
             drop(held);
@@ -188,14 +171,14 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
 #[test]
 fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
     for (name, device, kept) in devices() {
-        let world = World::new(device, "");
+        let handles = Handles::new(device, "");
         let stop = AtomicBool::new(false);
         let keep_going = |work: &(dyn Fn() + Sync)| {
             while !stop.load(Ordering::Relaxed) {
                 work();
             }
         };
-        let World { device, allocator, streams: [one, two, three], transfer } = &world;
+        let Handles { device, allocator, streams: [one, two, three], transfer } = &handles;
         let works: [&(dyn Fn() + Sync); 6] = [
             &|| drop(allocator.alloc_bytes(MIB, one)),
             &|| {
@@ -222,9 +205,9 @@ fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
                 for round in 0..100 {
                     let block = allocator.alloc_bytes(MIB, three).ok();
                     in_child(name, round % 2 == 0, || {
-                        world.all_is_refused();
+                        handles.all_is_refused();
                         // SAFETY: the copy is dropped in place of the original, in the child alone.
-                        drop(unsafe { std::ptr::read(&raw const world) });
+                        drop(unsafe { std::ptr::read(&raw const handles) });
                         drop(block);
                     });
                 }
@@ -234,7 +217,7 @@ fn no_lock_that_a_thread_held_at_the_fork_hangs_the_child() {
                 std::panic::resume_unwind(panic);
             }
         });
-        drop(world);
+        drop(handles);
         drop(kept);
     }
 }

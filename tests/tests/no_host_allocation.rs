@@ -5,16 +5,12 @@ use std::error::Error;
 
 use allocation_counter::measure;
 use aquifer::device::DeviceSpec;
-use aquifer::memory::{AllocError, Allocation, Config};
-use aquifer::{Allocator, Stream};
+use aquifer_tests::prelude::*;
 
 /// Sizes of both pools, in an order that splits and merges blocks and moves them between bins.
 fn sizes() -> impl Iterator<Item = u64> {
-    let mut state = 1_u64;
-    std::iter::repeat_with(move || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (512 << ((state >> 33) % 14)) + (state >> 40) % 512
-    })
+    let mut draw = random::draws(1);
+    std::iter::repeat_with(move || (512 << draw(14)) + draw(512))
 }
 
 /// Replaces each of the live blocks by one of another size, several times over.

@@ -2,8 +2,7 @@
 //! does the same on a large device of the stand-in, so that what is here is tested where there is
 //! no GPU.
 //!
-//! All tests of a process share the GPU and its context. Long times are cut short, since nobody
-//! wants to wait for them: see [`in_truth`].
+//! All tests of a process share the GPU and its context. Long times are cut short: see [`in_truth`].
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -35,8 +34,7 @@ fn in_truth(time: Duration) -> Duration {
 struct Gpu {
     driver: Arc<CudaDriver>,
     spin: Spin,
-    /// The device behind the driver in a dry run, whose time passes only where somebody waits for
-    /// it.
+    /// The device behind the driver in a dry run. Its time passes only during waits.
     standin: Option<StandinDevice>,
 }
 

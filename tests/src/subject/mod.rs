@@ -123,32 +123,11 @@ impl Subject {
         Kind::chosen() == Kind::Simulated
     }
 
-    /// Whether a race detector watches over the devices of tests.
-    pub fn has_race_detector() -> bool {
-        !Kind::chosen().is_shared()
-    }
-
-    /// Whether stalls and pauses take what the test says, to the microsecond. On a GPU they are
-    /// about as long, and longer stays longer.
-    pub fn keeps_time() -> bool {
-        !Kind::chosen().is_shared()
-    }
-
-    /// Whether the work of a device that a fault loses is lost with it. A GPU, which is lost in
-    /// name only, goes on with it.
-    pub fn loses_work() -> bool {
-        !Kind::chosen().is_shared()
-    }
-
-    /// Whether it is known that the driver gives the handle of a destroyed stream to the next new
-    /// one, whatever is pending on it.
-    pub fn reuses_handles() -> bool {
-        !Kind::chosen().is_shared()
-    }
-
-    /// Whether it is known how wrong calls fail that our own code passes on. Of a real driver it is
-    /// documented in part.
-    pub fn has_known_errors() -> bool {
+    /// Whether each test has a simulated device of its own behind the driver. It has a race detector,
+    /// stalls and pauses take exactly their time, a lost device loses its work, the handle of a
+    /// destroyed stream goes to the next new one, and wrong calls fail in known ways. On a GPU, and in
+    /// a dry run of one, none of this is certain.
+    pub fn has_simulated_device() -> bool {
         !Kind::chosen().is_shared()
     }
 
@@ -188,9 +167,9 @@ impl Subject {
         self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).free
     }
 
-    /// Asserts that all memory is free, once nobody has a handle of the device or an allocator of
-    /// it. Whichever thread next lets go of some allocator closes the device, so a test beside this
-    /// one may be about to: it is given ten seconds.
+    /// Asserts that all memory is free after the last handle of the device and its allocators was
+    /// dropped. The next thread that drops an allocator closes the device. That may be a thread of
+    /// another test, so this waits for up to ten seconds.
     pub fn assert_all_free(&self) {
         let total = self.driver.memory_info().unwrap_or_else(|error| panic!("{error}")).total;
         let deadline = Instant::now() + Duration::from_secs(10);

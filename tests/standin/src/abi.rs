@@ -16,7 +16,7 @@ use aquifer_device::{Code, DeviceError};
 use crate::fail;
 use crate::process::{Device, Life, Process};
 
-/// What a call comes to: nothing, or the code that it fails with.
+/// The result of a call: nothing, or the code that it fails with.
 pub(crate) type Answer<T = ()> = Result<T, Code>;
 
 /// Where a result goes. A C caller passes a pointer; null means none.
@@ -83,7 +83,7 @@ macro_rules! abi {
 }
 pub(crate) use abi;
 
-/// Answers a call: the code of what `body` comes to, 0 for success.
+/// Answers a call with the code of the body's result, 0 for success.
 pub(crate) fn answer(name: &'static str, body: impl FnOnce(&Call) -> Answer) -> u32 {
     let run = || fail::strike(name).and_then(|()| body(&Call { name }));
     // What a panic may leave half done is the simulated device's own state, which it repairs no

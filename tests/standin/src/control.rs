@@ -35,8 +35,6 @@ pub enum Number {
     CallsMade = 0,
     /// Virtual time since its start, in ns.
     NowNs = 1,
-    /// Virtual time that calls cost the host so far, in ns.
-    InCallsNs = 2,
     /// Bytes of the device that this process holds.
     HeldBytes = 3,
     /// Bytes of page-locked host memory.
@@ -49,16 +47,15 @@ pub enum Number {
     Peers = 7,
     /// Events created so far for which a waiting host would spin, not sleep.
     SpinningEvents = 8,
-    /// Objects that were made and not given back, beside memory of the device: streams, events,
+    /// Objects other than device memory that were made and not given back: streams, events,
     /// captures, graphs, modules, page-locked memory.
     LiveObjects = 9,
 }
 
 impl Number {
-    const ALL: [Number; 10] = [
+    const ALL: [Number; 9] = [
         Number::CallsMade,
         Number::NowNs,
-        Number::InCallsNs,
         Number::HeldBytes,
         Number::PinnedBytes,
         Number::Streams,
@@ -73,7 +70,6 @@ impl Number {
         match self {
             Number::CallsMade => life.sim.calls_made(),
             Number::NowNs => life.sim.now_ns(),
-            Number::InCallsNs => life.sim.time_in_calls_ns(),
             Number::HeldBytes => life.sim.held_bytes(),
             Number::PinnedBytes => life.pinned.bytes(),
             Number::Streams => life.streams.len() as u64,

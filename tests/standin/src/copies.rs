@@ -306,7 +306,7 @@ abi! {
         life.wait()
     }
 
-    /// Enqueues many copies. Host memory must be page-locked. Which copy is at fault is not told.
+    /// Enqueues many copies. Host memory must be page-locked. Which copy failed is not reported.
     12080 cuMemcpyBatchAsync(
         call, dsts: *const u64, srcs: *const u64, sizes: *const usize, count: usize,
         attributes: *const BatchAttributes, firsts: *const usize, attribute_count: usize,

@@ -28,8 +28,8 @@ const FIXED: &[(i32, i32)] = &[
     (11, i32::MAX),  // pitch of a copy
     (12, 65536),     // registers of a block
     (14, 512),       // alignment of textures
-    (15, 1),         // copies beside kernels
-    (31, 1),         // kernels beside kernels
+    (15, 1),         // copies concurrent with kernels
+    (31, 1),         // concurrent kernels
     (39, 2048),      // threads of a multiprocessor
     (41, 1),         // one address space for host and devices
     (78, 1),         // stream priorities
@@ -191,7 +191,7 @@ abi! {
         Ok(())
     }
 
-    /// A numeric fact. Those that nobody here asks for are 0.
+    /// A numeric fact. Those that the stand-in does not know are 0.
     2000 cuDeviceGetAttribute(call, value: Out<'_, i32>, attribute: i32, device: i32) {
         let life = call.device(device)?.life();
         life.count("cuDeviceGetAttribute");

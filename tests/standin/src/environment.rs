@@ -10,7 +10,7 @@ use crate::fail::Order;
 pub(crate) const DEVICES: &str = "AQUIFER_STANDIN_DEVICES";
 /// The CUDA version that the driver reservations, as `1000 * major + 10 * minor`.
 pub(crate) const VERSION: &str = "AQUIFER_STANDIN_VERSION";
-/// Functions that the driver lacks beside those newer than its version, separated by commas.
+/// Functions that the driver lacks in addition to those newer than its version, separated by commas.
 pub(crate) const WITHOUT: &str = "AQUIFER_STANDIN_WITHOUT";
 /// Faults that every device of the environment has from the start, as settings of a simulated
 /// device: `fault=…,lost_at=…`.

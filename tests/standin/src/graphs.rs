@@ -108,7 +108,7 @@ abi! {
             return Err(Code::INVALID_VALUE);
         }
         if flags & DEVICE_LAUNCH != 0 {
-            // Freeing memory on launch excludes it; beside that it is not supported here.
+            // It excludes freeing memory on launch, and is not supported here otherwise.
             return Err(if flags & 1 != 0 { Code::INVALID_VALUE } else { Code::NOT_SUPPORTED });
         }
         life.instantiate(executable, graph)

@@ -103,7 +103,7 @@ abi! {
     /// Frees page-locked memory.
     2000 cuMemFreeHost(call, ptr: usize) {
         let life = call.guarded_life()?;
-        // SAFETY: the caller of the C function vouches that nobody uses the memory any more.
+        // SAFETY: the caller of the C function vouches that the memory is not used any more.
         unsafe { life.sim.host_free(HostPtr(ptr - life.pinned.within(ptr))) }.map_err(code)?;
         life.pinned.remove(ptr);
         Ok(())

@@ -2,9 +2,9 @@
 //! runs, unmodified, where there is no GPU. For tests only.
 //!
 //! This crate is two things. As a C library (`libaquifer_standin.so`) it exports the driver's
-//! functions, and beside them `standin_*` functions that steer the simulated devices. As a Rust
+//! functions, and `standin_*` functions that steer the simulated devices. As a Rust
 //! library it loads that one: [`load`] opens it before anything calls the driver, and its `SONAME`
-//! makes everybody who then asks for `libcuda.so` get it. No file of that name is made, because
+//! makes later requests for `libcuda.so` get it. No file of that name is made, because
 //! cargo puts its target folder where programs look for libraries.
 //!
 //! ```no_run
@@ -25,6 +25,7 @@
 
 mod abi;
 mod capture;
+mod child;
 mod contexts;
 mod control;
 mod copies;
@@ -48,10 +49,10 @@ mod rationed;
 mod spin;
 mod steering;
 mod streams;
-mod text;
 mod thread;
 mod vmm;
 
+pub use child::{in_child, in_process};
 pub use control::{Mapped, Number};
 pub use loader::{LoadError, Refused, Standin, load};
 pub use rationed::{ADDRESSES_FOR_MEMORY, Rationed, RationedMapping};

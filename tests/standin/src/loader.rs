@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use aquifer_device::Code;
-use aquifer_device::sim::SimConfig;
 use libloading::Library;
 
 use crate::control::{Buffer, Mapped, PROTOCOL};
@@ -15,10 +14,9 @@ use crate::control::{Buffer, Mapped, PROTOCOL};
 use crate::environment::Environment;
 #[cfg(target_os = "linux")]
 use crate::exports;
-use crate::steering::{StandinDevice, answer, out, text_argument, unsupported, with_text};
-use crate::text;
+use crate::steering::{StandinDevice, answer, out, text_argument, with_text};
 
-/// Names the library where it is not beside the test.
+/// Names the library where it is not in the test's folder.
 const LIBRARY: &str = "AQUIFER_STANDIN_LIBRARY";
 
 #[cfg(target_os = "linux")]
@@ -33,7 +31,7 @@ pub enum LoadError {
     NotLinux,
     /// The library was not built, or is elsewhere.
     #[error(
-        "{name} is in none of {}: a test that depends on the crate aquifer-standin finds it beside itself; elsewhere set {LIBRARY} to its path",
+        "{name} is in none of {}: a test that depends on the crate aquifer-standin finds it in its folder; elsewhere set {LIBRARY} to its path",
         Paths(searched)
     )]
     Missing {
@@ -132,7 +130,7 @@ fn open() -> Result<Standin, LoadError> {
     Ok(standin)
 }
 
-/// The library beside the running program, or where the environment says.
+/// The library in the folder of the running program, or where the environment says.
 #[cfg(target_os = "linux")]
 fn find() -> Result<PathBuf, LoadError> {
     if let Some(path) = std::env::var_os(LIBRARY) {
@@ -161,8 +159,8 @@ fn described(error: libloading::Error) -> String {
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-/// A copy of the library in which some symbols have another name, so that nobody finds them: how an
-/// older driver looks.
+/// A copy of the library in which some symbols have another name, so that they are not found, as in
+/// an older driver.
 #[cfg(target_os = "linux")]
 fn without(path: &Path, symbols: &[&str]) -> Result<PathBuf, String> {
     let mut image = std::fs::read(path).map_err(|error| error.to_string())?;
@@ -265,17 +263,6 @@ impl Standin {
         // SAFETY: initialised above.
         let ordinal = unsafe { ordinal.assume_init() };
         Ok(StandinDevice { standin: self, ordinal, removed_on_drop: true })
-    }
-
-    /// As [`Standin::add_device`], with a device like `config`. Its ordinal is not that of the
-    /// configuration.
-    ///
-    /// # Errors
-    /// When the device would panic on violations, which no panic could tell beyond the library, or
-    /// there are too many devices.
-    pub fn add_device_like(&'static self, config: &SimConfig) -> Result<StandinDevice, Refused> {
-        let unsaid = "text cannot say this configuration";
-        self.add_device(&text::config(config).ok_or_else(|| unsupported("standin_add_device", unsaid))?)
     }
 
     /// A device of the environment, by ordinal. It stays when the result is dropped.

@@ -302,7 +302,7 @@ impl Device {
     }
 }
 
-/// A context: a device's primary one, or one that somebody created.
+/// A context: a device's primary one, or one that the program created.
 pub(crate) struct Context {
     pub(crate) handle: Handle,
     pub(crate) ordinal: u32,

@@ -5,11 +5,9 @@ use std::mem::MaybeUninit;
 use std::time::Duration;
 
 use aquifer_device::Code;
-use aquifer_device::sim::Fault;
 
 use crate::control::{Buffer, Mapped, Number, SEPARATOR};
 use crate::loader::{Functions, Refused, Standin, Text};
-use crate::text;
 
 /// Room for text at first.
 const TEXT_BYTES: usize = 4096;
@@ -57,22 +55,13 @@ impl StandinDevice {
         .map(|_| ())
     }
 
-    /// As [`StandinDevice::inject`].
-    ///
-    /// # Errors
-    /// When text cannot say it: a fault that is newer than this crate.
-    pub fn inject_fault(&self, fault: &Fault) -> Result<(), Refused> {
-        let unsaid = || unsupported("standin_inject", "text cannot say this fault");
-        self.inject(&text::fault(fault).ok_or_else(unsaid)?)
-    }
-
     /// Removes all faults. A lost device stays lost.
     pub fn clear_faults(&self) {
         // SAFETY: takes no pointers.
         self.must("standin_clear_faults", unsafe { (self.functions().standin_clear_faults)(self.ordinal) });
     }
 
-    /// What the race detector found and nobody took, oldest first.
+    /// What the race detector found and was not taken yet, oldest first.
     pub fn violations(&self) -> Vec<String> {
         self.found(false)
     }
@@ -165,10 +154,6 @@ impl StandinDevice {
 
 fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-pub(crate) fn unsupported(what: &'static str, text: &str) -> Refused {
-    Refused { what, code: Code::NOT_SUPPORTED, text: text.to_owned() }
 }
 
 /// The outcome of a control function.

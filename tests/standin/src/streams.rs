@@ -65,7 +65,7 @@ abi! {
     }
 
     /// Destroys a stream. Its work still runs. CUDA does not say what becomes of a capture that it
-    /// is part of: here nobody can end it any more, so that nobody can wait for the device.
+    /// is part of: here it cannot be ended any more, so that waits for the device fail.
     4000 cuStreamDestroy_v2(call, stream: Handle) {
         let life = call.life()?;
         if life.sim.capture_of(RawStream(stream)).is_some() {

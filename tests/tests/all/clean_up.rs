@@ -3,12 +3,10 @@
 
 use std::any::Any;
 
-use aquifer::Allocator;
-use aquifer::device::sim::{Fault, SimConfig};
-use aquifer::memory::{Config, PoolOptions};
 use aquifer::transfer::Transfer;
-use aquifer_device::{CaptureStatus, Code, HandleKind, Operation};
-use aquifer_tests::{Bench, MIB, Subject, runner, write_on};
+use aquifer_device::CaptureStatus;
+use aquifer_standin::in_process;
+use aquifer_tests::prelude::*;
 
 const CAPACITY: u64 = 256 * MIB;
 
@@ -52,7 +50,7 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
         [(0, 0, 1), (1, 0, 1), (3, 0, 1), (4, 0, 0), (4, 0, 1), (5, 0, 3), (1, 1, 1), (4, 4, 0), (4, 4, 1), (9, 0, 9)]
     {
         let bench = Bench::new(CAPACITY, "");
-        let stream = bench.device.stream().unwrap();
+        let stream = bench.new_stream();
         let raw = stream.raw();
         let capture = stream.begin_capture().unwrap();
         fail(&bench.driver, Operation::EndCapture, ends, Code(999));
@@ -63,8 +61,7 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
         bench.driver.clear_faults();
         let goes_on = matches!(bench.driver.capture_status(raw), Ok(CaptureStatus::Active));
         assert_eq!(bench.device.is_capturing(), goes_on, "{ends} {asks} {destroys}");
-        let block = bench.allocator.alloc_bytes(64 * MIB, &bench.side).unwrap();
-        write_on(&bench.side, block.ptr(), 64 * MIB);
+        let block = bench.written_on(&bench.side, 64 * MIB);
         drop(block);
         bench.device.synchronize().unwrap_or_else(|error| panic!("{ends} {asks} {destroys}: {error}"));
         assert!(!bench.device.is_capturing());
@@ -73,10 +70,9 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
     }
 }
 
-/// Freeing, unmapping and creating a stream recover by themselves: nobody has to settle the device
-/// first.
+/// Freeing, unmapping and creating a stream recover without a call of `settle`.
 #[test]
-fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
+fn calls_that_an_unended_capture_blocks_end_it_first() {
     type Then = fn(&Bench);
     let then: [(&str, Then); 4] = [
         ("synchronize", |bench| bench.device.synchronize().unwrap()),
@@ -88,7 +84,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
     ];
     for (name, then) in then {
         let bench = Bench::new(CAPACITY, "");
-        drop(bench.allocator.alloc_bytes(8 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(8 * MIB));
         bench.device.synchronize().unwrap();
         let capture = bench.side.begin_capture().unwrap();
         fail(&bench.driver, Operation::EndCapture, 4, Code(999));
@@ -98,7 +94,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
         bench.driver.clear_faults();
         then(&bench);
         assert!(!bench.device.is_capturing() && !bench.side.is_capturing(), "{name}");
-        write_on(&bench.side, bench.allocator.alloc_bytes(MIB, &bench.side).unwrap().ptr(), MIB);
+        write_on(&bench.side, bench.alloc_on(&bench.side, MIB).ptr(), MIB);
         bench.assert_returned();
     }
 }
@@ -108,7 +104,7 @@ fn calls_that_a_left_capture_is_in_the_way_of_end_it_first() {
 fn no_stream_is_destroyed_while_it_captures() {
     for announced in [false, true] {
         let bench = Bench::new(CAPACITY, "");
-        let [one, two] = [(); 2].map(|()| bench.device.stream().unwrap());
+        let [one, two] = [(); 2].map(|()| bench.new_stream());
         let event = bench.device.create_event(false).unwrap();
         let before = bench.device.driver_calls();
         let (capture, theirs) = if announced {
@@ -194,17 +190,16 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     if !with_device {
         held.push(Box::new(device));
     }
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut draw = random::draws(seed);
     for at in (1..held.len()).rev() {
-        state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-        held.swap(at, usize::try_from(state >> 33).unwrap() % (at + 1));
+        held.swap(at, usize::try_from(draw(at as u64 + 1)).unwrap());
     }
     held
 }
 
 /// Drops one of everything while calls fail; when they fail no more, all is given back, and the
 /// device can be waited for.
-fn nothing_is_left(seed: u64, inject: impl FnOnce(&Subject)) {
+fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
     // Its last handle is dropped with everything else, or kept until the driver recovers.
     let with_device = seed.is_multiple_of(2);
     let driver = Subject::open(&SimConfig::new(CAPACITY).seed(seed));
@@ -220,7 +215,7 @@ fn nothing_is_left(seed: u64, inject: impl FnOnce(&Subject)) {
     }
     aquifer_allocator::internal::close_abandoned();
     driver.clear_faults();
-    // Deferred clean-up of one device may be in the hands of a test beside this one.
+    // A thread of another test may be about to do this device's deferred clean-up.
     if let Some(device) = device {
         let is_over = |_| {
             device.settle();
@@ -256,7 +251,7 @@ fn clean_up_that_fails_is_tried_again_until_the_driver_recovers() {
                     continue;
                 }
                 let _at = At(format!("{times} calls of {operation} fail with {code:?}, seed {seed}"));
-                nothing_is_left(seed, |driver| fail(driver, operation, times, code));
+                assert_all_goes_back(seed, |driver| fail(driver, operation, times, code));
             }
         }
     }
@@ -267,17 +262,29 @@ fn clean_up_that_fails_at_random_is_tried_again_until_the_driver_recovers() {
     for seed in 0..Subject::share(100.max(runner::count(0))) {
         let _at = At(format!("seed {seed}"));
         let rate = [0.1, 0.5, 0.9, 1.0][usize::try_from(seed % 4).unwrap()];
-        nothing_is_left(seed, |driver| driver.inject(Fault::Rate { operation: None, rate, code: Code(999) }));
+        assert_all_goes_back(seed, |driver| driver.inject(Fault::Rate { operation: None, rate, code: Code(999) }));
     }
 }
 
-/// Says where a sweep is when it fails.
-struct At(String);
-
-impl Drop for At {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            println!("{}", self.0);
+/// In a process of its own, because the next allocator of the process does the deferred clean-up.
+#[test]
+fn item_25_any_order_of_teardown() {
+    in_process(&[], || {
+        for options in ["", "backing:segments"] {
+            let driver = Subject::new(GIB);
+            let device = driver.device();
+            let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+            let held = [1, 30].map(|mib| allocator.alloc_bytes(mib * MIB, device.default_stream()).unwrap());
+            write_on(device.default_stream(), held[1].ptr(), 30 * MIB);
+            drop(allocator);
+            drop(device);
+            let calls = driver.calls_made();
+            std::thread::spawn(move || drop(held)).join().unwrap();
+            assert_eq!(driver.calls_made(), calls, "dropping a handle made a driver call");
+            // Closing the device is left to the next allocator of the process.
+            drop(Bench::new(64 * MIB, ""));
+            assert_eq!(driver.free(), driver.memory_info().unwrap().total);
+            driver.assert_no_violation();
         }
-    }
+    });
 }

@@ -2,13 +2,10 @@
 //! consistent and usable, and nothing is leaked. What must hold is checked after every step, and at
 //! the end as after any program.
 
-use aquifer_allocator::config::Backing;
-use aquifer_device::{Code, Operation};
+use aquifer_tests::interpreter::Interpreter;
 use aquifer_tests::op::{FreeHow, Op, op};
-use aquifer_tests::runner;
+use aquifer_tests::prelude::*;
 use aquifer_tests::setup::{Ending, Setup, setup};
-use aquifer_tests::world::World;
-use aquifer_tests::{BACKINGS, KIB, MIB, Subject, on};
 use proptest::collection::vec;
 use proptest::strategy::Strategy;
 
@@ -90,33 +87,22 @@ fn program() -> Vec<Op> {
     ]
 }
 
-/// Says where a sweep is when it fails.
-struct At(Code, u64);
-
-impl Drop for At {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            println!("with {:?} at call {}", self.0, self.1);
-        }
-    }
-}
-
 /// Runs a program without a fault and counts the driver calls, then with a fault at each of them;
 /// on a GPU at some of them, at others with each code.
 fn sweep(setup: &Setup, program: &[Op]) -> u64 {
-    let mut world = World::new(setup);
-    let before = world.calls_made();
-    world.steps(program);
-    let calls = world.calls_made() - before;
-    world.finish(setup.ending);
+    let mut interpreter = Interpreter::new(setup);
+    let before = interpreter.calls_made();
+    interpreter.steps(program);
+    let calls = interpreter.calls_made() - before;
+    interpreter.finish(setup.ending);
     let step = calls.div_ceil(Subject::share(calls).max(1));
     for (first, code) in (0..).zip(CODES) {
         for nth in (1 + first * step / 5..=calls).step_by(usize::try_from(step).unwrap()) {
-            let _at = At(code, nth);
-            let mut world = World::new(setup);
-            world.inject(nth, code);
-            world.steps(program);
-            world.finish(setup.ending);
+            let _at = At(format!("{code:?} at call {nth}"));
+            let mut interpreter = Interpreter::new(setup);
+            interpreter.inject(nth, code);
+            interpreter.steps(program);
+            interpreter.finish(setup.ending);
         }
     }
     calls
@@ -161,9 +147,9 @@ fn the_swept_program_makes_every_call_that_an_allocator_makes() {
     let mut made = [0; Operation::ALL.len()];
     let options = ["cross_stream:ready,headroom_mb:4", "cross_stream:wait,max_split_size_mb:40"];
     for options in options.into_iter().flat_map(|options| BACKINGS.map(|backing| on(backing, options))) {
-        let mut world = World::new(&Setup::new(128 * MIB, &options));
-        world.steps(&program());
-        let counts = world.device().driver_calls();
+        let mut interpreter = Interpreter::new(&Setup::new(128 * MIB, &options));
+        interpreter.steps(&program());
+        let counts = interpreter.device().driver_calls();
         Operation::ALL.iter().for_each(|&operation| made[operation as usize] += counts.of(operation));
     }
     let needed = [

@@ -1,13 +1,7 @@
-//! A device that is lost: which call heard of it first, told by every error after it, on every
-//! driver.
+//! Errors of a lost device name the call that first reported the loss, on every driver.
 
-use aquifer::Allocator;
-use aquifer::device::DevicePtr;
-use aquifer::device::sim::{Fault, SimConfig};
-use aquifer::memory::{AllocError, Config};
 use aquifer::transfer::{Transfer, TransferError};
-use aquifer_device::Operation;
-use aquifer_tests::Subject;
+use aquifer_tests::prelude::*;
 
 const MIB: u64 = 1 << 20;
 
@@ -52,7 +46,7 @@ fn an_error_that_does_not_lose_the_device_is_no_first_cause() {
 /// A device hears of its loss in a call of another one. Real drivers check what would lose a device
 /// so, and no stand-in fails later.
 #[test]
-fn a_loss_that_a_peer_hears_of_first_is_told_of_the_right_device() {
+fn a_loss_that_a_peer_reports_first_is_attributed_to_the_right_device() {
     if !Subject::is_simulated() {
         return;
     }

@@ -24,7 +24,6 @@ mod misuse;
 mod oom;
 mod oom_advice;
 mod oom_followed;
-mod oom_lending;
 mod programs;
 mod pytorch;
 mod reclaimers;

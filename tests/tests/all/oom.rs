@@ -1,24 +1,17 @@
 //! The out-of-memory ladder: each rung alone serves a request, and the report says what would have
 //! served it.
 
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-use aquifer::Stream;
-use aquifer::memory::{Advice, Allocation, MemoryStats, OomReport, PoolOptions};
-use aquifer_allocator::Refusal;
-use aquifer_tests::{Bench, GIB, MIB, write_on};
+use aquifer_tests::prelude::*;
 
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
 fn busy(bench: &Bench, bytes: u64, stream: &Stream) {
-    let block = bench.allocator.alloc_bytes(bytes, stream).unwrap();
-    bench.driver.stall(stream, Duration::from_millis(10)).unwrap();
+    let block = bench.alloc_on(stream, bytes);
+    bench.stall(stream, Duration::from_millis(10));
     write_on(stream, block.ptr(), bytes);
 }
 
 fn served(bench: &Bench, bytes: u64) -> (Allocation, MemoryStats) {
-    let served = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap();
-    write_on(&bench.stream, served.ptr(), bytes);
+    let served = bench.written(bytes);
     bench.assert_no_violation();
     let stats = bench.allocator.stats();
     assert_eq!(stats.num_ooms, 0);
@@ -55,7 +48,7 @@ fn rung_garbage_collection() {
         ["", ",limit_mb:100"].map(|limit| format!("backing:segments,garbage_collection_threshold:0.5{limit}"))
     {
         let bench = Bench::new(100 * MIB, &options);
-        drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(60 * MIB));
         let (held, stats) = served(&bench, 70 * MIB);
         assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1), "{options}");
         drop(held);
@@ -66,7 +59,7 @@ fn rung_garbage_collection() {
 #[test]
 fn garbage_younger_than_the_average_stays() {
     let bench = Bench::new(GIB, "backing:segments,garbage_collection_threshold:0.5,limit_mb:200");
-    let alloc = |mib: u64| bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
+    let alloc = |mib: u64| bench.alloc(mib * MIB);
     let (older, younger) = (alloc(30), alloc(20));
     drop(older);
     let held = alloc(40);
@@ -83,10 +76,11 @@ fn garbage_younger_than_the_average_stays() {
 #[test]
 fn rung_a_lending_pool() {
     let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, no_split: false }).unwrap();
+    let pool = bench.lending_pool();
     drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
     let (held, stats) = served(&bench, 40 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 0));
+    assert_eq!(bench.allocator.snapshot().segments[0].segment_pool_id, pool.id());
     drop((held, pool));
     bench.assert_returned();
 }
@@ -94,8 +88,8 @@ fn rung_a_lending_pool() {
 #[test]
 fn rung_oversize_release() {
     let bench = Bench::new(100 * MIB, "max_split_size_mb:40,backing:segments");
-    drop(bench.allocator.alloc_bytes(4 * MIB, &bench.stream).unwrap());
-    drop(bench.allocator.alloc_bytes(75 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(4 * MIB));
+    drop(bench.alloc(75 * MIB));
     let (held, stats) = served(&bench, 50 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1));
     assert_eq!(stats.reserved_bytes.all.current, 70 * MIB, "only the oversize segment went back");
@@ -106,12 +100,8 @@ fn rung_oversize_release() {
 #[test]
 fn rung_waiting_blocks() {
     let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
-    let block = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
-    bench.side.wait_for(&bench.stream.tick()).unwrap();
-    bench.driver.stall(&bench.side, Duration::from_millis(10)).unwrap();
-    write_on(&bench.side, block.ptr(), block.bytes());
-    block.record_stream(&bench.side).unwrap();
-    drop(block);
+    let block = bench.alloc(60 * MIB);
+    bench.drop_in_use(block, Duration::from_millis(10));
     let (held, stats) = served(&bench, 60 * MIB);
     assert_eq!((stats.num_sync_all_streams, stats.num_alloc_retries), (1, 0));
     drop(held);
@@ -123,7 +113,7 @@ fn rung_release_everything() {
     let bench = Bench::new(64 * MIB, "cross_stream:off,backing:segments");
     busy(&bench, 30 * MIB, &bench.side);
     busy(&bench, 20 * MIB, &bench.stream);
-    drop(bench.allocator.alloc_bytes(1000, &bench.side).unwrap());
+    drop(bench.alloc_on(&bench.side, 1000));
     let (held, stats) = served(&bench, 60 * MIB);
     assert_eq!((stats.num_alloc_retries, stats.num_device_free), (1, 3));
     drop(held);
@@ -134,7 +124,7 @@ fn rung_release_everything() {
 fn rung_reclaimers() {
     let bench = Bench::new(64 * MIB, "");
     let cache: Arc<Mutex<Vec<Allocation>>> = Arc::default();
-    cache.lock().unwrap().push(bench.allocator.alloc_bytes(60 * MIB, &bench.side).unwrap());
+    cache.lock().unwrap().push(bench.alloc_on(&bench.side, 60 * MIB));
     let asked = Arc::new(Mutex::new(Vec::new()));
     let (log, allocator, stream) = (asked.clone(), bench.allocator.clone(), bench.side.clone());
     let reluctant = bench.allocator.register_reclaimer(-5, "reluctant", |_| panic!("asked although not needed"));
@@ -159,7 +149,7 @@ fn rung_reclaimers() {
 /// A refused request, after which everything but the counts of failures is as before.
 fn refused(bench: &Bench, bytes: u64) -> OomReport {
     let before = (bench.allocator.stats(), bench.allocator.snapshot());
-    let error = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
+    let error = bench.refused(bytes);
     let text = error.to_string();
     let report = error.report().unwrap().clone();
     assert_eq!((report.requested, report.allocated), (bytes, before.0.allocated_bytes.all.current));
@@ -179,7 +169,7 @@ fn refused(bench: &Bench, bytes: u64) -> OomReport {
     report
 }
 
-fn says(report: &OomReport, text: &str) {
+pub(crate) fn says(report: &OomReport, text: &str) {
     assert!(report.to_string().contains(text), "not {text:?}: {report}");
 }
 
@@ -191,8 +181,8 @@ fn report_too_big() {
     assert_eq!(report.advice, [Advice::LargerDevice { bytes: 100 * MIB }]);
     says(&report, "total capacity of 64.00 MiB of which 64.00 MiB is free");
     says(&report, "try: use a device of at least 100.00 MiB");
-    let _scope = aquifer_allocator::TagScope::new("weights");
-    let held = bench.allocator.alloc_bytes(50 * MIB, &bench.stream).unwrap();
+    let _scope = TagScope::new("weights");
+    let held = bench.alloc(50 * MIB);
     let report = refused(&bench, 30 * MIB);
     says(
         &report,
@@ -205,7 +195,7 @@ fn report_too_big() {
 #[test]
 fn report_fragmented() {
     let bench = Bench::new(20 * MIB, "backing:segments");
-    let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc_bytes(4 * MIB, &bench.stream).unwrap()).collect();
+    let mut held: Vec<_> = (0..5).map(|_| bench.alloc(4 * MIB)).collect();
     drop(held.remove(3));
     drop(held.remove(1));
     let report = refused(&bench, 8 * MIB);
@@ -219,7 +209,7 @@ fn report_fragmented() {
 
     // Mapped memory comes in frames.
     let bench = Bench::new(16 * MIB, "backing:paged,frame_mb:8");
-    let mut held: Vec<_> = (0..16).map(|_| bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap()).collect();
+    let mut held: Vec<_> = (0..16).map(|_| bench.alloc(MIB)).collect();
     drop((held.remove(12), held.remove(4)));
     let report = refused(&bench, 2 * MIB);
     says(&report, "Tried to allocate 2.00 MiB. GPU ");
@@ -242,7 +232,7 @@ fn report_other_process() {
 fn report_limit() {
     let bench = Bench::new(GIB, "limit_mb:100");
     bench.driver.set_other_process_bytes(100 * MIB);
-    let held = bench.allocator.alloc_bytes(90 * MIB, &bench.stream).unwrap();
+    let held = bench.alloc(90 * MIB);
     let report = refused(&bench, 20 * MIB);
     assert_eq!((report.refusal, report.limit), (Some(Refusal::Limit), Some(100 * MIB)));
     assert!(report.advice.contains(&Advice::RaiseLimit { to: 110 * MIB }));
@@ -254,7 +244,7 @@ fn report_limit() {
     let blames_others = report.advice.iter().any(|advice| matches!(advice, Advice::OthersHold { .. }));
     assert!(!blames_others, "the device has enough, so it is not for others to free: {report}");
     bench.allocator.set_limit(Some(110 * MIB));
-    drop(bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(20 * MIB));
     drop(held);
 }
 
@@ -271,7 +261,7 @@ fn report_headroom() {
 #[test]
 fn report_split_limit() {
     let bench = Bench::new(GIB, "max_split_size_mb:40,limit_mb:100,throw_on_cudamalloc_oom:True,backing:segments");
-    drop(bench.allocator.alloc_bytes(90 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(90 * MIB));
     let report = refused(&bench, 30 * MIB);
     assert!(report.advice.contains(&Advice::RelaxSplitLimit { block: 90 * MIB }), "{report}");
     says(&report, "try: raise max_split_size_mb");
@@ -280,7 +270,7 @@ fn report_split_limit() {
 #[test]
 fn report_private_pool() {
     let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let pool = bench.pool();
     drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
     let report = refused(&bench, 40 * MIB);
     assert_eq!(report.reserved_by_private_pools, 40 * MIB);
@@ -294,7 +284,7 @@ fn report_private_pool() {
 #[test]
 fn report_of_a_request_that_the_limit_rejects_at_once() {
     let bench = Bench::new(GIB, "throw_on_cudamalloc_oom:True,limit_mb:64,backing:segments");
-    drop(bench.allocator.alloc_bytes(40 * MIB, &bench.side).unwrap());
+    drop(bench.alloc_on(&bench.side, 40 * MIB));
     let report = refused(&bench, 50 * MIB);
     assert_eq!((report.refusal, report.released), (Some(Refusal::Limit), 0));
     let stats = bench.allocator.stats();
@@ -303,7 +293,7 @@ fn report_of_a_request_that_the_limit_rejects_at_once() {
 }
 
 #[test]
-fn what_an_alignment_takes_is_told_and_no_bound_hides_it() {
+fn the_padding_of_an_alignment_is_reported() {
     let bench = Bench::new(GIB, "");
     let report = bench.allocator.alloc_aligned(GIB, 2 * MIB, &bench.stream).unwrap_err().report().unwrap().clone();
     assert_eq!((report.requested, report.padding), (GIB, 2 * MIB - 512));

@@ -1,23 +1,12 @@
 //! The advice of out-of-memory reports is true, names all that is in the way, and nothing else.
 
-use aquifer::device::sim::Fault;
-use aquifer::memory::{Advice, AllocError, Allocation, OomReport, PoolOptions, TagScope};
-use aquifer_allocator::Refusal;
-use aquifer_allocator::config::Backing;
-use aquifer_device::{Code, HandleKind, Operation};
-use aquifer_tests::{BACKINGS, Bench, GIB, MIB, Subject, on};
+use aquifer_tests::prelude::*;
+
+use crate::oom::says;
 
 fn report<T>(refused: Result<T, AllocError>) -> OomReport {
     let Err(error) = refused else { panic!("served") };
     error.report().unwrap_or_else(|| panic!("{error}")).clone()
-}
-
-fn refused(bench: &Bench, bytes: u64) -> OomReport {
-    report(bench.allocator.alloc_bytes(bytes, &bench.stream))
-}
-
-fn says(report: &OomReport, text: &str) {
-    assert!(report.to_string().contains(text), "not {text:?}: {report}");
 }
 
 fn free(least: u64) -> Advice {
@@ -28,26 +17,26 @@ fn free(least: u64) -> Advice {
 fn options_and_others_are_named_where_nothing_is_live() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, "limit_mb:1"));
-        let report = refused(&bench, 512);
+        let report = bench.report(512);
         assert_eq!(report.advice, [Advice::RaiseLimit { to: 2 * MIB }], "{report}");
 
         let bench = Bench::new(64 * MIB, &on(backing, "headroom_mb:60"));
-        let report = refused(&bench, 20 * MIB);
+        let report = bench.report(20 * MIB);
         assert_eq!(report.advice, [Advice::LowerHeadroom { to: 44 * MIB }], "{report}");
 
         let bench = Bench::new(64 * MIB, &on(backing, ""));
         bench.driver.set_other_process_bytes(60 * MIB);
-        let report = refused(&bench, 20 * MIB);
+        let report = bench.report(20 * MIB);
         assert_eq!(report.advice, [Advice::OthersHold { held: 60 * MIB }], "{report}");
         assert_eq!(report.lacking_on_device, 16 * MIB);
     }
 }
 
 #[test]
-fn what_lacks_below_the_limit_and_on_the_device_is_told_for_each() {
+fn lacking_memory_is_reported_for_the_limit_and_the_device() {
     let bench = Bench::new(64 * MIB, "limit_mb:10");
     bench.driver.set_other_process_bytes(60 * MIB);
-    let report = refused(&bench, 20 * MIB);
+    let report = bench.report(20 * MIB);
     assert_eq!(report.advice, [Advice::RaiseLimit { to: 20 * MIB }, Advice::OthersHold { held: 60 * MIB }]);
     says(
         &report,
@@ -60,11 +49,11 @@ fn what_lacks_below_the_limit_and_on_the_device_is_told_for_each() {
 fn the_least_to_be_freed_is_no_more_than_suffices() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
-        let mut held: Vec<_> = (0..6).map(|_| bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap()).collect();
+        let mut held: Vec<_> = (0..6).map(|_| bench.alloc(9 * MIB)).collect();
         for at in [5, 3, 1] {
             drop(held.remove(at));
         }
-        let report = refused(&bench, 40 * MIB);
+        let report = bench.report(40 * MIB);
         // With 27 MiB live, that is what is lacking, wherever the live blocks are.
         assert!(report.advice.contains(&free(3 * MIB)), "{report}");
         while bench.allocator.alloc_bytes(40 * MIB, &bench.stream).is_err() {
@@ -75,17 +64,17 @@ fn the_least_to_be_freed_is_no_more_than_suffices() {
 }
 
 #[test]
-fn private_pools_are_named_before_what_is_to_be_freed_beside_them() {
+fn private_pools_are_named_before_other_memory_to_free() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
-        let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+        let pool = bench.pool();
         drop(pool.alloc_bytes(22 * MIB, &bench.stream).unwrap());
-        let held = bench.allocator.alloc_bytes(22 * MIB, &bench.stream).unwrap();
-        let report = refused(&bench, 60 * MIB);
+        let held = bench.alloc(22 * MIB);
+        let report = bench.report(60 * MIB);
         assert_eq!(report.lacking_on_device, 40 * MIB);
         assert_eq!(report.advice, [Advice::ReleasePools { held: 22 * MIB }, free(18 * MIB)], "{report}");
         drop((pool, held));
-        drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(60 * MIB));
     }
 }
 
@@ -94,15 +83,15 @@ fn a_tag_is_named_only_if_it_holds_most() {
     let bench = Bench::new(64 * MIB, "");
     let tiny = {
         let _scope = TagScope::new("tiny");
-        bench.allocator.alloc_bytes(512, &bench.stream).unwrap()
+        bench.alloc(512)
     };
-    let untagged = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
-    let report = refused(&bench, 50 * MIB);
+    let untagged = bench.alloc(30 * MIB);
+    let report = bench.report(50 * MIB);
     assert!(!report.to_string().contains("most is held"), "{report}");
     drop(untagged);
     let _scope = TagScope::new("weights");
-    let tagged = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
-    says(&refused(&bench, 50 * MIB), "; most is held by \"weights\" (30.00 MiB)");
+    let tagged = bench.alloc(30 * MIB);
+    says(&bench.report(50 * MIB), "; most is held by \"weights\" (30.00 MiB)");
     drop((tiny, tagged));
 }
 
@@ -110,8 +99,8 @@ fn a_tag_is_named_only_if_it_holds_most() {
 fn names_cannot_write_lines_of_their_own() {
     let bench = Bench::new(64 * MIB, "");
     let _scope = TagScope::new("red \u{1b}[31m\n  try: nothing");
-    let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
-    let text = refused(&bench, 40 * MIB).to_string();
+    let held = bench.alloc(40 * MIB);
+    let text = bench.report(40 * MIB).to_string();
     assert!(!text.contains('\u{1b}') && !text.contains("\n  try: nothing"), "{text}");
     assert!(text.contains(r#"live: 40.00 MiB "red \u{1b}[31m\n  try: nothing""#), "{text}");
     drop(held);
@@ -120,45 +109,45 @@ fn names_cannot_write_lines_of_their_own() {
 #[test]
 fn segments_may_be_larger_than_what_there_is() {
     let bench = Bench::new(16 * MIB, "backing:segments");
-    let report = refused(&bench, 5 * MIB);
+    let report = bench.report(5 * MIB);
     assert!(report.advice.contains(&Advice::SmallerSegments { to: 16 * MIB }), "{report}");
     says(&report, "try: set large_segment_size_mb to at most 16");
     let bench = Bench::new(16 * MIB, "backing:segments,large_segment_size_mb:16");
-    drop(bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(5 * MIB));
 }
 
 #[test]
-fn a_larger_device_has_room_beside_what_is_live_and_what_others_hold() {
+fn the_advised_device_has_room_for_live_memory_and_for_other_processes() {
     for backing in BACKINGS {
         let scene = |capacity, options: &str| {
             let bench = Bench::new(capacity, &on(backing, options));
             bench.driver.set_other_process_bytes(6 * MIB);
-            let live = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
+            let live = bench.alloc(20 * MIB);
             (live, bench)
         };
         let (_live, bench) = scene(64 * MIB, "headroom_mb:16");
-        drop(bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap());
-        let report = refused(&bench, 100 * MIB);
+        drop(bench.alloc(10 * MIB));
+        let report = bench.report(100 * MIB);
         assert_eq!(report.advice, [Advice::LargerDevice { bytes: 142 * MIB }], "{report}");
         let (_live, bench) = scene(142 * MIB, "headroom_mb:16");
-        drop(bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(100 * MIB));
 
         let (_live, bench) = scene(64 * MIB, "limit_mb:32");
         let both = [Advice::LargerDevice { bytes: 126 * MIB }, Advice::RaiseLimit { to: 120 * MIB }];
-        assert_eq!(refused(&bench, 100 * MIB).advice, both);
+        assert_eq!(bench.report(100 * MIB).advice, both);
         let (_live, bench) = scene(126 * MIB, "limit_mb:120");
-        drop(bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(100 * MIB));
     }
 }
 
 #[test]
 fn memory_that_grows_is_not_to_be_freed_for_its_own_growth() {
     let bench = Bench::new(64 * MIB, "");
-    let mut cache = bench.allocator.growable(GIB, &bench.stream).unwrap();
+    let mut cache = bench.growable(GIB);
     cache.grow_to(20 * MIB, &bench.stream).unwrap();
     let larger = report(cache.grow_to(200 * MIB, &bench.stream));
     assert_eq!(larger.advice, [Advice::LargerDevice { bytes: 200 * MIB }], "{larger}");
-    let held = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
+    let held = bench.alloc(30 * MIB);
     let refused = report(cache.grow_to(50 * MIB, &bench.stream));
     assert_eq!(refused.advice, [free(16 * MIB)], "{refused}");
     drop(held);
@@ -168,26 +157,26 @@ fn memory_that_grows_is_not_to_be_freed_for_its_own_growth() {
 #[test]
 fn a_cache_that_an_option_keeps_is_named() {
     let bench = Bench::new(256 * MIB, "throw_on_cudamalloc_oom:True,limit_mb:50,backing:segments");
-    let mut held: Vec<_> = (0..5).map(|_| bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap()).collect();
+    let mut held: Vec<_> = (0..5).map(|_| bench.alloc(10 * MIB)).collect();
     let first = held.remove(0);
     drop(held);
-    let report = refused(&bench, 44 * MIB);
+    let report = bench.report(44 * MIB);
     let cached = Advice::EmptyCache { cached: 40 * MIB };
     assert_eq!(report.advice, [cached, Advice::RaiseLimit { to: 94 * MIB }, free(4 * MIB)], "{report}");
     says(&report, "try: call empty_cache(), which gives back what is cached (40.00 MiB), or do without throw_on");
     drop(first);
     bench.allocator.empty_cache().unwrap();
-    drop(bench.allocator.alloc_bytes(44 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(44 * MIB));
 }
 
 #[test]
 fn pins_that_keep_free_memory_are_named() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
-        let blocks: Vec<_> = (0..64).map(|_| bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap()).collect();
+        let blocks: Vec<_> = (0..64).map(|_| bench.alloc(MIB)).collect();
         let pins: Vec<_> = blocks.iter().step_by(2).map(|block| bench.allocator.pin_mapping(block).unwrap()).collect();
         drop(blocks);
-        let report = refused(&bench, 40 * MIB);
+        let report = bench.report(40 * MIB);
         assert_eq!(report.advice, [Advice::EndPins { held: 64 * MIB }], "{report}");
         says(&report, "try: drop pins, which keep 64.00 MiB in place");
         let fragmentation = bench.allocator.fragmentation(1);
@@ -195,7 +184,7 @@ fn pins_that_keep_free_memory_are_named() {
         assert_eq!(bench.allocator.empty_cache().unwrap(), 0);
         drop(pins);
         assert_eq!(bench.allocator.fragmentation(1).releasable_bytes, 64 * MIB);
-        drop(bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(40 * MIB));
     }
 }
 
@@ -206,13 +195,13 @@ fn exportable_segments_are_no_pool_of_the_callers() {
     let shared = share(3 * MIB).unwrap();
     let taken = (bench.allocator.memory_reserved(), bench.allocator.memory_allocated());
     assert_eq!(taken, (4 * MIB, 4 * MIB), "whole granules, as where memory is mapped");
-    let of_block = refused(&bench, 62 * MIB);
+    let of_block = bench.report(62 * MIB);
     assert_eq!((&of_block.advice[..], of_block.reserved_by_private_pools), (&[free(2 * MIB)][..], 0), "{of_block}");
     let apart = report(share(62 * MIB));
     assert_eq!((apart.pool, apart.growth, apart.is_mapped), (None, 62 * MIB, true));
     assert_eq!(apart.advice, [free(2 * MIB)], "{apart}");
     drop(shared);
-    drop(bench.allocator.alloc_bytes(62 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(62 * MIB));
     drop(share(62 * MIB).unwrap());
     bench.assert_returned();
 }
@@ -235,21 +224,17 @@ fn a_pool_is_to_be_emptied_for_its_own_requests() {
 fn streams_that_use_freed_memory_are_named() {
     for backing in BACKINGS {
         let bench = Bench::new(256 * MIB, &on(backing, "limit_mb:100,throw_on_cudamalloc_oom:True"));
-        let used = bench.allocator.alloc_bytes(80 * MIB, &bench.stream).unwrap();
-        bench.side.wait_for(&bench.stream.tick()).unwrap();
-        bench.driver.stall(&bench.side, std::time::Duration::from_secs(1)).unwrap();
-        bench.side.fill(used.ptr(), 1, 80 * MIB).unwrap();
-        used.record_stream(&bench.side).unwrap();
-        drop(used);
+        let used = bench.alloc(80 * MIB);
+        bench.drop_in_use(used, Duration::from_secs(1));
         // Where memory moves, the host waits rather than fail.
         if backing == Backing::Segments {
-            let report = refused(&bench, 70 * MIB);
+            let report = bench.report(70 * MIB);
             assert_eq!(report.advice[0], Advice::WaitFor { stream_id: bench.side.id(), bytes: 80 * MIB }, "{report}");
             assert_eq!((report.allocated, report.requested_live), (0, 0), "what waits is not live");
             says(&report, "which still uses 80.00 MiB of freed memory");
             bench.side.synchronize().unwrap();
         }
-        drop(bench.allocator.alloc_bytes(70 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(70 * MIB));
     }
 }
 
@@ -262,8 +247,8 @@ fn captures_that_keep_memory_are_named() {
             let cached = || {
                 let bench = Bench::new(128 * MIB, options);
                 let stream = if used_by_side { &bench.side } else { &bench.stream };
-                drop(bench.allocator.alloc_bytes(100 * MIB, stream).unwrap());
-                (bench.allocator.create_pool(PoolOptions::default()).unwrap(), bench)
+                drop(bench.alloc_on(stream, 100 * MIB));
+                (bench.pool(), bench)
             };
             let (pool, bench) = cached();
             let capture = bench.stream.begin_capture().unwrap();
@@ -292,33 +277,25 @@ fn captures_that_keep_memory_are_named() {
 #[test]
 fn memory_given_back_waits_for_the_capture_of_a_stream_that_used_it() {
     let bench = Bench::new(128 * MIB, "");
-    let shared = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
+    let shared = bench.alloc(60 * MIB);
     shared.record_stream(&bench.side).unwrap();
     drop(shared);
     let capture = bench.side.begin_capture().unwrap();
-    let report = refused(&bench, 100 * MIB);
+    let report = bench.report(100 * MIB);
     assert_eq!(report.advice, [Advice::AfterCapture { cached: 60 * MIB }], "{report}");
     drop(capture);
-    drop(bench.allocator.alloc_bytes(100 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(100 * MIB));
 }
 
 #[test]
 fn a_free_block_that_is_large_enough_needs_no_other_split_limit() {
     let bench = Bench::new(256 * MIB, "no_cache:True,limit_mb:40");
-    let used = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
+    let used = bench.alloc(30 * MIB);
     let _pin = bench.allocator.pin_mapping(&used).unwrap();
     drop(used);
-    let report = refused(&bench, 20 * MIB);
+    let report = bench.report(20 * MIB);
     let relax = |advice: &Advice| matches!(advice, Advice::RelaxSplitLimit { .. });
     assert!(!report.advice.iter().any(relax), "{report}");
-}
-
-/// Numbers from 0 up to `end`, the same in each run.
-pub(crate) fn draws(mut seed: u64) -> impl FnMut(u64) -> u64 {
-    move |end| {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (seed >> 33) % end
-    }
 }
 
 /// Fills what may be had with blocks of random sizes, and gives some of them back.
@@ -338,17 +315,17 @@ fn fill(bench: &Bench, draw: &mut impl FnMut(u64) -> u64) -> Vec<Allocation> {
 fn the_advised_limit_suffices_and_no_lower_one_does() {
     for (backing, seed) in BACKINGS.into_iter().flat_map(|backing| (0..20).map(move |seed| (backing, seed))) {
         let bench = Bench::new(GIB, &on(backing, ""));
-        let mut draw = draws(seed);
+        let mut draw = random::draws(seed);
         bench.allocator.set_limit(Some(80 * MIB));
         let held = fill(&bench, &mut draw);
-        let report = refused(&bench, 81 * MIB - MIB / 2 * draw(60));
+        let report = bench.report(81 * MIB - MIB / 2 * draw(60));
         let to = report.advice.iter().find_map(|advice| match advice {
             Advice::RaiseLimit { to } => Some(*to),
             _ => None,
         });
         let to = to.unwrap_or_else(|| panic!("{report}"));
         bench.allocator.set_limit(Some(to - 1));
-        let again = refused(&bench, report.requested);
+        let again = bench.report(report.requested);
         bench.allocator.set_limit(Some(to));
         let served = bench.allocator.alloc_bytes(report.requested, &bench.stream);
         drop((served.unwrap_or_else(|error| panic!("{backing} {seed}: {report}\nthen {again}\nthen {error}")), held));
@@ -360,11 +337,11 @@ fn the_advised_limit_suffices_and_no_lower_one_does() {
 fn a_driver_that_refuses_what_it_says_is_free_is_named() {
     for backing in BACKINGS {
         let bench = Bench::new(GIB, &on(backing, ""));
-        let live = bench.allocator.alloc_bytes(740 * MIB, &bench.stream).unwrap();
+        let live = bench.alloc(740 * MIB);
         for operation in [Operation::Alloc, Operation::CreatePhysical] {
             bench.driver.inject(Fault::Rate { operation: Some(operation), rate: 1.0, code: Code::OUT_OF_MEMORY });
         }
-        let report = refused(&bench, 20 * MIB);
+        let report = bench.report(20 * MIB);
         assert_eq!(report.advice, [Advice::DriverRefuses { asked: 20 * MIB, free: 284 * MIB }], "{report}");
         says(&report, "the driver refused 20.00 MiB, and reports 284.00 MiB as free");
         bench.driver.clear_faults();
@@ -376,10 +353,10 @@ fn a_driver_that_refuses_what_it_says_is_free_is_named() {
 #[test]
 fn memory_that_reserves_all_addresses_is_named() {
     let bench = Bench::new(64 * MIB, "backing:paged");
-    let reserve = || bench.allocator.growable(GIB, &bench.stream).unwrap();
+    let reserve = || bench.growable(GIB);
     let caches: Vec<_> = (0..4).map(|_| reserve()).collect();
     let Err(error) = bench.allocator.alloc_bytes(20 * MIB, &bench.stream) else {
-        assert!(!Subject::has_race_detector(), "only a GPU has more addresses");
+        assert!(!Subject::has_simulated_device(), "only a GPU has more addresses");
         return;
     };
     let report = error.report().unwrap();

@@ -1,13 +1,8 @@
-//! Advice in the reports of random programs is true: who follows all of it is served, and its
-//! bounds hold.
+//! Advice in the reports of random programs is true: a program that follows all of it is served,
+//! and its bounds hold.
 
 use aquifer::device::Capture;
-use aquifer::memory::{AllocError, Allocation, Growable, OomReport, PoolOptions, PrivatePool};
-use aquifer_allocator::{Advice, Exportable, PinnedMapping};
-use aquifer_device::HandleKind;
-use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
-
-use crate::oom_advice::draws;
+use aquifer_tests::prelude::*;
 
 const FD: HandleKind = HandleKind::PosixFd;
 
@@ -74,7 +69,7 @@ impl Scene {
 
     /// The same for a seed, but that others hold as much more as the device is larger.
     fn new(seed: u64, larger: u64) -> Scene {
-        let mut draw = draws(seed * 7919 + 1);
+        let mut draw = random::draws(seed * 7919 + 1);
         let (backing, capacity) = (BACKINGS[usize::from(draw(2) == 0)], (64 + 32 * draw(6)) * MIB);
         let bench = Bench::new(capacity + larger, &on(backing, &options(&mut draw)));
         let mut scene = Scene::empty(bench, Wanted::Block, 0, draw(5) == 0);
@@ -194,7 +189,7 @@ fn followed(seed: u64, report: &OomReport) -> Option<Result<(), AllocError>> {
     for advice in &report.advice {
         if let Advice::LargerDevice { bytes } = advice {
             let config = scene.bench.allocator.config().clone();
-            scene = Scene::empty(Bench::with(*bytes, config), scene.wanted, scene.bytes, scene.no_split);
+            scene = Scene::empty(Bench::with(Subject::new(*bytes), config), scene.wanted, scene.bytes, scene.no_split);
         } else if !scene.follow(advice, report) {
             return None;
         }
@@ -211,7 +206,7 @@ fn followed(seed: u64, report: &OomReport) -> Option<Result<(), AllocError>> {
 }
 
 #[test]
-fn who_follows_all_advice_is_served() {
+fn programs_that_follow_all_advice_are_served() {
     let (programs, mut followed_by, mut failed) = (Subject::share(800), 0, Vec::new());
     for seed in 0..programs {
         let Err(error) = Scene::new(seed, 0).request() else { continue };

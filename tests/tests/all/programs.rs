@@ -1,13 +1,11 @@
-//! Random programs against the model; see `aquifer_tests::world`.
+//! Random programs against the model; see `aquifer_tests::interpreter`.
 
 use std::cell::RefCell;
 
-use aquifer_allocator::config::Backing;
+use aquifer_tests::interpreter::Interpreter;
 use aquifer_tests::op::{Op, mixed, op};
-use aquifer_tests::runner;
+use aquifer_tests::prelude::*;
 use aquifer_tests::setup::{Ending, Setup, crowded, lagging, setup};
-use aquifer_tests::world::World;
-use aquifer_tests::{BACKINGS, MIB};
 use proptest::collection::vec;
 use proptest::prop_oneof;
 use proptest::strategy::Strategy as _;
@@ -15,7 +13,7 @@ use proptest::strategy::Strategy as _;
 fn programs(backing: Backing, faults: bool, part: (u64, usize)) {
     let strategy = (setup(backing), vec(op(faults), 1..120));
     let name = format!("programs on {backing}{}", if faults { " with faults" } else { "" });
-    runner::run(&name, 1000, part, &strategy, |(setup, program)| World::run(&setup, &program));
+    runner::run(&name, 1000, part, &strategy, |(setup, program)| Interpreter::run(&setup, &program));
 }
 
 #[test]
@@ -44,21 +42,22 @@ fn programs_on_devices_that_lag() {
         for faults in [false, true] {
             let strategy = (lagging(backing), vec(op(faults), 1..120));
             let name = format!("programs on {backing} that lags{}", if faults { " with faults" } else { "" });
-            runner::run(&name, 500, (0, 2), &strategy, |(setup, program)| World::run(&setup, &program));
+            runner::run(&name, 500, (0, 2), &strategy, |(setup, program)| Interpreter::run(&setup, &program));
         }
     }
 }
 
 #[test]
-fn programs_with_memory_apart() {
+fn programs_with_dedicated_memory() {
     for backing in BACKINGS {
         for faults in [false, true] {
             let setup = prop_oneof![2 => setup(backing), 1 => lagging(backing)];
             // What this memory is of keeps its allocator open.
             let setup = setup.prop_map(|setup| Setup { ending: Ending::FreeFirst, ..setup });
             let strategy = (setup, vec(mixed(faults), 1..120));
-            let name = format!("programs on {backing} with memory apart{}", if faults { " with faults" } else { "" });
-            runner::run(&name, 200, (0, 2), &strategy, |(setup, program)| World::run(&setup, &program));
+            let name =
+                format!("programs on {backing} with dedicated memory{}", if faults { " with faults" } else { "" });
+            runner::run(&name, 200, (0, 2), &strategy, |(setup, program)| Interpreter::run(&setup, &program));
         }
     }
 }
@@ -69,7 +68,7 @@ fn programs_with_many_small_blocks() {
         for faults in [false, true] {
             let strategy = (crowded(backing), vec(op(faults), 1..40));
             let name = format!("programs on {backing} of many blocks{}", if faults { " with faults" } else { "" });
-            runner::run(&name, 8, (0, 1), &strategy, |(setup, program)| World::run(&setup, &program));
+            runner::run(&name, 8, (0, 1), &strategy, |(setup, program)| Interpreter::run(&setup, &program));
         }
     }
 }
@@ -85,9 +84,9 @@ fn reach_every_rung(backing: Backing) {
     let strategy = (setup(backing), vec(op(false), 60..120));
     let sums = RefCell::new([0; 8]);
     runner::run_exactly(&format!("programs that count on {backing}"), 150, (0, 1), &strategy, |(setup, program)| {
-        let mut world = World::new(&setup);
-        world.steps(&program);
-        let stats = world.stats();
+        let mut interpreter = Interpreter::new(&setup);
+        interpreter.steps(&program);
+        let stats = interpreter.stats();
         let reached = [
             stats.num_ooms,
             stats.num_alloc_retries,
@@ -100,7 +99,7 @@ fn reach_every_rung(backing: Backing) {
             if backing == Backing::Paged { stats.remaps } else { stats.oversize_segments.allocated },
         ];
         sums.borrow_mut().iter_mut().zip(reached).for_each(|(sum, n)| *sum += n);
-        world.finish(setup.ending);
+        interpreter.finish(setup.ending);
     });
     println!("reached: {:?}", sums.borrow());
     assert!(sums.borrow().iter().all(|&sum| sum > 0), "{:?}", sums.borrow());
@@ -117,5 +116,5 @@ fn a_program_may_use_a_block_on_two_streams_of_one_number() {
     );
     let replace = |stream| Op::NewStream { stream, blocking: false };
     let program = [alloc(0), read(2), replace(2), Op::Synchronize(0), replace(4), read(4)];
-    World::run(&setup, &program);
+    Interpreter::run(&setup, &program);
 }

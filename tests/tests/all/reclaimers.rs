@@ -3,10 +3,8 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
-use aquifer::memory::{Allocation, Registration};
-use aquifer_tests::{Bench, MIB};
+use aquifer_tests::prelude::*;
 
 /// A cache of blocks that gives up the least recently used ones, and what it was asked for.
 #[derive(Clone, Default)]
@@ -52,7 +50,7 @@ fn what_is_freed_in_pieces_is_asked_for_again() {
     for bench in Bench::on_both(64 * MIB, "") {
         let cache = Cache::filling(&bench);
         let registration = cache.register(&bench, 0);
-        let held = bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap();
+        let held = bench.alloc(5 * MIB);
         let asked = cache.asked();
         assert!(asked.len() > 1 && asked[0] == 5 * MIB, "{asked:?}");
         assert!(asked.windows(2).all(|pair| pair[1] >= 2 * pair[0] || pair[1] == 64 * MIB), "{asked:?}");
@@ -63,11 +61,11 @@ fn what_is_freed_in_pieces_is_asked_for_again() {
 }
 
 #[test]
-fn memory_apart_is_asked_for_again_too() {
+fn reclaimers_are_asked_again_for_dedicated_memory_too() {
     let bench = Bench::new(64 * MIB, "");
     let cache = Cache::filling(&bench);
     let registration = cache.register(&bench, 0);
-    let mut growable = bench.allocator.growable(32 * MIB, &bench.stream).unwrap();
+    let mut growable = bench.growable(32 * MIB);
     growable.grow_to(9 * MIB, &bench.stream).unwrap();
     assert!(cache.asked().len() > 1, "{:?}", cache.asked());
     cache.evict(u64::MAX);
@@ -82,7 +80,7 @@ fn a_small_request_asks_for_a_segment_in_the_second_round() {
     // What is freed first is one block of two in a granule, so that 1 MiB of the large pool is free
     // and nothing for the small one.
     let registration = cache.register(&bench, 0);
-    let small = bench.allocator.alloc_bytes(512, &bench.stream).unwrap();
+    let small = bench.alloc(512);
     let asked = cache.asked();
     assert_eq!(asked[0], 512);
     assert!(asked.get(1).is_none_or(|&bytes| bytes == 2 * MIB), "{asked:?}");
@@ -94,7 +92,7 @@ fn a_small_request_asks_for_a_segment_in_the_second_round() {
 #[test]
 fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
     let bench = Bench::new(64 * MIB, "");
-    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
+    let held = bench.alloc(60 * MIB);
     let asked: Arc<Mutex<Vec<(&str, u64)>>> = Arc::default();
     let reclaimer = |name: &'static str, freed: u64| {
         let asked = asked.clone();
@@ -107,12 +105,12 @@ fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
         })
     };
     let registrations = [reclaimer("liar", u64::MAX), reclaimer("honest", 0)];
-    let error = bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap_err();
+    let error = bench.refused(10 * MIB);
     assert_eq!(*asked.lock().unwrap(), [("liar", 10), ("honest", 10), ("liar", 20), ("liar", 40), ("liar", 64)]);
     let report = error.report().unwrap();
     assert_eq!(report.reclaimed, u64::MAX);
-    let told: Vec<_> = report.reclaimers.iter().map(|one| (&*one.name, one.bytes, one.why.as_deref())).collect();
-    assert_eq!(told, [("liar", u64::MAX, None), ("honest", 0, Some("nothing is cached"))]);
+    let reported: Vec<_> = report.reclaimers.iter().map(|one| (&*one.name, one.bytes, one.why.as_deref())).collect();
+    assert_eq!(reported, [("liar", u64::MAX, None), ("honest", 0, Some("nothing is cached"))]);
     let text = report.to_string();
     assert!(text.contains("asked: \"honest\", which freed 0 bytes: nothing is cached"), "{text}");
     drop((held, registrations));
@@ -122,7 +120,7 @@ fn reclaimers_that_free_nothing_are_asked_a_bounded_number_of_times() {
 #[test]
 fn reclaimers_come_and_go_between_rounds() {
     let bench = Bench::new(64 * MIB, "");
-    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
+    let held = bench.alloc(60 * MIB);
     let own: Arc<Mutex<Option<Registration>>> = Arc::default();
     let (taken, asked) = (own.clone(), Arc::new(AtomicU64::new(0)));
     let count = asked.clone();
@@ -132,7 +130,7 @@ fn reclaimers_come_and_go_between_rounds() {
         1
     });
     *own.lock().unwrap() = Some(registration);
-    bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap_err();
+    bench.refused(10 * MIB);
     assert_eq!(asked.load(Ordering::Relaxed), 1, "it ended its own registration");
     drop(held);
     bench.assert_returned();
@@ -141,7 +139,7 @@ fn reclaimers_come_and_go_between_rounds() {
 #[test]
 fn a_reclaimer_whose_allocation_fails_is_not_asked_again() {
     let bench = Bench::new(64 * MIB, "");
-    let held = bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap();
+    let held = bench.alloc(60 * MIB);
     let (allocator, stream, asked) = (bench.allocator.clone(), bench.stream.clone(), Arc::new(AtomicU64::new(0)));
     let count = asked.clone();
     let registration = bench.allocator.register_reclaimer(0, "hungry", move |_| {
@@ -149,7 +147,7 @@ fn a_reclaimer_whose_allocation_fails_is_not_asked_again() {
         assert!(allocator.alloc_bytes(60 * MIB, &stream).unwrap_err().is_out_of_memory());
         0
     });
-    bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap_err();
+    bench.refused(60 * MIB);
     assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.stats().num_ooms), (1, 2));
     drop((held, registration));
     bench.assert_returned();
@@ -168,14 +166,14 @@ fn a_panic_in_a_reclaimer_stays_there() {
     });
     // What it freed in pieces before it panicked is not lost, and the next reclaimer is asked.
     let registration = cache.register(&bench, 0);
-    let served = bench.allocator.alloc_bytes(5 * MIB, &bench.stream).unwrap();
+    let served = bench.alloc(5 * MIB);
     assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.stats().num_ooms), (1, 0));
     drop(registration);
     // Alone it makes no request panic either, and what it frees serves.
     cache.evict(u64::MAX);
-    *cache.blocks.lock().unwrap() = VecDeque::from([bench.allocator.alloc_bytes(50 * MIB, &bench.stream).unwrap()]);
-    drop(bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap());
-    let error = bench.allocator.alloc_bytes(70 * MIB, &bench.stream).unwrap_err();
+    *cache.blocks.lock().unwrap() = VecDeque::from([bench.alloc(50 * MIB)]);
+    drop(bench.alloc(40 * MIB));
+    let error = bench.refused(70 * MIB);
     assert_eq!(error.report().unwrap().reclaimers[0].why.as_deref(), Some("it panicked"));
     drop((served, broken));
     bench.assert_returned();
@@ -190,15 +188,15 @@ fn a_panic_in_an_observer_stays_there() {
         bench.allocator.observe_oom(|_| panic!("an observer panics")),
         bench.allocator.observe_oom(move |_| {
             count.fetch_add(1, Ordering::Relaxed);
-            // No observer is told of what fails in one.
+            // Failures inside of an observer are not reported to observers.
             assert!(allocator.alloc_bytes(80 * MIB, &stream).unwrap_err().is_out_of_memory());
         }),
     ];
     for round in 1..=2 {
-        assert!(bench.allocator.alloc_bytes(70 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+        assert!(bench.refused(70 * MIB).is_out_of_memory());
         assert_eq!(told.load(Ordering::Relaxed), round);
     }
     drop(observers);
-    drop(bench.allocator.alloc_bytes(60 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(60 * MIB));
     bench.assert_returned();
 }

@@ -1,11 +1,8 @@
 //! Soaks, with what watches over the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets
 //! how many seeds, each of 1000 operations.
 
-use aquifer::Allocator;
-use aquifer::device::sim::SimConfig;
-use aquifer::memory::Config;
 use aquifer_stress::soak::{self, Counts, Plan};
-use aquifer_tests::{BACKINGS, MIB, Subject, on, runner};
+use aquifer_tests::prelude::*;
 
 const OPERATIONS: u64 = 1000;
 const LIMIT: u64 = 24 * MIB;

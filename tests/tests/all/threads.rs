@@ -1,29 +1,17 @@
 //! Programs on several OS threads. Their interleaving is the operating system's; what must hold
 //! does not depend on it.
 
+use std::ops::RangeInclusive;
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use aquifer::memory::Allocation;
-use aquifer::{Allocator, Device, Stream};
-use aquifer_allocator::{Action, MappingChange};
-use aquifer_device::Operation;
-use aquifer_tests::{Bench, GIB, KIB, MIB, check, write_on};
-
-/// Numbers that differ by thread.
-fn numbers(seed: u64) -> impl Iterator<Item = u64> {
-    std::iter::successors(Some(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1), |&x| {
-        let x = x ^ (x << 13);
-        let x = x ^ (x >> 7);
-        Some(x ^ (x << 17))
-    })
-}
+use aquifer_tests::prelude::*;
 
 /// Allocates, uses and gives back on a stream of its own; passes some blocks on to be freed by
 /// others.
 fn hammer(allocator: &Allocator, stream: &Stream, seed: u64, away: &mpsc::Sender<Allocation>) {
     let mut held: Vec<Allocation> = Vec::new();
-    for x in numbers(seed).take(1500) {
+    for x in random::numbers(seed).take(1500) {
         let bytes = if x % 10 == 0 { x % (30 * MIB) + 1 } else { x % (600 * KIB) + 1 };
         match allocator.alloc_bytes(bytes, stream) {
             Ok(block) => {
@@ -51,19 +39,24 @@ fn hammer(allocator: &Allocator, stream: &Stream, seed: u64, away: &mpsc::Sender
     }
 }
 
+/// Runs `work` on a thread for each number, while another thread frees blocks sent to it.
+fn on_threads(numbers: RangeInclusive<u64>, work: impl Fn(u64, mpsc::Sender<Allocation>) + Sync) {
+    let (sender, receiver) = mpsc::channel::<Allocation>();
+    std::thread::scope(|scope| {
+        for number in numbers {
+            let (away, work) = (sender.clone(), &work);
+            scope.spawn(move || work(number, away));
+        }
+        drop(sender);
+        scope.spawn(move || receiver.into_iter().for_each(drop));
+    });
+}
+
 #[test]
 fn four_threads_hammer_one_allocator() {
     for options in ["", "cross_stream:wait", "cross_stream:off,history:100", "max_split_size_mb:20"] {
         let bench = Bench::new(200 * MIB, options);
-        let (sender, receiver) = mpsc::channel::<Allocation>();
-        std::thread::scope(|scope| {
-            for seed in 1..=4 {
-                let (away, bench) = (sender.clone(), &bench);
-                scope.spawn(move || hammer(&bench.allocator, &bench.device.stream().unwrap(), seed, &away));
-            }
-            drop(sender);
-            scope.spawn(move || receiver.into_iter().for_each(drop));
-        });
+        on_threads(1..=4, |seed, away| hammer(&bench.allocator, &bench.new_stream(), seed, &away));
         check::statistics(&bench.allocator, (0, 0));
         bench.assert_returned();
     }
@@ -72,17 +65,9 @@ fn four_threads_hammer_one_allocator() {
 #[test]
 fn threads_with_default_streams_of_their_own_free_each_others_blocks() {
     let bench = Bench::new(GIB, "");
-    let (sender, receiver) = mpsc::channel::<Allocation>();
-    std::thread::scope(|scope| {
-        for seed in 1..=3 {
-            let (away, bench) = (sender.clone(), &bench);
-            scope.spawn(move || hammer(&bench.allocator, &bench.device.per_thread_stream(), seed, &away));
-        }
-        drop(sender);
-        scope.spawn(move || receiver.into_iter().for_each(drop));
-    });
+    on_threads(1..=3, |seed, away| hammer(&bench.allocator, &bench.device.per_thread_stream(), seed, &away));
     // The threads and their streams are gone; what they gave back serves this thread.
-    let held = bench.allocator.alloc_bytes(100 * MIB, &bench.device.per_thread_stream()).unwrap();
+    let held = bench.alloc_on(&bench.device.per_thread_stream(), 100 * MIB);
     write_on(&bench.device.per_thread_stream(), held.ptr(), held.bytes());
     drop(held);
     check::statistics(&bench.allocator, (0, 0));
@@ -92,33 +77,20 @@ fn threads_with_default_streams_of_their_own_free_each_others_blocks() {
 #[test]
 fn threads_that_come_and_go_use_each_others_memory() {
     let bench = Bench::new(GIB, "");
-    let (allocator, device) = (&bench.allocator, &bench.device);
-    let (sender, receiver) = mpsc::channel::<Allocation>();
-    std::thread::scope(|scope| {
-        for worker in 1..=3 {
-            let sender = sender.clone();
-            let serve = move |away: mpsc::Sender<Allocation>, seed| {
-                let stream = device.per_thread_stream();
-                assert!(stream.id() < 100, "{}", stream.id());
-                for x in numbers(seed).take(20) {
-                    let block = allocator.alloc_bytes(x % (2 * MIB) + 1, &stream).unwrap();
-                    write_on(&stream, block.ptr(), block.bytes());
-                    if x % 5 == 0 {
-                        away.send(block).unwrap();
-                    }
-                }
-            };
-            scope.spawn(move || {
-                for request in 0..100 {
-                    let away = sender.clone();
-                    std::thread::scope(|scope| {
-                        scope.spawn(move || serve(away, worker * 1000 + request)).join().unwrap()
-                    });
-                }
-            });
+    let serve = |away: &mpsc::Sender<Allocation>, seed| {
+        let stream = bench.device.per_thread_stream();
+        assert!(stream.id() < 100, "{}", stream.id());
+        for x in random::numbers(seed).take(20) {
+            let block = bench.written_on(&stream, x % (2 * MIB) + 1);
+            if x % 5 == 0 {
+                away.send(block).unwrap();
+            }
         }
-        drop(sender);
-        scope.spawn(move || receiver.into_iter().for_each(drop));
+    };
+    on_threads(1..=3, |worker, away| {
+        for request in 0..100 {
+            std::thread::scope(|scope| scope.spawn(|| serve(&away, worker * 1000 + request)).join().unwrap());
+        }
     });
     check::statistics(&bench.allocator, (0, 0));
     bench.assert_returned();
@@ -126,8 +98,7 @@ fn threads_that_come_and_go_use_each_others_memory() {
 
 /// Blocks that another thread gave back, and that the allocating thread has not yet taken note of.
 fn given_back_elsewhere(bench: &Bench, count: usize, bytes: u64) -> Vec<u64> {
-    let blocks: Vec<Allocation> =
-        (0..count).map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
+    let blocks: Vec<Allocation> = (0..count).map(|_| bench.alloc(bytes)).collect();
     blocks.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
     let places = blocks.iter().map(|block| block.ptr().0).collect();
     std::thread::scope(|scope| scope.spawn(move || drop(blocks)).join().unwrap());
@@ -141,8 +112,7 @@ fn nothing_grows_while_another_thread_has_given_enough_back() {
             let bench = Bench::new(64 * MIB, options);
             given_back_elsewhere(&bench, count, bytes);
             let reserved = bench.allocator.memory_reserved();
-            let again: Vec<_> =
-                (0..count).map(|_| bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
+            let again: Vec<_> = (0..count).map(|_| bench.alloc(bytes)).collect();
             again.iter().for_each(|block| write_on(&bench.stream, block.ptr(), bytes));
             assert_eq!(bench.allocator.memory_reserved(), reserved, "{count} of {bytes} with {options:?}");
             drop(again);
@@ -152,7 +122,7 @@ fn nothing_grows_while_another_thread_has_given_enough_back() {
 }
 
 #[test]
-fn whoever_asks_sees_what_another_thread_gave_back() {
+fn statistics_include_blocks_freed_by_another_thread() {
     let bench = Bench::new(64 * MIB, "history:100");
     let allocator = &bench.allocator;
     given_back_elsewhere(&bench, 9, 4 * KIB);
@@ -175,7 +145,7 @@ fn whoever_asks_sees_what_another_thread_gave_back() {
 fn a_thread_that_only_frees_is_not_waited_for() {
     let bench = Bench::new(GIB, "");
     let allocator = &bench.allocator;
-    // Far more than a queue holds, with nobody at work who could empty it.
+    // Far more than a queue holds, and no thread empties it.
     given_back_elsewhere(&bench, 5000, 4 * KIB);
     assert_eq!(allocator.memory_allocated(), 0);
     // And again, after the allocator was closed.
@@ -222,7 +192,7 @@ fn the_last_handles_go_on_other_threads() {
         scope.spawn(move || drop(allocator));
         parts.into_iter().for_each(|part| drop(scope.spawn(move || drop(part))));
     });
-    // Nobody holds anything: the device takes the segments back when it is asked to.
+    // Nothing is live: the device takes the segments back on request.
     assert_eq!(held(&device), 0);
     drop((stream, side, device));
     drop(Bench::new(MIB, ""));
@@ -244,7 +214,7 @@ fn limits_hold_while_threads_grow() {
         for seed in 1..=4 {
             let bench = &bench;
             scope.spawn(move || {
-                for x in numbers(seed).take(300) {
+                for x in random::numbers(seed).take(300) {
                     let held = bench.allocator.alloc_bytes(x % (40 * MIB) + 1, &bench.stream);
                     assert!(bench.allocator.memory_reserved() <= 64 * MIB);
                     assert!(bench.device_free() >= GIB - 64 * MIB, "the device gave more than the limit");
@@ -268,9 +238,9 @@ fn memory_that_threads_give_back_and_take_is_counted_once() {
             for seed in 1..=3 {
                 let bench = &bench;
                 scope.spawn(move || {
-                    let stream = bench.device.stream().unwrap();
+                    let stream = bench.new_stream();
                     let mut held = Vec::new();
-                    for x in numbers(seed).take(300) {
+                    for x in random::numbers(seed).take(300) {
                         match bench.allocator.alloc_bytes(x % (16 * MIB) + 1, &stream) {
                             Ok(block) => held.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error}"),
@@ -293,7 +263,7 @@ fn memory_that_threads_give_back_and_take_is_counted_once() {
 #[test]
 fn memory_on_its_way_to_the_device_is_not_counted() {
     let bench = Bench::new(64 * MIB, "");
-    drop(bench.allocator.alloc_bytes(10 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(10 * MIB));
     let (allocator, (sender, counted)) = (bench.allocator.clone(), mpsc::channel());
     let observer = bench.allocator.observe_mappings(move |change| {
         if let MappingChange::BeforeUnmap { .. } = change {
@@ -314,8 +284,8 @@ fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
         for seed in 1..=4 {
             let bench = &bench;
             scope.spawn(move || {
-                for x in numbers(seed).take(400) {
-                    drop(bench.allocator.alloc_bytes(10 * MIB + x % MIB, &bench.stream).unwrap());
+                for x in random::numbers(seed).take(400) {
+                    drop(bench.alloc(10 * MIB + x % MIB));
                     bench.allocator.empty_cache().unwrap();
                 }
             });
@@ -325,14 +295,14 @@ fn addresses_that_are_freed_and_given_out_again_are_counted_once() {
     bench.assert_returned();
 }
 
-/// They all wait behind whoever changes mappings when they have learnt what is free.
+/// They all know how much is free when they wait for the thread that changes mappings.
 #[test]
 fn threads_that_grow_together_keep_the_headroom() {
     const HEADROOM: u64 = 30 * MIB;
     let bench = Bench::new(64 * MIB, "headroom_mb:30,backing:paged");
-    let streams = [(); 3].map(|()| bench.device.stream().unwrap());
+    let streams = [(); 3].map(|()| bench.new_stream());
     // So that the streams have addresses.
-    let held = [1, 2].map(|stream| bench.allocator.alloc_bytes(2 * MIB, &streams[stream]).unwrap());
+    let held = [1, 2].map(|stream| bench.alloc_on(&streams[stream], 2 * MIB));
     let mut cache = bench.allocator.growable(8 * MIB, &streams[0]).unwrap();
     cache.grow_to(4 * MIB, &streams[0]).unwrap();
     cache.shrink_to(2 * MIB, &streams[0]).unwrap();
@@ -345,7 +315,7 @@ fn threads_that_grow_together_keep_the_headroom() {
         if let MappingChange::BeforeUnmap { .. } = change {
             let before = observed();
             unmapping.send(()).unwrap();
-            // Not for ever: those who ask behind the gate come later.
+            // With a limit: threads that wait for the gate query later.
             let limit = Instant::now() + Duration::from_millis(500);
             while observed() < before + 2 && Instant::now() < limit {
                 std::thread::yield_now();

@@ -1,13 +1,8 @@
 //! Captures that cudarc begins: announced they are as good as our own, unannounced they are noticed
 //! where it matters.
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use aquifer::device::{ErrorKind, RequestError, cuda};
-use aquifer::memory::{AllocError, Config, PoolOptions};
-use aquifer::{Allocator, Stream};
-use aquifer_device::Code;
+use aquifer::device::cuda;
+use aquifer_tests::prelude::*;
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
@@ -95,7 +90,7 @@ fn a_pool_may_be_chosen_before_the_capture_begins() {
     stream.fill(ptr, 9, MIB).unwrap();
     drop(inside);
     let graph = theirs.end_capture(FLAGS).unwrap().expect("a graph");
-    assert!(stream.is_capturing(), "nobody has said that it ended");
+    assert!(stream.is_capturing(), "its end was not announced");
     drop((announced, route));
     assert!(!stream.is_capturing());
     let other = allocator.alloc_bytes(MIB, &stream).unwrap();
@@ -159,46 +154,7 @@ fn what_cannot_be_announced_is_refused() {
     assert_eq!(kind(stream.announce_capture()), ErrorKind::Capture, "it is known already");
     let route = allocator.capture(&stream, &pool).unwrap();
     drop(route);
-    assert!(stream.is_capturing(), "it was announced by somebody else");
+    assert!(stream.is_capturing(), "another announcement lasts");
     drop(announced);
     theirs.end_capture(FLAGS).unwrap();
-}
-
-#[test]
-fn a_capture_of_our_own_has_a_route_too() {
-    let gpu = Gpu::new();
-    let (allocator, stream) = (allocator(&gpu), gpu.device.stream().unwrap());
-    let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-    let capture = stream.begin_capture().unwrap();
-    let route = allocator.capture(&stream, &pool).unwrap();
-    let scratch = allocator.alloc_bytes(MIB, &stream).unwrap();
-    stream.fill(scratch.ptr(), 5, MIB).unwrap();
-    let ptr = scratch.ptr();
-    drop((scratch, route));
-    let graph = capture.end().unwrap();
-    graph.launch(&stream).unwrap();
-    let mut bytes = [0; 4];
-    stream.download_blocking(&mut bytes, ptr).unwrap();
-    assert_eq!(bytes, [5; 4]);
-    gpu.assert_no_violation();
-}
-
-/// Whoever ends it: nobody could wait for the device any more.
-#[test]
-fn a_stream_of_cudarcs_is_released_once_it_captures_no_more() {
-    let gpu = Gpu::new();
-    let memory = gpu.device.alloc(MIB).unwrap();
-    let (theirs, stream) = adopted(&gpu);
-    let forget = || cuda::forget_stream(&gpu.device, &theirs);
-    let tick = stream.tick();
-    let capture = stream.begin_capture().unwrap();
-    let refused = forget().unwrap_err();
-    assert!(refused.kind == ErrorKind::Capture && refused.to_string().contains("end the capture"), "{refused}");
-    assert!(theirs.end_capture(FLAGS).is_ok(), "its owner ends it");
-    forget().unwrap();
-    assert!(capture.end().is_err() && !gpu.device.is_capturing());
-    tick.synchronize().unwrap();
-    gpu.device.synchronize().unwrap();
-    gpu.device.free(memory).unwrap();
-    gpu.assert_no_violation();
 }

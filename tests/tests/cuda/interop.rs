@@ -1,34 +1,13 @@
 //! Devices and streams to and from cudarc.
 
-use std::sync::Arc;
 use std::thread;
 
-use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::device::{DriverKind, ErrorKind, cuda};
-use aquifer::memory::Config;
-use aquifer::{Allocator, Device};
-use aquifer_device::Code;
-use cudarc::driver::{CudaContext, DevicePtr, DevicePtrMut};
+use aquifer::device::cuda;
+use aquifer::device::sim::SimDriver;
+use aquifer_tests::prelude::*;
+use cudarc::driver::{CudaContext, DevicePtr};
 
 use crate::support::{Gpu, MIB, kind, standin};
-
-#[test]
-fn a_context_of_cudarcs_becomes_a_device_and_is_kept() {
-    let standin = standin().add_device("1GiB").unwrap();
-    let context = CudaContext::new(standin.ordinal() as usize).unwrap();
-    let device = cuda::device_of(context.clone()).unwrap();
-    assert_eq!((device.info().kind, device.info().ordinal), (DriverKind::Cuda, standin.ordinal()));
-    assert!(Arc::ptr_eq(&cuda::context_of(&device).unwrap(), &context));
-    let held = Arc::strong_count(&context);
-    drop(context);
-    let stream = device.stream().unwrap();
-    let memory = device.alloc(MIB).unwrap();
-    stream.fill(memory, 4, MIB).unwrap();
-    let mut bytes = [0; 4];
-    stream.download_blocking(&mut bytes, memory).unwrap();
-    assert_eq!((bytes, held), ([4; 4], 2));
-    device.free(memory).unwrap();
-}
 
 #[test]
 fn a_context_that_is_not_the_primary_one_is_a_device_of_its_own() {
@@ -48,15 +27,6 @@ fn a_context_that_is_not_the_primary_one_is_a_device_of_its_own() {
 }
 
 #[test]
-fn the_context_of_a_device_is_one_object_of_cudarcs() {
-    let gpu = Gpu::new();
-    let context = cuda::context_of(&gpu.device).unwrap();
-    assert!(Arc::ptr_eq(&context, &cuda::context_of(&gpu.device).unwrap()));
-    assert_eq!(context.cu_ctx(), gpu.context().cu_ctx());
-    assert_eq!(context.ordinal(), gpu.standin.ordinal() as usize);
-}
-
-#[test]
 fn a_simulated_device_has_nothing_of_cudarcs() {
     let gpu = Gpu::new();
     let simulated = Device::new(SimDriver::new(SimConfig::default()));
@@ -67,7 +37,7 @@ fn a_simulated_device_has_nothing_of_cudarcs() {
 }
 
 #[test]
-fn a_context_that_cudarc_cannot_make_is_an_error_without_a_word_of_the_driver() {
+fn a_context_that_cudarc_cannot_make_is_an_error() {
     let gpu = Gpu::new();
     standin().fail("cuDeviceGet", 1, Code(999)).unwrap();
     let error = cuda::context_of(&gpu.device).unwrap_err();
@@ -76,55 +46,22 @@ fn a_context_that_cudarc_cannot_make_is_an_error_without_a_word_of_the_driver() 
 }
 
 #[test]
-fn streams_of_cudarcs_are_adopted_ordered_and_released() {
+fn work_of_cudarc_is_ordered_by_ticks_of_the_adopted_stream() {
     let gpu = Gpu::new();
     let theirs = gpu.context().new_stream().unwrap();
-    let held = Arc::strong_count(&theirs);
     let adopted = cuda::stream(&gpu.device, &theirs).unwrap();
-    assert_eq!(cuda::stream(&gpu.device, &theirs).unwrap().id(), adopted.id(), "adopted once");
-    assert_eq!(Arc::strong_count(&theirs), held + 1);
     // cudarc's work is covered by ticks of the adopted stream.
     let ours = gpu.device.stream().unwrap();
     let memory = theirs.clone_htod(&[7_u32; 1024]).unwrap();
     let (ptr, _guard) = memory.device_ptr(&theirs);
     ours.wait_for(&adopted.tick()).unwrap();
     let copy = gpu.device.alloc(4096).unwrap();
-    ours.copy(copy, aquifer::device::DevicePtr(ptr), 4096).unwrap();
+    ours.copy(copy, DevicePtr(ptr), 4096).unwrap();
     let mut bytes = [0; 4];
     ours.download_blocking(&mut bytes, copy).unwrap();
     assert_eq!(u32::from_ne_bytes(bytes), 7);
-    let (tick, held) = (adopted.tick(), Arc::strong_count(&theirs));
-    cuda::forget_stream(&gpu.device, &theirs).unwrap();
-    assert_eq!(Arc::strong_count(&theirs), held - 1, "the reference that kept it alive is gone");
-    assert_eq!(kind(adopted.fill(copy, 0, 16)), ErrorKind::InvalidUse, "and so is the right to use it");
-    tick.synchronize().unwrap();
-    cuda::forget_stream(&gpu.device, &theirs).expect("once is enough");
-    // The same stream again has another number: handles of the forgotten one stay dead.
-    let again = cuda::stream(&gpu.device, &theirs).unwrap();
-    assert_ne!(again.id(), adopted.id());
-    assert!(again.is_idle().unwrap());
     drop(_guard);
     gpu.assert_no_violation();
-}
-
-#[test]
-fn an_adopted_stream_outlives_its_owners_interest() {
-    let gpu = Gpu::new();
-    let destroyed = || gpu.calls("cuStreamDestroy_v2");
-    let theirs = gpu.context().new_stream().unwrap();
-    let adopted = cuda::stream(&gpu.device, &theirs).unwrap();
-    let before = destroyed();
-    drop(theirs);
-    assert!(adopted.is_idle().unwrap());
-    gpu.device.forget_stream(adopted.raw()).unwrap();
-    assert_eq!(destroyed(), before + 1);
-    // Until its device is closed.
-    let adopted = cuda::stream(&gpu.device, &gpu.context().new_stream().unwrap()).unwrap();
-    assert_eq!(destroyed(), before + 1);
-    let Gpu { device, standin } = gpu;
-    drop(device);
-    assert_eq!(standin.calls("cuStreamDestroy_v2").unwrap(), before + 2);
-    assert_eq!(kind(adopted.is_idle()), ErrorKind::InvalidUse);
 }
 
 #[test]
@@ -145,30 +82,6 @@ fn default_streams_of_cudarcs_are_those_of_the_device() {
             assert_ne!(gpu.device.per_thread_stream().id(), per_thread.id());
         });
     });
-}
-
-#[test]
-fn our_streams_are_lent_to_cudarc_and_destroyed_when_they_are_back() {
-    let gpu = Gpu::new();
-    let stream = gpu.device.stream().unwrap();
-    let lent = cuda::stream_of(&stream).unwrap();
-    assert!(Arc::ptr_eq(&lent, &cuda::stream_of(&stream).unwrap()));
-    assert_eq!(cuda::stream(&gpu.device, &lent).unwrap().id(), stream.id(), "it is ours already");
-    cuda::forget_stream(&gpu.device, &lent).expect("it is not adopted");
-    assert!(stream.is_idle().unwrap());
-    let mut memory = lent.alloc_zeros::<u8>(4096).unwrap();
-    let destroyed = || gpu.calls("cuStreamDestroy_v2");
-    let before = destroyed();
-    drop(stream);
-    assert_eq!(destroyed(), before, "cudarc still has it");
-    lent.memcpy_htod(&[3_u8; 4096], &mut memory).unwrap();
-    assert_eq!(lent.clone_dtoh(&memory).unwrap(), [3; 4096]);
-    let _ = memory.device_ptr_mut(&lent);
-    drop(memory);
-    drop(lent);
-    drop(gpu.device.stream().unwrap());
-    assert_eq!(destroyed(), before + 2, "the one lent and the last one");
-    gpu.assert_no_violation();
 }
 
 #[test]

@@ -1,33 +1,18 @@
 //! What concerns a whole process: no driver, an old one, a stub, no GPU, several. Each of these
 //! tests runs itself in a process of its own, in an environment of its own.
 
-use std::env;
-use std::fs;
 use std::os::unix::fs::symlink;
-use std::process::Command;
+use std::{env, fs};
 
-use aquifer::Device;
-use aquifer::device::{DriverKind, ErrorKind, OpenError, cuda, gpus};
+use aquifer::device::{DriverKind, OpenError, cuda, gpus};
 use aquifer::kernels::{KernelError, Kernels};
-use aquifer_device::{Code, Unavailable, available, count};
+use aquifer_device::{Unavailable, available, count};
+use aquifer_standin::{in_child, in_process};
+use aquifer_tests::prelude::*;
 
 use crate::support::standin;
 
-const CHILD: &str = "AQUIFER_CUDA_TEST_CHILD";
-
-/// Runs `body` in a process of its own, where `variables` are set: the test `name` again.
-fn in_process(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
-    if env::var(CHILD).as_deref() == Ok(name) {
-        return body();
-    }
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", &format!("process::{name}"), "--nocapture"]).env(CHILD, name);
-    let output = command.envs(variables.iter().copied()).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-}
-
-/// Why no GPU can be used, and that everybody hears of it.
+/// Why no GPU can be used, which all functions say alike.
 fn unavailable() -> Unavailable {
     let why = gpus().unwrap_err();
     assert_eq!((available(), count()), (Vec::new(), 0));
@@ -44,7 +29,7 @@ fn unavailable() -> Unavailable {
 
 #[test]
 fn without_a_driver_the_error_says_what_to_install() {
-    in_process("without_a_driver_the_error_says_what_to_install", &[], || match gpus() {
+    in_process(&[], || match gpus() {
         Err(Unavailable::NoDriver { .. }) => {
             let said = unavailable().to_string();
             assert!(said.contains("libcuda.so.1") && said.contains("Install NVIDIA's display driver"), "{said}");
@@ -54,30 +39,37 @@ fn without_a_driver_the_error_says_what_to_install() {
 }
 
 #[test]
-fn a_driver_that_is_too_old_is_named_with_what_is_needed() {
-    in_process(
-        "a_driver_that_is_too_old_is_named_with_what_is_needed",
-        &[("AQUIFER_STANDIN_VERSION", "11020")],
-        || {
+fn drivers_and_machines_without_a_usable_gpu_say_why() {
+    let version = "AQUIFER_STANDIN_VERSION";
+    let none = ("AQUIFER_STANDIN_DEVICES", "none");
+    let hidden = |value: &str| Unavailable::Hidden { value: value.to_owned() };
+    let symbol = "cuEventQuery";
+    let cases = [
+        (vec![(version, "11020")], Unavailable::TooOld { supported: (11, 2), needed: (11, 4) }),
+        // It lacks required functions, too, and is not a broken driver.
+        (vec![(version, "10020")], Unavailable::TooOld { supported: (10, 2), needed: (11, 4) }),
+        (vec![("AQUIFER_STANDIN_WITHOUT", symbol)], Unavailable::MissingSymbol { symbol, version: Some((13, 0)) }),
+        (vec![none], Unavailable::NoDevice),
+        // A variable that shows the first GPU hides none where there is none.
+        (vec![none, ("CUDA_VISIBLE_DEVICES", "0")], Unavailable::NoDevice),
+        (vec![("CUDA_VISIBLE_DEVICES", "-1")], hidden("-1")),
+        (vec![("CUDA_VISIBLE_DEVICES", "")], hidden("")),
+    ];
+    for (variables, expected) in cases {
+        in_process(&variables, || {
             standin();
-            assert_eq!(unavailable(), Unavailable::TooOld { supported: (11, 2), needed: (11, 4) });
-        },
-    );
-}
-
-/// It lacks required functions, too, which does not make it a broken one.
-#[test]
-fn a_driver_from_before_required_functions_is_too_old_and_not_broken() {
-    let name = "a_driver_from_before_required_functions_is_too_old_and_not_broken";
-    in_process(name, &[("AQUIFER_STANDIN_VERSION", "10020")], || {
-        standin();
-        assert_eq!(unavailable(), Unavailable::TooOld { supported: (10, 2), needed: (11, 4) });
-    });
+            let why = unavailable();
+            assert_eq!(why, expected);
+            if let Unavailable::Hidden { value } = &why {
+                assert!(why.to_string().contains(&format!("CUDA_VISIBLE_DEVICES={value:?}")), "{why}");
+            }
+        });
+    }
 }
 
 #[test]
 fn the_oldest_driver_that_will_do_opens() {
-    in_process("the_oldest_driver_that_will_do_opens", &[("AQUIFER_STANDIN_VERSION", "11040")], || {
+    in_process(&[("AQUIFER_STANDIN_VERSION", "11040")], || {
         standin();
         let device = Device::open("cuda:0").unwrap();
         assert_eq!(device.info().driver_version, Some((11, 4)));
@@ -89,8 +81,7 @@ fn the_oldest_driver_that_will_do_opens() {
 /// Memory and copies are not held up by it.
 #[test]
 fn a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need() {
-    let name = "a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need";
-    in_process(name, &[("AQUIFER_STANDIN_VERSION", "12010")], || {
+    in_process(&[("AQUIFER_STANDIN_VERSION", "12010")], || {
         standin();
         let device = Device::open("cuda:0").unwrap();
         let refused = Kernels::load(&device).unwrap_err();
@@ -102,61 +93,15 @@ fn a_driver_that_is_too_old_for_the_kernels_is_named_with_what_they_need() {
 
 #[test]
 fn the_oldest_driver_that_will_do_for_the_kernels_loads_them() {
-    let name = "the_oldest_driver_that_will_do_for_the_kernels_loads_them";
-    in_process(name, &[("AQUIFER_STANDIN_VERSION", "12020")], || {
+    in_process(&[("AQUIFER_STANDIN_VERSION", "12020")], || {
         standin();
         Kernels::load(&Device::open("cuda:0").unwrap()).unwrap();
     });
 }
 
 #[test]
-fn a_broken_driver_is_named_with_what_it_lacks() {
-    let variables = [("AQUIFER_STANDIN_WITHOUT", "cuEventQuery")];
-    in_process("a_broken_driver_is_named_with_what_it_lacks", &variables, || {
-        standin();
-        assert_eq!(unavailable(), Unavailable::MissingSymbol { symbol: "cuEventQuery", version: Some((13, 0)) });
-    });
-}
-
-#[test]
-fn a_machine_without_a_gpu_says_so() {
-    in_process("a_machine_without_a_gpu_says_so", &[("AQUIFER_STANDIN_DEVICES", "none")], || {
-        standin();
-        assert_eq!(unavailable(), Unavailable::NoDevice);
-    });
-}
-
-/// A variable that shows the first GPU hides none where there is none.
-#[test]
-fn a_machine_without_a_gpu_says_so_whatever_is_to_be_visible() {
-    let name = "a_machine_without_a_gpu_says_so_whatever_is_to_be_visible";
-    in_process(name, &[("AQUIFER_STANDIN_DEVICES", "none"), ("CUDA_VISIBLE_DEVICES", "0")], || {
-        standin();
-        assert_eq!(unavailable(), Unavailable::NoDevice);
-    });
-}
-
-#[test]
-fn hidden_gpus_are_told_with_the_variable_that_hides_them() {
-    in_process("hidden_gpus_are_told_with_the_variable_that_hides_them", &[("CUDA_VISIBLE_DEVICES", "-1")], || {
-        standin();
-        assert_eq!(unavailable(), Unavailable::Hidden { value: "-1".to_owned() });
-    });
-}
-
-#[test]
-fn an_empty_variable_hides_every_gpu() {
-    in_process("an_empty_variable_hides_every_gpu", &[("CUDA_VISIBLE_DEVICES", "")], || {
-        standin();
-        let why = unavailable();
-        assert_eq!(why, Unavailable::Hidden { value: String::new() });
-        assert!(why.to_string().contains("CUDA_VISIBLE_DEVICES=\"\""), "{why}");
-    });
-}
-
-#[test]
-fn a_stub_is_told_from_a_driver() {
-    in_process("a_stub_is_told_from_a_driver", &[], || {
+fn a_stub_is_distinguished_from_a_driver() {
+    in_process(&[], || {
         let standin = standin();
         standin.fail("cuInit", 1, Code(34)).unwrap();
         assert_eq!(gpus(), Err(Unavailable::Stub));
@@ -174,7 +119,7 @@ fn a_stub_is_told_from_a_driver() {
 
 #[test]
 fn a_context_that_cannot_be_made_is_an_error_of_the_device() {
-    in_process("a_context_that_cannot_be_made_is_an_error_of_the_device", &[], || {
+    in_process(&[], || {
         standin().fail("cuDevicePrimaryCtxRetain", 1, Code::OUT_OF_MEMORY).unwrap();
         let Err(OpenError::Device(error)) = Device::open("cuda:0") else { panic!("it was made") };
         assert!(error.is_out_of_memory() && error.to_string().contains("GPU 0"), "{error}");
@@ -185,7 +130,7 @@ fn a_context_that_cannot_be_made_is_an_error_of_the_device() {
 #[test]
 fn gpus_are_found_by_ordinal_and_the_largest_is_the_best() {
     let variables = [("AQUIFER_STANDIN_DEVICES", "8GiB;rtx4090;16GiB"), ("CUDA_VISIBLE_DEVICES", "0,1,2")];
-    in_process("gpus_are_found_by_ordinal_and_the_largest_is_the_best", &variables, || {
+    in_process(&variables, || {
         standin();
         assert_eq!(count(), 3);
         let found = available();
@@ -206,20 +151,19 @@ fn gpus_are_found_by_ordinal_and_the_largest_is_the_best() {
 /// Under a name that nothing looks for.
 #[test]
 fn the_driver_is_the_library_that_the_environment_names() {
-    const NAME: &str = "the_driver_is_the_library_that_the_environment_names";
-    if env::var(CHILD).as_deref() == Ok(NAME) {
-        return in_process(NAME, &[], || assert_eq!(count(), 1, "{:?}", gpus()));
+    if in_child() {
+        return assert_eq!(count(), 1, "{:?}", gpus());
     }
     let path = env::temp_dir().join(format!("aquifer-driver-{}.so", std::process::id()));
     symlink(standin().path(), &path).unwrap();
-    in_process(NAME, &[("AQUIFER_CUDA_LIBRARY", path.to_str().unwrap())], || unreachable!("in the child alone"));
+    in_process(&[("AQUIFER_CUDA_LIBRARY", path.to_str().unwrap())], || unreachable!("in the child alone"));
     fs::remove_file(path).unwrap();
 }
 
 #[test]
 fn a_library_that_the_environment_names_and_that_is_not_there_is_an_error() {
     let variables = [("AQUIFER_CUDA_LIBRARY", "/nowhere/driver.so")];
-    in_process("a_library_that_the_environment_names_and_that_is_not_there_is_an_error", &variables, || {
+    in_process(&variables, || {
         standin();
         let said = unavailable().to_string();
         assert!(said.contains("/nowhere/driver.so") && said.contains("was chosen"), "{said}");
@@ -229,16 +173,15 @@ fn a_library_that_the_environment_names_and_that_is_not_there_is_an_error() {
 /// A driver as the system finds it: by name, on the library path.
 #[test]
 fn the_driver_is_found_on_the_library_path() {
-    const NAME: &str = "the_driver_is_found_on_the_library_path";
-    if env::var(CHILD).as_deref() == Ok(NAME) {
-        return in_process(NAME, &[], || assert_eq!(count(), 1, "{:?}", gpus()));
+    if in_child() {
+        return assert_eq!(count(), 1, "{:?}", gpus());
     }
     let folder = env::temp_dir().join(format!("aquifer-driver-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     for name in ["libcuda.so.1", "libcuda.so"] {
         let link = folder.join(name);
         symlink(standin().path(), &link).unwrap();
-        in_process(NAME, &[("LD_LIBRARY_PATH", folder.to_str().unwrap())], || unreachable!("in the child alone"));
+        in_process(&[("LD_LIBRARY_PATH", folder.to_str().unwrap())], || unreachable!("in the child alone"));
         fs::remove_file(link).unwrap();
     }
     fs::remove_dir(folder).unwrap();

@@ -1,10 +1,8 @@
 //! A device of the stand-in for a test of its own.
 
-use std::sync::Arc;
-
-use aquifer::Device;
-use aquifer::device::{ErrorKind, cuda};
+use aquifer::device::cuda;
 use aquifer_standin::{Standin, StandinDevice};
+use aquifer_tests::prelude::*;
 use cudarc::driver::CudaContext;
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -29,11 +27,6 @@ impl Gpu {
     /// A context of cudarc's on the same device.
     pub(crate) fn context(&self) -> Arc<CudaContext> {
         CudaContext::new(self.standin.ordinal() as usize).unwrap()
-    }
-
-    /// How often a function of the driver was called on this device.
-    pub(crate) fn calls(&self, function: &str) -> u64 {
-        self.standin.calls(function).unwrap()
     }
 
     pub(crate) fn assert_no_violation(&self) {

@@ -1,12 +1,9 @@
 //! Transfers between devices of two kinds, which go by way of the host.
 
-use std::sync::Arc;
-
-use aquifer::device::sim::{Fault, SimConfig, SimDriver};
-use aquifer::memory::Config;
+use aquifer::device::sim::SimDriver;
 use aquifer::transfer::Transfer;
-use aquifer::{Allocator, Device, Pending, Tensor};
-use aquifer_device::{Code, Operation};
+use aquifer::{Pending, Tensor};
+use aquifer_tests::prelude::*;
 use aquifer_transfer::To;
 
 use crate::support::Gpu;

@@ -10,7 +10,7 @@ use aquifer_device::{
     RawPhysical, RawStream, Result, StreamFlags,
 };
 
-use super::{ADDRESSES_FOR_MEMORY, Physical, ROUNDING, Rationed, RationedMapping};
+use super::{ADDRESSES_FOR_MEMORY, Physical, Rationed, RationedMapping};
 
 impl Driver for Rationed {
     fn info(&self) -> &DeviceInfo {
@@ -35,80 +35,47 @@ impl Driver for Rationed {
     }
 
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
-        self.make(
-            Operation::CreateStream,
-            |below| below.create_stream(flags),
-            |left, stream| {
-                left.streams.insert(stream);
-            },
-        )
+        self.make(Operation::CreateStream, |made| &mut made.streams, |below| below.create_stream(flags))
     }
 
     fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        self.end(Operation::DestroyStream, |left| &mut left.streams, stream, |below| below.destroy_stream(stream))
+        self.end(Operation::DestroyStream, |made| &mut made.streams, stream, |below| below.destroy_stream(stream))
     }
 
     fn create_event(&self, timing: bool) -> Result<RawEvent> {
-        self.make(
-            Operation::CreateEvent,
-            |below| below.create_event(timing),
-            |left, event| {
-                left.events.insert(event);
-            },
-        )
+        self.make(Operation::CreateEvent, |made| &mut made.events, |below| below.create_event(timing))
     }
 
     fn destroy_event(&self, event: RawEvent) -> Result<()> {
-        self.end(Operation::DestroyEvent, |left| &mut left.events, event, |below| below.destroy_event(event))
+        self.end(Operation::DestroyEvent, |made| &mut made.events, event, |below| below.destroy_event(event))
     }
 
     fn begin_capture(&self, stream: RawStream) -> Result<()> {
-        self.make(
-            Operation::BeginCapture,
-            |below| below.begin_capture(stream),
-            |left, ()| {
-                left.capturing.insert(stream);
-            },
-        )
+        self.enter(Operation::BeginCapture)?.begin_capture(stream)?;
+        self.state.lock().unreturned.capturing.insert(stream);
+        Ok(())
     }
 
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
-        self.make(
-            Operation::EndCapture,
-            |below| below.end_capture(stream),
-            |left, graph| {
-                left.capturing.remove(&stream);
-                left.graphs.insert(graph);
-            },
-        )
+        let graph = self.make(Operation::EndCapture, |made| &mut made.graphs, |below| below.end_capture(stream))?;
+        self.state.lock().unreturned.capturing.remove(&stream);
+        Ok(graph)
     }
 
     fn destroy_graph(&self, graph: RawGraph) -> Result<()> {
-        self.end(Operation::DestroyGraph, |left| &mut left.graphs, graph, |below| below.destroy_graph(graph))
+        self.end(Operation::DestroyGraph, |made| &mut made.graphs, graph, |below| below.destroy_graph(graph))
     }
 
     fn load_module(&self, ptx: &str) -> Result<RawModule> {
-        self.make(
-            Operation::LoadModule,
-            |below| below.load_module(ptx),
-            |left, module| {
-                left.modules.insert(module);
-            },
-        )
+        self.make(Operation::LoadModule, |made| &mut made.modules, |below| below.load_module(ptx))
     }
 
     fn unload_module(&self, module: RawModule) -> Result<()> {
-        self.end(Operation::UnloadModule, |left| &mut left.modules, module, |below| below.unload_module(module))
+        self.end(Operation::UnloadModule, |made| &mut made.modules, module, |below| below.unload_module(module))
     }
 
     fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
-        self.make(
-            Operation::HostAlloc,
-            |below| below.host_alloc(bytes),
-            |left, ptr| {
-                left.host.insert(ptr);
-            },
-        )
+        self.make(Operation::HostAlloc, |made| &mut made.host, |below| below.host_alloc(bytes))
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {
@@ -118,15 +85,7 @@ impl Driver for Rationed {
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
-        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
-        self.take(
-            Operation::Alloc,
-            taken,
-            |below| below.alloc(bytes),
-            |state, ptr| {
-                state.plain.insert(ptr, taken);
-            },
-        )
+        self.take_plain(Operation::Alloc, bytes, |below| below.alloc(bytes))
     }
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
@@ -134,15 +93,7 @@ impl Driver for Rationed {
     }
 
     fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
-        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
-        self.take(
-            Operation::AllocAsync,
-            taken,
-            |below| below.alloc_async(bytes, stream),
-            |state, ptr| {
-                state.plain.insert(ptr, taken);
-            },
-        )
+        self.take_plain(Operation::AllocAsync, bytes, |below| below.alloc_async(bytes, stream))
     }
 
     fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
@@ -161,7 +112,7 @@ impl Driver for Rationed {
         }
         let ptr = below.reserve(bytes, alignment)?;
         state.reserved += bytes;
-        state.left.reserved.insert(ptr, bytes);
+        state.unreturned.reserved.insert(ptr, bytes);
         Ok(ptr)
     }
 
@@ -171,7 +122,7 @@ impl Driver for Rationed {
             |below| below.unreserve(ptr, bytes),
             |state| {
                 state.reserved -= bytes;
-                state.left.reserved.remove(&ptr);
+                state.unreturned.reserved.remove(&ptr);
             },
         )
     }
@@ -256,20 +207,18 @@ impl Driver for Rationed {
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         let register = |below: &dyn Driver| unsafe { below.host_register(ptr, bytes) };
-        self.make(Operation::HostRegister, register, |left, ptr| {
-            left.registered.insert(ptr);
-        })
+        self.make(Operation::HostRegister, |made| &mut made.registered, register)
     }
 
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         let free = |below: &dyn Driver| unsafe { below.host_free(ptr) };
-        self.end(Operation::HostFree, |left| &mut left.host, ptr, free)
+        self.end(Operation::HostFree, |made| &mut made.host, ptr, free)
     }
 
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
         // SAFETY: the caller's promise about the memory is passed on unchanged.
         let unregister = |below: &dyn Driver| unsafe { below.host_unregister(ptr) };
-        self.end(Operation::HostUnregister, |left| &mut left.registered, ptr, unregister)
+        self.end(Operation::HostUnregister, |made| &mut made.registered, ptr, unregister)
     }
 }

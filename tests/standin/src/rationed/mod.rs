@@ -9,7 +9,7 @@
 //! device was lost, goes back to the device when the ration is dropped.
 
 mod driver;
-mod left;
+mod unreturned;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hash;
@@ -23,7 +23,7 @@ use aquifer_device::{
 };
 use parking_lot::Mutex;
 
-use left::Left;
+use unreturned::Unreturned;
 
 /// Addresses can be reserved for so many times the memory of the device, as on the simulated one,
 /// which says why.
@@ -72,7 +72,7 @@ struct State {
     calls: u64,
     faults: FaultPlan,
     lost: Option<Code>,
-    left: Left,
+    unreturned: Unreturned,
 }
 
 /// A mapping of rationed memory.
@@ -114,7 +114,7 @@ impl Rationed {
             calls: 0,
             faults: FaultPlan::new(&config.faults, config.seed),
             lost: None,
-            left: Left::default(),
+            unreturned: Unreturned::default(),
         };
         let rdma = config.vmm && config.preset != Preset::Rtx4090;
         let export = config.vmm && config.export;
@@ -136,7 +136,7 @@ impl Rationed {
         if self.gpu.synchronize().is_ok() {
             return Ok(true);
         }
-        let streams: Vec<RawStream> = self.state.lock().left.streams.iter().copied().collect();
+        let streams: Vec<RawStream> = self.state.lock().unreturned.streams.iter().copied().collect();
         streams.into_iter().try_for_each(|stream| match self.gpu.capture_status(stream)? {
             CaptureStatus::None => self.gpu.synchronize_stream(stream),
             _ => Ok(()),
@@ -166,7 +166,7 @@ impl Rationed {
         start.range(mapping.bytes).contains(&ptr.0).then(|| (start, mapping.clone()))
     }
 
-    /// The part of the ration that is somebody else's from now on, in bytes.
+    /// The part of the ration that another process holds from now on, in bytes.
     pub fn set_other_process_bytes(&self, bytes: u64) {
         self.state.lock().other = bytes;
     }
@@ -224,16 +224,29 @@ impl Rationed {
         Ok(())
     }
 
-    /// Makes a call that makes something, which is then there to be given back.
-    fn make<T: Copy>(
+    /// Makes a call that creates an object, and notes the object in a set.
+    fn make<T: Copy + Eq + Hash>(
         &self,
         operation: Operation,
+        set: impl FnOnce(&mut Unreturned) -> &mut HashSet<T>,
         call: impl FnOnce(&dyn Driver) -> Result<T>,
-        note: impl FnOnce(&mut Left, T),
     ) -> Result<T> {
         let made = call(self.enter(operation)?)?;
-        note(&mut self.state.lock().left, made);
+        set(&mut self.state.lock().unreturned).insert(made);
         Ok(made)
+    }
+
+    /// Takes memory from the ration for a plain allocation, in whole pieces.
+    fn take_plain(
+        &self,
+        operation: Operation,
+        bytes: u64,
+        call: impl FnOnce(&dyn Driver) -> Result<DevicePtr>,
+    ) -> Result<DevicePtr> {
+        let taken = bytes.checked_next_multiple_of(ROUNDING).unwrap_or(u64::MAX);
+        self.take(operation, taken, call, |state, ptr| {
+            state.plain.insert(ptr, taken);
+        })
     }
 
     /// Makes a call that ends something. It is forgotten before, because the driver may give its
@@ -241,15 +254,15 @@ impl Rationed {
     fn end<T: Copy + Eq + Hash>(
         &self,
         operation: Operation,
-        set: impl Fn(&mut Left) -> &mut HashSet<T>,
+        set: impl Fn(&mut Unreturned) -> &mut HashSet<T>,
         ended: T,
         call: impl FnOnce(&dyn Driver) -> Result<()>,
     ) -> Result<()> {
         let below = self.enter(operation)?;
-        let known = set(&mut self.state.lock().left).remove(&ended);
+        let known = set(&mut self.state.lock().unreturned).remove(&ended);
         call(below).inspect_err(|_| {
             if known {
-                set(&mut self.state.lock().left).insert(ended);
+                set(&mut self.state.lock().unreturned).insert(ended);
             }
         })
     }
@@ -265,11 +278,11 @@ impl Rationed {
 
 impl Drop for Rationed {
     fn drop(&mut self) {
-        let State { plain, handles, mapped, left, .. } = self.state.get_mut();
-        if left.stop(&*self.gpu) {
+        let State { plain, handles, mapped, unreturned, .. } = self.state.get_mut();
+        if unreturned.stop(&*self.gpu) {
             let held = handles.drain().map(|(handle, _)| handle);
             let mapped = std::mem::take(mapped).into_iter().map(|(ptr, mapping)| (ptr, mapping.bytes));
-            left.give_back(&*self.gpu, plain.drain().map(|(ptr, _)| ptr), mapped, held);
+            unreturned.give_back(&*self.gpu, plain.drain().map(|(ptr, _)| ptr), mapped, held);
         }
     }
 }

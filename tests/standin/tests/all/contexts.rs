@@ -116,7 +116,11 @@ fn the_primary_context_lives_while_it_is_retained() {
         (flags, active)
     };
     assert_eq!(state(handle), (0, 0));
-    assert_eq!(device.number(Number::HeldBytes), MIB as u64, "what was left is told until the next life");
+    assert_eq!(
+        device.number(Number::HeldBytes),
+        MIB as u64,
+        "memory that was not freed is counted until the next life"
+    );
     assert_eq!([call!(cuMemFree_v2(ptr)), call!(cuDevicePrimaryCtxRelease_v2(handle))], [709, 201]);
     let again = CudaContext::new(device.ordinal() as usize).unwrap();
     assert_eq!((again.cu_ctx(), state(handle)), (context, (0, 1)));

@@ -3,8 +3,7 @@
 use std::ffi::CStr;
 use std::ptr::null_mut;
 
-use aquifer_device::sim::{Fault, SimConfig};
-use aquifer_device::{Code, Operation};
+use aquifer_device::Code;
 use aquifer_standin::{LoadError, Standin};
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, DriverError};
@@ -47,19 +46,6 @@ fn faults_of_the_simulated_device_strike() {
     }
     card.device.inject("fault=cuMemAlloc#1:12345").unwrap();
     assert_eq!(alloc(), 999, "bindings do not know the code, so it does not reach them");
-}
-
-#[test]
-fn devices_and_faults_are_made_of_values_too() {
-    let config = SimConfig::new(64 << 20).seed(3).vmm(false);
-    let device = standin().add_device_like(&config).unwrap();
-    let context = CudaContext::new(device.ordinal() as usize).unwrap();
-    assert_eq!(context.total_mem().unwrap(), 64 << 20);
-    let fault = Fault::Nth { operation: Some(Operation::Alloc), nth: 1, code: Code(999) };
-    device.inject_fault(&fault).unwrap();
-    assert_eq!([call!(cuMemAlloc_v2(&mut 0, MIB)), call!(cuMemAlloc_v2(&mut 0, MIB))], [999, 0]);
-    let refused = standin().add_device_like(&config.panic_on_violation(true)).unwrap_err();
-    assert_eq!(refused.code, Code::NOT_SUPPORTED);
 }
 
 #[test]

@@ -23,14 +23,6 @@ fn memory_is_taken_and_given_back() {
 }
 
 #[test]
-fn other_processes_hold_memory_too() {
-    let card = Card::new();
-    card.device.set_other_process_bytes(1000 * MIB as u64);
-    assert_eq!(card.context.mem_get_info().unwrap().0, 24 * MIB);
-    assert_eq!(call!(cuMemAlloc_v2(&mut 0, 25 * MIB)), 2);
-}
-
-#[test]
 fn the_pool_counts_what_it_holds() {
     let card = Card::new();
     let (mut pool, mut own) = (null_mut(), null_mut());

@@ -32,46 +32,6 @@ impl Source {
 }
 
 #[test]
-fn a_copy_between_devices_waits_for_an_event_of_the_other_one() {
-    for waits in [true, false] {
-        let source = Source::new();
-        let target = Card::new();
-        let [from, to] = contexts(&source.card, &target);
-        let (dst, stream) = (target.alloc(MIB), target.stream(NON_BLOCKING));
-        if waits {
-            assert_eq!(call!(cuStreamWaitEvent(stream, source.event, 0)), 0);
-        }
-        assert_eq!(call!(cuMemcpyPeerAsync(dst, to, source.ptr, from, MIB, stream)), 0);
-        assert_eq!(call!(cuStreamSynchronize(stream)), 0);
-        if waits {
-            assert_eq!(target.read(dst + 5, 3), [42; 3]);
-        }
-        assert_eq!(source.card.device.violations().is_empty(), waits, "the copy must be ordered after what it reads");
-        target.assert_no_violation();
-    }
-}
-
-#[test]
-fn what_follows_a_copy_on_the_other_device_must_wait_for_it() {
-    for waits in [true, false] {
-        let source = Source::new();
-        let target = Card::new();
-        let [from, to] = contexts(&source.card, &target);
-        let (dst, stream, event) = (target.alloc(MIB), target.stream(NON_BLOCKING), target.event(NO_TIMING));
-        assert_eq!(call!(cuStreamWaitEvent(stream, source.event, 0)), 0);
-        assert_eq!(call!(cuMemcpyPeerAsync(dst, to, source.ptr, from, MIB, stream)), 0);
-        assert_eq!(call!(cuEventRecord(event, stream)), 0);
-        source.card.context.bind_to_thread().unwrap();
-        if waits {
-            assert_eq!(call!(cuStreamWaitEvent(source.stream, event, 0)), 0);
-        }
-        assert_eq!(call!(cuMemsetD8Async(source.ptr, 1, MIB, source.stream)), 0);
-        assert_eq!(source.card.device.violations().is_empty(), waits);
-        target.assert_no_violation();
-    }
-}
-
-#[test]
 fn what_is_wrong_with_either_side_is_refused() {
     let source = Source::new();
     let target = Card::new();

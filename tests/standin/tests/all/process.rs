@@ -3,28 +3,13 @@
 
 use std::env;
 use std::ffi::CStr;
-use std::process::Command;
 use std::ptr::null_mut;
 
-use aquifer_standin::{LoadError, load};
+use aquifer_standin::{LoadError, in_process, load};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUdriverProcAddressQueryResult as Found, culib};
 
 use crate::support::{call, refused, standin};
-
-const CHILD: &str = "AQUIFER_STANDIN_TEST_CHILD";
-
-/// Runs `body` in a process of its own, where `variables` are set: the test `name` again.
-fn in_process(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
-    if env::var(CHILD).as_deref() == Ok(name) {
-        return body();
-    }
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", &format!("process::{name}"), "--nocapture"]).env(CHILD, name);
-    let output = command.envs(variables.iter().copied()).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-}
 
 fn version() -> i32 {
     let mut version = 0;
@@ -41,7 +26,7 @@ fn has(symbol: &str) -> bool {
 
 #[test]
 fn calls_before_the_start_are_refused() {
-    in_process("calls_before_the_start_are_refused", &[], || {
+    in_process(&[], || {
         standin();
         assert_eq!(version(), 13000, "which works before, as with CUDA");
         let before = [
@@ -59,7 +44,7 @@ fn calls_before_the_start_are_refused() {
 
 #[test]
 fn there_may_be_no_device() {
-    in_process("there_may_be_no_device", &[("AQUIFER_STANDIN_DEVICES", "none")], || {
+    in_process(&[("AQUIFER_STANDIN_DEVICES", "none")], || {
         standin();
         assert_eq!([call!(cuInit(0)), refused(CudaContext::device_count())], [100, 100]);
         assert_eq!(refused(CudaContext::new(0)), 100);
@@ -68,7 +53,7 @@ fn there_may_be_no_device() {
 
 #[test]
 fn devices_can_be_hidden() {
-    in_process("devices_can_be_hidden", &[("CUDA_VISIBLE_DEVICES", "")], || {
+    in_process(&[("CUDA_VISIBLE_DEVICES", "")], || {
         standin();
         assert_eq!(call!(cuInit(0)), 100);
     });
@@ -77,7 +62,7 @@ fn devices_can_be_hidden() {
 #[test]
 fn the_environment_lists_devices() {
     let variables = [("AQUIFER_STANDIN_DEVICES", "8GiB;sim:rtx4090;4GiB"), ("CUDA_VISIBLE_DEVICES", "2,1")];
-    in_process("the_environment_lists_devices", &variables, || {
+    in_process(&variables, || {
         standin();
         assert_eq!(call!(cuInit(0)), 0);
         assert_eq!(CudaContext::device_count().unwrap(), 2);
@@ -91,7 +76,7 @@ fn the_environment_lists_devices() {
 fn the_environment_makes_calls_fail() {
     let variables =
         [("AQUIFER_STANDIN_FAULTS", "fault=cuMemAlloc#2:out_of_memory"), ("AQUIFER_STANDIN_FAIL", "cuInit#1:34")];
-    in_process("the_environment_makes_calls_fail", &variables, || {
+    in_process(&variables, || {
         standin();
         assert_eq!([call!(cuInit(0)), call!(cuInit(0))], [34, 0]);
         let context = CudaContext::new(0).unwrap();
@@ -102,7 +87,7 @@ fn the_environment_makes_calls_fail() {
 
 #[test]
 fn an_environment_that_makes_no_sense_is_reported() {
-    in_process("an_environment_that_makes_no_sense_is_reported", &[("AQUIFER_STANDIN_DEVICES", "huge")], || {
+    in_process(&[("AQUIFER_STANDIN_DEVICES", "huge")], || {
         let Err(LoadError::Environment(text)) = load() else { panic!("it was understood") };
         assert!(text.contains("huge"), "{text}");
     });
@@ -111,7 +96,7 @@ fn an_environment_that_makes_no_sense_is_reported() {
 #[test]
 fn an_old_driver_lacks_functions() {
     let variables = [("AQUIFER_STANDIN_VERSION", "11040"), ("AQUIFER_STANDIN_WITHOUT", "cuMemAddressReserve")];
-    in_process("an_old_driver_lacks_functions", &variables, || {
+    in_process(&variables, || {
         standin();
         assert_eq!(version(), 11040);
         for symbol in ["cuStreamGetId", "cuMemcpyBatchAsync", "cuEventElapsedTime_v2", "cuMemAddressReserve"] {
@@ -136,7 +121,7 @@ fn address(name: &CStr, version: i32) -> (u32, bool, Found) {
 
 #[test]
 fn functions_are_found_by_their_plain_name() {
-    in_process("functions_are_found_by_their_plain_name", &[], || {
+    in_process(&[], || {
         standin();
         assert_eq!(address(c"cuMemAlloc", 12080), (0, true, Found::CU_GET_PROC_ADDRESS_SUCCESS));
         assert_eq!(address(c"cuMagic", 12080), (500, false, Found::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND));

@@ -93,7 +93,7 @@ pub(crate) fn refused<T>(answer: Result<T, DriverError>) -> u32 {
     answer.map_or_else(|error| error.0 as u32, |_| 0)
 }
 
-/// A handle that nobody gave out.
+/// A handle that was never given out.
 pub(crate) fn wild<T>() -> *mut T {
     std::ptr::without_provenance_mut(0xDEAD_BEEF)
 }

@@ -1,46 +1,12 @@
 //! Buffers of every kind of memory: blocks, private pools, memory that grows, memory that others
 //! have a handle of. Streams take access guards on all of them in the same way.
 
-use std::time::Duration;
+use aquifer_tests::prelude::*;
 
-use aquifer::device::{AccessKind, RequestError};
-use aquifer::memory::{AccessGuard, AllocError, Config, Contents, Growable, PoolOptions};
-use aquifer::{Allocator, Buffer, Device, Stream};
-use aquifer_device::HandleKind;
-use aquifer_tests::{MIB, Subject};
+use super::access_guards::write;
 use proptest::prelude::*;
 
 const CAPACITY: u64 = 128 * MIB;
-
-struct Bench {
-    driver: Subject,
-    device: Device,
-    allocator: Allocator,
-    streams: [Stream; 3],
-}
-
-impl Bench {
-    fn new(options: &str) -> Bench {
-        let driver = Subject::new(CAPACITY);
-        let device = driver.device();
-        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [(); 3].map(|()| device.stream().unwrap());
-        Bench { driver, device, allocator, streams }
-    }
-
-    fn end(self) {
-        self.allocator.empty_cache().unwrap();
-        self.device.settle();
-        assert_eq!((self.allocator.memory_allocated(), self.allocator.memory_reserved()), (0, 0));
-        assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
-        self.driver.assert_no_violation();
-    }
-}
-
-fn write(stream: &Stream, buffer: &Buffer<u8>, value: u8) -> Result<(), AllocError> {
-    let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?;
-    Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
-}
 
 /// The first and the last byte.
 fn ends(stream: &Stream, buffer: &Buffer<u8>) -> [u8; 2] {
@@ -53,14 +19,14 @@ fn ends(stream: &Stream, buffer: &Buffer<u8>) -> [u8; 2] {
 }
 
 #[test]
-fn streams_take_turns_with_memory_that_grows() {
-    let bench = Bench::new("");
-    let [one, two, three] = &bench.streams;
+fn access_guards_order_streams_on_memory_that_grows() {
+    let bench = Bench::new(CAPACITY, "");
+    let (one, two, three) = (&bench.stream, &bench.side, &bench.new_stream());
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     assert!(cache.buffer::<u8>().is_empty());
     cache.grow_to(10 * MIB, one).unwrap();
     let small: Buffer<u8> = cache.buffer();
-    bench.driver.stall(one, Duration::from_millis(5)).unwrap();
+    bench.stall(one, Duration::from_millis(5));
     write(one, &small, 1).unwrap();
     assert_eq!(ends(two, &small), [1, 1]);
     cache.grow_to(50 * MIB, two).unwrap();
@@ -72,13 +38,13 @@ fn streams_take_turns_with_memory_that_grows() {
     drop(large);
     assert_eq!(ends(one, &small), [1, 1], "a buffer keeps the memory");
     drop(small);
-    bench.end();
+    bench.assert_returned();
 }
 
 #[test]
-fn it_does_not_grow_below_a_turn_of_the_same_thread() {
-    let bench = Bench::new("");
-    let [one, ..] = &bench.streams;
+fn memory_does_not_grow_under_an_access_guard_of_the_same_thread() {
+    let bench = Bench::new(CAPACITY, "");
+    let one = &bench.stream;
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
     let buffer: Buffer<u8> = cache.buffer();
@@ -89,13 +55,13 @@ fn it_does_not_grow_below_a_turn_of_the_same_thread() {
     cache.grow_to(40 * MIB, one).unwrap();
     write(one, &cache.buffer(), 1).unwrap();
     drop((cache, buffer));
-    bench.end();
+    bench.assert_returned();
 }
 
 #[test]
-fn it_does_not_shrink_below_buffers() {
-    let bench = Bench::new("");
-    let [one, two, _] = &bench.streams;
+fn memory_does_not_shrink_below_buffers() {
+    let bench = Bench::new(CAPACITY, "");
+    let Bench { stream: one, side: two, .. } = &bench;
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(30 * MIB, one).unwrap();
     let buffer: Buffer<u32> = cache.buffer();
@@ -103,7 +69,7 @@ fn it_does_not_shrink_below_buffers() {
     assert!(matches!(cache.shrink_to(20 * MIB, one), Err(AllocError::Shared { .. })));
     assert_eq!((cache.bytes(), bench.allocator.memory_allocated()), (30 * MIB, 30 * MIB));
     cache.grow_to(40 * MIB, one).unwrap();
-    bench.driver.stall(two, Duration::from_secs(1)).unwrap();
+    bench.stall(two, Duration::from_secs(1));
     let bytes = buffer.reinterpret().unwrap().share();
     write(two, &bytes, 5).unwrap();
     drop((buffer, bytes));
@@ -113,16 +79,16 @@ fn it_does_not_shrink_below_buffers() {
     let block: Buffer<u8> = bench.allocator.alloc(100 << 20, one).unwrap();
     write(one, &block, 6).unwrap();
     drop((cache, block));
-    bench.end();
+    bench.assert_returned();
 }
 
 #[test]
-fn memory_taken_back_is_ordered_for_every_stream() {
-    let bench = Bench::new("");
-    let [one, two, three] = &bench.streams;
+fn memory_grown_into_again_is_ordered_for_every_stream() {
+    let bench = Bench::new(CAPACITY, "");
+    let (one, two, three) = (&bench.stream, &bench.side, &bench.new_stream());
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(60 * MIB, one).unwrap();
-    bench.driver.stall(two, Duration::from_millis(50)).unwrap();
+    bench.stall(two, Duration::from_millis(50));
     two.wait_for(&one.tick()).unwrap();
     two.fill(cache.ptr(), 1, cache.bytes()).unwrap();
     cache.shrink_to(10 * MIB, two).unwrap();
@@ -131,62 +97,62 @@ fn memory_taken_back_is_ordered_for_every_stream() {
     write(three, &cache.buffer::<u8>().slice(20 << 20..), 2).unwrap();
     assert_eq!(ends(one, &cache.buffer()), [1, 2]);
     drop(cache);
-    bench.end();
+    bench.assert_returned();
 }
 
 #[test]
 fn exportable_memory_is_shared_by_its_buffers() {
     for options in ["", "backing:segments"] {
-        let bench = Bench::new(options);
-        let [one, two, _] = &bench.streams;
+        let bench = Bench::new(CAPACITY, options);
+        let Bench { stream: one, side: two, .. } = &bench;
         let shared = bench.allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, one).unwrap();
         let buffer: Buffer<u8> = shared.buffer();
         assert_eq!((buffer.bytes(), buffer.ptr()), (5 * MIB, shared.ptr()));
-        bench.driver.stall(one, Duration::from_millis(5)).unwrap();
+        bench.stall(one, Duration::from_millis(5));
         write(one, &buffer, 3).unwrap();
         drop(shared);
         assert_eq!(ends(two, &buffer), [3, 3]);
         drop(buffer);
-        bench.end();
+        bench.assert_returned();
     }
 }
 
 #[test]
 fn pools_and_allocations_make_buffers() {
-    let bench = Bench::new("");
-    let [one, two, three] = &bench.streams;
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let bench = Bench::new(CAPACITY, "");
+    let (one, two, three) = (&bench.stream, &bench.side, &bench.new_stream());
+    let pool = bench.pool();
     let buffer: Buffer<u8> = pool.alloc(3 << 20, one).unwrap();
     let snapshot = bench.allocator.snapshot();
     let of_pool = snapshot.segments.iter().filter(|segment| segment.segment_pool_id == pool.id());
     assert_eq!(of_pool.map(|segment| segment.active_size).sum::<u64>(), 3 * MIB);
-    let allocation = bench.allocator.alloc_bytes(3 * MIB, one).unwrap();
+    let allocation = bench.alloc_on(one, 3 * MIB);
     two.wait_for(&one.tick()).unwrap();
-    bench.driver.stall(two, Duration::from_millis(5)).unwrap();
+    bench.stall(two, Duration::from_millis(5));
     two.fill(allocation.ptr(), 4, 3 * MIB).unwrap();
     let taken = bench.allocator.buffer_of::<u8>(allocation, two).unwrap();
     assert_eq!(ends(three, &taken), [4, 4]);
-    bench.driver.stall(two, Duration::from_millis(5)).unwrap();
+    bench.stall(two, Duration::from_millis(5));
     write(two, &taken, 5).unwrap();
     drop(taken);
     write(one, &bench.allocator.alloc(3 << 20, one).unwrap(), 6).unwrap();
     drop((buffer, pool));
 
-    let elsewhere = Bench::new("");
-    let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
-    let refused = bench.allocator.buffer_of::<u8>(foreign, &elsewhere.streams[0]);
+    let elsewhere = Bench::new(CAPACITY, "");
+    let foreign = bench.alloc_on(one, MIB);
+    let refused = bench.allocator.buffer_of::<u8>(foreign, &elsewhere.stream);
     assert!(matches!(refused, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
-    let foreign = bench.allocator.alloc_bytes(MIB, one).unwrap();
-    let refused = elsewhere.allocator.buffer_of::<u8>(foreign, &elsewhere.streams[0]);
+    let foreign = bench.alloc_on(one, MIB);
+    let refused = elsewhere.allocator.buffer_of::<u8>(foreign, &elsewhere.stream);
     assert!(matches!(refused, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
-    elsewhere.end();
-    bench.end();
+    elsewhere.assert_returned();
+    bench.assert_returned();
 }
 
 #[test]
-fn turns_with_all_of_it_are_refused_while_the_allocator_sleeps() {
-    let bench = Bench::new("");
-    let [one, ..] = &bench.streams;
+fn access_guards_on_growable_memory_are_refused_while_the_allocator_sleeps() {
+    let bench = Bench::new(CAPACITY, "");
+    let one = &bench.stream;
     let mut cache = bench.allocator.growable(10 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
     let buffer: Buffer<u8> = cache.buffer();
@@ -196,7 +162,7 @@ fn turns_with_all_of_it_are_refused_while_the_allocator_sleeps() {
     bench.allocator.wake().unwrap();
     assert_eq!(ends(one, &buffer), [7, 7]);
     drop((cache, buffer));
-    bench.end();
+    bench.assert_returned();
 }
 
 #[derive(Clone, Debug)]
@@ -231,12 +197,12 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: u32::try_from(Subject::share(150)).unwrap(), ..ProptestConfig::default() })]
-    /// Whatever buffers share, and whoever grows and shrinks below them: no stream meets another's
-    /// work, because all use access guards.
+    /// Buffers share memory that grows and shrinks. Access guards alone order the streams.
     #[test]
-    fn turns_are_all_the_order_that_programs_need(steps in prop::collection::vec(step(), 1..80)) {
-        let bench = Bench::new("");
-        let Bench { driver, allocator, streams, .. } = &bench;
+    fn access_guards_are_all_the_order_that_programs_need(steps in prop::collection::vec(step(), 1..80)) {
+        let bench = Bench::new(CAPACITY, "");
+        let Bench { driver, allocator, .. } = &bench;
+        let streams = &[bench.stream.clone(), bench.side.clone(), bench.new_stream()];
         let new = |by: usize| allocator.growable(60 * MIB, &streams[by]).unwrap();
         let mut caches: Vec<Growable> = vec![new(0), new(1)];
         let mut buffers: Vec<Buffer<u8>> = Vec::new();
@@ -281,6 +247,6 @@ proptest! {
             prop_assert!(driver.violations().is_empty(), "{:?}", driver.violations());
         }
         drop((caches, buffers));
-        bench.end();
+        bench.assert_returned();
     }
 }

@@ -1,27 +1,15 @@
 //! Exportable memory: physical memory of its own that goes back once it is done, on every backing,
 //! and after every failure.
 
-use std::time::Duration;
-
-use aquifer::device::RequestError;
-use aquifer::device::sim::{Fault, SimConfig};
-use aquifer::memory::{AllocError, Config};
-use aquifer::{Allocator, Device};
-use aquifer_device::{Code, HandleKind, Operation, PhysicalOptions};
-use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on};
+use aquifer_device::PhysicalOptions;
+use aquifer_tests::prelude::*;
 
 const FD: HandleKind = HandleKind::PosixFd;
-
-fn setup(options: &str) -> (Subject, Device, Allocator) {
-    let driver = Subject::new(128 * MIB);
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-    (driver, device, allocator)
-}
+const CAPACITY: u64 = 128 * MIB;
 
 #[test]
 fn it_is_one_piece_of_physical_memory_created_for_export() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "");
     let peers = Subject::peers(2);
     let with = |peers: &[Subject]| {
         let mut devices: Vec<_> = [&driver].into_iter().chain(peers).map(Subject::ordinal).collect();
@@ -46,7 +34,7 @@ fn it_is_one_piece_of_physical_memory_created_for_export() {
 
 #[test]
 fn it_goes_back_once_the_streams_that_used_it_are_done() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "");
     let (stream, side) = (device.stream().unwrap(), device.stream().unwrap());
     let shared = allocator.alloc_exportable(40 * MIB, FD, &stream).unwrap();
     let ptr = shared.ptr();
@@ -72,14 +60,14 @@ fn it_goes_back_once_the_streams_that_used_it_are_done() {
 
 #[test]
 fn it_makes_room_like_any_other_request() {
-    let (driver, device, allocator) = setup("limit_mb:100");
+    let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "limit_mb:100");
     let stream = device.default_stream();
     drop(allocator.alloc_bytes(90 * MIB, stream).unwrap());
     let shared = allocator.alloc_exportable(60 * MIB, FD, stream).unwrap();
     assert!(allocator.memory_reserved() <= 100 * MIB);
     let error = allocator.alloc_exportable(50 * MIB, FD, stream).unwrap_err();
     assert_eq!(error.report().unwrap().requested, 50 * MIB);
-    let held = std::sync::Mutex::new(Some(shared));
+    let held = Mutex::new(Some(shared));
     let _reclaimer =
         allocator.register_reclaimer(0, "drop it", move |_| held.lock().unwrap().take().map_or(0, |old| old.bytes()));
     drop(allocator.alloc_exportable(50 * MIB, FD, stream).unwrap());
@@ -100,7 +88,7 @@ fn a_device_without_handles_says_what_is_missing() {
 
 #[test]
 fn segments_give_it_one_of_its_own() {
-    let (driver, device, allocator) = setup("backing:segments");
+    let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "backing:segments");
     let stream = device.default_stream();
     let shared = allocator.alloc_exportable(5 * MIB, FD, stream).unwrap();
     let beside = allocator.alloc_bytes(5 * MIB, stream).unwrap();
@@ -115,7 +103,7 @@ fn segments_give_it_one_of_its_own() {
 
 #[test]
 fn it_outlives_every_other_handle_of_the_allocator() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "");
     let shared = allocator.alloc_exportable(5 * MIB, FD, device.default_stream()).unwrap();
     let ptr = shared.ptr();
     drop(allocator);
@@ -141,7 +129,7 @@ fn every_failing_call_is_rolled_back() {
     for (operation, code) in
         operations.into_iter().flat_map(|operation| [(operation, Code(999)), (operation, Code::OUT_OF_MEMORY)])
     {
-        let (driver, device, allocator) = setup("");
+        let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "");
         let stream = device.default_stream();
         driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code });
         let first = allocator.alloc_exportable(30 * MIB, FD, stream);
@@ -163,7 +151,7 @@ fn every_failing_call_is_rolled_back() {
 
 #[test]
 fn it_gets_addresses_that_cached_memory_holds() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = Bench::new(CAPACITY, "");
     let stream = device.default_stream();
     drop(allocator.alloc_bytes(64 * MIB, stream).unwrap());
     let all = driver.addresses().unwrap();

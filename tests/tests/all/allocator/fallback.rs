@@ -1,83 +1,62 @@
 //! Where memory cannot be mapped it comes in segments, and one warning says so and why.
 
-use aquifer::device::sim::{Fault, SimConfig};
-use aquifer::memory::{AllocError, Config, Contents};
-use aquifer::{Allocator, Device};
-use aquifer_allocator::config::Backing;
-use aquifer_device::{Code, Operation};
-use aquifer_tests::Subject;
+use aquifer_tests::prelude::*;
 use tracing::Level;
 
-use crate::allocator::events::Events;
+use crate::allocator::events::logged;
 
-/// What is logged while an allocator is made on a device, and used a little, and where its memory
-/// came from.
-fn warnings(device: &Device, options: &str) -> (Vec<String>, bool) {
-    let warnings = Events::up_to(Level::WARN);
-    let is_mapped = tracing::subscriber::with_default(warnings.clone(), || {
-        let allocator = Allocator::new(device, Config::parse(options).unwrap()).unwrap();
-        let stream = device.stream().unwrap();
-        let blocks = [1000, 3 << 20, 30 << 20].map(|bytes| allocator.alloc_bytes(bytes, &stream).unwrap());
-        let is_mapped = allocator.snapshot().segments.iter().any(|segment| segment.is_expandable);
-        drop(blocks);
-        allocator.empty_cache().unwrap();
-        is_mapped
-    });
-    (warnings.take(), is_mapped)
-}
+const MAPPING: [Operation; 5] =
+    [Operation::CreatePhysical, Operation::Reserve, Operation::Map, Operation::SetAccess, Operation::Unmap];
 
-#[test]
-fn falling_back_to_segments_is_told_once_and_why() {
-    let device = |config: SimConfig| Subject::open(&config).device();
-    let failing = |operation| {
-        let driver = Subject::new(1 << 30);
-        let device = driver.device();
-        // With RDMA and without.
-        for nth in [1, 2] {
-            driver.inject(Fault::Nth { operation: Some(operation), nth, code: Code::INVALID_VALUE });
-        }
-        device
-    };
-    for (device, options, why) in [
-        (device(SimConfig::new(1 << 30).vmm(false)), "", "cannot map memory"),
-        (failing(Operation::Map), "", "cuMemMap"),
-        (failing(Operation::SetAccess), "", "cuMemSetAccess"),
-        (device(SimConfig::new(1 << 30)), "granule_mb:2048", "less than one granule"),
-    ] {
-        let (found, is_mapped) = warnings(&device, options);
-        assert!(!is_mapped);
-        assert!(found.len() == 1 && found[0].contains(why) && found[0].contains("segments"), "{why}: {found:?}");
+/// A device on which the first calls of an operation fail.
+fn failing(operation: Operation, code: Code) -> Device {
+    let driver = Subject::new(GIB);
+    // Twice: where memory for RDMA is refused, memory without is tried.
+    for nth in [1, 2] {
+        driver.inject(Fault::Nth { operation: Some(operation), nth, code });
     }
+    driver.device()
+}
+
+/// Makes and uses an allocator on a device. Returns it with the warnings that were logged.
+fn opened(device: &Device, options: &str) -> (Allocator, Vec<String>) {
+    logged(
+        |metadata| *metadata.level() <= Level::WARN,
+        || {
+            let allocator = Allocator::new(device, Config::parse(options).unwrap()).unwrap();
+            let stream = device.stream().unwrap();
+            let blocks = [1000, 3 << 20, 30 << 20].map(|bytes| {
+                let block = allocator.alloc_bytes(bytes, &stream).unwrap();
+                write_on(&stream, block.ptr(), bytes);
+                block
+            });
+            let is_mapped = allocator.snapshot().segments.iter().any(|segment| segment.is_expandable);
+            assert_eq!(is_mapped, allocator.backing() == Backing::Paged);
+            drop(blocks);
+            allocator.empty_cache().unwrap();
+            allocator
+        },
+    )
 }
 
 #[test]
-fn nothing_is_told_where_memory_is_mapped_or_segments_were_asked_for() {
-    for (options, expected) in [("", true), ("backing:segments", false)] {
-        let device = Subject::new(1 << 30).device();
-        assert_eq!(warnings(&device, options), (Vec::new(), expected), "{options:?}");
-    }
-}
-
-#[test]
-fn errors_say_why_memory_is_not_mapped() {
+fn a_fallback_to_segments_is_logged_once_and_errors_say_why() {
     let device = |config: SimConfig| Subject::open(&config).device();
-    let failing = || {
-        let driver = Subject::new(1 << 30);
-        let device = driver.device();
-        for nth in [1, 2] {
-            driver.inject(Fault::Nth { operation: Some(Operation::Map), nth, code: Code::INVALID_VALUE });
-        }
-        device
-    };
-    for (device, options, why) in [
-        (device(SimConfig::new(1 << 30).vmm(false)), "", "the device cannot map memory"),
-        (failing(), "", "cuMemMap"),
-        (device(SimConfig::new(1 << 30)), "granule_mb:2048", "less than one granule of 2.00 GiB"),
-        (device(SimConfig::new(1 << 30)), "backing:segments", "`backing:paged` maps memory"),
-        (device(SimConfig::new(1 << 30)), "no_cache:True", "`no_cache:True`"),
-    ] {
-        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        assert_eq!(allocator.backing(), Backing::Segments);
+    let failing = MAPPING.map(|operation| (failing(operation, Code::INVALID_VALUE), "", operation.name(), true));
+    let others = [
+        (device(SimConfig::new(GIB).vmm(false)), "", "cannot map memory", true),
+        (device(SimConfig::new(GIB)), "granule_mb:2048", "less than one granule", true),
+        (device(SimConfig::new(GIB)), "backing:segments", "`backing:paged` maps memory", false),
+        (device(SimConfig::new(GIB)), "no_cache:True", "`no_cache:True`", false),
+    ];
+    for (device, options, why, is_fallback) in failing.into_iter().chain(others) {
+        let (allocator, found) = opened(&device, options);
+        assert_eq!(
+            (allocator.backing(), found.len()),
+            (Backing::Segments, usize::from(is_fallback)),
+            "{why}: {found:?}"
+        );
+        assert!(found.iter().all(|text| text.contains(why) && text.contains("segments")), "{why}: {found:?}");
         assert!(allocator.why_segments().unwrap().to_string().contains(why), "{:?}", allocator.why_segments());
         let refused = [
             allocator.sleep(Contents::Discard).unwrap_err(),
@@ -87,7 +66,20 @@ fn errors_say_why_memory_is_not_mapped() {
         for error in refused {
             assert!(matches!(error, AllocError::NotMapped { .. }) && error.to_string().contains(why), "{error}");
         }
+        allocator.wake().unwrap();
+        assert!(!allocator.is_asleep());
     }
-    let allocator = Allocator::new(&device(SimConfig::new(1 << 30)), Config::default()).unwrap();
-    assert_eq!((allocator.backing(), allocator.why_segments()), (Backing::Paged, None));
+}
+
+#[test]
+fn nothing_is_logged_where_memory_is_mapped() {
+    let (allocator, found) = opened(&Subject::new(GIB).device(), "");
+    assert_eq!((allocator.backing(), allocator.why_segments(), found), (Backing::Paged, None, vec![]));
+}
+
+#[test]
+fn a_device_that_is_lost_when_mapping_is_tried_is_an_error() {
+    for operation in MAPPING {
+        Allocator::new(&failing(operation, Code(214)), Config::default()).unwrap_err();
+    }
 }

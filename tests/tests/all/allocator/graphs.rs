@@ -2,64 +2,38 @@
 //! whatever happens to the pool that it is from; and nothing that the allocator does breaks a
 //! capture.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
-use aquifer::device::{ErrorKind, Graph};
-use aquifer::memory::{AllocError, Config, PoolOptions, PrivatePool};
-use aquifer::{Allocator, Device, Stream};
-use aquifer_device::{HandleKind, Operation};
-use aquifer_tests::{MIB, Subject};
+use aquifer::device::Graph;
+use aquifer_tests::prelude::*;
 
 pub(super) const CAPACITY: u64 = 128 * MIB;
 pub(super) const BACKINGS: [&str; 2] = ["", "backing:segments"];
 
-pub(super) struct Bench {
-    pub(super) driver: Subject,
-    pub(super) device: Device,
-    pub(super) allocator: Allocator,
-    pub(super) streams: [Stream; 2],
+pub(super) fn bench(options: &str) -> Bench {
+    Bench::new(CAPACITY, options)
 }
 
-impl Bench {
-    pub(super) fn new(options: &str) -> Bench {
-        let driver = Subject::new(CAPACITY);
-        let device = driver.device();
-        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-        let streams = [device.stream().unwrap(), device.stream().unwrap()];
-        Bench { driver, device, allocator, streams }
-    }
+/// A graph that fills scratch memory of the pool, captured on the first stream.
+pub(super) fn captured(bench: &Bench, pool: &PrivatePool) -> Graph {
+    let stream = &bench.stream;
+    let capture = stream.begin_capture().unwrap();
+    let route = bench.allocator.capture(stream, pool).unwrap();
+    let scratch = bench.alloc(8 * MIB);
+    stream.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
+    drop((scratch, route));
+    capture.end().unwrap()
+}
 
-    pub(super) fn pool(&self) -> PrivatePool {
-        self.allocator.create_pool(PoolOptions::default()).unwrap()
-    }
+/// Launches the graph behind work that takes its time.
+fn launch_late(bench: &Bench, graph: &Graph, stream: &Stream) {
+    bench.stall(stream, Duration::from_secs(1));
+    graph.launch(stream).unwrap();
+}
 
-    /// A graph that fills scratch memory of the pool, captured on the first stream.
-    pub(super) fn graph(&self, pool: &PrivatePool) -> Graph {
-        let stream = &self.streams[0];
-        let capture = stream.begin_capture().unwrap();
-        let route = self.allocator.capture(stream, pool).unwrap();
-        let scratch = self.allocator.alloc_bytes(8 * MIB, stream).unwrap();
-        stream.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
-        drop((scratch, route));
-        capture.end().unwrap()
-    }
-
-    /// Launches the graph behind work that takes its time.
-    fn launch_late(&self, graph: &Graph, stream: &Stream) {
-        self.driver.stall(stream, Duration::from_secs(1)).unwrap();
-        graph.launch(stream).unwrap();
-    }
-
-    pub(super) fn end(self) {
-        self.device.synchronize().unwrap();
-        self.allocator.empty_cache().unwrap();
-        self.device.settle();
-        assert_eq!((self.allocator.memory_allocated(), self.allocator.memory_reserved()), (0, 0));
-        assert_eq!(self.device.memory_info().unwrap().free, CAPACITY);
-        self.driver.assert_no_violation();
-    }
+pub(super) fn end(bench: &Bench) {
+    bench.device.synchronize().unwrap();
+    bench.assert_returned();
 }
 
 #[test]
@@ -68,23 +42,21 @@ fn memory_of_a_dropped_pool_stays_until_launches_are_done() {
     let then: [(&str, After); 4] = [
         ("nothing", |_| {}),
         ("the cache is emptied", |bench| bench.allocator.empty_cache().map(|_| ()).unwrap()),
-        ("another stream needs it", |bench| {
-            drop(bench.allocator.alloc_bytes(CAPACITY - 4 * MIB, &bench.streams[0]).unwrap())
-        }),
+        ("another stream needs it", |bench| drop(bench.alloc(CAPACITY - 4 * MIB))),
         ("it is trimmed", |bench| bench.allocator.trim_to(MIB).map(|_| ()).unwrap()),
     ];
     for options in BACKINGS {
-        for launched_on in 0..2 {
+        for on_side in [false, true] {
             for (name, then) in then {
-                let bench = Bench::new(options);
+                let bench = bench(options);
                 let pool = bench.pool();
-                let graph = bench.graph(&pool);
-                bench.launch_late(&graph, &bench.streams[launched_on]);
+                let graph = captured(&bench, &pool);
+                launch_late(&bench, &graph, if on_side { &bench.side } else { &bench.stream });
                 drop(graph);
                 drop(pool);
                 then(&bench);
-                assert!(bench.driver.violations().is_empty(), "{options:?}, stream {launched_on}: {name}");
-                bench.end();
+                assert!(bench.driver.violations().is_empty(), "{options:?}, on the side stream: {on_side}: {name}");
+                end(&bench);
             }
         }
     }
@@ -92,63 +64,62 @@ fn memory_of_a_dropped_pool_stays_until_launches_are_done() {
 
 #[test]
 fn dropping_a_pool_does_not_wait_for_launches() {
-    let bench = Bench::new("");
+    let bench = bench("");
     let pool = bench.pool();
-    let graph = bench.graph(&pool);
-    bench.launch_late(&graph, &bench.streams[1]);
+    let graph = captured(&bench, &pool);
+    launch_late(&bench, &graph, &bench.side);
     drop((graph, pool));
     assert_eq!(bench.allocator.memory_reserved(), 8 * MIB, "its launch is not done");
-    bench.streams[1].synchronize().unwrap();
-    drop(bench.allocator.alloc_bytes(CAPACITY, &bench.streams[0]).unwrap());
-    bench.end();
+    bench.side.synchronize().unwrap();
+    drop(bench.alloc(CAPACITY));
+    end(&bench);
 }
 
 #[test]
 fn programs_that_capture_again_and_again_do_not_run_out_of_memory() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
+        let bench = bench(options);
         for _ in 0..3 * CAPACITY / (8 * MIB) {
             let pool = bench.pool();
-            let graph = bench.graph(&pool);
-            graph.launch(&bench.streams[1]).unwrap();
-            bench.streams[1].synchronize().unwrap();
+            let graph = captured(&bench, &pool);
+            graph.launch(&bench.side).unwrap();
+            bench.side.synchronize().unwrap();
         }
         assert!(bench.allocator.memory_reserved() <= 20 * MIB, "{options:?}: {}", bench.allocator.memory_reserved());
-        bench.end();
+        end(&bench);
     }
 }
 
 #[test]
 fn emptying_a_pool_waits_for_launches() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
+        let bench = bench(options);
         let pool = bench.pool();
-        let graph = bench.graph(&pool);
-        bench.launch_late(&graph, &bench.streams[1]);
+        let graph = captured(&bench, &pool);
+        launch_late(&bench, &graph, &bench.side);
         drop(graph);
         let held = bench.allocator.memory_reserved();
         assert_eq!((pool.empty_cache().unwrap(), bench.allocator.memory_reserved()), (held, 0), "{options:?}");
         drop(pool);
-        bench.end();
+        end(&bench);
     }
 }
 
 #[test]
 fn a_pool_lends_no_memory_that_a_graph_may_use() {
-    let bench = Bench::new("");
-    let [one, two] = &bench.streams;
-    let lending = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
-    let pool = bench.allocator.create_pool(lending).unwrap();
-    let graph = bench.graph(&pool);
-    let rest = bench.allocator.alloc_bytes(CAPACITY - 8 * MIB, two).unwrap();
+    let bench = bench("");
+    let Bench { stream: one, side: two, .. } = &bench;
+    let pool = bench.lending_pool();
+    let graph = captured(&bench, &pool);
+    let rest = bench.alloc_on(two, CAPACITY - 8 * MIB);
     assert!(matches!(bench.allocator.alloc_bytes(4 * MIB, one), Err(AllocError::OutOfMemory(_))));
-    bench.launch_late(&graph, one);
+    launch_late(&bench, &graph, one);
     drop(graph);
     assert!(matches!(bench.allocator.alloc_bytes(4 * MIB, one), Err(AllocError::OutOfMemory(_))), "it runs");
     one.synchronize().unwrap();
     let lent = bench.allocator.alloc_bytes(4 * MIB, one).expect("the graph is gone");
     drop((lent, rest, pool));
-    bench.end();
+    end(&bench);
 }
 
 /// Whatever runs out or is given back meanwhile, the capture goes on, and errors are what they are
@@ -158,20 +129,20 @@ fn no_capture_is_broken_by_giving_memory_back() {
     type Meanwhile = fn(&Bench) -> Result<(), AllocError>;
     let meanwhile: [(&str, bool, Meanwhile); 6] = [
         ("the capture asks for too much", false, |bench| {
-            bench.allocator.alloc_bytes(2 * CAPACITY, &bench.streams[0]).map(drop)
+            bench.allocator.alloc_bytes(2 * CAPACITY, &bench.stream).map(drop)
         }),
         ("a bystander asks for too much", false, |bench| {
-            bench.allocator.alloc_bytes(2 * CAPACITY, &bench.streams[1]).map(drop)
+            bench.allocator.alloc_bytes(2 * CAPACITY, &bench.side).map(drop)
         }),
         ("the cache is emptied", true, |bench| bench.allocator.empty_cache().map(drop)),
         ("the cache is trimmed", true, |bench| bench.allocator.trim_to(0).map(drop)),
         ("a pool ends", true, |bench| {
             let pool = bench.pool();
-            pool.alloc_bytes(3 * MIB, &bench.streams[1]).map(drop)
+            pool.alloc_bytes(3 * MIB, &bench.side).map(drop)
         }),
         ("a pool is emptied", true, |bench| {
             let pool = bench.pool();
-            pool.alloc_bytes(3 * MIB, &bench.streams[1]).map(drop)?;
+            pool.alloc_bytes(3 * MIB, &bench.side).map(drop)?;
             pool.empty_cache().map(drop)
         }),
     ];
@@ -179,9 +150,9 @@ fn no_capture_is_broken_by_giving_memory_back() {
         ["", "backing:segments", "backing:segments,garbage_collection_threshold:0.1", "backing:segments,no_cache:True"];
     for options in options {
         for (name, succeeds, meanwhile) in meanwhile {
-            let bench = Bench::new(options);
-            let [one, two] = &bench.streams;
-            drop(bench.allocator.alloc_bytes(30 * MIB, two).unwrap());
+            let bench = bench(options);
+            let Bench { stream: one, side: two, .. } = &bench;
+            drop(bench.alloc_on(two, 30 * MIB));
             let asked = Arc::new(AtomicU32::new(0));
             let count = asked.clone();
             let reclaimer = bench.allocator.register_reclaimer(0, "counts", move |_| {
@@ -191,7 +162,7 @@ fn no_capture_is_broken_by_giving_memory_back() {
             let pool = bench.pool();
             let capture = one.begin_capture().unwrap();
             let route = bench.allocator.capture(one, &pool).unwrap();
-            let before = bench.allocator.alloc_bytes(4 * MIB, one).unwrap();
+            let before = bench.alloc_on(one, 4 * MIB);
             one.fill(before.ptr(), 7, 4 * MIB).unwrap();
             // On a thread of its own: this one allocates for the graph.
             let result = if name.starts_with("the capture") {
@@ -206,14 +177,14 @@ fn no_capture_is_broken_by_giving_memory_back() {
                     assert_eq!(asked.load(Ordering::Relaxed), 1, "{options:?}: {name}");
                 }
             }
-            let after = bench.allocator.alloc_bytes(4 * MIB, one).unwrap();
+            let after = bench.alloc_on(one, 4 * MIB);
             one.fill(after.ptr(), 8, 4 * MIB).unwrap();
             drop(route);
             let graph = capture.end().unwrap_or_else(|error| panic!("{options:?}: {name}: {error}"));
             graph.launch(one).unwrap();
             one.synchronize().unwrap();
             drop((before, after, graph, pool, reclaimer));
-            bench.end();
+            end(&bench);
         }
     }
 }
@@ -221,8 +192,8 @@ fn no_capture_is_broken_by_giving_memory_back() {
 #[test]
 fn a_capture_gets_no_memory_that_no_pool_keeps() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
-        let [one, two] = &bench.streams;
+        let bench = bench(options);
+        let Bench { stream: one, side: two, .. } = &bench;
         let pool = bench.pool();
         let mut cache = bench.allocator.growable(64 * MIB, one).ok();
         if let Some(cache) = &mut cache {
@@ -247,38 +218,38 @@ fn a_capture_gets_no_memory_that_no_pool_keeps() {
         graph.launch(one).unwrap();
         one.synchronize().unwrap();
         drop((graph, cache, pool));
-        bench.end();
+        end(&bench);
     }
 }
 
 #[test]
 fn plain_memory_is_not_freed_while_a_stream_captures() {
-    let bench = Bench::new("");
+    let bench = bench("");
     let ptr = bench.device.alloc(MIB).unwrap();
-    let capture = bench.streams[0].begin_capture().unwrap();
+    let capture = bench.stream.begin_capture().unwrap();
     let error = bench.device.free(ptr).unwrap_err();
     assert!(error.kind == ErrorKind::Capture && error.to_string().contains("waits for the device"), "{error}");
     drop(capture.end().unwrap());
     bench.device.free(ptr).unwrap();
-    bench.end();
+    end(&bench);
 }
 
 /// CUDA does not say whether unmapping breaks the capture of another stream.
 #[test]
 fn nothing_is_unmapped_while_a_stream_captures() {
-    let bench = Bench::new("");
-    let [one, two] = &bench.streams;
-    let three = bench.device.stream().unwrap();
-    drop(bench.allocator.alloc_bytes(60 * MIB, two).unwrap());
+    let bench = bench("");
+    let Bench { stream: one, side: two, .. } = &bench;
+    let three = bench.new_stream();
+    drop(bench.alloc_on(two, 60 * MIB));
     let mut growable = bench.allocator.growable(64 * MIB, two).unwrap();
     growable.grow_to(8 * MIB, two).unwrap();
     bench.device.synchronize().unwrap();
     let capture = one.begin_capture().unwrap();
-    let unmapped = || bench.device.driver_calls().of(Operation::Unmap);
+    let unmapped = || bench.calls(Operation::Unmap);
     let before = unmapped();
     drop(growable);
     // Memory is lent or bought, but does not move.
-    let bought = bench.allocator.alloc_bytes(30 * MIB, &three).unwrap();
+    let bought = bench.alloc_on(&three, 30 * MIB);
     three.fill(bought.ptr(), 1, 30 * MIB).unwrap();
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "it is put off");
     let error = bench.allocator.alloc_bytes(100 * MIB, &three).unwrap_err();
@@ -292,20 +263,20 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     assert_eq!(unmapped(), before);
     one.fill(bought.ptr(), 1, MIB).unwrap();
     drop(capture.end().expect("nothing broke it"));
-    drop(bench.allocator.alloc_bytes(90 * MIB, &three).unwrap());
+    drop(bench.alloc_on(&three, 90 * MIB));
     assert!(unmapped() > before);
     drop(bought);
-    bench.end();
+    end(&bench);
 }
 
-/// A launch would write into what somebody holds.
+/// Else a launch would write into live memory.
 #[test]
 fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
-        let [one, two] = &bench.streams;
-        let pool = bench.allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
-        let graph = bench.graph(&pool);
+        let bench = bench(options);
+        let Bench { stream: one, side: two, .. } = &bench;
+        let pool = bench.lending_pool();
+        let graph = captured(&bench, &pool);
         let held_on = if options.is_empty() { [one, two] } else { [one, one] };
         let held = held_on.map(|stream| pool.alloc_bytes(8 * MIB, stream).unwrap());
         for (held, stream) in held.iter().zip(held_on) {
@@ -320,18 +291,18 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
             assert!(bytes.iter().all(|&byte| byte == 9), "{options:?}: the graph wrote over it");
         }
         drop(held);
-        // Others get what is free of the pool beside what the graph uses, and captures get that of
-        // the graph.
-        let rest = bench.allocator.alloc_bytes(CAPACITY - bench.allocator.memory_reserved(), two).unwrap();
-        let lent = held_on.map(|stream| bench.allocator.alloc_bytes(8 * MIB, stream).unwrap());
+        // Other requests get free memory of the pool that the graph does not use; captures get the
+        // graph's memory.
+        let rest = bench.alloc_on(two, CAPACITY - bench.allocator.memory_reserved());
+        let lent = held_on.map(|stream| bench.alloc_on(stream, 8 * MIB));
         assert!(matches!(bench.allocator.alloc_bytes(8 * MIB, one), Err(AllocError::OutOfMemory(_))), "{options:?}");
-        let second = bench.graph(&pool);
+        let second = captured(&bench, &pool);
         drop((graph, second, lent, rest));
-        // Nobody uses it any more.
-        let lent = bench.allocator.alloc_bytes(8 * MIB, one).unwrap();
+        // No graph uses it any more.
+        let lent = bench.alloc_on(one, 8 * MIB);
         let inside = pool.alloc_bytes(8 * MIB, one).unwrap();
         drop((lent, inside, pool));
-        bench.end();
+        end(&bench);
     }
 }
 
@@ -339,23 +310,23 @@ fn requests_outside_of_captures_get_no_memory_that_a_graph_uses() {
 #[test]
 fn memory_of_a_dropped_pool_stays_while_its_graphs_live() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
-        let [one, two] = &bench.streams;
+        let bench = bench(options);
+        let Bench { stream: one, side: two, .. } = &bench;
         let pool = bench.pool();
-        let graph = bench.graph(&pool);
+        let graph = captured(&bench, &pool);
         assert_eq!(pool.empty_cache().unwrap(), 0, "{options:?}");
         let held = bench.allocator.memory_reserved();
         drop(pool);
         bench.allocator.empty_cache().unwrap();
         assert_eq!(bench.allocator.memory_reserved(), held, "{options:?}");
-        let all = bench.allocator.alloc_bytes(CAPACITY - held, two).unwrap();
+        let all = bench.alloc_on(two, CAPACITY - held);
         two.fill(all.ptr(), 3, all.bytes()).unwrap();
         assert!(bench.allocator.alloc_bytes(8 * MIB, two).is_err(), "{options:?}");
         graph.launch(one).unwrap();
         drop(all);
         drop(graph);
-        drop(bench.allocator.alloc_bytes(CAPACITY, two).expect("nobody uses it any more"));
-        bench.end();
+        drop(bench.allocator.alloc_bytes(CAPACITY, two).expect("no graph uses it any more"));
+        end(&bench);
     }
 }
 
@@ -363,27 +334,26 @@ fn memory_of_a_dropped_pool_stays_while_its_graphs_live() {
 #[test]
 fn graphs_that_share_a_pool_run_one_after_the_other() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
-        let [one, two] = &bench.streams;
+        let bench = bench(options);
+        let Bench { stream: one, side: two, .. } = &bench;
         let pool = bench.pool();
-        let (first, second) = (bench.graph(&pool), bench.graph(&pool));
+        let (first, second) = (captured(&bench, &pool), captured(&bench, &pool));
         for round in 0..3 {
             for (graph, stream) in [(&first, one), (&second, two), (&second, one), (&first, two)] {
-                bench.launch_late(graph, stream);
+                launch_late(&bench, graph, stream);
                 assert!(bench.driver.violations().is_empty(), "{options:?}: round {round}");
             }
         }
         drop((first, second, pool));
-        bench.end();
+        end(&bench);
     }
 }
 
 #[test]
 fn pools_that_one_graph_uses_lend_when_it_is_gone() {
-    let bench = Bench::new("");
-    let [one, two] = &bench.streams;
-    let lending = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
-    let pools = [(); 2].map(|()| bench.allocator.create_pool(lending).unwrap());
+    let bench = bench("");
+    let Bench { stream: one, side: two, .. } = &bench;
+    let pools = [(); 2].map(|()| bench.lending_pool());
     let event = bench.device.create_event(false).unwrap();
     let capture = one.begin_capture().unwrap();
     let announced = bench.allocator.capture(one, &pools[0]).unwrap();
@@ -394,12 +364,12 @@ fn pools_that_one_graph_uses_lend_when_it_is_gone() {
     event.record(one).unwrap();
     drop(announced);
     let graph = capture.end().unwrap();
-    let rest = bench.allocator.alloc_bytes(CAPACITY - 16 * MIB, two).unwrap();
+    let rest = bench.alloc_on(two, CAPACITY - 16 * MIB);
     assert!(bench.allocator.alloc_bytes(8 * MIB, one).is_err(), "the graph may be launched");
     drop(graph);
     let lent = [(); 2].map(|()| bench.allocator.alloc_bytes(8 * MIB, one).expect("the graph is gone"));
     drop((lent, rest, pools, event));
-    bench.end();
+    end(&bench);
 }
 
 /// The stream that a graph is captured on need not be the one it is launched on.
@@ -407,30 +377,30 @@ fn pools_that_one_graph_uses_lend_when_it_is_gone() {
 fn a_graph_comes_after_what_its_memory_was_used_for_before() {
     type Launch = fn(&Bench, &Graph);
     let launches: [(&str, Launch); 3] = [
-        ("the same stream", |bench, graph| graph.launch(&bench.streams[0]).unwrap()),
-        ("another stream", |bench, graph| graph.launch(&bench.streams[1]).unwrap()),
+        ("the same stream", |bench, graph| graph.launch(&bench.stream).unwrap()),
+        ("another stream", |bench, graph| graph.launch(&bench.side).unwrap()),
         ("another stream, while the first captures again", |bench, graph| {
-            let again = bench.streams[0].begin_capture().unwrap();
-            graph.launch(&bench.streams[1]).unwrap();
+            let again = bench.stream.begin_capture().unwrap();
+            graph.launch(&bench.side).unwrap();
             drop(again.end().unwrap());
         }),
     ];
     for options in BACKINGS {
         for (name, launch) in launches {
-            let bench = Bench::new(options);
+            let bench = bench(options);
             let pool = bench.pool();
-            let before = pool.alloc_bytes(8 * MIB, &bench.streams[0]).unwrap();
-            bench.driver.stall(&bench.streams[0], Duration::from_secs(1)).unwrap();
-            bench.streams[0].fill(before.ptr(), 5, 8 * MIB).unwrap();
+            let before = pool.alloc_bytes(8 * MIB, &bench.stream).unwrap();
+            bench.stall(&bench.stream, Duration::from_secs(1));
+            bench.stream.fill(before.ptr(), 5, 8 * MIB).unwrap();
             drop(before);
             let held = bench.allocator.memory_reserved();
-            let graph = bench.graph(&pool);
+            let graph = captured(&bench, &pool);
             assert_eq!(bench.allocator.memory_reserved(), held, "{options:?}, {name}: it uses the same memory");
             launch(&bench, &graph);
             drop((graph, pool));
             bench.device.synchronize().unwrap();
             assert!(bench.driver.violations().is_empty(), "{options:?}: {name}");
-            bench.end();
+            end(&bench);
         }
     }
 }

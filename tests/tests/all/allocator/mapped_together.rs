@@ -1,16 +1,10 @@
 //! Everything that changes mappings at the same time, on several threads: sums agree at the end,
-//! and nobody met another's work.
+//! and no stream's work raced with another's.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex};
 use std::thread;
 
-use aquifer::device::sim::SimConfig;
-use aquifer::memory::{AllocError, Config, Contents};
-use aquifer::{Allocator, Stream};
-use aquifer_allocator::MappingChange;
-use aquifer_device::HandleKind;
-use aquifer_tests::{MIB, Subject};
+use aquifer_tests::prelude::*;
 
 const CAPACITY: u64 = 192 * MIB;
 

@@ -4,12 +4,12 @@
 
 mod access_guards;
 mod buffers;
-mod events;
+pub(crate) mod events;
 mod exportable;
 mod failed_release;
 mod fallback;
 mod graphs;
-mod graphs_left;
+mod graphs_outliving;
 mod growable;
 mod mapped_together;
 mod mappings;

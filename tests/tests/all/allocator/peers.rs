@@ -3,19 +3,9 @@
 
 use std::thread;
 
-use aquifer::device::DevicePtr;
-use aquifer::device::sim::Fault;
-use aquifer::memory::{AllocError, Allocation, Config};
-use aquifer::{Allocator, Device};
-use aquifer_device::{Code, Operation};
-use aquifer_tests::{MIB, Subject};
+use aquifer_tests::prelude::*;
 
-fn setup(options: &str) -> (Subject, Device, Allocator) {
-    let driver = Subject::new(256 * MIB);
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
-    (driver, device, allocator)
-}
+const CAPACITY: u64 = 256 * MIB;
 
 /// Ordinals of devices, ascending.
 fn ordinals<'a, I: IntoIterator<Item = &'a Subject>>(devices: I) -> Vec<u32> {
@@ -25,7 +15,7 @@ fn ordinals<'a, I: IntoIterator<Item = &'a Subject>>(devices: I) -> Vec<u32> {
 }
 
 /// The devices that may touch all granules of the allocator's segments.
-fn everybody_inside(driver: &Subject, allocator: &Allocator) -> Vec<Vec<u32>> {
+fn devices_with_access(driver: &Subject, allocator: &Allocator) -> Vec<Vec<u32>> {
     let segments = allocator.snapshot().segments;
     let granules =
         segments.iter().flat_map(|segment| (0..segment.total_size).step_by(2 << 20).map(|at| segment.address + at));
@@ -41,21 +31,21 @@ fn fragments(allocator: &Allocator) -> Vec<Allocation> {
 
 #[test]
 fn all_mappings_are_accessible_now_and_later() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
     let peers = Subject::peers(2);
     let [first, second] = &peers[..] else { return };
-    let live = fragments(&allocator);
+    let live = fragments(allocator);
     allocator.enable_peer_access(first.ordinal()).unwrap();
-    let both = ordinals([&driver, first]);
-    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == both));
+    let both = ordinals([driver, first]);
+    assert!(devices_with_access(driver, allocator).iter().all(|devices| *devices == both));
     let moved = allocator.alloc_bytes(80 * MIB, device.default_stream()).unwrap();
     assert!(allocator.stats().remaps > 0);
     allocator.enable_peer_access(second.ordinal()).unwrap();
     drop(live);
     allocator.empty_cache().unwrap();
     let grown = allocator.alloc_bytes(100 * MIB, device.default_stream()).unwrap();
-    let all = ordinals([&driver, first, second]);
-    assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == all));
+    let all = ordinals([driver, first, second]);
+    assert!(devices_with_access(driver, allocator).iter().all(|devices| *devices == all));
     let calls = driver.calls_made();
     for ordinal in all {
         allocator.enable_peer_access(ordinal).unwrap();
@@ -66,10 +56,10 @@ fn all_mappings_are_accessible_now_and_later() {
 
 #[test]
 fn a_failure_leaves_it_off_and_can_be_tried_again() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
     let peers = Subject::peers(1);
     let [peer] = &peers[..] else { return };
-    let live = fragments(&allocator);
+    let live = fragments(allocator);
     driver.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth: 1, code: Code(217) });
     assert!(matches!(allocator.enable_peer_access(peer.ordinal()), Err(AllocError::Device(_))));
     drop(live);
@@ -77,12 +67,12 @@ fn a_failure_leaves_it_off_and_can_be_tried_again() {
     let block = allocator.alloc_bytes(MIB, device.default_stream()).unwrap();
     assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, [driver.ordinal()]);
     allocator.enable_peer_access(peer.ordinal()).unwrap();
-    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([driver, peer]));
 }
 
 #[test]
 fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
     let peers = Subject::peers(1);
     let [peer] = &peers[..] else { return };
     let free = device.memory_info().unwrap().free;
@@ -93,12 +83,12 @@ fn an_unreachable_peer_is_found_out_before_anything_is_mapped() {
     assert_eq!(device.memory_info().unwrap().free, free);
     allocator.enable_peer_access(peer.ordinal()).unwrap();
     let block = allocator.alloc_bytes(MIB, device.default_stream()).unwrap();
-    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([driver, peer]));
 }
 
 #[test]
 fn a_device_that_does_not_exist_is_no_peer() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
     for live in [false, true] {
         let block = live.then(|| allocator.alloc_bytes(MIB, device.default_stream()).unwrap());
         for ordinal in [77, u32::MAX] {
@@ -112,21 +102,14 @@ fn a_device_that_does_not_exist_is_no_peer() {
 }
 
 #[test]
-fn segments_have_no_peers() {
-    let (_, _, allocator) = setup("backing:segments");
-    assert!(matches!(allocator.enable_peer_access(1), Err(AllocError::NotMapped { .. })));
-}
-
-#[test]
 fn remaps_meanwhile_are_not_missed() {
     let peers = Subject::peers(1);
     let [peer] = &peers[..] else { return };
     for round in 0..20 {
-        let (driver, device, allocator) = setup("");
+        let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
         let streams: Vec<_> = (0..2).map(|_| device.stream().unwrap()).collect();
         thread::scope(|scope| {
             for stream in &streams {
-                let allocator = &allocator;
                 scope.spawn(move || {
                     let mut held = Vec::new();
                     for step in 0..60_u64 {
@@ -143,8 +126,8 @@ fn remaps_meanwhile_are_not_missed() {
             }
             scope.spawn(|| allocator.enable_peer_access(peer.ordinal()).unwrap());
         });
-        let (all, both) = (allocator.alloc_bytes(64 * MIB, &streams[0]).unwrap(), ordinals([&driver, peer]));
-        assert!(everybody_inside(&driver, &allocator).iter().all(|devices| *devices == both), "round {round}");
+        let (all, both) = (allocator.alloc_bytes(64 * MIB, &streams[0]).unwrap(), ordinals([driver, peer]));
+        assert!(devices_with_access(driver, allocator).iter().all(|devices| *devices == both), "round {round}");
         drop(all);
         driver.assert_no_violation();
     }
@@ -152,7 +135,7 @@ fn remaps_meanwhile_are_not_missed() {
 
 #[test]
 fn a_device_that_is_just_full_may_have_peers() {
-    let (driver, device, allocator) = setup("");
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
     let peers = Subject::peers(1);
     let [peer] = &peers[..] else { return };
     let stream = device.default_stream();
@@ -165,5 +148,5 @@ fn a_device_that_is_just_full_may_have_peers() {
     allocator.enable_peer_access(peer.ordinal()).unwrap();
     drop((cache, other));
     let block = allocator.alloc_bytes(10 * MIB, stream).unwrap();
-    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([&driver, peer]));
+    assert_eq!(driver.mapping_at(block.ptr()).unwrap().devices, ordinals([driver, peer]));
 }

@@ -1,10 +1,6 @@
-//! Blocks that wait for other streams, and who asks how far those got.
+//! Blocks that wait for other streams, and how often requests query those streams.
 
-use std::time::Duration;
-
-use aquifer_allocator::config::Backing;
-use aquifer_device::Operation;
-use aquifer_tests::{BACKINGS, Bench, MIB, Subject, on, write_on};
+use aquifer_tests::prelude::*;
 
 const LONG: Duration = Duration::from_millis(50);
 
@@ -12,10 +8,10 @@ const LONG: Duration = Duration::from_millis(50);
 /// the device has to give.
 fn one_block_waits(backing: Backing) -> Bench {
     let bench = Bench::new(22 * MIB, &on(backing, "cross_stream:ready"));
-    let block = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
+    let block = bench.alloc(20 * MIB);
     block.record_stream(&bench.side).unwrap();
     bench.side.wait_for(&bench.stream.tick()).unwrap();
-    bench.driver.stall(&bench.side, LONG).unwrap();
+    bench.stall(&bench.side, LONG);
     write_on(&bench.side, block.ptr(), block.bytes());
     drop(block);
     bench
@@ -25,7 +21,7 @@ fn one_block_waits(backing: Backing) -> Bench {
 fn ask(bench: &Bench, times: u32) -> u64 {
     let queries = || bench.allocator.device().driver_calls().of(Operation::QueryEvent);
     let before = queries();
-    (0..times).for_each(|_| drop(bench.allocator.alloc_bytes(1000, &bench.stream).unwrap()));
+    (0..times).for_each(|_| drop(bench.alloc(1000)));
     queries() - before
 }
 
@@ -51,11 +47,11 @@ fn a_request_that_finds_nothing_asks_at_once() {
             // Wherever in a pause the request comes.
             ask(&bench, requests);
             bench.driver.advance(2 * LONG);
-            let block = bench.allocator.alloc_bytes(20 * MIB, &bench.stream).unwrap();
+            let block = bench.alloc(20 * MIB);
             assert_eq!(bench.allocator.stats().num_sync_all_streams, 0, "{backing}: the host waited");
             block.record_stream(&bench.side).unwrap();
             bench.side.wait_for(&bench.stream.tick()).unwrap();
-            bench.driver.stall(&bench.side, LONG).unwrap();
+            bench.stall(&bench.side, LONG);
             drop(block);
         }
         bench.side.synchronize().unwrap();

@@ -1,23 +1,13 @@
 //! The paged backing: limits, pools, trimming, snapshots, addresses, teardown.
 
-use std::time::Duration;
-
-use aquifer::device::sim::{Fault, SimConfig};
-use aquifer::memory::{Allocation, Config, PoolOptions};
-use aquifer::{Allocator, Stream};
 use aquifer_allocator::snapshot::Segment;
-use aquifer_allocator::{Action, Refusal};
-use aquifer_device::{Attribute, Code, Operation};
-use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
+use aquifer_device::Attribute;
+use aquifer_tests::prelude::*;
+
+use super::block;
 
 fn bench(capacity: u64, options: &str) -> Bench {
     Bench::new(capacity, &format!("backing:paged,granule_mb:2{options}"))
-}
-
-fn block(bench: &Bench, mib: u64) -> Allocation {
-    let block = bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
-    write_on(&bench.stream, block.ptr(), block.bytes());
-    block
 }
 
 /// Live blocks of 4 MiB, `mib` in all, after as much was given back in between them.
@@ -46,7 +36,7 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
         assert_eq!(stats.reserved_bytes.all.peak, 64 * MIB, "{options}");
         // One of the pieces may stay where it is.
         assert!((14..=16).contains(&stats.granules_moved), "{options}: {stats:?}");
-        let error = bench.allocator.alloc_bytes(2 * MIB, &bench.stream).unwrap_err();
+        let error = bench.refused(2 * MIB);
         assert_eq!(error.report().unwrap().refusal, Some(refusal), "{error}");
         drop((held, whole));
         bench.assert_returned();
@@ -56,14 +46,14 @@ fn memory_moves_rather_than_exceed_a_limit_or_the_headroom() {
 #[test]
 fn free_memory_of_an_open_pool_stays_where_it_is() {
     let bench = bench(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let pool = bench.pool();
     let inside = pool.alloc_bytes(2 * MIB, &bench.stream).unwrap();
     drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     bench.stream.synchronize().unwrap();
     let before = of_pool(&bench, pool.id());
     bench.allocator.empty_cache().unwrap();
     bench.allocator.trim_to(0).unwrap();
-    assert!(bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
+    assert!(bench.refused(40 * MIB).is_out_of_memory());
     assert_eq!(of_pool(&bench, pool.id()), before, "moved, trimmed or lent");
     // Only the pool itself is asked to trim it.
     assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
@@ -78,10 +68,10 @@ fn free_memory_of_an_open_pool_stays_where_it_is() {
 #[test]
 fn free_memory_of_a_closed_pool_moves() {
     let bench = bench(64 * MIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let pool = bench.pool();
     let inside = pool.alloc_bytes(2 * MIB, &bench.stream).unwrap();
     let large = pool.alloc_bytes(30 * MIB, &bench.stream).unwrap();
-    bench.driver.stall(&bench.stream, Duration::from_millis(10)).unwrap();
+    bench.stall(&bench.stream, Duration::from_millis(10));
     write_on(&bench.stream, large.ptr(), large.bytes());
     drop(large);
     // Not known done when the pool is closed, so it could not be released then.
@@ -148,8 +138,7 @@ fn without_addresses_a_request_is_refused_and_says_so() {
     assert_eq!(error.report().unwrap().refusal, Some(Refusal::Addresses), "{error}");
     check::statistics(&bench.allocator, (1, 8 * MIB));
     taken.into_iter().for_each(|(ptr, bytes)| bench.driver.unreserve(ptr, bytes).unwrap());
-    let other = bench.allocator.alloc_bytes(8 * MIB, &bench.side).unwrap();
-    write_on(&bench.side, other.ptr(), other.bytes());
+    let other = bench.written_on(&bench.side, 8 * MIB);
     drop((held, other));
     bench.assert_returned();
 }
@@ -157,12 +146,8 @@ fn without_addresses_a_request_is_refused_and_says_so() {
 #[test]
 fn many_streams_and_pools_find_addresses() {
     let bench = bench(512 * MIB, "");
-    let streams: Vec<Stream> = (0..20).map(|_| bench.device.stream().unwrap()).collect();
-    let alloc = |stream: &Stream, bytes| {
-        let block = bench.allocator.alloc_bytes(bytes, stream).unwrap();
-        write_on(stream, block.ptr(), bytes);
-        block
-    };
+    let streams: Vec<Stream> = (0..20).map(|_| bench.new_stream()).collect();
+    let alloc = |stream: &Stream, bytes| bench.written_on(stream, bytes);
     // Every stream holds on to a little in both of its pools, and then each has most of the device
     // in turn.
     let keeps: Vec<_> = streams.iter().flat_map(|stream| [1000, MIB + 512].map(|bytes| alloc(stream, bytes))).collect();
@@ -172,48 +157,6 @@ fn many_streams_and_pools_find_addresses() {
     }
     drop(keeps);
     bench.assert_returned();
-}
-
-#[test]
-fn a_device_that_cannot_map_memory_has_segments() {
-    let driver = Subject::open(&SimConfig::new(GIB).vmm(false));
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::parse("backing:paged").unwrap()).unwrap();
-    let stream = device.stream().unwrap();
-    let held = allocator.alloc_bytes(5 * MIB, &stream).unwrap();
-    write_on(&stream, held.ptr(), held.bytes());
-    assert!(allocator.snapshot().segments.iter().all(|segment| !segment.is_expandable));
-    assert_eq!((allocator.stats().segment.all.current, allocator.memory_reserved()), (1, 20 * MIB));
-    drop(held);
-    assert_eq!(allocator.empty_cache().unwrap(), 20 * MIB);
-    driver.assert_no_violation();
-}
-
-#[test]
-fn a_driver_that_does_not_map_has_segments_and_a_lost_one_is_an_error() {
-    let operations =
-        [Operation::CreatePhysical, Operation::Reserve, Operation::Map, Operation::SetAccess, Operation::Unmap];
-    for operation in operations {
-        let open = |code| {
-            let driver = Subject::new(GIB);
-            let device = driver.device();
-            // Twice: where memory for RDMA is refused, memory without is tried.
-            for nth in [1, 2] {
-                driver.inject(Fault::Nth { operation: Some(operation), nth, code });
-            }
-            (Allocator::new(&device, Config::default()), device, driver)
-        };
-        let (allocator, device, driver) = open(Code::INVALID_VALUE);
-        let allocator = allocator.unwrap();
-        let held = allocator.alloc_bytes(5 * MIB, device.default_stream()).unwrap();
-        write_on(device.default_stream(), held.ptr(), held.bytes());
-        assert!(!allocator.snapshot().segments[0].is_expandable, "{operation}");
-        drop(held);
-        allocator.empty_cache().unwrap();
-        drop(allocator);
-        driver.assert_no_violation();
-        open(Code(214)).0.unwrap_err();
-    }
 }
 
 #[test]
@@ -235,18 +178,11 @@ fn memory_is_mapped_without_rdma_where_the_driver_announces_rdma_and_refuses_it(
 
 #[test]
 fn what_is_live_or_cached_at_the_end_goes_back() {
-    let driver = Subject::new(GIB);
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::parse("backing:paged,granule_mb:2").unwrap()).unwrap();
-    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
-    let alloc = |bytes, stream: &Stream| {
-        let block = allocator.alloc_bytes(bytes, stream).unwrap();
-        write_on(stream, block.ptr(), bytes);
-        block
-    };
-    let live = [alloc(5 * MIB, &stream), alloc(1000, &other)];
-    driver.stall(&stream, Duration::from_millis(20)).unwrap();
-    drop([alloc(30 * MIB, &stream), alloc(9 * MIB, &other)]);
+    let bench = bench(GIB, "");
+    let live = [bench.written(5 * MIB), bench.written_on(&bench.side, 1000)];
+    bench.stall(&bench.stream, Duration::from_millis(20));
+    drop([bench.written(30 * MIB), bench.written_on(&bench.side, 9 * MIB)]);
+    let Bench { driver, device, allocator, stream, .. } = bench;
     drop(allocator);
     // Still valid, and the device's to take back only once they are gone.
     write_on(&stream, live[0].ptr(), 5 * MIB);
@@ -264,13 +200,12 @@ fn a_mapping_that_is_stuck_is_taken_back_later() {
     let bench = bench(GIB, "");
     let held = block(&bench, 8);
     for (operation, nth) in [(Operation::SetAccess, 1), (Operation::Unmap, 2)] {
-        bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code: Code(999) });
+        bench.fail(operation, nth, Code(999));
     }
     bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap_err();
     bench.driver.clear_faults();
     check::statistics(&bench.allocator, (1, 8 * MIB));
-    let other = bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap();
-    write_on(&bench.side, other.ptr(), other.bytes());
+    let other = bench.written_on(&bench.side, 16 * MIB);
     drop((held, other));
     bench.assert_returned();
 }
@@ -279,7 +214,7 @@ fn a_mapping_that_is_stuck_is_taken_back_later() {
 fn addresses_that_could_not_go_back_go_later() {
     let bench = bench(GIB, "");
     drop(block(&bench, 8));
-    bench.driver.inject(Fault::Nth { operation: Some(Operation::Unreserve), nth: 1, code: Code(999) });
+    bench.fail(Operation::Unreserve, 1, Code(999));
     bench.allocator.empty_cache().unwrap_err();
     assert_eq!(bench.allocator.memory_reserved(), 0, "the memory went back all the same");
     bench.assert_returned();

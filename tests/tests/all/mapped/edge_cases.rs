@@ -1,24 +1,12 @@
 //! Mapped memory at its edges: mappings that fail or are stuck, devices of odd sizes, pools,
 //! captures and pins.
 
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use aquifer_tests::prelude::*;
 
-use aquifer::Allocator;
-use aquifer::device::sim::Fault;
-use aquifer::memory::{Allocation, Config, PoolOptions};
-use aquifer_allocator::{MappingChange, Refusal};
-use aquifer_device::{Code, HandleKind, Operation};
-use aquifer_tests::{Bench, GIB, MIB, Subject, check, write_on};
-
-fn block(bench: &Bench, mib: u64) -> Allocation {
-    let block = bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
-    write_on(&bench.stream, block.ptr(), block.bytes());
-    block
-}
+use super::block;
 
 #[test]
-fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
+fn memory_freed_next_to_a_failed_unmap_keeps_its_order() {
     let bench = Bench::new(GIB, "");
     let (done, used) = (block(&bench, 8), block(&bench, 8));
     bench.stream.synchronize().unwrap();
@@ -36,11 +24,10 @@ fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
             write_on(&stream, late.ptr(), late.bytes());
         }
     });
-    bench.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+    bench.fail(Operation::Unmap, 1, Code(999));
     bench.allocator.empty_cache().unwrap_err();
     drop(registration);
-    let other = bench.allocator.alloc_bytes(16 * MIB, &bench.side).unwrap();
-    write_on(&bench.side, other.ptr(), other.bytes());
+    let other = bench.written_on(&bench.side, 16 * MIB);
     drop(other);
     bench.assert_returned();
 }
@@ -48,7 +35,7 @@ fn memory_given_back_beside_what_could_not_be_unmapped_keeps_its_order() {
 #[test]
 fn memory_of_a_pool_stays_where_a_graph_uses_it() {
     let bench = Bench::new(GIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let pool = bench.pool();
     let capture = bench.stream.begin_capture().unwrap();
     let (inside, beside) =
         (pool.alloc_bytes(20 * MIB, &bench.stream).unwrap(), pool.alloc_bytes(2 * MIB, &bench.stream).unwrap());
@@ -70,9 +57,9 @@ fn an_observer_that_panics_loses_no_memory() {
     for unmap in [false, true] {
         let bench = Bench::new(64 * MIB, "");
         let held = block(&bench, 8);
-        let apart = block(&bench, 24);
+        let freed = block(&bench, 24);
         let beside = block(&bench, 2);
-        drop(apart);
+        drop(freed);
         bench.stream.synchronize().unwrap();
         let registration = bench.allocator.observe_mappings(move |change| {
             assert!(unmap != matches!(change, MappingChange::BeforeUnmap { .. }), "an observer panics");
@@ -91,9 +78,9 @@ fn requests_beyond_the_device_take_no_addresses() {
         let bench = Bench::new(64 * MIB, "");
         bench.allocator.set_limit(limit);
         for bytes in [65 * MIB, 300 * MIB, 1 << 40, (1 << 60) - 1] {
-            let error = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
+            let error = bench.refused(bytes);
             assert_eq!(error.report().unwrap().refusal, Some(refusal), "{bytes}: {error}");
-            assert_eq!(bench.device.driver_calls().of(Operation::Reserve), 1, "the probe alone reserves addresses");
+            assert_eq!(bench.calls(Operation::Reserve), 1, "the probe alone reserves addresses");
         }
         bench.assert_returned();
     }
@@ -103,9 +90,9 @@ fn requests_beyond_the_device_take_no_addresses() {
 fn a_request_that_the_device_cannot_serve_takes_none_of_its_memory() {
     let bench = Bench::new(GIB, "");
     let live = block(&bench, 300);
-    let granules = |bench: &Bench| bench.device.driver_calls().of(Operation::CreatePhysical);
+    let granules = |bench: &Bench| bench.calls(Operation::CreatePhysical);
     let before = granules(&bench);
-    let error = bench.allocator.alloc_bytes(800 * MIB, &bench.stream).unwrap_err();
+    let error = bench.refused(800 * MIB);
     assert!(error.is_out_of_memory());
     assert!(granules(&bench) - before < 10, "granules were created in vain: {}", granules(&bench) - before);
     // What is free is free to others throughout, and the allocator takes it where it is enough.
@@ -113,7 +100,7 @@ fn a_request_that_the_device_cannot_serve_takes_none_of_its_memory() {
     drop((live, rest));
     bench.allocator.empty_cache().unwrap();
     // A device that cannot say what it has is asked for it.
-    bench.driver.inject(Fault::Nth { operation: Some(Operation::MemoryInfo), nth: 1, code: Code(999) });
+    bench.fail(Operation::MemoryInfo, 1, Code(999));
     drop(block(&bench, 900));
     bench.assert_returned();
 }
@@ -123,22 +110,21 @@ fn granules_larger_than_the_device_are_none() {
     for (capacity, options) in [(GIB, "granule_mb:8796093022208"), (GIB, "granule_mb:2048"), (3 * MIB, "granule_mb:4")]
     {
         let bench = Bench::new(capacity, options);
-        let held = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
-        write_on(&bench.stream, held.ptr(), 1000);
+        let held = bench.written(1000);
         drop(held);
         bench.allocator.empty_cache().unwrap();
         bench.assert_no_violation();
     }
 }
 
-/// Whoever else reserves addresses, in whatever sizes: granules lie at multiples of their own size.
+/// Other reservations of any size do not move granules off multiples of their own size.
 #[test]
-fn granules_lie_where_they_belong_beside_smaller_reservations() {
+fn granules_are_aligned_next_to_smaller_reservations() {
     for granule in [4, 16] {
         let bench = Bench::new(256 * MIB, &format!("granule_mb:{granule}"));
         let foreign = bench.device.driver().reserve(2 * MIB, 0).unwrap();
         let shared = bench.allocator.alloc_exportable(2 * MIB, HandleKind::PosixFd, &bench.stream).unwrap();
-        let mut cache = bench.allocator.growable(32 * MIB, &bench.stream).unwrap();
+        let mut cache = bench.growable(32 * MIB);
         cache.grow_to(5 * MIB, &bench.stream).unwrap();
         write_on(&bench.stream, cache.ptr(), cache.bytes());
         let mut held: Vec<Allocation> = [1, 3, 7, 2, 30, 5].map(|mib| block(&bench, mib)).into();
@@ -170,25 +156,13 @@ fn devices_of_odd_sizes_are_used_up_to_the_last_granule() {
 }
 
 #[test]
-fn a_limit_below_a_granule_refuses_and_no_more() {
-    let bench = Bench::new(GIB, "");
-    bench.allocator.set_limit(Some(MIB));
-    let error = bench.allocator.alloc_bytes(512, &bench.stream).unwrap_err();
-    assert_eq!(error.report().unwrap().refusal, Some(Refusal::Limit), "{error}");
-    assert_eq!(bench.allocator.memory_reserved(), 0);
-    bench.allocator.set_limit(None);
-    drop(block(&bench, 1));
-    bench.assert_returned();
-}
-
-#[test]
-fn what_an_allocator_left_breaks_no_capture() {
+fn memory_of_a_dropped_allocator_breaks_no_capture() {
     let bench = Bench::new(GIB, "");
     let before = Allocator::new(&bench.device, Config::default()).unwrap();
     drop(before.alloc_bytes(8 * MIB, &bench.side).unwrap());
     let capture = bench.stream.begin_capture().unwrap();
     drop(before);
-    drop(bench.allocator.alloc_bytes(8 * MIB, &bench.side).unwrap());
+    drop(bench.alloc_on(&bench.side, 8 * MIB));
     drop(capture.end().unwrap());
     bench.assert_returned();
 }
@@ -196,8 +170,7 @@ fn what_an_allocator_left_breaks_no_capture() {
 #[test]
 fn memory_that_a_capture_keeps_back_is_not_waited_for() {
     let bench = Bench::new(GIB, "");
-    let used = bench.allocator.alloc_bytes(100 * MIB, &bench.side).unwrap();
-    write_on(&bench.side, used.ptr(), used.bytes());
+    let used = bench.written_on(&bench.side, 100 * MIB);
     drop(used);
     let capture = bench.side.begin_capture().unwrap();
     // More than is in use would be held, and the host might wait for what is free, were it not for
@@ -209,7 +182,7 @@ fn memory_that_a_capture_keeps_back_is_not_waited_for() {
 }
 
 #[test]
-fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
+fn memory_is_given_back_despite_a_mapping_that_is_stuck() {
     let bench = Bench::new(GIB, "");
     let rest = block(&bench, 8);
     let fault = |operation, nth| Fault::Nth { operation: Some(operation), nth, code: Code(999) };
@@ -220,7 +193,7 @@ fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
     // The first mapping that is taken back is the stuck one, which stays stuck.
     bench.driver.inject(fault(Operation::Unmap, 1));
     bench.allocator.empty_cache().unwrap_err();
-    assert_eq!(bench.allocator.memory_reserved(), 10 * MIB, "the stuck one is held beside what is live");
+    assert_eq!(bench.allocator.memory_reserved(), 10 * MIB, "the stuck mapping is held in addition to live memory");
     drop(rest);
     bench.assert_returned();
 }
@@ -229,41 +202,38 @@ fn memory_is_given_back_beside_a_mapping_that_is_stuck() {
 fn mappings_that_were_stuck_serve_a_request_that_needs_their_memory() {
     let bench = Bench::new(64 * MIB, "");
     let rest = block(&bench, 9);
-    bench.driver.inject(Fault::Nth { operation: Some(Operation::Map), nth: 20, code: Code::OUT_OF_MEMORY });
+    bench.fail(Operation::Map, 20, Code::OUT_OF_MEMORY);
     bench.driver.inject(Fault::Rate { operation: Some(Operation::Unmap), rate: 1.0, code: Code::OUT_OF_MEMORY });
-    assert!(bench.allocator.alloc_bytes(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory());
-    assert!(bench.allocator.alloc_bytes(44 * MIB, &bench.stream).unwrap_err().is_out_of_memory(), "still stuck");
+    assert!(bench.refused(44 * MIB).is_out_of_memory());
+    assert!(bench.refused(44 * MIB).is_out_of_memory(), "still stuck");
     bench.driver.clear_faults();
     drop([rest, block(&bench, 44)]);
     bench.assert_returned();
 }
 
 #[test]
-fn memory_pinned_while_the_allocator_falls_asleep_stays() {
-    let driver = Subject::new(GIB);
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let stream = device.stream().unwrap();
-    let held = Arc::new(allocator.alloc_bytes(8 * MIB, &stream).unwrap());
-    allocator.sleep(aquifer::memory::Contents::Discard).unwrap();
+fn pinned_memory_stays_while_the_allocator_sleeps() {
+    let bench = Bench::new(GIB, "");
+    let (allocator, held) = (&bench.allocator, bench.alloc(8 * MIB));
+    allocator.sleep(Contents::Discard).unwrap();
     let asleep = allocator.pin_mapping(&held).unwrap_err();
-    assert!(matches!(asleep, aquifer::memory::AllocError::Asleep), "{asleep}");
+    assert!(matches!(asleep, AllocError::Asleep), "{asleep}");
     allocator.wake().unwrap();
     let pinned = allocator.pin_mapping(&held).unwrap();
-    assert_eq!(allocator.sleep(aquifer::memory::Contents::Discard).unwrap(), 0);
+    assert_eq!(allocator.sleep(Contents::Discard).unwrap(), 0);
     allocator.wake().unwrap();
     drop((pinned, held));
-    driver.assert_no_violation();
+    bench.assert_no_violation();
 }
 
 /// The peaks of reserved and allocated memory of a program whose blocks are of other sizes in each
 /// phase. At the start it asks for `refused` bytes in vain, if that is not 0.
 fn peaks_of_phases(refused: u64) -> (u64, u64) {
     let bench = Bench::new(40 * GIB, "");
-    let alloc = |mib: u64| bench.allocator.alloc_bytes(mib * MIB, &bench.stream).unwrap();
+    let alloc = |mib: u64| bench.alloc(mib * MIB);
     let mut blocks: Vec<Allocation> = (0..640).map(|_| alloc(16)).collect();
     if refused > 0 {
-        assert!(bench.allocator.alloc_bytes(refused, &bench.stream).unwrap_err().is_out_of_memory());
+        assert!(bench.refused(refused).is_out_of_memory());
     }
     (0..1000).for_each(|_| drop(alloc(1)));
     let mut random = 1_u64;
@@ -303,15 +273,15 @@ fn a_request_that_was_refused_is_no_peak_in_use() {
 }
 
 #[test]
-fn emptying_or_dropping_a_pool_leaves_what_is_nobodys() {
+fn emptying_or_dropping_a_pool_leaves_spare_frames() {
     let bench = Bench::new(GIB, "");
-    let mut cache = bench.allocator.growable(GIB, &bench.stream).unwrap();
+    let mut cache = bench.growable(GIB);
     cache.grow_to(100 * MIB, &bench.stream).unwrap();
     cache.shrink_to(0, &bench.stream).unwrap();
     bench.stream.synchronize().unwrap();
     // Its memory is recycled, and mapped nowhere.
-    let other = bench.allocator.growable(MIB, &bench.stream).unwrap();
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let other = bench.growable(MIB);
+    let pool = bench.pool();
     assert_eq!(pool.empty_cache().unwrap(), 0);
     drop(pool);
     assert_eq!(bench.allocator.memory_reserved(), 100 * MIB);

@@ -1,12 +1,10 @@
 //! Frames of mapped memory: few driver calls where memory stays, and memory that can move whatever
 //! stays beside it.
 
-use aquifer::memory::Allocation;
-use aquifer_device::Operation;
-use aquifer_tests::{Bench, GIB, MIB};
+use aquifer_tests::prelude::*;
 
 fn fill(bench: &Bench, block: u64, bytes: u64) -> Vec<Allocation> {
-    (0..bytes / block).map(|_| bench.allocator.alloc_bytes(block, &bench.stream).unwrap()).collect()
+    (0..bytes / block).map(|_| bench.alloc(block)).collect()
 }
 
 #[test]
@@ -16,7 +14,7 @@ fn memory_that_stays_takes_few_calls() {
         let bench = Bench::new(16 * GIB, "backing:paged");
         let granules = 8 * GIB / (2 * MIB);
         let blocks = fill(&bench, block, 8 * GIB);
-        let created = bench.device.driver_calls().of(Operation::CreatePhysical);
+        let created = bench.calls(Operation::CreatePhysical);
         assert!(created as f64 * granules_in_a_frame < granules as f64, "{block}: {created} for {granules} granules");
         drop(blocks);
         bench.assert_returned();
@@ -28,7 +26,7 @@ fn memory_between_blocks_that_stay_can_move() {
     for block in [4, 6, 8, 16, 36, 64] {
         let bench = Bench::new(4 * GIB, "backing:paged");
         // So that blocks do not begin where frames do.
-        let first = bench.allocator.alloc_bytes(3 * MIB, &bench.stream).unwrap();
+        let first = bench.alloc(3 * MIB);
         let mut freed = 0;
         let blocks = fill(&bench, block * MIB, 4 * GIB - 128 * MIB);
         let live: Vec<Allocation> = blocks

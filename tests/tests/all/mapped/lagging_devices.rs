@@ -1,97 +1,13 @@
-//! Memory that moves while devices are at work: a thousand seeds with the race detector, and
-//! devices that lag.
+//! Memory that moves while devices that lag are at work.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::time::Duration;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer::device::sim::SimConfig;
-use aquifer::memory::{Allocation, Config};
-use aquifer::{Allocator, Device, Stream};
-use aquifer_device::Operation;
 use aquifer_device::sim::Lagging;
-use aquifer_tests::{GIB, KIB, MIB, Subject, check, write_on};
-use tracing::{Event, Level, Metadata, Subscriber, span};
+use aquifer_tests::prelude::*;
 
-/// Numbers that differ by seed.
-fn numbers(seed: u64) -> impl Iterator<Item = u64> {
-    std::iter::successors(Some(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1), |&x| {
-        let x = x ^ (x << 13);
-        let x = x ^ (x >> 7);
-        Some(x ^ (x << 17))
-    })
-}
-
-/// Says which seed failed.
-struct Seed(u64);
-
-impl Drop for Seed {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            println!("with seed {}", self.0);
-        }
-    }
-}
-
-/// A program on three streams that holds up to ten blocks of up to 12 MiB on a device of 64 MiB,
-/// and has work enqueued on each when it gives it back, some on another stream. Returns how many
-/// granules moved.
-fn crowded(seed: u64) -> u64 {
-    let driver = Subject::open(&SimConfig::new(64 * MIB).seed(seed));
-    let device = driver.device();
-    let policy = ["off", "ready", "wait"][usize::try_from(seed % 3).unwrap()];
-    let options = format!("backing:paged,granule_mb:2,cross_stream:{policy}");
-    let allocator = Allocator::new(&device, Config::parse(&options).unwrap()).unwrap();
-    let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
-    let mut held: Vec<(Allocation, usize)> = Vec::new();
-    for x in numbers(seed).take(60) {
-        let at = usize::try_from(x >> 40).unwrap();
-        let own = at % 3;
-        if x % 3 == 0 || held.len() > 10 {
-            if held.is_empty() {
-                continue;
-            }
-            let (block, own) = held.swap_remove(at % held.len());
-            write_on(&streams[own], block.ptr(), block.bytes());
-            if x % 4 == 0 {
-                let other = &streams[(own + 1) % 3];
-                other.wait_for(&streams[own].tick()).unwrap();
-                block.record_stream(other).unwrap();
-                write_on(other, block.ptr(), block.bytes());
-            }
-            continue;
-        }
-        let bytes = if x % 5 == 0 { x % (900 * KIB) } else { x % (12 * MIB) } + 1;
-        if let Ok(block) = allocator.alloc_bytes(bytes, &streams[own]) {
-            write_on(&streams[own], block.ptr(), bytes);
-            held.push((block, own));
-        }
-    }
-    driver.assert_no_violation();
-    let moved = allocator.stats().granules_moved;
-    let live = held.iter().fold((0, 0), |(count, bytes), (block, _)| (count + 1, bytes + block.bytes()));
-    check::statistics(&allocator, live);
-    drop(held);
-    allocator.empty_cache().unwrap();
-    assert_eq!(allocator.memory_reserved(), 0);
-    driver.assert_no_violation();
-    moved
-}
-
-#[test]
-fn memory_moves_without_a_race_under_1000_seeds() {
-    let mut moved = 0;
-    let mut programs = 0;
-    let seeds = Subject::share(1000);
-    for seed in 0..seeds {
-        let _seed = Seed(seed);
-        let granules = crowded(seed);
-        moved += granules;
-        programs += u64::from(granules > 0);
-    }
-    println!("{programs} of {seeds} programs moved memory, {moved} granules in all");
-    assert!(programs > seeds / 2, "only {programs} programs moved memory");
-}
+use crate::allocator::events::Listener;
+use tracing::Level;
 
 /// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how
 /// many operations it made.
@@ -103,7 +19,7 @@ fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Alloca
     let streams: Vec<Stream> = (0..count).map(|_| device.stream().unwrap()).collect();
     let mut held: Vec<Allocation> = Vec::new();
     let mut operations = 0;
-    for x in numbers(seed + 1).take(20_000) {
+    for x in random::numbers(seed + 1).take(20_000) {
         driver.advance();
         let at = usize::try_from(x >> 40).unwrap();
         operations += 1;
@@ -127,7 +43,7 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
     // milestones.
     for (streams, policy, spacing) in [(1, "ready", 100), (2, "off", 100), (2, "ready", 40)] {
         for seed in 0..2 {
-            let _seed = Seed(seed);
+            let _at = At(format!("seed {seed}"));
             let (driver, device, allocator, operations) = lagging(seed, streams, policy);
             let hazards: Vec<String> =
                 std::iter::from_fn(|| aquifer_device::Driver::take_violation(&*driver)).collect();
@@ -143,7 +59,7 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
                 stats.reserved_bytes.all.peak / MIB,
                 stats.allocated_bytes.all.peak / MIB,
             );
-            // Beside the advance: 32 events for each of two reasons on each stream at the start.
+            // At the start there are 32 more events for each of two reasons on each stream.
             assert!(recorded <= operations / spacing + 2 * 33 * streams, "{recorded} events");
             assert!(stats.granules_moved > 0);
         }
@@ -161,7 +77,7 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     let streams: Vec<Stream> = (0..4).map(|_| device.stream().unwrap()).collect();
     let mut held: Vec<Allocation> = Vec::new();
     let mut remaps = Vec::new();
-    let mut steps = numbers(1).enumerate();
+    let mut steps = random::numbers(1).enumerate();
     for _ in 0..5 {
         let before = allocator.stats().remaps;
         for (at, x) in steps.by_ref().take(4000) {
@@ -189,59 +105,30 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     assert_eq!(aquifer_device::Driver::take_violation(&*driver), None);
 }
 
-/// Uses memory on another stream whenever the host is about to wait, as another thread would.
-struct Busy {
-    driver: Subject,
-    allocator: Allocator,
-    other: Stream,
-    waits: Arc<AtomicU32>,
-}
-
-impl Busy {
-    fn use_memory(&self) {
-        let block = self.allocator.alloc_bytes(64 * MIB, &self.other).unwrap();
-        self.driver.stall(&self.other, Duration::from_millis(10)).unwrap();
-        drop(block);
-        // The host may wait more often the more was allocated.
-        let _held: Vec<_> = (0..1000).map(|_| self.allocator.alloc_bytes(KIB, &self.other).unwrap()).collect();
-    }
-}
-
-impl Subscriber for Busy {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() == Level::DEBUG && metadata.target() == "aquifer::wait"
-    }
-
-    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
-        span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
-
-    fn event(&self, _: &Event<'_>) {
-        self.waits.fetch_add(1, Relaxed);
-        self.use_memory();
-    }
-
-    fn enter(&self, _: &span::Id) {}
-
-    fn exit(&self, _: &span::Id) {}
-}
-
 #[test]
 fn a_request_stops_waiting_for_memory_that_another_thread_keeps_using() {
-    if !Subject::keeps_time() {
+    if !Subject::has_simulated_device() {
         return;
     }
-    let driver = Subject::new(GIB);
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::parse("backing:paged,cross_stream:off").unwrap()).unwrap();
-    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
-    let waits = Arc::new(AtomicU32::new(0));
-    let busy = Busy { driver, allocator: allocator.clone(), other, waits: waits.clone() };
-    busy.use_memory();
-    let _block = tracing::subscriber::with_default(busy, || allocator.alloc_bytes(64 * MIB, &stream)).unwrap();
+    let Bench { driver, allocator, stream, side, .. } = Bench::new(GIB, "backing:paged,cross_stream:off");
+    let (waits, requests) = (Arc::new(AtomicU32::new(0)), allocator.clone());
+    let counted = waits.clone();
+    // Uses memory on another stream whenever the host is about to wait, as another thread would.
+    let use_memory = move || {
+        let block = requests.alloc_bytes(64 * MIB, &side).unwrap();
+        driver.stall(&side, Duration::from_millis(10)).unwrap();
+        drop(block);
+        // The host may wait more often the more was allocated.
+        let _held: Vec<_> = (0..1000).map(|_| requests.alloc_bytes(KIB, &side).unwrap()).collect();
+    };
+    use_memory();
+    let waiting = Listener::new(
+        |metadata| *metadata.level() == Level::DEBUG && metadata.target() == "aquifer::wait",
+        move |_| {
+            counted.fetch_add(1, Relaxed);
+            use_memory();
+        },
+    );
+    let _block = tracing::subscriber::with_default(waiting, || allocator.alloc_bytes(64 * MIB, &stream)).unwrap();
     assert_eq!(waits.load(Relaxed), 8);
 }

@@ -5,3 +5,10 @@ mod edge_cases;
 mod frames;
 mod lagging_devices;
 mod repeating_programs;
+
+use aquifer_tests::prelude::*;
+
+/// Memory of so many MiB for the first stream, which has written it.
+fn block(bench: &Bench, mib: u64) -> Allocation {
+    bench.written(mib * MIB)
+}

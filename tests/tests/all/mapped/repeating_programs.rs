@@ -2,13 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use aquifer::Allocator;
-use aquifer::memory::{Allocation, Config};
-
-use aquifer::Stream;
-use aquifer_device::Operation;
 use aquifer_stress::input::{self, Event, Program};
-use aquifer_tests::{Bench, GIB, MIB, Subject};
+use aquifer_tests::prelude::*;
 
 /// Plays a program once; returns the mapping calls of each iteration, what comes before the first
 /// one included as one.
@@ -71,22 +66,11 @@ fn a_program_that_repeats_stops_mapping() {
     }
 }
 
-/// Numbers that look random, the same in every run (splitmix64).
-fn scrambled() -> impl FnMut(u64) -> u64 {
-    let mut state = 7_u64;
-    move |below| {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % below
-    }
-}
-
 #[test]
 fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
     let bench = Bench::new(40 * GIB, "backing:paged");
-    let mut next = scrambled();
-    let block = |bytes: u64| bench.allocator.alloc_bytes(MIB / 2 + bytes, &bench.stream).unwrap();
+    let mut next = random::draws(7);
+    let block = |bytes: u64| bench.alloc(MIB / 2 + bytes);
     let mut blocks: Vec<Allocation> = (0..1000).map(|_| block(next(64 * MIB))).collect();
     let mut remaps = Vec::new();
     for _ in 0..4 {
@@ -110,10 +94,9 @@ fn a_program_that_never_settles_holds_a_sixteenth_more_and_moves_less() {
 /// Mapping calls, and granules moved, in each epoch of a training program whose batches vary in
 /// length, but are the same in every epoch.
 fn calls_by_epoch(bench: &Bench, epochs: usize) -> Vec<(u64, u64)> {
-    let mut next = scrambled();
+    let mut next = random::draws(7);
     let lengths: Vec<u64> = (0..16).map(|_| 300 + next(212)).collect();
-    let weights: Vec<Allocation> =
-        (0..64).map(|_| bench.allocator.alloc_bytes(48 * MIB, &bench.stream).unwrap()).collect();
+    let weights: Vec<Allocation> = (0..64).map(|_| bench.alloc(48 * MIB)).collect();
     let counts = (0..epochs).map(|_| {
         let so_far = || (mapping_calls_so_far(bench), bench.allocator.stats().granules_moved);
         let before = so_far();
@@ -133,7 +116,7 @@ fn mapping_calls_so_far(bench: &Bench) -> u64 {
 /// Forward and backward pass of a language model. What its loss takes is larger than everything
 /// else, and lives when most is in use.
 fn train_batch(bench: &Bench, length: u64) {
-    let alloc = |bytes: u64| bench.allocator.alloc_bytes(bytes * length, &bench.stream).unwrap();
+    let alloc = |bytes: u64| bench.alloc(bytes * length);
     const LAYER: [u64; 7] = [80_000, 80_000, 80_000, 80_000, 320_000, 320_000, 80_000];
     const LOGITS: u64 = 2_400_000;
     let mut saved: Vec<Allocation> = (0..24).flat_map(|_| LAYER).map(alloc).collect();

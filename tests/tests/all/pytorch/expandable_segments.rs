@@ -1,21 +1,10 @@
 //! Defects of PyTorch's expandable segments, by the numbers of their issues, that do not occur
 //! here.
 
-use std::time::Duration;
-
-use aquifer::device::sim::Fault;
-use aquifer::memory::{Allocation, PoolOptions};
-use aquifer_device::{Code, Operation};
-use aquifer_tests::{Bench, GIB, MIB, check, write_on};
+use aquifer_tests::prelude::*;
 
 fn bench(capacity: u64, options: &str) -> Bench {
     Bench::new(capacity, &format!("backing:paged,granule_mb:2{options}"))
-}
-
-fn block(bench: &Bench, bytes: u64) -> Allocation {
-    let block = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap();
-    write_on(&bench.stream, block.ptr(), block.bytes());
-    block
 }
 
 #[test]
@@ -24,7 +13,7 @@ fn pytorch_123548_and_193400_a_split_limit_makes_nothing_grow() {
     let mut held: Vec<Allocation> = Vec::new();
     for step in 0..400_u64 {
         // Sizes around the limit, which change from step to step.
-        held.push(block(&bench, (20 + step * 7 % 31) * MIB));
+        held.push(bench.written((20 + step * 7 % 31) * MIB));
         if held.len() > 3 {
             drop(held.remove(0));
         }
@@ -41,15 +30,15 @@ fn pytorch_188008_a_mapping_that_fails_half_way_is_rolled_back() {
     for operation in [Operation::CreatePhysical, Operation::Map, Operation::SetAccess] {
         for code in [Code::OUT_OF_MEMORY, Code::INVALID_VALUE, Code(999)] {
             let bench = bench(64 * MIB, "");
-            let held = block(&bench, 8 * MIB);
+            let held = bench.written(8 * MIB);
             let nth = if operation == Operation::SetAccess { 1 } else { 5 };
-            bench.driver.inject(Fault::Nth { operation: Some(operation), nth, code });
+            bench.fail(operation, nth, code);
             let failed = bench.allocator.alloc_bytes(40 * MIB, &bench.stream);
             assert!(failed.is_err() || code == Code::OUT_OF_MEMORY, "{operation} with {code:?} went unnoticed");
             check::statistics(&bench.allocator, failed.as_ref().map_or((1, 8 * MIB), |_| (2, 48 * MIB)));
             drop(failed);
             bench.driver.clear_faults();
-            let whole = block(&bench, 56 * MIB);
+            let whole = bench.written(56 * MIB);
             drop((held, whole));
             bench.assert_returned();
         }
@@ -59,11 +48,11 @@ fn pytorch_188008_a_mapping_that_fails_half_way_is_rolled_back() {
 #[test]
 fn pytorch_166116_physical_memory_is_used_again_when_it_moves() {
     let bench = bench(GIB, "");
-    let live: Vec<Allocation> = (0..16).map(|_| block(&bench, 4 * MIB)).collect();
+    let live: Vec<Allocation> = (0..16).map(|_| bench.written(4 * MIB)).collect();
     let keeps: Vec<Allocation> = live.into_iter().step_by(2).collect();
     bench.stream.synchronize().unwrap();
     let before = bench.device.driver_calls();
-    let whole = block(&bench, 24 * MIB);
+    let whole = bench.written(24 * MIB);
     let after = bench.device.driver_calls();
     let made = |operation| after.of(operation) - before.of(operation);
     assert_eq!((made(Operation::CreatePhysical), made(Operation::ReleasePhysical)), (0, 0));
@@ -77,10 +66,10 @@ fn pytorch_166116_physical_memory_is_used_again_when_it_moves() {
 #[test]
 fn pytorch_122057_memory_expands_by_default() {
     let bench = Bench::new(GIB, "");
-    let [first, second] = [30, 50].map(|mib| block(&bench, mib * MIB));
+    let [first, second] = [30, 50].map(|mib| bench.written(mib * MIB));
     let segments = bench.allocator.snapshot().segments;
     assert!(segments.iter().all(|segment| segment.is_expandable), "{segments:?}");
-    assert_eq!(segments.len(), 1, "what is taken later lies beside what was taken first");
+    assert_eq!(segments.len(), 1, "later memory is contiguous with earlier memory");
     drop((first, second));
     bench.assert_returned();
 }
@@ -88,11 +77,11 @@ fn pytorch_122057_memory_expands_by_default() {
 #[test]
 fn pytorch_147851_pools_and_mapped_memory_go_together() {
     let bench = bench(GIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
+    let pool = bench.pool();
     let apart = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
     let (inside, whole) =
         (pool.alloc_bytes(5 * MIB, &bench.stream).unwrap(), apart.alloc_bytes(5 * MIB, &bench.stream).unwrap());
-    let outside = block(&bench, 5 * MIB);
+    let outside = bench.written(5 * MIB);
     let snapshot = bench.allocator.snapshot();
     let kind = |id| snapshot.segments.iter().filter(move |segment| segment.segment_pool_id == id);
     assert!(kind(pool.id()).all(|segment| segment.is_expandable) && kind(pool.id()).count() == 1);
@@ -108,8 +97,8 @@ fn pytorch_147851_pools_and_mapped_memory_go_together() {
 #[test]
 fn pytorch_159594_nothing_breaks_when_memory_is_needed_during_a_capture() {
     let bench = bench(64 * MIB, "");
-    drop(block(&bench, 40 * MIB));
-    drop(bench.allocator.alloc_bytes(10 * MIB, &bench.side).unwrap());
+    drop(bench.written(40 * MIB));
+    drop(bench.alloc_on(&bench.side, 10 * MIB));
     let capture = bench.side.begin_capture().unwrap();
     // It needs memory of another stream, which must not be unmapped on the strength of events
     // inside of the capture.
@@ -130,15 +119,12 @@ fn pytorch_159594_nothing_breaks_when_memory_is_needed_during_a_capture() {
 
 #[test]
 fn pytorch_189504_what_becomes_free_during_the_wait_is_found() {
-    for bench in Bench::on_both(24 * MIB, "cross_stream:off,granule_mb:2") {
-        let held = block(&bench, 20 * MIB);
-        bench.side.wait_for(&bench.stream.tick()).unwrap();
-        bench.driver.stall(&bench.side, Duration::from_millis(10)).unwrap();
-        write_on(&bench.side, held.ptr(), held.bytes());
-        held.record_stream(&bench.side).unwrap();
-        drop(held);
-        let again = block(&bench, 20 * MIB);
-        drop(again);
+    // A piece of a segment that cannot be released.
+    for bench in Bench::on_both(20 * MIB, "cross_stream:off,granule_mb:2") {
+        let (keeps, held, rest) = (bench.written(2 * MIB), bench.written(9 * MIB), bench.written(9 * MIB));
+        bench.drop_in_use(held, Duration::from_millis(10));
+        let again = bench.written(9 * MIB);
+        drop((keeps, again, rest));
         bench.assert_returned();
     }
 }

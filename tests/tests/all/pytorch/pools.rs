@@ -1,9 +1,6 @@
 //! PyTorch's tests of private pools, one by one; `CHECKLIST.md` lists them all.
 
-use aquifer::memory::{AllocError, Allocation, PoolOptions, PrivatePool};
-use aquifer_tests::{Bench, GIB, MIB, write_on};
-
-const LENDS: PoolOptions = PoolOptions { use_on_oom: true, no_split: false };
+use aquifer_tests::prelude::*;
 
 fn pool_of(bench: &Bench, allocation: &Allocation) -> (u64, u64) {
     let snapshot = bench.allocator.snapshot();
@@ -11,10 +8,6 @@ fn pool_of(bench: &Bench, allocation: &Allocation) -> (u64, u64) {
     let found =
         snapshot.segments.iter().find(|segment| (segment.address..segment.address + segment.total_size).contains(&at));
     found.unwrap().segment_pool_id
-}
-
-fn pool(bench: &Bench) -> PrivatePool {
-    bench.allocator.create_pool(PoolOptions::default()).unwrap()
 }
 
 #[test]
@@ -31,7 +24,7 @@ fn item_75_segments_of_a_pool() {
     ];
     for (bytes, count, reserved, left) in vectors {
         let bench = Bench::new(GIB, "backing:segments");
-        let pool = pool(&bench);
+        let pool = bench.pool();
         let mut held: Vec<_> = (0..count).map(|_| pool.alloc_bytes(bytes, &bench.stream).unwrap()).collect();
         let id = pool.id();
         assert_eq!(bench.allocator.reserved_by_private_pools()[&id], reserved, "{bytes} × {count}");
@@ -64,7 +57,7 @@ fn item_79_ids_are_distinct() {
 }
 
 #[test]
-fn pools_that_could_not_be_told_apart_are_refused() {
+fn more_pools_than_there_are_numbers_are_refused() {
     let bench = Bench::new(GIB, "");
     let made = || bench.allocator.create_pool(PoolOptions::default());
     let mut pools: Vec<PrivatePool> = std::iter::from_fn(|| made().ok()).take(20_000).collect();
@@ -85,7 +78,7 @@ fn pools_that_could_not_be_told_apart_are_refused() {
 #[test]
 fn item_80_pools_give_memory_back() {
     let bench = Bench::new(GIB, "backing:segments");
-    let pool = pool(&bench);
+    let pool = bench.pool();
     drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
     assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "an open pool keeps what it caches");
     assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
@@ -96,10 +89,10 @@ fn item_80_pools_give_memory_back() {
 }
 
 #[test]
-fn item_81_segments_of_pools_are_apart_and_visible() {
+fn item_81_segments_of_pools_are_separate_and_visible() {
     let bench = Bench::new(GIB, "");
-    let pool = pool(&bench);
-    let outside = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
+    let pool = bench.pool();
+    let outside = bench.alloc(1000);
     let inside = pool.alloc_bytes(1000, &bench.stream).unwrap();
     assert_eq!((pool_of(&bench, &outside), pool_of(&bench, &inside)), ((0, 0), pool.id()));
     drop((outside, inside, pool));
@@ -109,7 +102,7 @@ fn item_81_segments_of_pools_are_apart_and_visible() {
 #[test]
 fn item_82_allocations_outlive_pool_and_allocator() {
     let bench = Bench::new(GIB, "");
-    let inside = pool(&bench).alloc_bytes(30 * MIB, &bench.stream).unwrap();
+    let inside = bench.pool().alloc_bytes(30 * MIB, &bench.stream).unwrap();
     write_on(&bench.stream, inside.ptr(), inside.bytes());
     let Bench { driver, device, allocator, stream, side } = bench;
     drop(allocator);
@@ -122,26 +115,14 @@ fn item_82_allocations_outlive_pool_and_allocator() {
 }
 
 #[test]
-fn item_83_a_lending_pool_is_used_before_out_of_memory() {
-    let bench = Bench::new(64 * MIB, "");
-    let pool = bench.allocator.create_pool(LENDS).unwrap();
-    drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
-    let held = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
-    write_on(&bench.stream, held.ptr(), held.bytes());
-    assert_eq!(pool_of(&bench, &held), pool.id());
-    drop((held, pool));
-    bench.assert_returned();
-}
-
-#[test]
 fn item_84_a_dropped_pool_lends_nothing() {
     let bench = Bench::new(64 * MIB, "backing:segments");
-    let lends = bench.allocator.create_pool(LENDS).unwrap();
+    let lends = bench.lending_pool();
     let keeps = lends.alloc_bytes(2 * MIB, &bench.stream).unwrap();
     drop(lends);
-    let other = bench.allocator.alloc_bytes(40 * MIB, &bench.stream).unwrap();
+    let other = bench.alloc(40 * MIB);
     // 18 MiB are free in the closed pool's segment.
-    let error = bench.allocator.alloc_bytes(15 * MIB, &bench.stream).unwrap_err();
+    let error = bench.refused(15 * MIB);
     assert!(matches!(error, AllocError::OutOfMemory(_)));
     drop((keeps, other));
     bench.assert_returned();
@@ -160,7 +141,7 @@ fn item_85_no_split() {
 #[test]
 fn item_86_routes_belong_to_their_thread() {
     let bench = Bench::new(GIB, "");
-    let pool = pool(&bench);
+    let pool = bench.pool();
     let route = pool.route_thread();
     let (allocator, stream) = (&bench.allocator, &bench.stream);
     std::thread::scope(|scope| {
@@ -181,8 +162,8 @@ fn item_86_routes_belong_to_their_thread() {
 #[test]
 fn item_87_nested_pools() {
     let bench = Bench::new(GIB, "");
-    let (outer, inner) = (pool(&bench), pool(&bench));
-    let alloc = || pool_of(&bench, &bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
+    let (outer, inner) = (bench.pool(), bench.pool());
+    let alloc = || pool_of(&bench, &bench.alloc(1000));
     let outer_route = outer.route_thread();
     {
         let _inner_route = inner.route_thread();

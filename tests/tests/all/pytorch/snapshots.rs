@@ -1,11 +1,8 @@
 //! PyTorch's tests of snapshots and history, one by one; `CHECKLIST.md` lists them all.
 
-use std::time::Duration;
-
-use aquifer::memory::{HistoryOptions, PoolOptions, Snapshot, TagScope};
+use aquifer::memory::{HistoryOptions, Snapshot};
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_allocator::{Action, Advice};
-use aquifer_tests::{Bench, GIB, MIB, check, write_on};
+use aquifer_tests::prelude::*;
 
 fn record(bench: &Bench, entries: usize, skip: Vec<Action>) {
     bench.allocator.record_history(HistoryOptions { entries, skip, clear: true });
@@ -21,7 +18,7 @@ fn item_90_memory_snapshot() {
     record(&bench, 1000, Vec::new());
     let held = {
         let _scope = TagScope::new("layer 3");
-        bench.allocator.alloc_bytes(311 * 411 * 4, &bench.stream).unwrap()
+        bench.alloc(311 * 411 * 4)
     };
     let snapshot = bench.allocator.snapshot();
     let last = snapshot.trace().last().unwrap();
@@ -32,29 +29,11 @@ fn item_90_memory_snapshot() {
     assert_eq!((block.state, block.requested_size), (BlockState::ActiveAllocated, 311 * 411 * 4));
     assert_eq!(block.user_metadata.as_deref(), Some("layer 3"));
     // A block that other streams still use.
-    bench.side.wait_for(&bench.stream.tick()).unwrap();
-    bench.driver.stall(&bench.side, Duration::from_millis(5)).unwrap();
-    write_on(&bench.side, held.ptr(), held.bytes());
-    held.record_stream(&bench.side).unwrap();
-    drop(held);
+    bench.drop_in_use(held, Duration::from_millis(5));
     let snapshot = bench.allocator.snapshot();
     assert_eq!(snapshot.blocks().next().unwrap().1.state, BlockState::ActivePendingFree);
     assert_eq!(actions(&snapshot).last(), Some(&Action::FreeRequested));
     bench.assert_returned();
-}
-
-#[test]
-fn item_92_skipped_actions_are_absent() {
-    let bench = Bench::new(GIB, "backing:segments");
-    let all = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentAlloc, Action::SegmentFree];
-    for skipped in all {
-        record(&bench, 1000, vec![skipped]);
-        drop(bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap());
-        bench.allocator.empty_cache().unwrap();
-        let found = actions(&bench.allocator.snapshot());
-        assert!(!found.contains(&skipped), "{found:?}");
-        assert!(all.iter().all(|action| *action == skipped || found.contains(action)), "{found:?}");
-    }
 }
 
 #[test]
@@ -63,7 +42,7 @@ fn item_93_segment_frees_and_names_are_in_the_trace() {
     record(&bench, 1000, Vec::new());
     {
         let _scope = TagScope::new("optimizer");
-        drop(bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap());
+        drop(bench.alloc(30 * MIB));
     }
     bench.allocator.empty_cache().unwrap();
     let snapshot = bench.allocator.snapshot();
@@ -75,27 +54,6 @@ fn item_93_segment_frees_and_names_are_in_the_trace() {
 }
 
 #[test]
-fn item_96_and_97_the_json_is_what_viewers_read() {
-    let bench = Bench::new(GIB, "history:100,backing:segments");
-    let held = bench.allocator.alloc_bytes(1000, &bench.stream).unwrap();
-    bench.allocator.alloc_bytes(2 * GIB, &bench.stream).unwrap_err();
-    let json = serde_json::to_value(bench.allocator.snapshot()).unwrap();
-    for key in ["segments", "device_traces", "allocator_settings", "external_annotations"] {
-        assert!(json.get(key).is_some(), "{key}");
-    }
-    let segment = &json["segments"][0];
-    let blocks = segment["blocks"].as_array().unwrap();
-    let sum: u64 = blocks.iter().map(|block| block["size"].as_u64().unwrap()).sum();
-    assert_eq!(Some(sum), segment["total_size"].as_u64());
-    assert_eq!((&segment["segment_type"], &blocks[0]["state"]), (&"small".into(), &"active_allocated".into()));
-    let trace = json["device_traces"][bench.device.info().ordinal as usize].as_array().unwrap();
-    let names: Vec<_> = trace.iter().map(|entry| entry["action"].as_str().unwrap()).collect();
-    assert_eq!(names, ["segment_alloc", "alloc", "oom"]);
-    assert!(trace[2]["device_free"].is_u64() && trace[2].get("addr").is_none());
-    drop(held);
-}
-
-#[test]
 fn item_98_summary_and_snapshot_in_every_state() {
     let bench = Bench::new(64 * MIB, "history:5");
     let ask = |live| {
@@ -103,9 +61,9 @@ fn item_98_summary_and_snapshot_in_every_state() {
         check::readers(&bench.allocator);
     };
     ask((0, 0));
-    let held = bench.allocator.alloc_bytes(MIB, &bench.stream).unwrap();
+    let held = bench.alloc(MIB);
     ask((1, MIB));
-    bench.allocator.alloc_bytes(GIB, &bench.stream).unwrap_err();
+    bench.refused(GIB);
     ask((1, MIB));
     let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let inside = pool.alloc_bytes(700, &bench.side).unwrap();
@@ -120,40 +78,10 @@ fn item_98_summary_and_snapshot_in_every_state() {
 }
 
 #[test]
-fn the_ring_keeps_the_latest_and_stopping_forgets() {
-    let bench = Bench::new(GIB, "");
-    record(&bench, 3, Vec::new());
-    for _ in 0..10 {
-        drop(bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
-    }
-    let snapshot = bench.allocator.snapshot();
-    assert_eq!(actions(&snapshot), [Action::Alloc, Action::FreeRequested, Action::FreeCompleted]);
-    assert_eq!(snapshot.entries_overwritten, 28);
-    bench.allocator.stop_history();
-    assert!(bench.allocator.snapshot().trace().is_empty());
-}
-
-#[test]
-fn defect_1_the_report_counts_all_that_private_pools_hold() {
-    let bench = Bench::new(100 * MIB, "backing:segments");
-    let pool = bench.allocator.create_pool(PoolOptions::default()).unwrap();
-    let inside = pool.alloc_bytes(40 * MIB, &bench.stream).unwrap();
-    let held = bench.allocator.alloc_bytes(30 * MIB, &bench.stream).unwrap();
-    let error = bench.allocator.alloc_bytes(40 * MIB + 1, &bench.stream).unwrap_err();
-    let text = error.to_string();
-    let report = error.report().unwrap();
-    assert_eq!((report.allocated, report.reserved_by_private_pools), (70 * MIB, 40 * MIB));
-    assert!(text.contains("70.00 MiB is allocated") && text.contains("private pools hold 40.00 MiB"), "{text}");
-    assert!(report.advice.iter().any(|advice| matches!(advice, Advice::FreeMore { .. } | Advice::OthersHold { .. })));
-    drop((inside, held, pool));
-    bench.assert_returned();
-}
-
-#[test]
 fn kept_2_the_report_names_the_segment_that_it_tried_to_allocate() {
     let begins = |options: &str, bytes: u64, begin: &str| {
         let bench = Bench::new(MIB, options);
-        let error = bench.allocator.alloc_bytes(bytes, &bench.stream).unwrap_err();
+        let error = bench.refused(bytes);
         let (text, begin) = (error.to_string(), format!("out of memory. Tried to allocate {begin}. GPU "));
         assert!(text.starts_with(&begin), "{options}: {text}");
         assert_eq!(error.report().unwrap().requested, bytes);
@@ -168,14 +96,14 @@ fn kept_2_the_report_names_the_segment_that_it_tried_to_allocate() {
     begins("backing:segments,no_cache:True", 3 * MIB, "3.00 MiB");
     // Mapped memory has no segments.
     let bench = Bench::new(8 * MIB, "");
-    let text = bench.allocator.alloc_bytes(9 * MIB, &bench.stream).unwrap_err().to_string();
+    let text = bench.refused(9 * MIB).to_string();
     assert!(text.starts_with("out of memory. Tried to allocate 9.00 MiB. GPU "), "{text}");
 }
 
 #[test]
 fn defect_3_inactive_blocks_show_no_stale_request() {
     let bench = Bench::new(GIB, "");
-    let keeps = [1, 2].map(|_| bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
+    let keeps = [1, 2].map(|_| bench.alloc(1000));
     let [first, second] = keeps;
     drop(first);
     let snapshot = bench.allocator.snapshot();

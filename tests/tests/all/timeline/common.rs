@@ -1,12 +1,7 @@
 //! A device with control over it at hand.
 
-use std::time::Duration;
-
-use aquifer::device::sim::{Fault, SimConfig};
-use aquifer::device::{DevicePtr, ErrorKind};
-use aquifer::{Device, Stream};
-use aquifer_device::{Code, Operation, Result};
-use aquifer_tests::Subject;
+use aquifer_device::Result;
+use aquifer_tests::prelude::*;
 
 pub(super) const MIB: u64 = 1 << 20;
 /// Longer than any work in these tests.
@@ -15,7 +10,7 @@ pub(super) const LONG: Duration = Duration::from_secs(1);
 pub(super) struct Bench {
     pub(super) subject: Subject,
     pub(super) device: Device,
-    /// Memory that everybody fills.
+    /// Memory that all streams fill.
     pub(super) ptr: DevicePtr,
 }
 
@@ -38,6 +33,31 @@ impl Bench {
     /// Writes the shared memory on a stream.
     pub(super) fn fill(&self, stream: &Stream) {
         stream.fill(self.ptr, 1, MIB).unwrap();
+    }
+
+    /// As [`Bench::new`], with streams.
+    pub(super) fn with_streams<const N: usize>() -> (Bench, [Stream; N]) {
+        let bench = Bench::new();
+        let streams = [(); N].map(|()| bench.stream());
+        (bench, streams)
+    }
+
+    /// Enqueues a write of the shared memory that stays pending until time is made to pass.
+    pub(super) fn busy(&self, stream: &Stream) {
+        self.stall(stream);
+        self.fill(stream);
+    }
+
+    /// As [`Bench::busy`]; returns the tick after the write.
+    pub(super) fn long_work(&self, stream: &Stream) -> Tick {
+        self.busy(stream);
+        stream.tick()
+    }
+
+    /// Writes the shared memory on a stream and panics if that races with other writes of it.
+    pub(super) fn fill_without_race(&self, stream: &Stream) {
+        self.fill(stream);
+        self.assert_no_race();
     }
 
     /// Keeps the work enqueued next on a stream pending until time is made to pass.
@@ -64,8 +84,8 @@ impl Bench {
         self.subject.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
     }
 
-    /// Drops a stream of which the driver says that somebody else destroyed it, so that no last
-    /// event is ever recorded.
+    /// Drops a stream that the driver reports as destroyed by other code, so that no last event is
+    /// recorded.
     pub(super) fn drop_destroyed(&self, stream: Stream) {
         self.subject.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code::INVALID_HANDLE });
         drop(stream);

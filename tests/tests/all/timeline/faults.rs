@@ -1,65 +1,32 @@
 //! T2 when driver calls fail: a failed record or wait changes no clock, and trying again works.
 
-use aquifer::device::ErrorKind;
-use aquifer::device::sim::Fault;
-use aquifer_device::Operation;
+use aquifer_tests::prelude::*;
 
 use super::common::{Bench, kind};
 
 #[test]
-fn t2_a_failed_record_changes_no_clock_and_can_be_repeated() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
-    bench.fail_next(Operation::Record);
-    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
-    assert!(!two.is_ordered_after(&tick));
-    assert!(!tick.timeline().is_covered(tick.n()));
-    assert_eq!(bench.cost(), (0, 0));
-    let between = one.tick();
-    two.wait_for(&tick).unwrap();
-    assert!(two.is_ordered_after(&between), "one event covers the ticks on both sides of the failure");
-    assert_eq!((bench.cost(), bench.calls(Operation::CreateEvent)), ((1, 1), 1));
-    bench.fill(&two);
-    bench.assert_no_race();
-}
-
-#[test]
-fn t2_a_failed_wait_changes_no_clock_and_its_event_serves_the_next() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
-    bench.fail_next(Operation::Wait);
-    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
-    assert!(!two.is_ordered_after(&tick));
-    assert_eq!(two.timeline().clock().of(one.id()), 0);
-    assert_eq!(bench.cost(), (1, 0));
-    two.wait_for(&tick).unwrap();
-    assert_eq!(bench.cost(), (1, 1));
-    bench.fill(&two);
-    bench.assert_no_race();
-}
-
-#[test]
-fn t2_an_event_that_cannot_be_created_changes_no_clock() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    let tick = one.tick();
-    bench.fail_next(Operation::CreateEvent);
-    assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
-    assert!(!two.is_ordered_after(&tick));
-    two.wait_for(&tick).unwrap();
-    assert_eq!(bench.cost(), (1, 1));
+fn t2_a_wait_that_fails_at_any_call_changes_no_clock_and_can_be_repeated() {
+    for failing in [Operation::CreateEvent, Operation::Record, Operation::Wait] {
+        let (bench, [one, two]) = Bench::with_streams();
+        let tick = bench.long_work(&one);
+        bench.fail_next(failing);
+        assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
+        let is_recorded = failing == Operation::Wait;
+        assert_eq!((two.is_ordered_after(&tick), two.timeline().clock().of(one.id())), (false, 0));
+        assert_eq!((bench.cost(), tick.timeline().is_covered(tick.n())), ((u64::from(is_recorded), 0), is_recorded));
+        let between = one.tick();
+        two.wait_for(&tick).unwrap();
+        assert!(two.is_ordered_after(&tick));
+        assert_eq!(two.is_ordered_after(&between), !is_recorded, "an event covers all ticks before its record");
+        assert_eq!(bench.cost(), (1, 1));
+        assert!(failing == Operation::CreateEvent || bench.calls(Operation::CreateEvent) == 1);
+        bench.fill_without_race(&two);
+    }
 }
 
 #[test]
 fn t2_a_user_event_keeps_its_earlier_record_when_recording_fails() {
-    let bench = Bench::new();
-    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+    let (bench, [one, two, three]) = Bench::with_streams();
     let event = bench.device.create_event(false).unwrap();
     let first = one.tick();
     event.record(&one).unwrap();
@@ -77,9 +44,7 @@ fn t2_a_user_event_keeps_its_earlier_record_when_recording_fails() {
 fn a_failed_query_or_host_wait_leaves_the_event_to_be_asked_again() {
     let bench = Bench::new();
     let stream = bench.stream();
-    bench.stall(&stream);
-    bench.fill(&stream);
-    let tick = stream.tick();
+    let tick = bench.long_work(&stream);
     tick.cover().unwrap();
     bench.fail_next(Operation::QueryEvent);
     assert_eq!(kind(tick.is_done()), ErrorKind::Other);
@@ -94,13 +59,11 @@ fn a_failed_query_or_host_wait_leaves_the_event_to_be_asked_again() {
 
 /// What is asked on the way is about other ticks.
 #[test]
-fn a_host_that_waited_is_told_so_whatever_a_later_query_answers() {
+fn a_host_wait_succeeds_whatever_a_later_query_answers() {
     let bench = Bench::new();
     let stream = bench.stream();
     let stalled_and_covered = || {
-        bench.stall(&stream);
-        bench.fill(&stream);
-        let tick = stream.tick();
+        let tick = bench.long_work(&stream);
         tick.cover().unwrap();
         tick
     };
@@ -126,12 +89,9 @@ fn t3_a_failed_host_wait_recycles_nothing() {
 }
 
 #[test]
-fn t4_a_stream_that_somebody_else_destroyed_is_answered_by_the_device() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+fn t4_ticks_of_a_stream_destroyed_by_other_code_are_answered_by_the_device() {
+    let (bench, [one, two]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     bench.drop_destroyed(one);
     assert_eq!(kind(two.wait_for(&tick)), ErrorKind::InvalidUse);
     assert_eq!(kind(tick.cover()), ErrorKind::InvalidUse);
@@ -143,16 +103,13 @@ fn t4_a_stream_that_somebody_else_destroyed_is_answered_by_the_device() {
     assert!(tick.is_done().unwrap());
     assert_eq!((bench.cost(), bench.calls(Operation::Synchronize)), ((0, 0), 2));
     two.wait_for(&tick).unwrap();
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
 fn a_lost_device_answers_every_question_with_its_loss() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
+    let (bench, [one, two]) = Bench::with_streams();
+    bench.busy(&one);
     let (covered, tick) = (one.tick(), one.tick());
     covered.cover().unwrap();
     bench.fill(&one);
@@ -168,7 +125,7 @@ fn a_lost_device_answers_every_question_with_its_loss() {
 }
 
 #[test]
-fn t4_a_stream_whose_last_event_cannot_be_recorded_is_answered_by_the_device() {
+fn t4_ticks_without_a_last_event_are_answered_by_the_device() {
     for failing in [Operation::Record, Operation::CreateEvent] {
         let bench = Bench::new();
         let one = bench.stream();

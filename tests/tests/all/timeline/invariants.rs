@@ -1,9 +1,6 @@
 //! T1 to T4 with one thread: what is paid, when events are recycled, and whose ticks are whose.
 
-use aquifer::Device;
-use aquifer::device::{ErrorKind, StreamFlags};
-use aquifer_device::Operation;
-use aquifer_tests::Subject;
+use aquifer_tests::prelude::*;
 
 use super::common::{Bench, LONG, kind};
 
@@ -22,11 +19,8 @@ fn a_tick_costs_no_driver_call() {
 
 #[test]
 fn t1_one_event_covers_all_ticks_before_it_and_none_after() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let early = one.tick();
+    let (bench, [one, two]) = Bench::with_streams();
+    let early = bench.long_work(&one);
     bench.fill(&one);
     let late = one.tick();
     two.wait_for(&late).unwrap();
@@ -40,17 +34,13 @@ fn t1_one_event_covers_all_ticks_before_it_and_none_after() {
     assert!(after.n() > late.n());
     two.wait_for(&after).unwrap();
     assert_eq!(bench.cost(), (2, 2));
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
 fn t1_an_event_for_the_host_serves_streams_too() {
-    let bench = Bench::new();
-    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+    let (bench, [one, two, three]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     tick.cover().unwrap();
     tick.cover().unwrap();
     assert!(tick.timeline().is_covered(tick.n()));
@@ -62,27 +52,21 @@ fn t1_an_event_for_the_host_serves_streams_too() {
 
 #[test]
 fn t2_the_same_dependency_is_never_paid_twice() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+    let (bench, [one, two]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     for _ in 0..10 {
         two.wait_for(&tick).unwrap();
     }
     assert_eq!(bench.cost(), (1, 1));
     assert_eq!((bench.calls(Operation::Record), bench.calls(Operation::Wait)), (1, 1));
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
 fn t2_knowledge_is_transitive() {
     let bench = Bench::new();
     let streams = [bench.stream(), bench.stream(), bench.stream(), bench.stream()];
-    bench.stall(&streams[0]);
-    bench.fill(&streams[0]);
-    let first = streams[0].tick();
+    let first = bench.long_work(&streams[0]);
     for pair in streams.windows(2) {
         pair[1].wait_for(&pair[0].tick()).unwrap();
     }
@@ -90,17 +74,13 @@ fn t2_knowledge_is_transitive() {
     assert!(streams[3].is_ordered_after(&first));
     streams[3].wait_for(&first).unwrap();
     assert_eq!(bench.cost(), (3, 3));
-    bench.fill(&streams[3]);
-    bench.assert_no_race();
+    bench.fill_without_race(&streams[3]);
 }
 
 #[test]
 fn t2_an_event_knows_what_its_stream_knew_when_it_was_recorded_and_no_more() {
-    let bench = Bench::new();
-    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let first = one.tick();
+    let (bench, [one, two, three]) = Bench::with_streams();
+    let first = bench.long_work(&one);
     // Covered before the second stream learns of the first.
     let second = two.tick();
     second.cover().unwrap();
@@ -110,17 +90,13 @@ fn t2_an_event_knows_what_its_stream_knew_when_it_was_recorded_and_no_more() {
     assert!(!three.is_ordered_after(&first), "the event is older than what its stream knows now");
     three.wait_for(&first).unwrap();
     assert_eq!(bench.cost(), (2, 3));
-    bench.fill(&three);
-    bench.assert_no_race();
+    bench.fill_without_race(&three);
 }
 
 #[test]
-fn t2_user_events_teach_as_ticks_do() {
-    let bench = Bench::new();
-    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+fn t2_user_events_order_streams_as_ticks_do() {
+    let (bench, [one, two, three]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     two.wait_for(&tick).unwrap();
     let event = bench.device.create_event(false).unwrap();
     event.record(&two).unwrap();
@@ -129,14 +105,12 @@ fn t2_user_events_teach_as_ticks_do() {
     assert!(three.is_ordered_after(&tick));
     assert!(!three.is_ordered_after(&later), "taken after the record");
     assert_eq!(bench.cost(), (1, 1), "user events are not counted");
-    bench.fill(&three);
-    bench.assert_no_race();
+    bench.fill_without_race(&three);
 }
 
 #[test]
-fn t2_a_user_event_recorded_again_teaches_its_latest_record() {
-    let bench = Bench::new();
-    let (one, two, three) = (bench.stream(), bench.stream(), bench.stream());
+fn t2_a_user_event_recorded_again_orders_by_its_latest_record() {
+    let (bench, [one, two, three]) = Bench::with_streams();
     let event = bench.device.create_event(false).unwrap();
     let (first, second) = (one.tick(), two.tick());
     event.record(&one).unwrap();
@@ -148,11 +122,8 @@ fn t2_a_user_event_recorded_again_teaches_its_latest_record() {
 
 #[test]
 fn what_is_known_done_orders_every_stream_for_nothing() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+    let (bench, [one, two]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     tick.cover().unwrap();
     assert!(!tick.is_done().unwrap());
     bench.pass();
@@ -165,8 +136,7 @@ fn what_is_known_done_orders_every_stream_for_nothing() {
     tick.synchronize().unwrap();
     assert_eq!(bench.calls(Operation::QueryEvent), queries, "what is known is not asked again");
     assert_eq!(bench.cost(), (1, 0));
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
@@ -176,7 +146,7 @@ fn asking_never_records() {
     bench.fill(&stream);
     let tick = stream.tick();
     bench.pass();
-    assert!(!tick.is_done().unwrap(), "done on the device, and nobody can know");
+    assert!(!tick.is_done().unwrap(), "done on the device, and not known");
     assert_eq!(bench.cost(), (0, 0));
     tick.cover().unwrap();
     bench.pass();
@@ -188,14 +158,10 @@ fn asking_never_records() {
 fn synchronize_waits_for_the_oldest_event_that_covers_the_tick() {
     let bench = Bench::new();
     let stream = bench.stream();
-    bench.stall(&stream);
-    bench.fill(&stream);
-    let early = stream.tick();
+    let early = bench.long_work(&stream);
     early.cover().unwrap();
     let between = bench.subject.now_ns();
-    bench.stall(&stream);
-    bench.fill(&stream);
-    let late = stream.tick();
+    let late = bench.long_work(&stream);
     late.cover().unwrap();
     early.synchronize().unwrap();
     let waited = bench.subject.now_ns() - between;
@@ -209,23 +175,18 @@ fn synchronize_waits_for_the_oldest_event_that_covers_the_tick() {
 
 #[test]
 fn synchronize_records_where_nothing_covers_the_tick() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+    let (bench, [one, two]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     tick.synchronize().unwrap();
     assert_eq!((bench.cost(), bench.calls(Operation::SynchronizeEvent)), ((1, 0), 1));
     tick.synchronize().unwrap();
     assert_eq!(bench.calls(Operation::SynchronizeEvent), 1);
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
 fn t3_events_are_recycled_when_complete_and_not_before() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
+    let (bench, [one, two]) = Bench::with_streams();
     bench.stall(&one);
     for _ in 0..5 {
         one.tick().cover().unwrap();
@@ -242,8 +203,7 @@ fn t3_events_are_recycled_when_complete_and_not_before() {
 
 #[test]
 fn t3_steady_use_needs_a_bounded_number_of_events() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
+    let (bench, [one, two]) = Bench::with_streams();
     for _ in 0..1000 {
         bench.fill(&one);
         let tick = one.tick();
@@ -257,6 +217,9 @@ fn t3_steady_use_needs_a_bounded_number_of_events() {
     }
     assert_eq!(bench.cost(), (2000, 2000));
     assert_eq!(bench.calls(Operation::CreateEvent), 2);
+    assert!(bench.calls(Operation::QueryEvent) <= 2000, "at most one query each");
+    let frontier = one.timeline().frontier();
+    assert!(frontier >= 998, "it is known how far the stream got: {frontier}");
     bench.assert_no_race();
 }
 
@@ -265,11 +228,9 @@ fn t3_an_event_that_is_not_complete_is_destroyed_at_a_later_call() {
     let bench = Bench::new();
     let two = bench.stream();
     let one = bench.stream();
-    bench.stall(&one);
-    bench.fill(&one);
+    bench.busy(&one);
     one.tick().cover().unwrap();
-    // A timeline goes with its stream if its number cannot go to another one, and nobody keeps a
-    // tick.
+    // A timeline ends with its stream if its number cannot be used again and no tick is held.
     bench.drop_destroyed(one);
     assert_eq!(bench.calls(Operation::DestroyEvent), 0, "the pending event goes without a call");
     two.tick().cover().unwrap();
@@ -278,10 +239,8 @@ fn t3_an_event_that_is_not_complete_is_destroyed_at_a_later_call() {
 
 #[test]
 fn t3_events_of_a_destroyed_stream_are_used_again() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
+    let (bench, [one, two]) = Bench::with_streams();
+    bench.busy(&one);
     one.tick().cover().unwrap();
     let calls = bench.device.driver_calls();
     drop(one);
@@ -296,19 +255,15 @@ fn t3_events_of_a_destroyed_stream_are_used_again() {
 
 #[test]
 fn t4_ticks_of_a_destroyed_stream_stay_answerable() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    bench.stall(&one);
-    bench.fill(&one);
-    let tick = one.tick();
+    let (bench, [one, two]) = Bench::with_streams();
+    let tick = bench.long_work(&one);
     drop(one);
     assert!(!tick.timeline().is_open());
     assert_eq!(bench.cost(), (1, 0), "its last event");
     assert!(!tick.is_done().unwrap());
     two.wait_for(&tick).unwrap();
     assert_eq!(bench.cost(), (1, 1));
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
     bench.pass();
     assert!(tick.is_done().unwrap());
 }
@@ -317,20 +272,17 @@ fn t4_ticks_of_a_destroyed_stream_stay_answerable() {
 fn t4_a_new_stream_with_the_same_handle_is_another_one() {
     let bench = Bench::new();
     let one = bench.stream();
-    bench.stall(&one);
-    bench.fill(&one);
-    let old = one.tick();
+    let old = bench.long_work(&one);
     let (raw, id) = (one.raw(), one.id());
     drop(one);
     let new = bench.stream();
-    assert!(new.raw() == raw || !Subject::reuses_handles(), "the driver reuses handles");
+    assert!(new.raw() == raw || !Subject::has_simulated_device(), "the driver reuses handles");
     assert_ne!(new.id(), id);
     assert!(!new.is_ordered_after(&old));
     let cost = bench.cost();
     new.wait_for(&old).unwrap();
     assert_eq!(bench.cost(), (cost.0, cost.1 + 1));
-    bench.fill(&new);
-    bench.assert_no_race();
+    bench.fill_without_race(&new);
     let tick = new.tick();
     tick.cover().unwrap();
     bench.pass();
@@ -347,21 +299,18 @@ fn t4_the_handle_reused_before_the_old_ticks_are_asked() {
         one.tick()
     };
     let new = bench.stream();
-    bench.stall(&new);
-    bench.fill(&new);
-    let pending = new.tick();
+    let pending = bench.long_work(&new);
     pending.cover().unwrap();
     bench.subject.advance(LONG / 2);
     assert!(old.is_done().unwrap(), "the work of the destroyed stream alone counts");
     assert!(!pending.is_done().unwrap());
     let raced = !bench.subject.violations().is_empty();
-    assert!(raced || !Subject::has_race_detector(), "the fills are not ordered, and the test relies on nothing");
+    assert!(raced || !Subject::has_simulated_device(), "the fills are not ordered, and the test relies on nothing");
 }
 
 #[test]
 fn t4_a_number_goes_to_a_new_stream_once_all_its_work_is_done() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
+    let (bench, [one, two]) = Bench::with_streams();
     two.wait_for(&one.tick()).unwrap();
     bench.fill(&one);
     let (id, before) = (one.id(), one.tick());
@@ -372,15 +321,12 @@ fn t4_a_number_goes_to_a_new_stream_once_all_its_work_is_done() {
     let new = bench.stream();
     assert_eq!(new.id(), id);
     assert!(timeline.is_open() && before.is_done().unwrap() && timeline.is_known_done(after));
-    bench.stall(&new);
-    bench.fill(&new);
-    let pending = new.tick();
+    let pending = bench.long_work(&new);
     assert!(!two.is_ordered_after(&pending), "what it waited for is the work of the stream before");
     pending.cover().unwrap();
     assert!(!pending.is_done().unwrap(), "ticks count on");
     two.wait_for(&pending).unwrap();
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
@@ -418,9 +364,7 @@ fn t4_a_number_without_a_last_event_is_not_given_out_again() {
 fn the_legacy_stream_is_ordered_through_ticks_like_any_other() {
     let bench = Bench::new();
     let (legacy, two) = (bench.device.default_stream().clone(), bench.stream());
-    bench.stall(&legacy);
-    bench.fill(&legacy);
-    let tick = legacy.tick();
+    let tick = bench.long_work(&legacy);
     assert!(!two.is_ordered_after(&tick), "a stream that does not block does not wait for it");
     two.wait_for(&tick).unwrap();
     bench.fill(&two);
@@ -440,54 +384,4 @@ fn events_are_recorded_and_compared_on_their_own_device() {
     event.record(&there).unwrap();
     assert_eq!(kind(event.elapsed_ms(&bench.device.create_event(true).unwrap())), ErrorKind::InvalidUse);
     assert_eq!((bench.cost(), other.cost()), ((0, 0), (0, 0)));
-}
-
-#[test]
-fn what_one_device_knows_says_nothing_about_another() {
-    let (bench, other) = (Bench::new(), Bench::new());
-    let (one, two) = (bench.stream(), bench.stream());
-    let twin = other.stream();
-    assert_eq!(one.id(), twin.id());
-    two.wait_for(&one.tick()).unwrap();
-    let foreign = twin.tick();
-    assert!(!two.is_ordered_after(&foreign), "the clock's entry is about this device's stream");
-}
-
-#[test]
-fn a_clock_is_a_copy() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
-    let before = two.timeline().clock();
-    two.wait_for(&one.tick()).unwrap();
-    assert_eq!(before.of(one.id()), 0);
-    assert_eq!(two.timeline().clock().of(one.id()), 1);
-}
-
-#[test]
-fn handles_of_a_device_share_what_it_costs() {
-    fn assert_shared(device: &Device, bench: &Bench) {
-        assert_eq!(device.timeline_counts(), bench.device.timeline_counts());
-    }
-    let bench = Bench::new();
-    bench.stream().tick().cover().unwrap();
-    assert_shared(&bench.device.clone(), &bench);
-}
-
-#[test]
-fn t3_milestones_do_not_pile_up() {
-    let bench = Bench::new();
-    let stream = bench.stream();
-    for _ in 0..1000 {
-        bench.fill(&stream);
-        stream.tick().cover().unwrap();
-        bench.pass();
-    }
-    assert_eq!(bench.cost().0, 1000);
-    assert!(bench.calls(Operation::CreateEvent) <= 8, "{} events", bench.calls(Operation::CreateEvent));
-    assert!(bench.calls(Operation::QueryEvent) <= 1000, "at most one question each");
-    assert!(
-        stream.timeline().frontier() >= 998,
-        "it is known how far the stream got: {}",
-        stream.timeline().frontier()
-    );
 }

@@ -1,7 +1,6 @@
 //! Random programs: an access that relies on `is_ordered_after` or `is_done` is never a race.
 
-use aquifer::Stream;
-use aquifer::device::{StreamFlags, Tick};
+use aquifer_tests::prelude::*;
 use proptest::prelude::*;
 
 use super::common::{Bench, cases};
@@ -9,71 +8,47 @@ use super::common::{Bench, cases};
 const CELL: u64 = 4096;
 const CELLS: usize = 3;
 
-/// One step. Numbers pick among what there is.
+/// One step. Numbers pick streams, cells and ticks of those that there are.
 #[derive(Clone, Debug)]
 enum Step {
-    /// Writes a cell on a stream; before that, if `force`, orders the stream after the last writer.
-    Write {
-        stream: usize,
-        cell: usize,
-        force: bool,
-    },
-    /// Writes a cell if its last writer's tick is done.
-    WriteIfDone {
-        stream: usize,
-        cell: usize,
-    },
-    Tick {
-        stream: usize,
-    },
-    WaitFor {
-        stream: usize,
-        tick: usize,
-    },
-    Event {
-        from: usize,
-        to: usize,
-    },
-    Cover {
-        tick: usize,
-    },
-    IsDone {
-        tick: usize,
-    },
-    Synchronize {
-        tick: usize,
-    },
-    Stall {
-        stream: usize,
-        micros: u64,
-    },
-    Pass {
-        micros: u64,
-    },
-    Replace {
-        stream: usize,
-        blocking: bool,
-    },
-    Fail {
-        wait: bool,
-    },
+    /// Writes a cell on a stream; orders the stream after the last writer before, if the last field
+    /// is true.
+    Write(usize, usize, bool),
+    /// Writes a cell on a stream if its last writer's tick is done.
+    WriteIfDone(usize, usize),
+    Tick(usize),
+    /// Makes a stream wait for a tick.
+    WaitFor(usize, usize),
+    /// Records an event on one stream and makes another wait for it.
+    Event(usize, usize),
+    Cover(usize),
+    IsDone(usize),
+    Synchronize(usize),
+    /// Keeps a stream busy for that many µs.
+    Stall(usize, u64),
+    /// Lets that many µs pass.
+    Pass(u64),
+    /// Replaces a stream, by a blocking one if the last field is true.
+    Replace(usize, bool),
+    /// Makes the next wait fail if true, else the next record.
+    Fail(bool),
 }
 
 fn step() -> impl Strategy<Value = Step> {
     let (stream, cell, tick) = (0..4_usize, 0..CELLS, any::<usize>());
     prop_oneof![
-        8 => (stream.clone(), cell.clone(), any::<bool>()).prop_map(|(stream, cell, force)| Step::Write { stream, cell, force }),
-        4 => (stream.clone(), cell).prop_map(|(stream, cell)| Step::WriteIfDone { stream, cell }),
-        2 => stream.clone().prop_map(|stream| Step::Tick { stream }),
-        4 => (stream.clone(), tick).prop_map(|(stream, tick)| Step::WaitFor { stream, tick }),
-        2 => (stream.clone(), stream.clone()).prop_map(|(from, to)| Step::Event { from, to }),
-        2 => tick.prop_map(|tick| Step::Cover { tick }),
-        3 => tick.prop_map(|tick| Step::IsDone { tick }),
-        1 => tick.prop_map(|tick| Step::Synchronize { tick }),
-        3 => (stream.clone(), 1..200_u64).prop_map(|(stream, micros)| Step::Stall { stream, micros }),
-        2 => (1..200_u64).prop_map(|micros| Step::Pass { micros }),
-        1 => (stream, any::<bool>()).prop_map(|(stream, blocking)| Step::Replace { stream, blocking }),
-        1 => any::<bool>().prop_map(|wait| Step::Fail { wait }),
+        8 => (stream.clone(), cell.clone(), any::<bool>()).prop_map(|(stream, cell, force)| Step::Write(stream, cell, force)),
+        4 => (stream.clone(), cell).prop_map(|(stream, cell)| Step::WriteIfDone(stream, cell)),
+        2 => stream.clone().prop_map(Step::Tick),
+        4 => (stream.clone(), tick).prop_map(|(stream, tick)| Step::WaitFor(stream, tick)),
+        2 => (stream.clone(), stream.clone()).prop_map(|(from, to)| Step::Event(from, to)),
+        2 => tick.prop_map(Step::Cover),
+        3 => tick.prop_map(Step::IsDone),
+        1 => tick.prop_map(Step::Synchronize),
+        3 => (stream.clone(), 1..200_u64).prop_map(|(stream, micros)| Step::Stall(stream, micros)),
+        2 => (1..200_u64).prop_map(Step::Pass),
+        1 => (stream, any::<bool>()).prop_map(|(stream, blocking)| Step::Replace(stream, blocking)),
+        1 => any::<bool>().prop_map(Step::Fail),
     ]
 }
 
@@ -110,7 +85,7 @@ impl Program {
 
     fn run(&mut self, step: &Step) {
         match *step {
-            Step::Write { stream, cell, force } => {
+            Step::Write(stream, cell, force) => {
                 let on = &self.streams[stream];
                 let ordered = match &self.written[cell] {
                     Some(last) if force => on.wait_for(last).is_ok(),
@@ -121,43 +96,43 @@ impl Program {
                     self.write(stream, cell);
                 }
             }
-            Step::WriteIfDone { stream, cell } => {
+            Step::WriteIfDone(stream, cell) => {
                 if self.written[cell].as_ref().is_none_or(|last| last.is_done().unwrap()) {
                     self.write(stream, cell);
                 }
             }
-            Step::Tick { stream } => self.ticks.push(self.streams[stream].tick()),
+            Step::Tick(stream) => self.ticks.push(self.streams[stream].tick()),
             // These may fail where a fault is pending; nothing may be relied on then.
-            Step::WaitFor { stream, tick } => drop(self.tick(tick).map(|tick| self.streams[stream].wait_for(tick))),
-            Step::Event { from, to } => {
+            Step::WaitFor(stream, tick) => drop(self.tick(tick).map(|tick| self.streams[stream].wait_for(tick))),
+            Step::Event(from, to) => {
                 let event = self.bench.device.create_event(false).unwrap();
                 if event.record(&self.streams[from]).is_ok() {
                     drop(self.streams[to].wait_event(&event));
                 }
             }
-            Step::Cover { tick } => drop(self.tick(tick).map(Tick::cover)),
-            Step::IsDone { tick } => drop(self.tick(tick).map(|tick| tick.is_done().unwrap())),
-            Step::Synchronize { tick } => {
+            Step::Cover(tick) => drop(self.tick(tick).map(Tick::cover)),
+            Step::IsDone(tick) => drop(self.tick(tick).map(|tick| tick.is_done().unwrap())),
+            Step::Synchronize(tick) => {
                 if let Some(tick) = self.tick(tick)
                     && tick.synchronize().is_ok()
                 {
                     assert!(tick.is_done().unwrap());
                 }
             }
-            Step::Stall { stream, micros } => {
-                let time = std::time::Duration::from_micros(micros);
+            Step::Stall(stream, micros) => {
+                let time = Duration::from_micros(micros);
                 self.bench.subject.stall(&self.streams[stream], time).unwrap();
             }
-            Step::Pass { micros } => self.bench.subject.advance(std::time::Duration::from_micros(micros)),
-            Step::Replace { stream: 0, .. } => {}
-            Step::Replace { stream, blocking } => {
+            Step::Pass(micros) => self.bench.subject.advance(Duration::from_micros(micros)),
+            Step::Replace(0, _) => {}
+            Step::Replace(stream, blocking) => {
                 let flags = StreamFlags { non_blocking: !blocking, priority: 0 };
                 // The new stream first, or the other way round so that the handle is reused.
                 drop(std::mem::replace(&mut self.streams[stream], self.bench.device.default_stream().clone()));
                 self.streams[stream] = self.bench.device.stream_with(flags).unwrap();
             }
-            Step::Fail { wait } => {
-                let operation = if wait { aquifer_device::Operation::Wait } else { aquifer_device::Operation::Record };
+            Step::Fail(wait) => {
+                let operation = if wait { Operation::Wait } else { Operation::Record };
                 self.bench.fail_next(operation);
             }
         }

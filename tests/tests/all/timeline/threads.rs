@@ -4,8 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use aquifer::device::ErrorKind;
-use aquifer_device::Operation;
+use aquifer_tests::prelude::*;
 
 use super::common::{Bench, MIB, kind};
 
@@ -14,34 +13,23 @@ fn t4_ticks_of_a_per_thread_stream_are_covered_by_its_owner_on_it() {
     let bench = Bench::new();
     let (own, two) = (bench.device.per_thread_stream(), bench.stream());
     assert_eq!(own.id(), bench.device.per_thread_stream().id());
-    bench.stall(&own);
-    bench.fill(&own);
+    bench.busy(&own);
     two.wait_for(&own.tick()).unwrap();
     bench.fill(&two);
     own.wait_for(&two.tick()).unwrap();
-    bench.fill(&own);
-    bench.assert_no_race();
+    bench.fill_without_race(&own);
     assert_eq!(bench.cost(), (2, 2));
 }
 
 #[test]
 fn t4_ticks_of_a_per_thread_stream_are_covered_by_others_through_the_legacy_stream() {
     let bench = Bench::new();
-    let tick = thread::scope(|scope| {
-        let owner = scope.spawn(|| {
-            let own = bench.device.per_thread_stream();
-            bench.subject.stall(&own, super::common::LONG).unwrap();
-            bench.fill(&own);
-            own.tick()
-        });
-        owner.join().unwrap()
-    });
+    let tick = in_thread(|| bench.long_work(&bench.device.per_thread_stream()));
     let two = bench.stream();
     assert!(!tick.is_done().unwrap());
     two.wait_for(&tick).unwrap();
     assert_eq!(bench.cost(), (1, 1));
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
     bench.pass();
     assert!(tick.is_done().unwrap());
 }
@@ -50,8 +38,7 @@ fn t4_ticks_of_a_per_thread_stream_are_covered_by_others_through_the_legacy_stre
 fn t4_another_threads_stream_takes_no_work_no_records_and_no_waits() {
     let bench = Bench::new();
     let own = bench.device.per_thread_stream();
-    bench.stall(&own);
-    bench.fill(&own);
+    bench.busy(&own);
     let two = bench.stream();
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -82,13 +69,10 @@ fn t4_another_threads_stream_takes_no_work_no_records_and_no_waits() {
 fn t4_a_thread_that_exits_leaves_its_ticks_answerable() {
     let bench = Bench::new();
     let spawn = || {
-        thread::scope(|scope| {
-            let run = || {
-                let own = bench.device.per_thread_stream();
-                bench.fill(&own);
-                (own.id(), own.tick())
-            };
-            scope.spawn(run).join().unwrap()
+        in_thread(|| {
+            let own = bench.device.per_thread_stream();
+            bench.fill(&own);
+            (own.id(), own.tick())
         })
     };
     let (first_id, first) = spawn();
@@ -133,9 +117,7 @@ fn t4_a_thread_does_not_get_the_number_of_one_whose_work_is_not_done() {
     let bench = Bench::new();
     let stalled = in_thread(|| {
         let own = bench.device.per_thread_stream();
-        bench.stall(&own);
-        bench.fill(&own);
-        own.tick()
+        bench.long_work(&own)
     });
     let ids =
         |bench: &Bench| -> Vec<u32> { (0..60).map(|_| in_thread(|| bench.device.per_thread_stream().id())).collect() };
@@ -148,7 +130,7 @@ fn t4_a_thread_does_not_get_the_number_of_one_whose_work_is_not_done() {
     bench.pass();
     let after = ids(&bench);
     assert!(after.contains(&stalled.timeline().id()));
-    assert!(after.iter().all(|id| *id < two.id() || before.contains(id)), "nobody needed a new number");
+    assert!(after.iter().all(|id| *id < two.id() || before.contains(id)), "no thread needed a new number");
     assert!(stalled.is_done().unwrap());
     bench.assert_no_race();
 }
@@ -166,16 +148,14 @@ fn t4_a_thread_uses_the_number_of_another_as_its_own() {
         assert!(theirs.is_done().unwrap() && theirs.timeline().is_open());
         let tick = own.tick();
         assert!(!tick.is_done().unwrap() && !two.is_ordered_after(&tick));
-        bench.stall(&own);
-        bench.fill(&own);
+        bench.busy(&own);
         own.wait_for(&two.tick()).unwrap();
         in_thread(|| assert_eq!(kind(own.fill(bench.ptr, 1, MIB)), ErrorKind::InvalidUse));
         own.tick()
     });
     assert!(!tick.is_done().unwrap());
     two.wait_for(&tick).unwrap();
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]
@@ -228,8 +208,7 @@ fn t5_a_capture_of_a_threads_default_stream_ends_on_its_thread_alone() {
     assert_eq!(kind(capture.end()), ErrorKind::InvalidUse, "once");
     graph.launch(&own).unwrap();
     two.wait_for(&own.tick()).unwrap();
-    bench.fill(&two);
-    bench.assert_no_race();
+    bench.fill_without_race(&two);
 }
 
 #[test]

@@ -1,12 +1,10 @@
-//! Who waits on the host for a stream, or for the device, knows what is done, and pays for it no
-//! second time.
+//! After a host wait for a stream or the device, its ticks are known done and cost nothing more.
 
 use super::common::Bench;
 
 #[test]
 fn t1_ticks_are_known_done_once_their_stream_was_waited_for() {
-    let bench = Bench::new();
-    let (one, two) = (bench.stream(), bench.stream());
+    let (bench, [one, two]) = Bench::with_streams();
     bench.fill(&one);
     let (tick, other) = (one.tick(), two.tick());
     let before = bench.device.driver_calls();
@@ -23,8 +21,7 @@ fn t1_ticks_are_known_done_once_their_stream_was_waited_for() {
 
 #[test]
 fn t1_ticks_of_all_streams_are_known_done_once_the_device_was_waited_for() {
-    let bench = Bench::new();
-    let (one, two, idle) = (bench.stream(), bench.stream(), bench.stream());
+    let (bench, [one, two, idle]) = Bench::with_streams();
     bench.fill(&one);
     let ticks = [one.tick(), two.tick(), idle.tick(), bench.device.default_stream().tick()];
     drop(two);
@@ -42,9 +39,7 @@ fn t1_ticks_of_all_streams_are_known_done_once_the_device_was_waited_for() {
 fn t1_nothing_is_known_after_a_wait_that_failed() {
     let bench = Bench::new();
     let stream = bench.stream();
-    bench.stall(&stream);
-    bench.fill(&stream);
-    let tick = stream.tick();
+    let tick = bench.long_work(&stream);
     let capture = bench.stream().begin_capture().unwrap();
     assert!(bench.device.synchronize().is_err());
     drop(capture);

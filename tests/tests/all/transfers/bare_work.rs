@@ -3,17 +3,12 @@
 //! time, while other streams take memory and unused memory goes back.
 
 use std::any::Any;
-use std::time::Duration;
 
 use aquifer::Tensor;
-use aquifer::device::DevicePtr;
 use aquifer::kernels::DType;
-use aquifer::memory::{AllocError, PoolOptions, PrivatePool};
 use aquifer::tensor::ParamSet;
 use aquifer::transfer::{OnStreams, Prefetcher, Spillable, Spiller};
-use aquifer::{Allocator, Buffer, Stream};
-use aquifer_device::HandleKind;
-use aquifer_tests::runner;
+use aquifer_tests::prelude::*;
 use aquifer_transfer::{Relocate, To};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -49,7 +44,7 @@ impl Drop for Raw {
     }
 }
 
-struct World {
+struct Program {
     bench: Bench,
     streams: Vec<Stream>,
     pool: PrivatePool,
@@ -60,13 +55,13 @@ struct World {
     byte: u8,
 }
 
-impl World {
-    fn new(seed: u64) -> World {
+impl Program {
+    fn new(seed: u64) -> Program {
         let bench = Bench::seeded(seed);
         let streams = (0..3).map(|_| bench.device.stream().unwrap()).collect();
         let pool = bench.transfer.allocator().create_pool(PoolOptions::default()).unwrap();
         let spiller = Spiller::new(&bench.transfer, 0);
-        World { bench, streams, pool, held: Vec::new(), spiller, spillable: Vec::new(), byte: 0 }
+        Program { bench, streams, pool, held: Vec::new(), spiller, spillable: Vec::new(), byte: 0 }
     }
 
     fn step(&mut self, &(kind, size, one, other, long, keep): &Step) {
@@ -265,7 +260,7 @@ impl World {
             spillable.spill().unwrap();
         }
         let access = spillable.access(stream).unwrap();
-        let read = self.bench.transfer.to_vec(&access).unwrap().wait().unwrap();
+        let read = self.bench.read(&access);
         assert!(read.iter().all(|read| read == byte), "a spilled buffer misses bare work");
         if long {
             self.bench.driver.stall(stream, Duration::from_millis(50)).unwrap();
@@ -275,7 +270,7 @@ impl World {
     }
 }
 
-fn of_allocation(memory: aquifer::memory::Allocation, stream: &Stream) -> Held {
+fn of_allocation(memory: Allocation, stream: &Stream) -> Held {
     Held { ptr: memory.ptr(), bytes: memory.bytes(), stream: stream.clone(), ready: None, _own: Box::new(memory) }
 }
 
@@ -297,10 +292,10 @@ fn of_tensor(tensor: Tensor, stream: &Stream) -> Held {
 fn bare_work_on_the_documented_stream_races_with_nothing() {
     let step = (0..KINDS, 0..SIZES.len(), 0usize..3, 0usize..3, any::<bool>(), any::<bool>());
     let strategy = (any::<u64>(), vec(step, 1..16));
-    runner::run("bare work", 150, (0, 1), &strategy, |(seed, program)| {
-        let mut world = World::new(seed);
-        program.iter().for_each(|step| world.step(step));
-        let World { bench, streams, pool, held, spiller, spillable, .. } = world;
+    runner::run("bare work", 150, (0, 1), &strategy, |(seed, steps)| {
+        let mut program = Program::new(seed);
+        steps.iter().for_each(|step| program.step(step));
+        let Program { bench, streams, pool, held, spiller, spillable, .. } = program;
         // In whatever order, with all of the work still under way.
         drop((held, spillable));
         let more: Vec<_> =

@@ -1,23 +1,28 @@
 //! Batches of small copies: whose results are whose.
 
-use aquifer::Buffer;
-use aquifer::device::RequestError;
-use aquifer::device::sim::Fault;
 use aquifer::transfer::TransferError;
-use aquifer_device::{Code, Operation};
-use aquifer_transfer::Direction;
+use aquifer_tests::prelude::*;
+use aquifer_tests::random::pattern;
+use aquifer_transfer::{Direction, TransferBatch};
 use proptest::prelude::*;
 
-use super::{Bench, host, pattern};
+use super::{Bench, host};
+
+/// Uploads to 20 buffers in a batch; each holds its number.
+fn upload_numbered(bench: &Bench, batch: &mut TransferBatch) -> Vec<Buffer<u8>> {
+    let mut upload = |number| {
+        let mut buffer = bench.alloc(100);
+        batch.upload(&[number; 100], &mut buffer).unwrap();
+        buffer
+    };
+    (0..20).map(&mut upload).collect()
+}
 
 #[test]
 fn results_are_read_for_downloads_of_their_own_batch_alone() {
     let bench = Bench::new();
-    let mut buffers: Vec<Buffer<u8>> = (0..20).map(|_| bench.alloc(100)).collect();
     let mut uploads = bench.transfer.batch();
-    for (number, buffer) in buffers.iter_mut().enumerate() {
-        uploads.upload(&[u8::try_from(number).unwrap(); 100], buffer).unwrap();
-    }
+    let buffers = upload_numbered(&bench, &mut uploads);
     uploads.run().unwrap().wait().unwrap();
     let (mut small, mut large) = (bench.transfer.batch(), bench.transfer.batch());
     let one = small.download(&buffers[7]).unwrap();
@@ -40,11 +45,8 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
 fn a_batch_on_the_default_stream_does_what_it_does_elsewhere() {
     let bench = Bench::new();
     let on_default = bench.transfer.on(bench.device.default_stream()).unwrap();
-    let mut buffers: Vec<Buffer<u8>> = (0..20).map(|_| bench.alloc(100)).collect();
     let mut batch = on_default.batch();
-    for (number, buffer) in buffers.iter_mut().enumerate() {
-        batch.upload(&[u8::try_from(number).unwrap(); 100], buffer).unwrap();
-    }
+    let mut buffers = upload_numbered(&bench, &mut batch);
     for pair in 0..10 {
         let (from, to) = (buffers[pair].share(), &mut buffers[19 - pair]);
         batch.copy(&from, to).unwrap();
@@ -107,11 +109,8 @@ fn elements_without_bytes_are_as_many_as_they_were() {
 fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
     let bench = Bench::new();
     bench.driver.inject(Fault::Nth { operation: Some(Operation::CopyBatch), nth: 1, code: Code::NOT_SUPPORTED });
-    let mut buffers: Vec<Buffer<u8>> = (0..20).map(|_| bench.alloc(100)).collect();
     let mut uploads = bench.transfer.batch();
-    for (number, buffer) in buffers.iter_mut().enumerate() {
-        uploads.upload(&[u8::try_from(number).unwrap(); 100], buffer).unwrap();
-    }
+    let buffers = upload_numbered(&bench, &mut uploads);
     uploads.run().unwrap().wait().unwrap();
     assert_eq!(bench.transfer.batch_calls_pay_below(Direction::Upload).unwrap(), None);
     let mut downloads = bench.transfer.batch();
@@ -148,7 +147,7 @@ fn small_blocks_are_copied_within_the_device_by_one_call() {
     bench.driver.clear_faults();
     let counted = bench.transfer.counters().on_device;
     assert_eq!((counted.copies, counted.bytes), (50, 50_000));
-    let copied = bench.transfer.to_vec(&to).unwrap().wait().unwrap();
+    let copied = bench.read(&to);
     assert!((0..50).all(|number| copied[number * 1000..][..1000] == [99 - 2 * u8::try_from(number).unwrap(); 1000]));
     assert!(copied[50_000..].iter().all(|&byte| byte == 255));
     drop((from, to));

@@ -2,11 +2,11 @@
 //! borrowed memory.
 
 use aquifer::transfer::{Owner, Region, TransferError};
+use aquifer_tests::random::pattern;
 use aquifer_transfer::Direction;
 
+use super::interpreter::{Begun, Interpreter, pick};
 use super::op::LENGTHS;
-use super::pattern;
-use super::world::{Begun, World, pick};
 
 /// Something that lends no slice, but panics.
 struct Panicking(usize);
@@ -21,7 +21,7 @@ impl AsRef<[u8]> for Panicking {
     }
 }
 
-impl World {
+impl Interpreter {
     /// A new buffer of device memory.
     pub(super) fn new_device(&mut self, length: usize) {
         let (allocator, stream) = (self.bench.transfer.allocator(), &self.streams[0]);
@@ -110,7 +110,7 @@ impl World {
                 self.bench.transfer.copy_on_host(region.of(source), &mut target)
             }
         };
-        // What it comes after may meet a fault, which who drops it would not learn.
+        // A dropped copy would not report a fault of the work that it comes after.
         let copied =
             if self.faults { copied.and_then(|pending| pending.wait().map(|()| None)) } else { copied.map(Some) };
         let content = match (copied.is_ok(), content, bytes) {
@@ -147,8 +147,7 @@ impl World {
         let (buffer, content) = &mut self.devices[device];
         let bytes = pattern(seed, buffer.len());
         let begun = self.bench.transfer.upload(bytes.clone(), buffer);
-        // Threads may still meet a fault, or be told that it was cancelled: known once it was
-        // waited for.
+        // Threads may still meet a fault or a cancellation, which only a wait shows.
         *content = (begun.is_ok() && !self.faults).then_some(bytes);
         note(&mut self.uploaded, begun.is_ok(), buffer.len() as u64);
         self.begin(begun.map(Begun::Nothing));

@@ -3,13 +3,12 @@
 //! thread, and fails where it stands still.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
-use std::time::Duration;
 
 use aquifer::transfer::{Batch, Owner, Prefetcher, Spiller, Transfer, TransferConfig};
-use aquifer::{Buffer, Pending, Stream, Tensor};
+use aquifer::{Pending, Tensor};
+use aquifer_tests::prelude::*;
 use aquifer_transfer::StagingConfig;
 
 use super::Bench;
@@ -112,7 +111,7 @@ fn waiting_for_a_transfer_does_not_wait_for_the_drop_of_its_owner() {
                 tell.send(()).unwrap();
             })
         });
-        drop(bench.transfer.to_device(Owner::new(needs), &bench.stream).unwrap().wait().unwrap());
+        drop(bench.send(Owner::new(needs)));
         bench.transfer.synchronize().unwrap();
         drop(held);
         dropped.recv_timeout(PATIENCE).unwrap();
@@ -124,7 +123,7 @@ fn waiting_for_a_transfer_does_not_wait_for_the_drop_of_its_owner() {
 fn an_owner_of_the_standard_library_is_dropped_before_the_transfer_is_complete() {
     let bench = with_one_thread();
     let owner: Arc<[u8]> = vec![1; STAGED].into();
-    drop(bench.transfer.to_device(owner.clone(), &bench.stream).unwrap().wait().unwrap());
+    drop(bench.send(owner.clone()));
     assert_eq!(Arc::strong_count(&owner), 1);
     bench.finish();
 }
@@ -135,7 +134,7 @@ fn an_owner_that_panics_when_dropped_fails_nothing() {
         let bench = with_one_thread();
         for _ in 0..3 {
             let panics = Page(vec![1; STAGED], Some(|| panic!("an owner's")));
-            drop(bench.transfer.to_device(Owner::new(panics), &bench.stream).unwrap().wait().unwrap());
+            drop(bench.send(Owner::new(panics)));
         }
         bench.finish();
     });
@@ -257,7 +256,7 @@ fn a_reclaimer_may_ask_about_the_buffer_that_comes_back() {
             let (buffer, asked, fills) = (buffer.clone(), asked.clone(), fills.clone());
             move |_| {
                 asked.lock().unwrap().push(buffer.is_on_device());
-                fills.lock().unwrap().take().map_or(0, |memory: aquifer::memory::Allocation| memory.bytes())
+                fills.lock().unwrap().take().map_or(0, |memory: Allocation| memory.bytes())
             }
         });
         let stream: &Stream = &bench.stream;

@@ -1,25 +1,22 @@
-//! Transfers: random programs beside a model, faults, and named tests.
+//! Transfers: random programs compared with a model, faults, and defects that other libraries
+//! reported.
 
 mod bare_work;
 mod batches;
 mod copies;
+mod elsewhere;
 mod foreign_code;
+mod interpreter;
 mod op;
-mod pains;
-mod pains_pinned;
-mod peers;
 mod programs;
+mod reported;
+mod reported_page_locked;
 mod sleep;
-mod spills;
 mod tensors;
-mod world;
 
-use aquifer::device::sim::SimConfig;
-use aquifer::memory::Config;
 use aquifer::transfer::{Transfer, TransferConfig};
-use aquifer::{Allocator, Buffer, Device, Stream};
-use aquifer_tests::{MIB, Subject};
-use aquifer_transfer::StagingConfig;
+use aquifer_tests::prelude::*;
+use aquifer_transfer::{Source, StagingConfig};
 
 /// Names the variable that says how many threads the staging ring has.
 pub(crate) const STAGING_THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
@@ -57,6 +54,16 @@ impl Bench {
         self.transfer.allocator().buffer_of(zeroed, &self.stream).unwrap()
     }
 
+    /// Sends bytes to a new buffer and waits for them.
+    fn send(&self, bytes: impl Source<u8>) -> Buffer<u8> {
+        self.transfer.to_device(bytes, &self.stream).unwrap().wait().unwrap()
+    }
+
+    /// The bytes of a buffer.
+    fn read(&self, buffer: &Buffer<u8>) -> Vec<u8> {
+        self.transfer.to_vec(buffer).unwrap().wait().unwrap()
+    }
+
     /// Gives everything back, and panics if something is missing or was touched out of order.
     fn finish(self) {
         let allocator = self.transfer.allocator().clone();
@@ -64,13 +71,13 @@ impl Bench {
         drop(self.transfer);
         self.device.synchronize().unwrap();
         let waiting = std::time::Instant::now();
-        // Threads let go of chunks and buffers when they end with a transfer, which nobody waits
-        // for if it was cancelled. A prefetcher's thread may begin with one more batch.
+        // Threads release chunks and buffers when they end with a transfer, a cancelled one, too. A
+        // prefetcher's thread may begin with one more batch.
         loop {
             pinned.empty_cache().unwrap();
             allocator.empty_cache().unwrap();
             let held = pinned.stats().allocated_bytes.current + allocator.memory_reserved();
-            if held == 0 || waiting.elapsed() > std::time::Duration::from_secs(10) {
+            if held == 0 || waiting.elapsed() > Duration::from_secs(10) {
                 break;
             }
             std::thread::yield_now();
@@ -89,16 +96,4 @@ impl Bench {
 /// A length in the host's memory.
 fn host(len: u64) -> usize {
     usize::try_from(len).unwrap()
-}
-
-/// Bytes that differ from place to place.
-fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.to_le_bytes()[3]
-    };
-    (0..len).map(|_| next()).collect()
 }

@@ -1,6 +1,6 @@
 //! The steps that programs of transfers are made of, and how to draw random ones.
 
-use aquifer_device::{Code, Operation};
+use aquifer_tests::prelude::*;
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;

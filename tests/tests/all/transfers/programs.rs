@@ -5,16 +5,15 @@
 //! drops, forgets, cancels or never waits for, wherever its buffers are spilled, and whichever
 //! device they are on.
 
-use aquifer::device::sim::Fault;
-use aquifer_device::{Code, Operation};
-use aquifer_tests::runner;
+use aquifer_tests::prelude::*;
+use aquifer_tests::random::pattern;
 use aquifer_transfer::{Direction, SpillStats};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
+use super::Bench;
+use super::interpreter::Interpreter;
 use super::op::op;
-use super::world::World;
-use super::{Bench, pattern};
 
 /// So many programs spill and bring back, wherever they run.
 const FEWEST: u64 = 24;
@@ -25,11 +24,11 @@ fn programs(faults: bool, few: u64) -> (u64, u64) {
     let strategy = (any::<u64>(), vec(op(faults), 1..60));
     let name = if faults { "transfers with faults" } else { "transfers" };
     runner::run_exactly(name, few, (0, 1), &strategy, |(seed, program)| {
-        let mut world = World::new(seed, faults);
-        program.iter().for_each(|op| world.step(op));
-        let SpillStats { spills, returns, .. } = world.spiller.stats();
+        let mut interpreter = Interpreter::new(seed, faults);
+        program.iter().for_each(|op| interpreter.step(op));
+        let SpillStats { spills, returns, .. } = interpreter.spiller.stats();
         moves.set((moves.get().0 + spills, moves.get().1 + returns));
-        world.finish();
+        interpreter.finish();
     });
     moves.get()
 }
@@ -75,7 +74,7 @@ fn all_that_was_begun_can_be_waited_for() {
     let (transfer, own) = (&bench.transfer, bench.transfer.on(&bench.stream).unwrap());
     let (mut one, mut two, mut three) = (bench.alloc(8 << 20), bench.alloc(8 << 20), bench.alloc(4096));
     let page_locked = transfer.pinned().alloc_from(&pattern(3, 4096)).unwrap();
-    bench.driver.stall(&bench.stream, std::time::Duration::from_millis(30)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_millis(30)).unwrap();
     // Threads go on with these, one of them after the stall; one is left out.
     drop(transfer.upload(pattern(1, 8 << 20), &mut one).unwrap());
     drop(own.upload(pattern(2, 8 << 20), &mut two).unwrap());
@@ -115,7 +114,7 @@ fn waiting_for_all_that_was_begun_is_counted_where_there_is_something_to_wait_fo
     assert_eq!(waits(), 0, "nothing was begun");
     let mut buffer = bench.alloc(4096);
     let page_locked = transfer.pinned().alloc_from(&pattern(3, 4096)).unwrap();
-    bench.driver.stall(&bench.stream, std::time::Duration::from_secs(1)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     drop(own.upload(&page_locked, &mut buffer).unwrap());
     let tick = bench.stream.tick();
     tick.cover().unwrap();

@@ -2,9 +2,9 @@
 
 use std::thread;
 
-use aquifer::memory::{AllocError, Contents};
 use aquifer::transfer::{Batch, Prefetcher, Spiller, Transfer, TransferError};
-use aquifer::{Buffer, Pending, Tensor};
+use aquifer::{Pending, Tensor};
+use aquifer_tests::prelude::*;
 use aquifer_transfer::To;
 
 use super::Bench;
@@ -135,7 +135,7 @@ fn a_batch_that_arrived_before_its_memory_went_is_had_later() {
 }
 
 #[test]
-fn who_keeps_the_allocator_awake_does_not_wait_for_a_batch_that_cannot_come() {
+fn a_thread_with_a_wake_lock_does_not_wait_for_a_batch_that_cannot_come() {
     let bench = Bench::new();
     let allocator = bench.transfer.allocator().clone();
     let mut batches =

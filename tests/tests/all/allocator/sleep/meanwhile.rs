@@ -1,160 +1,120 @@
-//! Others, meanwhile: threads that allocate, access guards that are taken or held, and who waits for whom.
+//! Other threads while the allocator sleeps: requests, access guards, waits.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
 
-use aquifer::Buffer;
-use aquifer::device::AccessKind;
-use aquifer::memory::{AccessGuard, Registration};
-use aquifer_allocator::Reservation;
+use aquifer_tests::prelude::*;
 
 use super::*;
 
 #[test]
-fn threads_meanwhile_are_served_or_told() {
-    let setup = setup();
-    let Setup { allocator, device, .. } = &setup;
-    thread::scope(|scope| {
-        for _ in 0..2 {
-            let stream = device.stream().unwrap();
-            scope.spawn(move || {
-                let mut held = Vec::new();
-                for step in 0..400_u64 {
-                    match allocator.alloc_bytes((1 + step % 13) * 700_000, &stream) {
-                        Ok(block) => held.push(block),
-                        Err(AllocError::Asleep) => thread::yield_now(),
-                        Err(error) => panic!("{error}"),
-                    }
-                    if held.len() > 6 {
-                        drop(held.swap_remove(2));
-                    }
-                    if step % 50 == 0 {
-                        allocator.empty_cache().unwrap();
-                    }
-                }
-            });
-        }
-        scope.spawn(|| {
-            for contents in [Contents::SaveToHost, Contents::Discard].repeat(15) {
-                allocator.sleep(contents).unwrap();
-                allocator.wake().unwrap();
-            }
-        });
-    });
-    setup.assert_usable_and_returned();
-}
-
-#[test]
-fn nobody_gets_a_turn_with_memory_that_is_away() {
-    let setup = setup();
-    let buffer: Buffer<u8> = setup.allocator.alloc(1000, &setup.stream).unwrap();
-    setup.stream.fill(buffer.ptr(), 5, 1000).unwrap();
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    let access = |kind| AccessGuard::acquire(&setup.stream, &[(buffer.storage(), kind)]).map(drop);
+fn no_access_guard_is_given_for_memory_that_sleeps() {
+    let bench = sleeper();
+    let buffer: Buffer<u8> = bench.allocator.alloc(1000, &bench.stream).unwrap();
+    bench.stream.fill(buffer.ptr(), 5, 1000).unwrap();
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    let access = |kind| AccessGuard::acquire(&bench.stream, &[(buffer.storage(), kind)]).map(drop);
     for kind in [AccessKind::Read, AccessKind::Write] {
         assert!(matches!(access(kind), Err(AllocError::Asleep)));
         assert!(matches!(Reservation::acquire(buffer.storage(), kind), Err(AllocError::Asleep)));
     }
-    assert!(matches!(setup.allocator.keep_awake(), Err(AllocError::Asleep)));
-    setup.allocator.wake().unwrap();
+    assert!(matches!(bench.allocator.keep_awake(), Err(AllocError::Asleep)));
+    bench.allocator.wake().unwrap();
     access(AccessKind::Read).unwrap();
-    assert_eq!(setup.byte(buffer.ptr()), 5);
-    setup.assert_contents();
-    assert!(setup.driver.violations().is_empty());
+    assert_eq!(bench.byte(buffer.ptr()), 5);
+    bench.assert_contents();
+    bench.assert_no_violation();
 }
 
 /// Puts the allocator to sleep on another thread, which waits for this one. Lets `work` work once
 /// others are refused.
-fn sleep_beside<T>(setup: &Setup, held: T, work: impl FnOnce(T)) {
+fn sleep_beside<T>(bench: &Sleeper, held: T, work: impl FnOnce(T)) {
     thread::scope(|scope| {
-        let sleeper = scope.spawn(|| setup.allocator.sleep(Contents::SaveToHost).unwrap());
-        while !setup.allocator.is_asleep() {
+        let sleeper = scope.spawn(|| bench.allocator.sleep(Contents::SaveToHost).unwrap());
+        while !bench.allocator.is_asleep() {
             thread::yield_now();
         }
-        assert!(scope.spawn(|| setup.allocator.keep_awake().is_err()).join().unwrap() && !sleeper.is_finished());
+        assert!(scope.spawn(|| bench.allocator.keep_awake().is_err()).join().unwrap() && !sleeper.is_finished());
         work(held);
-        assert!(sleeper.join().unwrap() > 0 && setup.allocator.is_asleep());
+        assert!(sleeper.join().unwrap() > 0 && bench.allocator.is_asleep());
     });
-    setup.allocator.wake().unwrap();
-    drop(setup.allocator.keep_awake().unwrap());
+    bench.allocator.wake().unwrap();
+    drop(bench.allocator.keep_awake().unwrap());
 }
 
 #[test]
 fn access_guards_and_reservations_end_before_their_memory_goes() {
-    let setup = setup();
-    let one: Buffer<u8> = setup.allocator.alloc(usize::try_from(3 * MIB).unwrap(), &setup.stream).unwrap();
-    let other: Buffer<u8> = setup.cache.buffer();
-    let side = setup.device.stream().unwrap();
+    let bench = sleeper();
+    let one: Buffer<u8> = bench.allocator.alloc(usize::try_from(3 * MIB).unwrap(), &bench.stream).unwrap();
+    let other: Buffer<u8> = bench.cache.buffer();
+    let side = bench.new_stream();
     let reservation = Reservation::acquire(other.storage(), AccessKind::Write).unwrap();
-    sleep_beside(&setup, reservation, |reservation| {
+    sleep_beside(&bench, reservation, |reservation| {
         for part in 0..3 {
             let _access = reservation.access(&side).unwrap();
             side.fill(other.ptr().offset(part * MIB), 99, MIB).unwrap();
         }
     });
     let access = AccessGuard::acquire(&side, &[(one.storage(), AccessKind::Write)]).unwrap();
-    sleep_beside(&setup, access, |_access| {
+    sleep_beside(&bench, access, |_access| {
         side.fill(one.ptr(), 8, one.bytes()).unwrap();
         // A thread that keeps it awake gets further guards and memory, or it could not end.
-        let more: Buffer<u8> = setup.allocator.alloc(usize::try_from(5 * MIB).unwrap(), &side).unwrap();
+        let more: Buffer<u8> = bench.allocator.alloc(usize::try_from(5 * MIB).unwrap(), &side).unwrap();
         let _access = AccessGuard::acquire(&side, &[(more.storage(), AccessKind::Write)]).unwrap();
         side.fill(more.ptr(), 9, more.bytes()).unwrap();
     });
-    assert_eq!((setup.byte(one.ptr()), setup.byte(one.ptr().offset(3 * MIB - 1))), (8, 8));
-    setup.assert_contents();
+    assert_eq!((bench.byte(one.ptr()), bench.byte(one.ptr().offset(3 * MIB - 1))), (8, 8));
+    bench.assert_contents();
     drop((one, other));
-    setup.assert_usable_and_returned();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
 fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
-    let setup = setup();
-    let buffer: Buffer<u8> = setup.allocator.alloc(1000, &setup.stream).unwrap();
+    let bench = sleeper();
+    let buffer: Buffer<u8> = bench.allocator.alloc(1000, &bench.stream).unwrap();
     let (access, awake) =
-        (AccessGuard::acquire(&setup.stream, &[(buffer.storage(), AccessKind::Read)]), setup.allocator.keep_awake());
+        (AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Read)]), bench.allocator.keep_awake());
     for _ in 0..2 {
-        assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
-        setup.allocator.wake().unwrap();
+        assert!(matches!(bench.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
+        bench.allocator.wake().unwrap();
     }
     drop(access);
-    assert!(matches!(setup.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
+    assert!(matches!(bench.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
     drop(awake);
     // Another allocator's sleep is none of its business, even if that one is gone otherwise.
-    let other = Allocator::new(&setup.device, Config::default()).unwrap();
+    let other = Allocator::new(&bench.device, Config::default()).unwrap();
     let _awake = other.keep_awake().unwrap();
     drop(other);
-    let another = Allocator::new(&setup.device, Config::default()).unwrap();
+    let another = Allocator::new(&bench.device, Config::default()).unwrap();
     another.sleep(Contents::Discard).unwrap();
     drop(another);
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    setup.allocator.wake().unwrap();
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    bench.allocator.wake().unwrap();
     drop(buffer);
-    setup.assert_usable_and_returned();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
 fn lack_of_memory_is_not_reported_of_an_allocator_that_is_about_to_sleep() {
-    let setup = setup();
-    let awake = setup.allocator.keep_awake().unwrap();
-    sleep_beside(&setup, awake, |awake| {
-        let beside = thread::scope(|scope| {
-            scope.spawn(|| setup.allocator.alloc_bytes(CAPACITY, &setup.stream).unwrap_err()).join().unwrap()
-        });
-        assert!(matches!(beside, AllocError::Asleep), "reclaimers get no turns: {beside}");
-        let here = setup.allocator.alloc_bytes(CAPACITY, &setup.stream).unwrap_err();
+    let bench = sleeper();
+    let awake = bench.allocator.keep_awake().unwrap();
+    sleep_beside(&bench, awake, |awake| {
+        let beside = thread::scope(|scope| scope.spawn(|| bench.refused(CAPACITY)).join().unwrap());
+        assert!(matches!(beside, AllocError::Asleep), "reclaimers get no access guards: {beside}");
+        let here = bench.refused(CAPACITY);
         assert!(here.is_out_of_memory(), "they do here: {here}");
         let text = format!("{awake:?}");
         assert!(text.len() < 2000, "{text}");
     });
-    setup.assert_usable_and_returned();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
 fn threads_that_were_refused_wait_until_it_is_awake() {
-    let setup = setup();
-    let Setup { allocator, stream, .. } = &setup;
+    let bench = sleeper();
+    let Bench { allocator, stream, .. } = &*bench;
     let (soon, late) = (Duration::from_millis(1), Duration::from_secs(600));
     assert!(allocator.wait_awake(Duration::ZERO));
     allocator.sleep(Contents::SaveToHost).unwrap();
@@ -173,14 +133,14 @@ fn threads_that_were_refused_wait_until_it_is_awake() {
         refused.wait();
         allocator.wake().unwrap();
     });
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
+    bench.assert_contents();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn who_keeps_it_awake_has_nothing_to_wait_for() {
-    let setup = setup();
-    let allocator = &setup.allocator;
+fn a_thread_that_holds_a_wake_lock_has_nothing_to_wait_for() {
+    let bench = sleeper();
+    let allocator = &bench.allocator;
     let awake = allocator.keep_awake().unwrap();
     thread::scope(|scope| {
         let sleeper = scope.spawn(|| allocator.sleep(Contents::Discard).unwrap());
@@ -195,12 +155,12 @@ fn who_keeps_it_awake_has_nothing_to_wait_for() {
     });
     // What could not fall asleep is awake.
     allocator.wake().unwrap();
-    setup.driver.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+    bench.fail(Operation::Unmap, 1, Code(999));
     allocator.sleep(Contents::SaveToHost).unwrap_err();
     assert!(allocator.wait_awake(Duration::ZERO));
 }
 
-/// Has the allocator fall asleep while somebody's request makes room, once.
+/// Puts the allocator to sleep once, while a request makes room.
 fn asleep_on_the_ladder(allocator: &Allocator) -> Registration {
     let (sleeper, slept) = (allocator.clone(), AtomicBool::new(false));
     allocator.register_reclaimer(0, "sleeps", move |_| {
@@ -209,30 +169,30 @@ fn asleep_on_the_ladder(allocator: &Allocator) -> Registration {
 }
 
 #[test]
-fn segments_do_not_grow_while_it_sleeps() {
-    let setup = setup();
-    let Setup { allocator, stream, .. } = &setup;
+fn segments_do_not_grow_while_the_allocator_sleeps() {
+    let bench = sleeper();
+    let Bench { allocator, stream, .. } = &*bench;
     let most = allocator.alloc_bytes(200 * MIB, stream).unwrap();
     // Its memory comes in segments, which stay while the allocator sleeps.
     let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let reclaimer = asleep_on_the_ladder(allocator);
     let refused = pool.alloc_bytes(60 * MIB, stream).unwrap_err();
     assert!(matches!(refused, AllocError::Asleep), "{refused}");
-    assert_eq!((allocator.is_asleep(), setup.device_free()), (true, CAPACITY));
+    assert_eq!((allocator.is_asleep(), bench.device_free()), (true, CAPACITY));
     allocator.wake().unwrap();
-    setup.assert_contents();
+    bench.assert_contents();
     drop((most, reclaimer));
     drop(pool.alloc_bytes(60 * MIB, stream).unwrap());
     drop(pool);
-    setup.assert_usable_and_returned();
+    bench.assert_usable_and_returned();
 }
 
-/// What a growth had got when it failed was away by then.
+/// The memory that a failed growth had got is not mapped any more.
 #[test]
-fn a_growth_that_fails_while_it_falls_asleep_loses_nothing() {
+fn a_growth_that_fails_while_the_allocator_falls_asleep_loses_nothing() {
     for nth in 1..12 {
-        let setup = setup();
-        let Setup { allocator, stream, device, driver, .. } = &setup;
+        let bench = sleeper();
+        let Bench { allocator, stream, device, driver, .. } = &*bench;
         let mut growable = allocator.growable(20 * MIB, stream).unwrap();
         growable.grow_to(20 * MIB, stream).unwrap();
         for mib in [16, 12, 8] {
@@ -252,12 +212,12 @@ fn a_growth_that_fails_while_it_falls_asleep_loses_nothing() {
         assert!(grown.is_ok() || matches!(grown, Err(AllocError::Asleep)), "{grown:?}");
         allocator.wake().unwrap();
         allocator.empty_cache().unwrap();
-        let held = CAPACITY - setup.device_free();
+        let held = CAPACITY - bench.device_free();
         assert_eq!(allocator.memory_reserved(), held);
-        let in_use = growable.bytes() + setup.cache.bytes().next_multiple_of(2 * MIB);
+        let in_use = growable.bytes() + bench.cache.bytes().next_multiple_of(2 * MIB);
         drop((growable, reclaimer));
         assert!(held >= in_use);
-        setup.assert_contents();
-        setup.assert_usable_and_returned();
+        bench.assert_contents();
+        bench.assert_usable_and_returned();
     }
 }

@@ -4,53 +4,45 @@
 mod live;
 mod meanwhile;
 
-use std::sync::Arc;
+use std::ops::Deref;
 
-use aquifer::device::sim::Fault;
-use aquifer::device::{DevicePtr, ErrorKind};
-use aquifer::memory::{AllocError, Allocation, Config, Contents, Growable, PoolOptions};
-use aquifer::{Allocator, Device, Stream};
-use aquifer_device::{Code, HandleKind, Operation};
-use aquifer_tests::{Bench, MIB, Subject};
+use aquifer_tests::prelude::*;
 
 const CAPACITY: u64 = 256 * MIB;
 
-struct Setup {
-    driver: Subject,
-    device: Device,
-    allocator: Allocator,
-    stream: Stream,
+/// An allocator with live memory.
+struct Sleeper {
+    bench: Bench,
     /// Live allocations of many sizes, each filled with its number.
     live: Vec<Allocation>,
     cache: Growable,
 }
 
-fn setup() -> Setup {
-    let driver = Subject::new(CAPACITY);
-    let device = driver.device();
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let (stream, side) = (device.stream().unwrap(), device.stream().unwrap());
+impl Deref for Sleeper {
+    type Target = Bench;
+
+    fn deref(&self) -> &Bench {
+        &self.bench
+    }
+}
+
+fn sleeper() -> Sleeper {
+    let bench = Bench::new(CAPACITY, "");
     let mut live = Vec::new();
     for (at, bytes) in [512, 70_000, MIB, 3 * MIB, 2 * MIB + 512, 1000].into_iter().enumerate() {
-        let stream = if at % 2 == 0 { &stream } else { &side };
-        drop(allocator.alloc_bytes(bytes * 2, stream).unwrap());
-        let block = allocator.alloc_bytes(bytes, stream).unwrap();
+        let stream = if at % 2 == 0 { &bench.stream } else { &bench.side };
+        drop(bench.alloc_on(stream, bytes * 2));
+        let block = bench.alloc_on(stream, bytes);
         stream.fill(block.ptr(), u8::try_from(at).unwrap(), bytes).unwrap();
         live.push(block);
     }
-    let mut cache = allocator.growable(64 * MIB, &stream).unwrap();
-    cache.grow_to(3 * MIB, &stream).unwrap();
-    stream.fill(cache.ptr(), 99, 3 * MIB).unwrap();
-    Setup { driver, device, allocator, stream, live, cache }
+    let mut cache = bench.growable(64 * MIB);
+    cache.grow_to(3 * MIB, &bench.stream).unwrap();
+    bench.stream.fill(cache.ptr(), 99, 3 * MIB).unwrap();
+    Sleeper { bench, live, cache }
 }
 
-impl Setup {
-    fn byte(&self, ptr: DevicePtr) -> u8 {
-        let mut byte = [0];
-        self.stream.download_blocking(&mut byte, ptr).unwrap();
-        byte[0]
-    }
-
+impl Sleeper {
     fn assert_contents(&self) {
         self.device.synchronize().unwrap();
         for (at, block) in self.live.iter().enumerate() {
@@ -60,105 +52,92 @@ impl Setup {
         assert_eq!(self.byte(self.cache.ptr().offset(3 * MIB - 1)), 99);
     }
 
-    fn device_free(&self) -> u64 {
-        self.device.memory_info().unwrap().free
-    }
-
-    /// Everything works as ever, and everything goes back.
+    /// Allocates and grows, and gives everything back.
     fn assert_usable_and_returned(mut self) {
-        self.cache.grow_to(30 * MIB, &self.stream).unwrap();
-        let more = self.allocator.alloc_bytes(100 * MIB, &self.stream).unwrap();
-        self.stream.fill(more.ptr(), 1, more.bytes()).unwrap();
-        let Setup { driver, device, allocator, .. } = self;
+        let stream = self.stream.clone();
+        self.cache.grow_to(30 * MIB, &stream).unwrap();
+        let more = self.written(100 * MIB);
         drop((more, self.live, self.cache));
-        allocator.empty_cache().unwrap();
-        device.settle();
-        assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
-        assert_eq!(device.memory_info().unwrap().free, CAPACITY);
-        driver.assert_no_violation();
+        self.bench.assert_returned();
     }
 }
 
 #[test]
 fn contents_and_addresses_survive() {
-    let setup = setup();
-    let pointers: Vec<_> = setup.live.iter().map(Allocation::ptr).collect();
-    let (allocated, in_use) = (setup.allocator.memory_allocated(), setup.allocator.stats().allocation);
-    drop(setup.allocator.alloc_bytes(10 * MIB, &setup.stream).unwrap());
-    let held = CAPACITY - setup.device_free();
-    let given = setup.allocator.sleep(Contents::SaveToHost).unwrap();
+    let bench = sleeper();
+    let pointers: Vec<_> = bench.live.iter().map(Allocation::ptr).collect();
+    let (allocated, in_use) = (bench.allocator.memory_allocated(), bench.allocator.stats().allocation);
+    drop(bench.alloc(10 * MIB));
+    let held = CAPACITY - bench.device_free();
+    let given = bench.allocator.sleep(Contents::SaveToHost).unwrap();
     assert_eq!(given, held, "cached memory included");
-    assert!(setup.allocator.is_asleep());
-    assert_eq!((setup.allocator.memory_reserved(), setup.device_free()), (0, CAPACITY));
-    assert_eq!(setup.allocator.memory_allocated(), allocated);
-    assert!(pointers.iter().all(|&ptr| setup.driver.mapping_at(ptr).is_none()));
-    assert_eq!(setup.allocator.sleep(Contents::Discard).unwrap(), 0, "asleep already");
-    setup.allocator.wake().unwrap();
-    setup.allocator.wake().unwrap();
-    assert!(!setup.allocator.is_asleep());
-    let held = CAPACITY - setup.device_free();
-    assert_eq!(setup.allocator.memory_reserved(), held);
+    assert!(bench.allocator.is_asleep());
+    assert_eq!((bench.allocator.memory_reserved(), bench.device_free()), (0, CAPACITY));
+    assert_eq!(bench.allocator.memory_allocated(), allocated);
+    assert!(pointers.iter().all(|&ptr| bench.driver.mapping_at(ptr).is_none()));
+    assert_eq!(bench.allocator.sleep(Contents::Discard).unwrap(), 0, "asleep already");
+    bench.allocator.wake().unwrap();
+    bench.allocator.wake().unwrap();
+    assert!(!bench.allocator.is_asleep());
+    let held = CAPACITY - bench.device_free();
+    assert_eq!(bench.allocator.memory_reserved(), held);
     assert!(allocated <= held && held <= given - 10 * MIB, "cached memory does not come back: {held} of {given}");
-    assert_eq!(setup.allocator.stats().allocation.all.current, in_use.all.current);
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
+    assert_eq!(bench.allocator.stats().allocation.all.current, in_use.all.current);
+    bench.assert_contents();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
 fn discarded_contents_are_not_saved() {
-    let setup = setup();
-    let copies = |setup: &Setup| setup.device.driver_calls().of(Operation::CopyToHost);
-    let before = copies(&setup);
-    setup.allocator.sleep(Contents::Discard).unwrap();
-    setup.allocator.wake().unwrap();
-    assert_eq!(copies(&setup), before);
-    let block = &setup.live[4];
-    if Subject::has_race_detector() {
-        assert_eq!(
-            setup.byte(block.ptr()),
-            0xCD,
-            "nobody wrote it since: a simulated device tells such memory by its value"
-        );
+    let bench = sleeper();
+    let copies = |bench: &Bench| bench.calls(Operation::CopyToHost);
+    let before = copies(&bench);
+    bench.allocator.sleep(Contents::Discard).unwrap();
+    bench.allocator.wake().unwrap();
+    assert_eq!(copies(&bench), before);
+    let block = &bench.live[4];
+    if Subject::has_simulated_device() {
+        assert_eq!(bench.byte(block.ptr()), 0xCD, "memory that was not written has this value on a simulated device");
         // Where the device knows of the allocator's blocks, it reports the read.
-        let found = setup.device.driver().take_violation();
+        let found = bench.device.driver().take_violation();
         assert!(found.is_none_or(|found| found.contains("never written")));
     }
-    setup.stream.fill(block.ptr(), 5, block.bytes()).unwrap();
-    assert_eq!(setup.byte(block.ptr()), 5);
-    setup.assert_usable_and_returned();
+    bench.stream.fill(block.ptr(), 5, block.bytes()).unwrap();
+    assert_eq!(bench.byte(block.ptr()), 5);
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn asleep_it_takes_memory_back_but_gives_none() {
-    let mut setup = setup();
-    let exported = |setup: &Setup| setup.allocator.alloc_exportable(MIB, HandleKind::PosixFd, &setup.stream).map(drop);
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
+fn an_allocator_that_sleeps_takes_memory_back_but_gives_none() {
+    let mut bench = sleeper();
+    let exported = |bench: &Bench| bench.allocator.alloc_exportable(MIB, HandleKind::PosixFd, &bench.stream).map(drop);
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
     for bytes in [1, 100 * MIB] {
-        assert!(matches!(setup.allocator.alloc_bytes(bytes, &setup.stream), Err(AllocError::Asleep)));
+        assert!(matches!(bench.allocator.alloc_bytes(bytes, &bench.stream), Err(AllocError::Asleep)));
     }
-    assert!(matches!(exported(&setup), Err(AllocError::Asleep)));
-    assert!(matches!(setup.cache.grow_to(50 * MIB, &setup.stream), Err(AllocError::Asleep)));
-    assert!(setup.allocator.alloc_bytes(0, &setup.stream).is_ok());
-    let allocated = setup.allocator.memory_allocated();
-    let last = setup.live.pop().unwrap();
+    assert!(matches!(exported(&bench), Err(AllocError::Asleep)));
+    assert!(matches!(bench.cache.grow_to(50 * MIB, &bench.bench.stream), Err(AllocError::Asleep)));
+    assert!(bench.allocator.alloc_bytes(0, &bench.stream).is_ok());
+    let allocated = bench.allocator.memory_allocated();
+    let last = bench.live.pop().unwrap();
     drop(last);
-    assert!(setup.allocator.memory_allocated() < allocated);
-    setup.cache.shrink_to(3 * MIB - 1, &setup.stream).unwrap();
-    assert_eq!(setup.allocator.empty_cache().unwrap(), 0);
-    setup.allocator.wake().unwrap();
-    exported(&setup).unwrap();
-    setup.cache.grow_to(3 * MIB, &setup.stream).unwrap();
-    setup.stream.fill(setup.cache.ptr().offset(3 * MIB - 1), 99, 1).unwrap();
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
+    assert!(bench.allocator.memory_allocated() < allocated);
+    bench.cache.shrink_to(3 * MIB - 1, &bench.bench.stream).unwrap();
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 0);
+    bench.allocator.wake().unwrap();
+    exported(&bench).unwrap();
+    bench.cache.grow_to(3 * MIB, &bench.bench.stream).unwrap();
+    bench.stream.fill(bench.cache.ptr().offset(3 * MIB - 1), 99, 1).unwrap();
+    bench.assert_contents();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn asleep_nothing_grows_not_even_within_its_last_granule() {
-    let mut setup = setup();
+fn nothing_grows_asleep_not_even_within_its_last_granule() {
+    let mut bench = sleeper();
     let asleep = |grown: Result<(), AllocError>| assert!(matches!(grown, Err(AllocError::Asleep)), "{grown:?}");
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    let (cache, stream) = (&mut setup.cache, &setup.stream);
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    let (cache, stream) = (&mut bench.cache, &bench.bench.stream);
     for bytes in [3 * MIB + 1, 4 * MIB, 4 * MIB + 1] {
         asleep(cache.grow_to(bytes, stream));
     }
@@ -167,105 +146,96 @@ fn asleep_nothing_grows_not_even_within_its_last_granule() {
     cache.shrink_to(MIB, stream).unwrap();
     asleep(cache.grow_to(3 * MIB, stream)); // to what it gave up meanwhile
     assert_eq!(cache.bytes(), MIB);
-    setup.allocator.wake().unwrap();
-    setup.cache.grow_to(3 * MIB, &setup.stream).unwrap();
-    setup.stream.fill(setup.cache.ptr(), 99, 3 * MIB).unwrap();
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
+    bench.allocator.wake().unwrap();
+    bench.cache.grow_to(3 * MIB, &bench.bench.stream).unwrap();
+    bench.stream.fill(bench.cache.ptr(), 99, 3 * MIB).unwrap();
+    bench.assert_contents();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn without_memory_it_stays_asleep_and_can_be_woken_later() {
-    let setup = setup();
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    setup.driver.set_other_process_bytes(CAPACITY - 8 * MIB);
+fn without_memory_the_allocator_stays_asleep_and_can_be_woken_later() {
+    let bench = sleeper();
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    bench.driver.set_other_process_bytes(CAPACITY - 8 * MIB);
     for _ in 0..2 {
-        let error = setup.allocator.wake().unwrap_err();
-        assert!(error.is_out_of_memory() && setup.allocator.is_asleep());
-        assert_eq!((setup.allocator.memory_reserved(), setup.device_free()), (0, 8 * MIB));
+        let error = bench.allocator.wake().unwrap_err();
+        assert!(error.is_out_of_memory() && bench.allocator.is_asleep());
+        assert_eq!((bench.allocator.memory_reserved(), bench.device_free()), (0, 8 * MIB));
     }
-    setup.driver.set_other_process_bytes(0);
-    setup.allocator.wake().unwrap();
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
+    bench.driver.set_other_process_bytes(0);
+    bench.allocator.wake().unwrap();
+    bench.assert_contents();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn what_others_know_stays() {
-    let setup = setup();
-    let Setup { allocator, device, stream, .. } = &setup;
-    let pin = allocator.pin_mapping(&setup.live[3]).unwrap();
+fn pinned_exported_and_segment_memory_stays() {
+    let bench = sleeper();
+    let Bench { allocator, device, stream, .. } = &*bench;
+    let pin = allocator.pin_mapping(&bench.live[3]).unwrap();
     let shared = allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, stream).unwrap();
     let pool = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let segment = pool.alloc_bytes(MIB, stream).unwrap();
     allocator.sleep(Contents::Discard).unwrap();
     let stay = pin.range().end - pin.range().start + 6 * MIB + 2 * MIB;
-    assert_eq!((allocator.memory_reserved(), CAPACITY - setup.device_free()), (stay, stay));
-    assert_eq!(setup.byte(setup.live[3].ptr()), 3);
+    assert_eq!((allocator.memory_reserved(), CAPACITY - bench.device_free()), (stay, stay));
+    assert_eq!(bench.byte(bench.live[3].ptr()), 3);
     stream.fill(shared.ptr(), 1, 5 * MIB).unwrap();
     stream.fill(segment.ptr(), 1, MIB).unwrap();
     device.synchronize().unwrap();
     allocator.wake().unwrap();
     drop((pin, shared, segment, pool));
-    setup.assert_usable_and_returned();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn peers_and_observers_see_it_come_back() {
-    let setup = setup();
-    let Setup { allocator, driver, .. } = &setup;
-    let told = Arc::new(std::sync::Mutex::new(0_i64));
-    let sum = told.clone();
+fn peers_and_observers_see_memory_come_back() {
+    let bench = sleeper();
+    let Bench { allocator, driver, .. } = &*bench;
+    let reported = Arc::new(Mutex::new(0_i64));
+    let sum = reported.clone();
     let _registration = allocator.observe_mappings(move |change| {
         *sum.lock().unwrap() += match *change {
-            aquifer_allocator::MappingChange::Mapped { bytes, .. } => bytes.cast_signed(),
-            aquifer_allocator::MappingChange::BeforeUnmap { bytes, .. } => -bytes.cast_signed(),
+            MappingChange::Mapped { bytes, .. } => bytes.cast_signed(),
+            MappingChange::BeforeUnmap { bytes, .. } => -bytes.cast_signed(),
             _ => 0,
         }
     });
     let reserved = allocator.memory_reserved().cast_signed();
     allocator.sleep(Contents::SaveToHost).unwrap();
-    assert_eq!(*told.lock().unwrap(), -reserved);
+    assert_eq!(*reported.lock().unwrap(), -reserved);
     let peers = Subject::peers(1);
     peers.iter().for_each(|peer| allocator.enable_peer_access(peer.ordinal()).unwrap());
     let mut devices: Vec<_> = [driver].into_iter().chain(&peers).map(Subject::ordinal).collect();
     devices.sort_unstable();
     allocator.wake().unwrap();
-    assert_eq!(*told.lock().unwrap(), allocator.memory_reserved().cast_signed() - reserved);
-    for ptr in setup.live.iter().map(Allocation::ptr).chain([setup.cache.ptr()]) {
+    assert_eq!(*reported.lock().unwrap(), allocator.memory_reserved().cast_signed() - reserved);
+    for ptr in bench.live.iter().map(Allocation::ptr).chain([bench.cache.ptr()]) {
         assert_eq!(driver.mapping_at(ptr).unwrap().devices, devices);
     }
-    setup.assert_contents();
-}
-
-#[test]
-fn segments_do_not_sleep() {
-    let device = Subject::new(CAPACITY).device();
-    let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
-    assert!(matches!(allocator.sleep(Contents::Discard), Err(AllocError::NotMapped { .. })));
-    allocator.wake().unwrap();
-    assert!(!allocator.is_asleep());
+    bench.assert_contents();
 }
 
 #[test]
 fn the_allocator_may_end_asleep() {
     for fault in [None, Some(Operation::Map), Some(Operation::SetAccess), Some(Operation::CopyToDevice)] {
-        let setup = setup();
-        setup.allocator.sleep(Contents::SaveToHost).unwrap();
+        let bench = sleeper();
+        bench.allocator.sleep(Contents::SaveToHost).unwrap();
         if let Some(operation) = fault {
-            setup.driver.inject(Fault::Nth { operation: Some(operation), nth: 2, code: Code(999) });
-            setup.allocator.wake().unwrap_err();
-            assert!(setup.allocator.is_asleep());
+            bench.fail(operation, 2, Code(999));
+            bench.allocator.wake().unwrap_err();
+            assert!(bench.allocator.is_asleep());
         }
-        let Setup { driver, device, allocator, stream, live, cache } = setup;
-        drop((allocator, live, cache, stream));
+        let Sleeper { bench: Bench { driver, device, allocator, stream, side }, live, cache } = bench;
+        drop((allocator, live, cache, stream, side));
         device.settle();
         assert_eq!(device.memory_info().unwrap().free, CAPACITY, "{fault:?}");
         driver.assert_no_violation();
     }
 }
 
-/// A second fault beside that at the nth call of all.
+/// A second fault, in addition to the one at the nth call.
 #[derive(Clone, Copy)]
 enum Second {
     None,
@@ -278,39 +248,39 @@ enum Second {
 /// A fault at every single driver call of falling asleep and of waking up, and at two of them.
 #[test]
 fn no_failing_call_loses_anything() {
-    let falls_asleep = |setup: &Setup| setup.allocator.sleep(Contents::SaveToHost).map(drop);
-    let wakes = |setup: &Setup| setup.allocator.wake();
+    let falls_asleep = |bench: &Bench| bench.allocator.sleep(Contents::SaveToHost).map(drop);
+    let wakes = |bench: &Bench| bench.allocator.wake();
     let (mut asleep, mut undone, mut woken) = (0, 0, 0);
     let seconds = [Second::None, Second::After(1), Second::After(3), Second::AtMap].map(|second| (Code(999), second));
     for (code, second) in seconds.into_iter().chain([(Code::OUT_OF_MEMORY, Second::None)]) {
         for nth in 1.. {
-            let setup = setup();
-            let first_call = setup.driver.calls_made();
-            let inject = |operation, nth| setup.driver.inject(Fault::Nth { operation, nth, code });
+            let bench = sleeper();
+            let first_call = bench.driver.calls_made();
+            let inject = |operation, nth| bench.driver.inject(Fault::Nth { operation, nth, code });
             inject(None, nth);
             match second {
                 Second::None => {}
                 Second::After(calls) => inject(None, nth + calls),
                 Second::AtMap => inject(Some(Operation::Map), 1),
             }
-            let mut results = vec![falls_asleep(&setup)];
-            match (results[0].is_err(), setup.allocator.is_asleep()) {
+            let mut results = vec![falls_asleep(&bench)];
+            match (results[0].is_err(), bench.allocator.is_asleep()) {
                 (true, true) => asleep += 1,
                 (true, false) => undone += 1,
                 (false, is_asleep) => {
                     assert!(is_asleep);
-                    results.push(wakes(&setup));
+                    results.push(wakes(&bench));
                     woken += u32::from(results[1].is_err());
                 }
             }
-            assert_eq!(setup.allocator.stats().allocated_bytes.all.current, setup.allocator.memory_allocated());
-            let last_call = setup.driver.calls_made() - first_call;
-            setup.driver.clear_faults();
-            let held = CAPACITY - setup.device_free();
-            assert!(setup.allocator.memory_reserved() >= held, "call {nth}: {results:?}");
-            setup.allocator.wake().unwrap();
-            setup.assert_contents();
-            setup.assert_usable_and_returned();
+            assert_eq!(bench.allocator.stats().allocated_bytes.all.current, bench.allocator.memory_allocated());
+            let last_call = bench.driver.calls_made() - first_call;
+            bench.driver.clear_faults();
+            let held = CAPACITY - bench.device_free();
+            assert!(bench.allocator.memory_reserved() >= held, "call {nth}: {results:?}");
+            bench.allocator.wake().unwrap();
+            bench.assert_contents();
+            bench.assert_usable_and_returned();
             if nth > last_call {
                 break;
             }
@@ -321,17 +291,17 @@ fn no_failing_call_loses_anything() {
 
 #[test]
 fn a_lost_device_is_an_error() {
-    let setup = setup();
-    setup.driver.inject(Fault::LostAt { nth: 40 });
+    let bench = sleeper();
+    bench.driver.inject(Fault::LostAt { nth: 40 });
     let error =
-        (0..40).find_map(|_| setup.allocator.sleep(Contents::SaveToHost).and_then(|_| setup.allocator.wake()).err());
+        (0..40).find_map(|_| bench.allocator.sleep(Contents::SaveToHost).and_then(|_| bench.allocator.wake()).err());
     assert!(matches!(error, Some(AllocError::Device(error)) if error.kind == ErrorKind::DeviceLost));
 }
 
 #[test]
-fn measures_tell_what_is_held_while_it_sleeps() {
-    let setup = setup();
-    let Setup { allocator, stream, .. } = &setup;
+fn measures_say_what_is_held_asleep() {
+    let bench = sleeper();
+    let Bench { allocator, stream, .. } = &*bench;
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let in_pool = pool.alloc_bytes(5 * MIB, stream).unwrap();
     let shared = allocator.alloc_exportable(4 * MIB, HandleKind::PosixFd, stream).unwrap();
@@ -348,12 +318,13 @@ fn measures_tell_what_is_held_while_it_sleeps() {
     allocator.wake().unwrap();
     assert_eq!(held(allocator).0, held(allocator).1);
     drop((pool, shared));
-    setup.assert_usable_and_returned();
+    bench.assert_usable_and_returned();
 }
 
 #[test]
-fn peaks_that_begin_while_it_sleeps_are_not_below_what_is_allocated() {
-    let Setup { allocator, .. } = &setup();
+fn peaks_that_begin_asleep_are_not_below_what_is_allocated() {
+    let bench = sleeper();
+    let allocator = &bench.allocator;
     allocator.sleep(Contents::Discard).unwrap();
     allocator.reset_peak_stats();
     let stats = allocator.stats();
@@ -366,22 +337,21 @@ fn peaks_that_begin_while_it_sleeps_are_not_below_what_is_allocated() {
 
 #[test]
 fn zero_bytes_take_no_memory_that_sleeps() {
-    let setup = setup();
-    setup.allocator.sleep(Contents::SaveToHost).unwrap();
-    assert!(setup.allocator.alloc_bytes(0, &setup.stream).unwrap().range().is_empty());
-    assert!(setup.allocator.alloc_bytes_zeroed(0, &setup.stream).unwrap().range().is_empty());
-    setup.allocator.wake().unwrap();
-    setup.assert_contents();
-    setup.assert_usable_and_returned();
+    let bench = sleeper();
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    assert!(bench.alloc(0).range().is_empty());
+    assert!(bench.allocator.alloc_bytes_zeroed(0, &bench.stream).unwrap().range().is_empty());
+    bench.allocator.wake().unwrap();
+    bench.assert_contents();
+    bench.assert_usable_and_returned();
 }
 
-/// What shrinks or goes while the allocator sleeps has its memory again when it wakes up, and gives
-/// that back later.
+/// Memory given up asleep is mapped again at waking, and goes back later.
 #[test]
-fn snapshots_show_what_growable_memory_gave_up_meanwhile() {
+fn snapshots_show_what_growable_memory_gave_up_asleep() {
     for shrinks in [false, true] {
         let bench = Bench::new(128 * MIB, "history:1000");
-        let mut growable = bench.allocator.growable(20 * MIB, &bench.stream).unwrap();
+        let mut growable = bench.growable(20 * MIB);
         growable.grow_to(6 * MIB, &bench.stream).unwrap();
         bench.allocator.sleep(Contents::Discard).unwrap();
         if shrinks {

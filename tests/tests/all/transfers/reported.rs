@@ -1,39 +1,25 @@
-//! What goes wrong with transfers elsewhere, and cannot here; each test is named after reports of
-//! it (numbers without a name are PyTorch's). `pains_pinned.rs` has those of page-locked memory.
+//! Defects of transfers that users of other libraries reported. Numbers in names are those of the
+//! reports; numbers without a name are PyTorch's. `reported_page_locked.rs` has the defects of
+//! page-locked memory.
 
-use aquifer::PinnedBuffer;
-use aquifer::device::{AccessKind, RequestError};
-use aquifer::memory::{AccessGuard, AllocError};
 use aquifer::transfer::{Region, TransferError};
+use aquifer_tests::prelude::*;
+use aquifer_tests::random::pattern;
 
-use super::{Bench, pattern};
+use super::Bench;
 
-/// A copy to the host was read before it had arrived.
+/// A copy that should not block did, because its memory was pageable, and no error said so.
 #[test]
-fn to_host_never_gives_garbage_86264_137951_42539() {
-    let bench = Bench::new();
-    let bytes = pattern(1, 1 << 20);
-    let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
-    let mut host: PinnedBuffer<u8> = bench.transfer.pinned().alloc_zeroed(1 << 20).unwrap();
-    // Nobody waits for it, and the host reads at once.
-    drop(bench.transfer.download(&buffer, &mut host).unwrap());
-    assert_eq!(host.read().unwrap(), bytes);
-    drop((buffer, host));
-    bench.finish();
-}
-
-/// A copy that was asked not to block did so, because the memory was pageable, and nobody said so.
-#[test]
-fn nothing_synchronises_silently() {
+fn waits_are_counted_and_copies_that_need_none_do_not_wait() {
     let bench = Bench::new();
     let host = bench.transfer.pinned().alloc_from(&pattern(3, 1 << 20)).unwrap();
     let mut buffer = bench.alloc(1 << 20);
-    bench.driver.stall(&bench.stream, std::time::Duration::from_secs(1)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     let before = bench.transfer.counters().synchronisations;
     let on = bench.transfer.on(&bench.stream).unwrap();
     let pending = on.upload(&host, &mut buffer).unwrap();
-    if aquifer_tests::Subject::is_simulated() {
-        assert!(!pending.is_done().unwrap(), "the stream is busy, so whoever is back already did not wait for it");
+    if Subject::is_simulated() {
+        assert!(!pending.is_done().unwrap(), "the call returned although the stream is busy");
     }
     assert_eq!(bench.transfer.counters().synchronisations, before);
     pending.wait().unwrap();
@@ -82,7 +68,7 @@ fn errors_name_both_devices() {
 
 /// A copy with memory that its own thread had an access guard on waited for ever.
 #[test]
-fn copies_and_kernels_during_ones_own_turn_are_refused() {
+fn copies_and_kernels_under_an_access_guard_of_the_same_thread_are_refused() {
     let bench = Bench::new();
     let mut buffer = bench.alloc(1 << 20);
     let (same, host) = (buffer.share(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
@@ -109,7 +95,7 @@ fn copies_come_after_the_work_that_wrote_their_source() {
     let mut buffer = bench.alloc(1 << 16);
     let kernels = bench.transfer.kernels().unwrap();
     for round in 0..20u8 {
-        kernels.spin(&bench.stream, std::time::Duration::from_micros(50)).unwrap();
+        kernels.spin(&bench.stream, Duration::from_micros(50)).unwrap();
         kernels.fill(&bench.stream, &mut buffer, round).unwrap();
         let back = bench.transfer.to_pinned(&buffer).unwrap().wait().unwrap();
         assert!(back.read().unwrap().iter().all(|&byte| byte == round));
@@ -151,9 +137,9 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     let (bytes, len) = (pattern(7, 4 << 20), 4 << 20);
     // What the stream does takes so long that the threads of the ring would ask about it during the
     // capture.
-    let write = |buffer: &aquifer::Buffer<u8>| {
+    let write = |buffer: &Buffer<u8>| {
         let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
-        bench.driver.stall(&bench.stream, std::time::Duration::from_millis(1)).unwrap();
+        bench.driver.stall(&bench.stream, Duration::from_millis(1)).unwrap();
         bench.stream.fill(buffer.ptr(), 1, len).unwrap();
     };
     let captured = |during: &mut dyn FnMut()| {
@@ -166,25 +152,25 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
         write(&buffer);
         let mut upload = Some(bench.transfer.upload(bytes.clone(), &mut buffer).unwrap());
         captured(&mut || upload.take().unwrap().wait().unwrap());
-        assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes);
+        assert_eq!(bench.read(&buffer), bytes);
         write(&buffer);
         let mut download = Some(bench.transfer.to_vec(&buffer).unwrap());
         captured(&mut || assert!(download.take().unwrap().wait().unwrap().iter().all(|&byte| byte == 1)));
-        // Nobody waits for it.
+        // Without waiting.
         drop(bench.transfer.upload(bytes.clone(), &mut buffer).unwrap());
-        captured(&mut || std::thread::sleep(std::time::Duration::from_millis(5)));
-        assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes);
+        captured(&mut || std::thread::sleep(Duration::from_millis(5)));
+        assert_eq!(bench.read(&buffer), bytes);
         // Memory of a stream that works.
         let mut made = Some(bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap());
         let mut made_buffer = None;
         captured(&mut || made_buffer = Some(made.take().unwrap().wait().unwrap()));
-        assert_eq!(bench.transfer.to_vec(&made_buffer.unwrap()).unwrap().wait().unwrap(), bytes);
+        assert_eq!(bench.read(&made_buffer.unwrap()), bytes);
     }
     bench.finish();
 }
 
-/// Chunks of a transfer that a stream's owner captured meanwhile were copied again by each launch,
-/// when they were others'.
+/// A capture recorded chunks of a transfer, and each launch copied them again after their memory
+/// had been reused.
 #[test]
 fn no_part_of_a_transfer_gets_into_a_graph() {
     let bench = Bench::new();
@@ -194,13 +180,13 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
         bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
         bench.stream.synchronize().unwrap();
         let upload = on.upload(vec![7u8; 1 << 20], &mut buffer).unwrap();
-        std::thread::sleep(std::time::Duration::from_micros(20 * round));
+        std::thread::sleep(Duration::from_micros(20 * round));
         let capture = bench.stream.begin_capture().unwrap();
-        std::thread::sleep(std::time::Duration::from_micros(300));
+        std::thread::sleep(Duration::from_micros(300));
         let graph = capture.end().unwrap();
         drop(capture);
         match upload.wait() {
-            Ok(()) => assert!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap().iter().all(|&byte| byte == 7)),
+            Ok(()) => assert!(bench.read(&buffer).iter().all(|&byte| byte == 7)),
             Err(error) => assert!(error.to_string().contains("captur"), "{error}"),
         }
         bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
@@ -209,7 +195,7 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
             let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
             graph.launch(&bench.stream).unwrap();
         }
-        assert!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap().iter().all(|&byte| byte == 1), "it was empty");
+        assert!(bench.read(&buffer).iter().all(|&byte| byte == 1), "it was empty");
     }
     drop((buffer, on));
     bench.finish();
@@ -241,14 +227,14 @@ fn no_copy_of_another_thread_gets_into_a_graph() {
         let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
         graph.launch(&bench.stream).unwrap();
     }
-    assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), [1; 64], "they were empty");
+    assert_eq!(bench.read(&buffer), [1; 64], "they were empty");
     drop((graphs, buffer, host, on));
     bench.finish();
 }
 
-/// A lost device left those hanging who waited.
+/// After a device was lost, waits did not return.
 #[test]
-fn a_lost_device_wakes_everybody_with_the_error() {
+fn a_lost_device_wakes_all_waiting_tasks_with_the_error() {
     use aquifer::device::sim::Fault;
     use aquifer_device::{Code, Operation};
     let bench = Bench::new();
@@ -276,14 +262,13 @@ fn copies_between_devices_are_ordered_on_both() {
     let kernels = [one.transfer.kernels().unwrap(), two.transfer.kernels().unwrap()];
     let (mut source, mut target) = (one.alloc(1 << 20), two.alloc(1 << 20));
     for round in 0..8u8 {
-        // The source is written by a stream that is busy, and again right after; nobody waits on
-        // the host.
-        kernels[0].spin(&one.stream, std::time::Duration::from_micros(100)).unwrap();
+        // A busy stream writes the source, and again right after, without a wait on the host.
+        kernels[0].spin(&one.stream, Duration::from_micros(100)).unwrap();
         kernels[0].fill(&one.stream, &mut source, round).unwrap();
         kernels[1].fill(&two.stream, &mut target, 0xEEu8).unwrap();
         drop(two.transfer.copy(&source, &mut target).unwrap());
         kernels[0].fill(&one.stream, &mut source, 0xAAu8).unwrap();
-        let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
+        let back = two.read(&target);
         assert!(back.iter().all(|&byte| byte == round), "round {round}");
     }
     // The source goes back to its allocator while it may still be read.
@@ -291,7 +276,7 @@ fn copies_between_devices_are_ordered_on_both() {
     drop(source);
     let mut again = one.alloc(1 << 20);
     kernels[0].fill(&one.stream, &mut again, 0x55u8).unwrap();
-    let back = two.transfer.to_vec(&target).unwrap().wait().unwrap();
+    let back = two.read(&target);
     assert!(back.iter().all(|&byte| byte == 0xAA));
     drop((again, target, kernels));
     one.finish();
@@ -300,12 +285,12 @@ fn copies_between_devices_are_ordered_on_both() {
 
 /// The first of many small copies waited for all work of the stream that it was made for.
 #[test]
-fn the_first_batch_waits_for_nobodys_work() {
+fn the_first_batch_does_not_wait_for_the_stream() {
     let bench = Bench::new();
     let on = bench.transfer.on(&bench.stream).unwrap();
     let mut buffers = [bench.alloc(1000), bench.alloc(1000)];
     // On hardware, as long as a measurement takes and more.
-    bench.driver.stall(&bench.stream, std::time::Duration::from_secs(1)).unwrap();
+    bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     let last = bench.stream.tick();
     last.cover().unwrap();
     let mut batch = on.batch();
@@ -314,7 +299,7 @@ fn the_first_batch_waits_for_nobodys_work() {
     assert!(!last.is_done().unwrap(), "the stream was waited for");
     pending.wait().unwrap();
     for buffer in &buffers {
-        assert_eq!(bench.transfer.to_vec(buffer).unwrap().wait().unwrap(), [7; 1000]);
+        assert_eq!(bench.read(buffer), [7; 1000]);
     }
     drop((on, buffers, last));
     bench.finish();
@@ -325,7 +310,7 @@ fn the_first_batch_waits_for_nobodys_work() {
 fn a_region_that_overlaps_its_source_is_refused() {
     let bench = Bench::new();
     let bytes = pattern(5, 24);
-    let buffer = bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap().wait().unwrap();
+    let buffer = bench.send(bytes.clone());
     let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[usize; 2]; 2]| {
         let region = Region { extents: &[4, 2], from_strides: &strides[0], to_strides: &strides[1] };
         let (from, mut to) = (buffer.slice(from), buffer.slice(to).share());
@@ -333,24 +318,23 @@ fn a_region_that_overlaps_its_source_is_refused() {
     };
     let refused = copy(0..8, 1..17, [[2, 1], [2, 9]]);
     assert!(matches!(refused, Err(TransferError::Region { .. })), "{refused:?}");
-    assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), bytes, "nothing was copied");
+    assert_eq!(bench.read(&buffer), bytes, "nothing was copied");
     // Between each other they may lie.
     copy(0..24, 2..24, [[6, 1], [6, 1]]).unwrap();
     let expected: Vec<u8> = (0..24).map(|at| if at % 6 / 2 == 1 { bytes[at - 2] } else { bytes[at] }).collect();
-    assert_eq!(bench.transfer.to_vec(&buffer).unwrap().wait().unwrap(), expected);
+    assert_eq!(bench.read(&buffer), expected);
     drop(buffer);
     bench.finish();
 }
 
-/// All devices of a process shared one map of their memory, whose locks eight of them fought for. A
-/// thread that is held up in the midst of memory running out on one device holds up neither another
-/// device nor who needs nothing of that memory.
+/// All devices of a process shared one map of their memory and its locks. A thread that is blocked
+/// while memory runs out on one device blocks neither another device nor page-locked memory.
 #[test]
-fn a_device_that_is_held_up_holds_up_no_other_118550() {
+fn a_blocked_device_blocks_no_other_118550() {
     let (held_up, other) = (Bench::new(), Bench::seeded(1));
     let (begun, begins) = std::sync::mpsc::channel();
     let (go, goes) = std::sync::mpsc::channel::<()>();
-    let goes = std::sync::Mutex::new(goes);
+    let goes = Mutex::new(goes);
     let allocator = held_up.transfer.allocator().clone();
     let registration = allocator.register_reclaimer(0, "held up", move |_| {
         begun.send(()).unwrap();
@@ -363,8 +347,8 @@ fn a_device_that_is_held_up_holds_up_no_other_118550() {
         begins.recv().unwrap();
         for round in 0..10 {
             let sent = pattern(round, 10_000);
-            let buffer = other.transfer.to_device(sent.clone(), &other.stream).unwrap().wait().unwrap();
-            assert_eq!(other.transfer.to_vec(&buffer).unwrap().wait().unwrap(), sent);
+            let buffer = other.send(sent.clone());
+            assert_eq!(other.read(&buffer), sent);
             let host = held_up.transfer.pinned().alloc_from(&sent).unwrap();
             assert_eq!(host.read().unwrap(), sent);
         }

@@ -1,13 +1,11 @@
-//! What goes wrong with page-locked memory elsewhere, and cannot here; named as in `pains.rs`.
+//! Defects of page-locked memory that users of other libraries reported; see `reported.rs`.
 
-use std::time::Duration;
+use aquifer_tests::prelude::*;
+use aquifer_tests::random::pattern;
 
-use aquifer_device::Operation;
+use super::Bench;
 
-use super::{Bench, pattern};
-
-/// A page-locked buffer was filled again, or given to somebody else, while a copy from it was in
-/// flight.
+/// A page-locked buffer was written or reused while a copy from it was in flight.
 #[test]
 fn page_locked_memory_in_flight_is_neither_written_nor_reused_130785() {
     let bench = Bench::new();
@@ -24,35 +22,10 @@ fn page_locked_memory_in_flight_is_neither_written_nor_reused_130785() {
         buffers.push(buffer);
     }
     for (round, buffer) in buffers.iter().enumerate() {
-        let back = bench.transfer.to_vec(buffer).unwrap().wait().unwrap();
+        let back = bench.read(buffer);
         assert!(back.iter().all(|&byte| usize::from(byte) == round), "round {round}");
     }
     drop((buffers, host));
-    bench.finish();
-}
-
-/// A request for a little more than 128 MiB took 256, and one for 5 GB took 8 GiB.
-#[test]
-fn page_locked_sizes_are_not_rounded_to_powers_of_two_95823_150517_lmcache_1147() {
-    let bench = Bench::new();
-    let asked = (129 << 20) + (1 << 19);
-    let buffer = bench.transfer.pinned().alloc::<u8>(asked).unwrap();
-    let held = bench.transfer.pinned().stats().allocated_bytes.current;
-    assert!((asked as u64..=144 << 20).contains(&held), "{held}");
-    drop(buffer);
-    bench.finish();
-}
-
-/// The first requests waited for the system to lock pages, and nothing could be had before.
-#[test]
-fn page_locked_memory_can_be_had_in_advance_181094_164501() {
-    let bench = Bench::new();
-    let pool = bench.transfer.pinned();
-    pool.prewarm(64 << 20).unwrap();
-    let buffers = [40_000, 1 << 20, 5 << 20, 40 << 20].map(|bytes| pool.alloc::<u8>(bytes).unwrap());
-    let stats = pool.stats();
-    assert_eq!((stats.num_host_alloc, stats.allocated_bytes.current), (1, 64 << 20));
-    drop(buffers);
     bench.finish();
 }
 
@@ -97,9 +70,9 @@ fn page_locked_memory_comes_back_without_questions_or_threads_135524() {
     bench.finish();
 }
 
-/// What a busy stream still used kept back all that came after it, though its streams were done.
+/// Memory that a busy stream used kept back later memory whose streams were done.
 #[test]
-fn a_busy_stream_keeps_no_other_memory_back_71616_71745() {
+fn memory_used_by_a_busy_stream_delays_no_other_memory_71616_71745() {
     let bench = Bench::new();
     let pool = bench.transfer.pinned();
     let other = bench.device.stream().unwrap();
@@ -116,7 +89,7 @@ fn a_busy_stream_keeps_no_other_memory_back_71616_71745() {
     let slabs = pool.stats().num_host_alloc;
     let again = pool.alloc::<u8>(1 << 20).unwrap();
     assert_eq!((again.read().unwrap().as_ptr(), pool.stats().num_host_alloc), (addresses[1], slabs));
-    if aquifer_tests::Subject::is_simulated() {
+    if Subject::is_simulated() {
         assert!(!last.is_done().unwrap(), "the busy stream is still busy");
     }
     drop((again, buffers, last, other));
@@ -131,7 +104,7 @@ fn copies_on_other_streams_do_not_keep_memory_147168_deepep_455() {
     let content = pattern(3, 4 << 20);
     let mut most = 0;
     for round in 0..50 {
-        let buffer = bench.transfer.to_device(content.clone(), &bench.stream).unwrap().wait().unwrap();
+        let buffer = bench.send(content.clone());
         let host = bench.transfer.to_pinned(&buffer).unwrap();
         drop(buffer);
         assert_eq!(host.wait().unwrap().read().unwrap(), content);

@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use aquifer_allocator::{AllocError, Allocator, Contents, MappingChange, PinnedMapping, Registration};
 use aquifer_device::HandleKind;
 
-use super::{World, take};
+use super::{Interpreter, take};
 use crate::model::{Handle, Live};
 use crate::op::FreeHow;
 
-/// What is pinned, and an observer of mappings who knows.
+/// Pins, and an observer of mappings that knows the pinned ranges.
 #[derive(Debug)]
 pub(super) struct Pins {
     held: Vec<PinnedMapping>,
@@ -66,11 +66,11 @@ impl Pins {
     }
 }
 
-impl World {
+impl Interpreter {
     pub(super) fn alloc_exportable(&mut self, stream: usize, bytes: u64) {
         let stream = self.stream(stream).clone();
         let outcome = self.allocator.alloc_exportable(bytes, HandleKind::PosixFd, &stream);
-        if let Some(exportable) = self.served_apart(outcome) {
+        if let Some(exportable) = self.served_dedicated(outcome) {
             let ptr = exportable.ptr();
             self.add(Handle::Exportable(exportable), ptr, bytes, &stream);
         }
@@ -78,7 +78,7 @@ impl World {
 
     pub(super) fn make_growable(&mut self, stream: usize, capacity: u64) {
         let stream = self.stream(stream).clone();
-        if let Some(growable) = self.served_apart(self.allocator.growable(capacity, &stream)) {
+        if let Some(growable) = self.served_dedicated(self.allocator.growable(capacity, &stream)) {
             let (ptr, own) = (growable.ptr(), stream.id());
             let handle = Handle::Growable(growable);
             self.blocks.add(Live { handle, ptr, bytes: 0, own, pattern: None, uses: Vec::new() });
@@ -98,7 +98,7 @@ impl World {
         if self.allows(ordered.collect::<Result<Vec<_>, _>>()).is_some() {
             let done =
                 if bytes > before { growable.grow_to(bytes, &stream) } else { growable.shrink_to(bytes, &stream) };
-            let is_done = self.served_apart(done).is_some();
+            let is_done = self.served_dedicated(done).is_some();
             assert_eq!(growable.bytes(), if is_done { bytes } else { before });
             if is_done {
                 self.note_end(&live);
@@ -127,8 +127,8 @@ impl World {
 
     /// Sleeps and wakes up. What was not saved is not compared any more.
     pub(super) fn nap(&mut self, save: bool, frees: usize) {
-        // What another process was said to hold, and what is not there, it would take now. And who
-        // watches over the memory of a device that lags does not know of sleep.
+        // Memory that another process was said to hold, but does not, could not come back. And the
+        // checks of a lagging device do not know of sleep.
         let is_lacking = self.allocator.memory_reserved() + self.other > self.device.info().total_bytes;
         if is_lacking || self.lagging.is_some() {
             return;
@@ -137,7 +137,7 @@ impl World {
         if !save {
             self.blocks.0.iter_mut().for_each(|live| live.pattern = None);
         }
-        if self.served_apart(slept).is_some() {
+        if self.served_dedicated(slept).is_some() {
             for n in 0..frees {
                 self.free(n * 7, FreeHow::Drop, false);
             }
@@ -151,7 +151,7 @@ impl World {
     }
 
     /// What is served, or `None` where memory was lacking or comes in segments.
-    fn served_apart<T>(&self, outcome: Result<T, AllocError>) -> Option<T> {
+    fn served_dedicated<T>(&self, outcome: Result<T, AllocError>) -> Option<T> {
         match outcome {
             Ok(served) => return Some(served),
             Err(AllocError::OutOfMemory(report)) => assert!(!report.advice.is_empty(), "no advice: {report}"),

@@ -1,20 +1,17 @@
 //! Graphs that outlive what they need: the allocator, their pool and its place among pools. And
 //! graphs that others launch, on streams that nobody here knows.
 
-use std::sync::{Arc, Mutex};
+use aquifer_tests::prelude::*;
 
-use aquifer::memory::PoolOptions;
-use aquifer_tests::MIB;
-
-use super::graphs::{BACKINGS, Bench, CAPACITY};
+use super::graphs::{BACKINGS, CAPACITY, bench, captured, end};
 
 #[test]
-fn a_graph_keeps_its_memory_when_nobody_has_the_allocator_any_more() {
+fn a_graph_keeps_its_memory_after_the_last_handle_of_the_allocator() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
+        let bench = bench(options);
         let pool = bench.pool();
-        let graph = bench.graph(&pool);
-        let stream = bench.streams[1].clone();
+        let graph = captured(&bench, &pool);
+        let stream = bench.side.clone();
         let Bench { driver, device, allocator, .. } = bench;
         drop((pool, allocator));
         device.settle();
@@ -31,13 +28,13 @@ fn a_graph_keeps_its_memory_when_nobody_has_the_allocator_any_more() {
     }
 }
 
-/// Somebody drops the pool while a request for a capture is under way, and makes another one.
+/// The pool is dropped and another one made while a request for a capture is under way.
 #[test]
 fn a_pool_does_not_get_the_memory_of_a_graph_of_one_that_was_dropped() {
     for options in BACKINGS {
-        let bench = Bench::new(options);
-        let [one, two] = &bench.streams;
-        let in_the_way = Arc::new(Mutex::new(Some(bench.allocator.alloc_bytes(20 * MIB, two).unwrap())));
+        let bench = bench(options);
+        let Bench { stream: one, side: two, .. } = &bench;
+        let in_the_way = Arc::new(Mutex::new(Some(bench.alloc_on(two, 20 * MIB))));
         bench.allocator.set_limit(Some(24 * MIB));
         let first = Arc::new(Mutex::new(Some(bench.pool())));
         let second = Arc::new(Mutex::new(None));
@@ -54,7 +51,7 @@ fn a_pool_does_not_get_the_memory_of_a_graph_of_one_that_was_dropped() {
         };
         let capture = one.begin_capture().unwrap();
         let route = bench.allocator.capture(one, first.lock().unwrap().as_ref().unwrap()).unwrap();
-        let scratch = bench.allocator.alloc_bytes(16 * MIB, one).unwrap();
+        let scratch = bench.alloc_on(one, 16 * MIB);
         one.fill(scratch.ptr(), 7, 16 * MIB).unwrap();
         drop((scratch, route));
         let graph = capture.end().unwrap();
@@ -72,36 +69,36 @@ fn a_pool_does_not_get_the_memory_of_a_graph_of_one_that_was_dropped() {
         bench.allocator.empty_cache().unwrap();
         graph.launch(two).unwrap();
         drop(graph);
-        bench.end();
+        end(&bench);
     }
 }
 
 /// Its launches are known to be done once the device was waited for.
 #[test]
-fn memory_of_a_dropped_pool_outlasts_launches_on_streams_that_nobody_knows() {
+fn memory_of_a_dropped_pool_outlasts_launches_on_unknown_streams() {
     for options in BACKINGS {
         for emptied in [false, true] {
-            let bench = Bench::new(options);
+            let bench = bench(options);
             // Nothing is allocated for the second stream.
-            let [one, two] = &bench.streams;
+            let Bench { stream: one, side: two, .. } = &bench;
             let pool = bench.pool();
             let driver = bench.device.driver();
             driver.begin_capture(one.raw()).unwrap();
             let route = bench.allocator.capture(one, &pool).unwrap();
-            let scratch = bench.allocator.alloc_bytes(8 * MIB, one).unwrap();
+            let scratch = bench.alloc_on(one, 8 * MIB);
             one.fill(scratch.ptr(), 7, 8 * MIB).unwrap();
             drop(scratch);
             let graph = driver.end_capture(one.raw()).unwrap();
             drop(route);
-            bench.driver.stall(two, std::time::Duration::from_secs(1)).unwrap();
+            bench.stall(two, Duration::from_secs(1));
             driver.launch_graph(graph, two.raw()).unwrap();
             if emptied {
                 pool.empty_cache().unwrap();
             }
             drop(pool);
-            drop(bench.allocator.alloc_bytes(CAPACITY - 4 * MIB, one).unwrap());
+            drop(bench.alloc_on(one, CAPACITY - 4 * MIB));
             driver.destroy_graph(graph).unwrap();
-            bench.end();
+            end(&bench);
         }
     }
 }

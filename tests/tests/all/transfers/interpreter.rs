@@ -1,19 +1,20 @@
-//! Programs of transfers beside a model of what every buffer holds.
+//! Runs programs of transfers and compares them with a model of the content of every buffer.
 
 use std::collections::VecDeque;
 
-use aquifer::device::sim::Fault;
 use aquifer::transfer::{Spillable, Spiller, TransferError};
-use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
+use aquifer::{Pending, PinnedBuffer};
+use aquifer_tests::prelude::*;
+use aquifer_tests::random::pattern;
 use aquifer_transfer::Direction;
 
 use super::op::{How, LENGTHS, Op};
-use super::{Bench, host, pattern};
+use super::{Bench, host};
 
 /// What a buffer holds; `None` where an error left that open.
 pub(super) type Content = Option<Vec<u8>>;
 
-/// A transfer that nobody waited for yet, and what it must give.
+/// A transfer that was not waited for yet, and its expected content.
 pub(super) enum Begun {
     Nothing(Pending<()>),
     /// A copy between page-locked memory.
@@ -25,7 +26,7 @@ pub(super) enum Begun {
 /// The least priority.
 const BACKGROUND: i32 = i32::MAX;
 
-pub(super) struct World {
+pub(super) struct Interpreter {
     pub(super) bench: Bench,
     pub(super) streams: [Stream; 2],
     pub(super) devices: Vec<(Buffer<u8>, Content)>,
@@ -36,16 +37,15 @@ pub(super) struct World {
     pub(super) spillable: Vec<(Spillable<u8>, Content)>,
     pub(super) pinned: Vec<(PinnedBuffer<u8>, Content)>,
     begun: VecDeque<Begun>,
-    /// Whole buffers that were uploaded, which counters must tell beside others: how many, and
-    /// their bytes.
+    /// Whole buffers that were uploaded, and their bytes: the least that counters may show.
     pub(super) uploaded: (u64, u64),
     /// Forgotten transfers keep what they own.
     forgotten: bool,
     pub(super) faults: bool,
 }
 
-impl World {
-    pub(super) fn new(seed: u64, faults: bool) -> World {
+impl Interpreter {
+    pub(super) fn new(seed: u64, faults: bool) -> Interpreter {
         let bench = Bench::seeded(seed);
         let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
         // Loaded, and measured, before anything fails.
@@ -55,7 +55,7 @@ impl World {
         }
         bench.transfer.at_priority(BACKGROUND).unwrap();
         let spiller = Spiller::new(&bench.transfer, 0);
-        let mut world = World {
+        let mut interpreter = Interpreter {
             bench,
             streams,
             devices: Vec::new(),
@@ -70,10 +70,10 @@ impl World {
             faults,
         };
         for length in 0..LENGTHS.len() {
-            world.step(&Op::NewDevice(length));
-            world.step(&Op::NewPinned(length, 1));
+            interpreter.step(&Op::NewDevice(length));
+            interpreter.step(&Op::NewPinned(length, 1));
         }
-        world
+        interpreter
     }
 
     /// Whether an operation took place. Without faults it must.
@@ -100,16 +100,8 @@ impl World {
         match op.clone() {
             Op::NewDevice(length) => self.new_device(length),
             Op::NewPinned(length, seed) => self.new_pinned(length, seed),
-            Op::DropDevice(index) => {
-                if let Some(index) = pick(&self.devices, index) {
-                    self.devices.swap_remove(index);
-                }
-            }
-            Op::DropPinned(index) => {
-                if let Some(index) = pick(&self.pinned, index) {
-                    self.pinned.swap_remove(index);
-                }
-            }
+            Op::DropDevice(index) => drop_one(&mut self.devices, index),
+            Op::DropPinned(index) => drop_one(&mut self.pinned, index),
             Op::Write(index, seed) => self.write(index, seed),
             Op::Read(index) => self.read(index),
             Op::Upload { pinned, device, on } => self.upload(pinned, device, on),
@@ -142,11 +134,7 @@ impl World {
             Op::Spill(index) => self.spill(index),
             Op::Pressure => self.pressure(),
             Op::Access { index, seed, stream } => self.access(index, seed, stream),
-            Op::DropSpillable(index) => {
-                if let Some(index) = pick(&self.spillable, index) {
-                    self.spillable.swap_remove(index);
-                }
-            }
+            Op::DropSpillable(index) => drop_one(&mut self.spillable, index),
             Op::ToPeer(device) => self.send_to_peer(device),
             Op::FromPeer { peer, device } => self.fetch_from_peer(peer, device),
             Op::CheckPeer(index) => {
@@ -154,11 +142,7 @@ impl World {
                     self.check_peer(index);
                 }
             }
-            Op::DropPeer(index) => {
-                if let Some(index) = pick(&self.on_peer, index) {
-                    self.on_peer.swap_remove(index);
-                }
-            }
+            Op::DropPeer(index) => drop_one(&mut self.on_peer, index),
             Op::Trim => {
                 let trimmed = self.bench.transfer.pinned().trim_to(0);
                 self.done(trimmed);
@@ -234,7 +218,7 @@ impl World {
         }
     }
 
-    /// What of a long upload was left out, and what was copied from there, nobody knows.
+    /// A cancelled long upload may be partial, and so may copies of it: forgets their content.
     fn forget_long(&mut self) {
         self.forget_longer_than(256 << 10);
     }
@@ -334,7 +318,7 @@ impl World {
         let uploads = self.bench.transfer.counters().uploads;
         let (copies, bytes) = self.uploaded;
         assert!(uploads.copies >= copies && uploads.bytes >= bytes, "{uploads:?}, of {copies} of {bytes} bytes");
-        let World { bench, devices, pinned, peer, on_peer, spiller, spillable, forgotten, .. } = self;
+        let Interpreter { bench, devices, pinned, peer, on_peer, spiller, spillable, forgotten, .. } = self;
         drop((devices, pinned, on_peer, spillable, spiller));
         if forgotten {
             bench.driver.assert_no_violation();
@@ -344,6 +328,10 @@ impl World {
             peer.finish();
         }
     }
+}
+
+fn drop_one<T>(all: &mut Vec<T>, index: usize) {
+    drop(pick(all, index).map(|index| all.swap_remove(index)));
 }
 
 pub(super) fn pick<T>(all: &[T], index: usize) -> Option<usize> {

@@ -3,11 +3,11 @@
 use aquifer_allocator::AllocError;
 use aquifer_device::{Stream, StreamFlags};
 
-use super::World;
+use super::Interpreter;
 use crate::model::{Handle, Live};
 use crate::op::FreeHow;
 
-impl World {
+impl Interpreter {
     pub(super) fn touch(&mut self, pick: usize, stream: usize, write: bool, record: bool) {
         let Some(at) = self.blocks.pick(pick) else { return };
         let stream = self.stream(stream).clone();

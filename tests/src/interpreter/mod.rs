@@ -1,12 +1,12 @@
-//! Runs a program, step by step, beside a model that knows what must hold.
+//! Runs a program step by step and compares it with a model.
 //!
 //! After every step: no live blocks overlap, the race detector is silent, the statistics agree with
 //! the blocks that are live, limit and headroom are kept, and only faults on order lead to other
 //! errors than lack of memory. At the end everything is back on the device. Blocks that are
 //! compared still hold what was last written to them.
 
-mod apart;
 mod blocks;
+mod dedicated;
 mod ending;
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOption
 use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
 
-use apart::Pins;
+use dedicated::Pins;
 
 use crate::model::{Blocks, Handle, Live};
 use crate::op::Op;
@@ -25,7 +25,7 @@ use crate::{MIB, Subject, check};
 
 /// A device, an allocator, and what a program made with them.
 #[derive(Debug)]
-pub struct World {
+pub struct Interpreter {
     // Dropped in this order: pins, routes and pools belong to the allocator.
     pins: Pins,
     routes: Vec<PoolRoute>,
@@ -46,10 +46,10 @@ pub struct World {
     next_check: u32,
 }
 
-impl World {
+impl Interpreter {
     /// A device and an allocator. Stream 0 is the legacy stream, 1 that of this thread, 2 and 3 are
     /// streams of their own.
-    pub fn new(setup: &Setup) -> World {
+    pub fn new(setup: &Setup) -> Interpreter {
         let config = SimConfig::new(setup.capacity).seed(setup.seed);
         let (driver, lagging) = match setup.lag {
             0 => (Subject::open(&config), None),
@@ -64,7 +64,7 @@ impl World {
         for _ in 0..2 {
             streams.push(device.stream().unwrap_or_else(|error| panic!("{error}")));
         }
-        let mut world = World {
+        let mut interpreter = Interpreter {
             pins: Pins::new(&allocator),
             routes: Vec::new(),
             pools: Vec::new(),
@@ -83,16 +83,16 @@ impl World {
         for n in 0..setup.crowd {
             // Most are one stream's.
             let stream = if n % 8 == 0 { n / 8 } else { 2 };
-            world.alloc(stream, 1 + n as u64 * 611 % 6000, 0, false);
+            interpreter.alloc(stream, 1 + n as u64 * 611 % 6000, 0, false);
         }
-        world
+        interpreter
     }
 
     /// Runs a program to its end.
     pub fn run(setup: &Setup, program: &[Op]) {
-        let mut world = World::new(setup);
-        world.steps(program);
-        world.finish(setup.ending);
+        let mut interpreter = Interpreter::new(setup);
+        interpreter.steps(program);
+        interpreter.finish(setup.ending);
     }
 
     /// Runs several steps.
@@ -221,8 +221,7 @@ impl World {
         }
     }
 
-    /// Panics if the race detector found anything, or who watches over the memory of a device that
-    /// lags.
+    /// Panics if the race detector, or the checks of a lagging device, found anything.
     fn assert_no_hazard(&self) {
         self.driver.assert_no_violation();
         let hazard = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());

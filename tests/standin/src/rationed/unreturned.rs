@@ -9,7 +9,7 @@ use aquifer_device::{
 
 /// Everything that is alive and takes no part of the ration.
 #[derive(Debug, Default)]
-pub(super) struct Left {
+pub(super) struct Unreturned {
     pub(super) streams: HashSet<RawStream>,
     pub(super) events: HashSet<RawEvent>,
     pub(super) graphs: HashSet<RawGraph>,
@@ -21,7 +21,7 @@ pub(super) struct Left {
     pub(super) capturing: HashSet<RawStream>,
 }
 
-impl Left {
+impl Unreturned {
     /// Ends captures, and waits for the work of the device. False if that cannot be done, so that
     /// nothing may be freed.
     pub(super) fn stop(&mut self, below: &dyn Driver) -> bool {
@@ -33,8 +33,7 @@ impl Left {
         below.synchronize().is_ok()
     }
 
-    /// Gives all of it back, with memory that takes of the ration. There is nobody to tell of
-    /// errors.
+    /// Gives all of it back, with memory that counts towards the ration. Ignores errors.
     pub(super) fn give_back(
         &mut self,
         below: &dyn Driver,
@@ -54,7 +53,7 @@ impl Left {
         self.streams.drain().for_each(|stream| drop(below.destroy_stream(stream)));
         self.modules.drain().for_each(|module| drop(below.unload_module(module)));
         for ptr in self.host.drain() {
-            // SAFETY: whoever has memory of a driver keeps the driver, so it is nobody's; the
+            // SAFETY: users of memory of a driver keep the driver, so the memory is unused; the
             // device was waited for.
             drop(unsafe { below.host_free(ptr) });
         }
@@ -73,7 +72,7 @@ mod tests {
     use crate::Rationed;
 
     #[test]
-    fn what_was_left_on_a_lost_device_goes_back_to_the_one_below() {
+    fn objects_not_given_back_on_a_lost_device_go_back_to_the_device_below() {
         const MIB: u64 = 1 << 20;
         let below = SimDriver::new(SimConfig::new(64 * MIB));
         let ration = Rationed::new(below.clone(), &SimConfig::new(32 * MIB));
@@ -93,7 +92,7 @@ mod tests {
         drop(ration);
         assert_eq!(below.memory_info().unwrap().free, 64 * MIB, "{pooled} {kept:?}");
         assert!(below.destroy_event(event).is_err() && below.destroy_stream(stream).is_err());
-        // SAFETY: nobody has the memory, and it is gone.
+        // SAFETY: the memory is gone and unused.
         assert!(unsafe { below.host_free(host) }.is_err());
         let all = below.reserve(64 * 64 * MIB, 0).unwrap();
         below.unreserve(all, 64 * 64 * MIB).unwrap();

@@ -1,0 +1,19 @@
+//! What most tests use, for a glob import.
+
+pub use std::sync::{Arc, Mutex};
+pub use std::time::Duration;
+
+pub use aquifer_allocator::config::Backing;
+pub use aquifer_allocator::{
+    AccessGuard, Action, Advice, AllocError, Allocation, Allocator, Buffer, Config, Contents, Exportable, Growable,
+    MappingChange, MemoryStats, OomReport, PinnedMapping, PoolOptions, PrivatePool, Refusal, Registration, Reservation,
+    TagScope,
+};
+pub use aquifer_device::sim::{Fault, SimConfig};
+pub use aquifer_device::{
+    Access, AccessKind, Code, Device, DeviceError, DevicePtr, ErrorKind, HandleKind, Operation, RequestError, Stream,
+    StreamFlags, Tick,
+};
+
+pub use crate::random::At;
+pub use crate::{BACKINGS, Bench, GIB, KIB, MIB, Subject, check, on, random, runner, write_on};
