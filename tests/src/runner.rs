@@ -14,14 +14,17 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use crate::Subject;
 
+/// Names the variable that sets how many programs each test draws.
+pub const PROGRAMS: &str = "AQUIFER_PROGRAMS";
+
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value} is not a number")))
 }
 
-/// How many programs each test is asked to run, if that was said.
+/// How many programs each test draws, if the variable sets that.
 pub fn asked() -> Option<u64> {
-    number("AQUIFER_PROGRAMS")
+    number(PROGRAMS)
 }
 
 /// How many programs a test runs that runs `few` by default.

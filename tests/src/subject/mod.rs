@@ -131,10 +131,15 @@ impl Subject {
         !Kind::chosen().is_shared()
     }
 
-    /// How many of `n` repetitions or programs to run: all where only virtual time passes, one in
-    /// thirty on a GPU, so that all tests together take a few minutes there.
+    /// How many of `n` repetitions or programs to run: all on the simulated device. The stand-in runs
+    /// a fourth, because it repeats what the simulated device checked. A GPU runs one in thirty, so
+    /// that all tests together take a few minutes there.
     pub fn share(n: u64) -> u64 {
-        if Kind::chosen().is_shared() { n.div_ceil(30) } else { n }
+        match Kind::chosen() {
+            Kind::Simulated => n,
+            Kind::Standin => n.div_ceil(4),
+            Kind::Hardware | Kind::Rationed => n.div_ceil(30),
+        }
     }
 
     /// A device that lags behind the program, which only the simulated device itself can be made

@@ -241,7 +241,7 @@ fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
 #[test]
 fn clean_up_that_fails_is_tried_again_until_the_driver_recovers() {
     let mut seed = 0;
-    // On a GPU one in thirty.
+    // All on the simulated device, fewer elsewhere.
     let every = 30 / Subject::share(30);
     for operation in CLEAN_UP {
         for times in [1, 4, 100] {

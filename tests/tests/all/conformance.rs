@@ -7,6 +7,7 @@
 use std::io::Write;
 use std::process::Command;
 
+use aquifer_tests::runner;
 use aquifer_tests::subject::DRIVER;
 
 use crate::transfers::STAGING_THREADS;
@@ -55,6 +56,9 @@ fn the_same_transfers_pass_with_one_staging_thread() {
     if is_first() {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--skip", "conformance::", "transfers::"]).env(DRIVER, "sim").env(STAGING_THREADS, "1");
+        if runner::asked().is_none() {
+            command.env(runner::PROGRAMS, "100");
+        }
         run("sim with one staging thread", &mut command);
     }
 }

@@ -95,7 +95,9 @@ fn sweep(setup: &Setup, program: &[Op]) -> u64 {
     interpreter.steps(program);
     let calls = interpreter.calls_made() - before;
     interpreter.finish(setup.ending);
-    let step = calls.div_ceil(Subject::share(calls).max(1));
+    // Each call with every code, or with one of them where the allocator goes first.
+    let codes = if setup.ending == Ending::AllocatorFirst { CODES.len() as u64 } else { 1 };
+    let step = codes.max(calls.div_ceil(Subject::share(calls).max(1)));
     for (first, code) in (0..).zip(CODES) {
         for nth in (1 + first * step / 5..=calls).step_by(usize::try_from(step).unwrap()) {
             let _at = At(format!("{code:?} at call {nth}"));
