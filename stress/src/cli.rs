@@ -6,11 +6,13 @@ mod run;
 mod shows;
 mod transfer;
 
+use std::error::Error;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use aquifer::device::{DeviceSpec, OpenError};
-use aquifer::memory::{Config, ConfigError};
+use aquifer::memory::Config;
+use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::FileFormat;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
@@ -399,11 +401,28 @@ pub struct ConfigArg {
     pub config: Config,
 }
 
-impl FromStr for ConfigArg {
-    type Err = ConfigError;
+impl ConfigArg {
+    /// True if the options ask for PyTorch's allocator with expandable segments, reproduced:
+    /// `backing:expandable`, or `expandable_segments:True` with `backing:segments`.
+    pub fn is_expandable(&self) -> bool {
+        self.config.expandable_segments && self.config.backing == Backing::Segments
+    }
+}
 
-    fn from_str(text: &str) -> Result<ConfigArg, ConfigError> {
+impl FromStr for ConfigArg {
+    type Err = Box<dyn Error + Send + Sync>;
+
+    fn from_str(text: &str) -> Result<ConfigArg, Self::Err> {
         let text = text.trim();
+        let is_expandable = |option: &str| option.trim() == "backing:expandable";
+        if text.split(',').any(is_expandable) {
+            let others: Vec<&str> = text.split(',').filter(|option| !is_expandable(option)).collect();
+            if others.iter().any(|option| !option.trim().is_empty()) {
+                return Err("backing:expandable reproduces PyTorch without other options".into());
+            }
+            let config = "backing:segments,expandable_segments:True".parse()?;
+            return Ok(ConfigArg { text: text.to_owned(), config });
+        }
         Ok(ConfigArg { text: text.to_owned(), config: text.parse()? })
     }
 }

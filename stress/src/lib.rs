@@ -5,7 +5,8 @@
 //! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
 //! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`]
-//! replays them to an allocator, to an allocator that is [`observe`]d, or to the [`yardstick`].
+//! replays them to an allocator, to one that is [`observe`]d, to PyTorch's with [`expandable`]
+//! segments, or to the [`yardstick`].
 //! [`room`] and [`map`] show the memory that they leave free.
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ pub mod commands;
 pub mod content;
 pub mod driver_pool;
 pub mod exit;
+pub mod expandable;
 pub mod harness;
 pub mod input;
 pub mod inputs;

@@ -9,14 +9,14 @@
 use std::time::Instant;
 
 use aquifer::Device;
-use aquifer::memory::{Allocation, MemoryStats};
+use aquifer::memory::MemoryStats;
 use aquifer_device::sim::Lagging;
 use aquifer_device::{CallCounts, Operation, TimelineCounts};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
 use crate::session::{Lagged, Session};
-use crate::subject::{Aquifer, Refused, Subject};
+use crate::subject::{Aquifer, Measured, Refused, Subject};
 
 /// Calls that take, map or move memory.
 const TAKING: [Operation; 5] =
@@ -54,8 +54,8 @@ pub struct Spent {
 
 /// An allocator under observation.
 #[derive(Debug)]
-pub struct Observed {
-    subject: Aquifer,
+pub struct Observed<S = Aquifer> {
+    subject: S,
     device: Device,
     /// Its simulator, if it is a simulated one.
     simulated: Option<Lagged>,
@@ -71,16 +71,16 @@ struct Requests {
     measured: Spent,
 }
 
-impl Observed {
+impl<S: Measured> Observed<S> {
     /// An allocator on a new device, with `streams` streams. A simulated device lags by `lag`
     /// events.
     ///
     /// # Errors
     /// Those of the allocator and the driver; a real device cannot be made to lag.
-    pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Observed, Failure> {
+    pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Observed<S>, Failure> {
         let simulated = session.open_lagging(lag)?;
         let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
-        let subject = Aquifer::new(session, &device, config, streams)?;
+        let subject = S::new(session, &device, config, streams)?;
         Ok(Observed { subject, device, simulated, requests: Requests::default() })
     }
 
@@ -91,14 +91,14 @@ impl Observed {
 
     /// The allocator's statistics.
     pub fn stats(&self) -> MemoryStats {
-        self.subject.allocator().stats()
+        self.subject.stats()
     }
 
     /// Runs a pass. Returns its result and its costs.
     ///
     /// # Errors
     /// Those of the pass.
-    pub fn pass<T>(&mut self, run: impl FnOnce(&mut Observed) -> Result<T, Failure>) -> Result<(T, Costs), Failure> {
+    pub fn pass<T>(&mut self, run: impl FnOnce(&mut Observed<S>) -> Result<T, Failure>) -> Result<(T, Costs), Failure> {
         let (calls, before) = (self.device.driver_calls(), self.device.timeline_counts());
         let (time_ns, stalls) = (self.time_ns(), self.stalls());
         self.requests = Requests::default();
@@ -138,10 +138,10 @@ impl Observed {
     }
 }
 
-impl Subject for Observed {
-    type Handle = Allocation;
+impl<S: Measured> Subject for Observed<S> {
+    type Handle = S::Handle;
 
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation, Refused> {
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<S::Handle, Refused> {
         let (taken, time) = (self.taken(), self.time_ns());
         let begun = Instant::now();
         let allocated = self.subject.alloc(bytes, stream);
@@ -158,21 +158,22 @@ impl Subject for Observed {
         requests.worst_modelled_ns = requests.worst_modelled_ns.max(modelled);
         let allocation = allocated?;
         if let Some(lag) = self.lag() {
-            lag.allocated(allocation.ptr(), allocation.bytes());
+            let (ptr, bytes) = self.subject.place(&allocation);
+            lag.allocated(ptr, bytes);
         }
         Ok(allocation)
     }
 
-    fn free(&mut self, handle: Allocation) {
+    fn free(&mut self, handle: S::Handle) {
         if let Some(lag) = self.lag() {
-            lag.freed(handle.ptr());
+            lag.freed(self.subject.place(&handle).0);
         }
         self.subject.free(handle);
     }
 
-    fn record_stream(&mut self, handle: &mut Allocation, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, handle: &mut S::Handle, stream: u16) -> Result<(), Refused> {
         if let Some(lag) = self.lag() {
-            lag.used(handle.ptr());
+            lag.used(self.subject.place(handle).0);
         }
         self.subject.record_stream(handle, stream)
     }

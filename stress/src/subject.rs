@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use aquifer::device::{DeviceError, DevicePtr};
-use aquifer::memory::{AllocError, Allocation};
+use aquifer::memory::{AllocError, Allocation, MemoryStats};
 use aquifer::{Allocator, Device, Stream};
 use aquifer_device::sim::Lagging;
 
@@ -37,6 +37,34 @@ pub trait Subject {
     fn record_stream(&mut self, _: &mut Self::Handle, _: u16) -> Result<(), Refused> {
         Ok(())
     }
+}
+
+/// An allocator that can be made from options, and has statistics.
+pub trait Measured: Subject + Sized {
+    /// An allocator for `device`, with `streams` streams: stream 0 is the default stream.
+    ///
+    /// # Errors
+    /// Those of the allocator and the driver.
+    fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Self, Failure>;
+
+    /// An allocator on a new device that lags behind by `lag` events; on the bare device if that is
+    /// 0.
+    ///
+    /// # Errors
+    /// Those of the allocator and the driver; a device that cannot be made to lag.
+    fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Self, Failure>;
+
+    /// Its statistics.
+    fn stats(&self) -> MemoryStats;
+
+    /// Gives free memory back to the device.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    fn empty_cache(&mut self) -> Result<(), Failure>;
+
+    /// The first address and the requested bytes of a live block.
+    fn place(&self, handle: &Self::Handle) -> (DevicePtr, u64);
 }
 
 /// Why a request was refused.
@@ -74,29 +102,6 @@ pub struct Aquifer {
 }
 
 impl Aquifer {
-    /// An allocator for `device`, with `streams` streams: stream 0 is the default stream.
-    ///
-    /// # Errors
-    /// Those of the allocator and the driver.
-    pub fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
-        let streams = streams_of(device, streams)?;
-        Ok(Aquifer { allocator: session.allocator(device, config)?, streams, lag: None })
-    }
-
-    /// An allocator on a new device that lags behind by `lag` events; on the bare device if that is
-    /// 0.
-    ///
-    /// # Errors
-    /// Those of the allocator and the driver; a real device cannot be made to lag.
-    pub fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Aquifer, Failure> {
-        let lagged = if lag > 0 { session.open_lagging(lag)? } else { None };
-        let (device, lag) = match lagged {
-            Some(lagged) => (lagged.device, Some(lagged.lag)),
-            None => (session.open()?, None),
-        };
-        Ok(Aquifer { lag, ..Aquifer::new(session, &device, config, streams)? })
-    }
-
     /// The allocator.
     pub fn allocator(&self) -> &Allocator {
         &self.allocator
@@ -109,6 +114,35 @@ impl Aquifer {
     pub fn on_new_stream(&self) -> Result<Aquifer, Failure> {
         let stream = self.allocator.device().stream()?;
         Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream], lag: None })
+    }
+}
+
+impl Measured for Aquifer {
+    fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
+        let streams = streams_of(device, streams)?;
+        Ok(Aquifer { allocator: session.allocator(device, config)?, streams, lag: None })
+    }
+
+    fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Aquifer, Failure> {
+        let lagged = if lag > 0 { session.open_lagging(lag)? } else { None };
+        let (device, lag) = match lagged {
+            Some(lagged) => (lagged.device, Some(lagged.lag)),
+            None => (session.open()?, None),
+        };
+        Ok(Aquifer { lag, ..Aquifer::new(session, &device, config, streams)? })
+    }
+
+    fn stats(&self) -> MemoryStats {
+        self.allocator.stats()
+    }
+
+    fn empty_cache(&mut self) -> Result<(), Failure> {
+        self.allocator.empty_cache()?;
+        Ok(())
+    }
+
+    fn place(&self, handle: &Allocation) -> (DevicePtr, u64) {
+        (handle.ptr(), handle.bytes())
     }
 }
 

@@ -5,16 +5,18 @@ use std::num::NonZero;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use aquifer::Device;
 use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FitArgs};
 use crate::commands::{all_programs, ratio};
 use crate::exit::{Failure, Outcome};
+use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::session::Session;
-use crate::subject::Aquifer;
+use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, number, table};
 use crate::text::Bytes;
 
@@ -192,7 +194,20 @@ fn grow(
 /// Plays the program on a device of this size. Returns the number of retries if it finishes.
 fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
     let (device, config) = session.sized(bytes, job.config)?;
-    let mut subject = Aquifer::new(session, &device, &config, job.program.streams.len())?;
+    if config.is_expandable() {
+        attempt_on::<Expandable>(session, job, &device, &config)
+    } else {
+        attempt_on::<Aquifer>(session, job, &device, &config)
+    }
+}
+
+fn attempt_on<S: Measured>(
+    session: &Session,
+    job: &Job<'_>,
+    device: &Device,
+    config: &ConfigArg,
+) -> Result<Option<u64>, Failure> {
+    let mut subject = S::new(session, device, config, job.program.streams.len())?;
     let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
-    Ok((pass.ooms == 0).then_some(subject.allocator().stats().num_alloc_retries))
+    Ok((pass.ooms == 0).then_some(subject.stats().num_alloc_retries))
 }

@@ -505,7 +505,9 @@ impl Absent {
         let mut pieces = VecDeque::from(saved);
         left.map(|range| {
             let mut saved = Vec::new();
-            while let Some(piece) = pieces.pop_front_if(|piece| piece.addr < range.end) {
+            while pieces.front().is_some_and(|piece| piece.addr < range.end)
+                && let Some(piece) = pieces.pop_front()
+            {
                 let goes_on = piece.end() > range.end;
                 if piece.addr >= range.start && !goes_on {
                     saved.push(piece);

@@ -68,7 +68,7 @@ impl Places {
         let known = self.known(range);
         let taken: Vec<Frame> = self.frames(known.clone()).map(|(_, frame)| frame).collect();
         debug_assert_eq!(granules_of(&taken), self.parts[known.clone()].iter().flatten().count() as u64);
-        self.filled -= granules_of(&taken) as usize;
+        self.filled -= taken.iter().map(|frame| frame.granules.get() as usize).sum::<usize>();
         self.parts[known.clone()].fill(None);
         for (word, bits) in words(known) {
             self.within[word] &= !bits;

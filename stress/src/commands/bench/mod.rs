@@ -20,7 +20,7 @@ use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::harness::Times;
 use crate::session::Session;
-use crate::subject::{Aquifer, Raw, Subject};
+use crate::subject::{Aquifer, Measured, Raw, Subject};
 use crate::table::{Column, Table, table};
 use crate::text::Bytes;
 use crate::workload::{Replacements, Sizes};

@@ -14,11 +14,12 @@ use serde::Serialize;
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
 use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save};
 use crate::exit::{Failure, Outcome};
+use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::observe::{Costs, Observed, Spent};
 use crate::session::Session;
-use crate::subject::Aquifer;
+use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, Table, number, optional, table};
 use crate::text::Bytes;
 use timing::time;
@@ -138,14 +139,11 @@ fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) 
             Some(_) => session.open_with_capacity(bytes)?,
             None => Device::new(SimDriver::new(SimConfig::new(bytes))),
         };
-        let mut subject = Aquifer::new(session, &device, config, program.streams.len())?;
-        let mut player = Player::new(program);
-        for _ in 0..2 {
-            if player.pass(&mut subject, OnOom::Stop)?.ooms > 0 {
-                return Ok(None);
-            }
+        if config.is_expandable() {
+            two_passes::<Expandable>(session, &device, program, config)
+        } else {
+            two_passes::<Aquifer>(session, &device, program, config)
         }
-        Ok(Some(subject.allocator().stats().reserved_bytes.all.peak))
     };
     let default = session.device_text();
     let mut bytes = play(CAPACITY_BYTES_MAX)?.unwrap_or(CAPACITY_BYTES_MAX);
@@ -163,6 +161,23 @@ fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) 
     Ok(format!("note: {name} does not finish with these options on any simulated device, of at most {most}"))
 }
 
+/// The most memory held during two passes; `None` if a request was refused.
+fn two_passes<S: Measured>(
+    session: &Session,
+    device: &Device,
+    program: &Program,
+    config: &ConfigArg,
+) -> Result<Option<u64>, Failure> {
+    let mut subject = S::new(session, device, config, program.streams.len())?;
+    let mut player = Player::new(program);
+    for _ in 0..2 {
+        if player.pass(&mut subject, OnOom::Stop)?.ooms > 0 {
+            return Ok(None);
+        }
+    }
+    Ok(Some(subject.stats().reserved_bytes.all.peak))
+}
+
 /// Replays a program twice, each time in several passes: timed, and observed.
 pub(super) fn replay(
     session: &Session,
@@ -172,9 +187,24 @@ pub(super) fn replay(
     passes: &PassArgs,
     beside: Beside,
 ) -> Result<Row, Failure> {
+    if config.is_expandable() {
+        replay_on::<Expandable>(session, name, program, config, passes, beside)
+    } else {
+        replay_on::<Aquifer>(session, name, program, config, passes, beside)
+    }
+}
+
+fn replay_on<S: Measured>(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    config: &ConfigArg,
+    passes: &PassArgs,
+    beside: Beside,
+) -> Result<Row, Failure> {
     let bar = session.progress(2 * u64::from(passes.repeat), name);
-    let times = time(session, name, program, config, passes, beside, &bar)?;
-    let observed = observe(session, name, program, config, passes, &bar)?;
+    let times = time::<S>(session, name, program, config, passes, beside, &bar)?;
+    let observed = observe::<S>(session, name, program, config, passes, &bar)?;
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, warm_ooms, hazards } = observed;
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
@@ -253,7 +283,7 @@ struct Observations {
     hazards: u64,
 }
 
-fn observe(
+fn observe<S: Measured>(
     session: &Session,
     name: &str,
     program: &Program,
@@ -261,9 +291,9 @@ fn observe(
     passes: &PassArgs,
     bar: &ProgressBar,
 ) -> Result<Observations, Failure> {
-    let mut subject = Observed::new(session, config, program.streams.len(), passes.lag)?;
+    let mut subject = Observed::<S>::new(session, config, program.streams.len(), passes.lag)?;
     let mut player = Player::new(program);
-    let mut pass = |subject: &mut Observed| {
+    let mut pass = |subject: &mut Observed<S>| {
         let (pass, costs) = subject.pass(|subject| player.pass(subject, OnOom::Skip))?;
         bar.inc(1);
         Ok::<_, Failure>((costs, pass.ooms))

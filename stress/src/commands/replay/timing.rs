@@ -10,7 +10,7 @@ use crate::exit::Failure;
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
 use crate::session::Session;
-use crate::subject::{Aquifer, Subject};
+use crate::subject::{Measured, Subject};
 use crate::yardstick::Yardstick;
 
 /// Other subjects that play the program.
@@ -38,7 +38,7 @@ pub(super) struct Pooled {
     pub(super) ooms: u64,
 }
 
-pub(super) fn time(
+pub(super) fn time<S: Measured>(
     session: &Session,
     name: &str,
     program: &Program,
@@ -48,7 +48,7 @@ pub(super) fn time(
     bar: &ProgressBar,
 ) -> Result<Timings, Failure> {
     let streams = program.streams.len();
-    let mut ours = Timed::new(Aquifer::lagging(session, config, streams, passes.lag)?, program);
+    let mut ours = Timed::new(S::lagging(session, config, streams, passes.lag)?, program);
     let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
     let mut yardstick = beside.yardstick.then(new_yardstick);
     let mut missed = 0;
@@ -62,7 +62,7 @@ pub(super) fn time(
     }
     let times = ours.times.clone();
     // Other subjects need the memory.
-    ours.subject.allocator().empty_cache()?;
+    ours.subject.empty_cache()?;
     drop(ours);
     let driver_pool = beside.driver_pool.then(|| time_pool(session.open()?, program, passes)).transpose()?;
     Ok(Timings { ours: times, yardstick: yardstick.map(|yardstick| yardstick.times), driver_pool })

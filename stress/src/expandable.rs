@@ -1,0 +1,488 @@
+//! PyTorch's caching allocator with expandable segments, as a [`Subject`], for comparison.
+//!
+//! It reproduces torch 2.15 with `expandable_segments:True` and no other option, with the same
+//! driver calls: a segment for each stream and pool, which grows by pages; best fit; and after a
+//! refusal one retry, once all free pages have been released. Uses by other streams are done at
+//! once, as if the device were idle.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use aquifer::device::{DeviceError, DevicePtr};
+use aquifer::memory::{AllocError, MemoryStats};
+use aquifer::{Device, Stream};
+use aquifer_device::{PhysicalOptions, RawPhysical};
+
+use crate::cli::ConfigArg;
+use crate::exit::Failure;
+use crate::session::Session;
+use crate::subject::{Measured, Refused, Subject, streams_of};
+
+/// Sizes of blocks are multiples of this.
+const UNIT: u64 = 512;
+/// Larger requests are served from the large pool.
+const SMALL_MAX: u64 = 1 << 20;
+/// Bytes of a page of the small and of the large pool.
+const PAGES: [u64; 2] = [2 << 20, 20 << 20];
+/// Larger requests are refused at once.
+const REQUEST_MAX: u64 = 1 << 60;
+
+/// The allocator as a [`Subject`], with the streams of a program.
+#[derive(Debug)]
+pub struct Expandable {
+    device: Device,
+    streams: Vec<Stream>,
+    blocks: Vec<Block>,
+    /// Records of blocks that are gone.
+    vacant: Vec<usize>,
+    /// The small pool and the large one.
+    pools: [Pool; 2],
+    /// The physical memory and the length of each page, by address.
+    pages: BTreeMap<u64, (RawPhysical, u64)>,
+    /// Addresses and lengths of the segments.
+    segments: Vec<(DevicePtr, u64)>,
+    stats: MemoryStats,
+}
+
+/// The free and the unmapped blocks of a pool, by stream.
+#[derive(Debug, Default)]
+struct Pool {
+    /// By size, and then by address.
+    free: BTreeSet<(u16, u64, u64, usize)>,
+    /// By address.
+    unmapped: BTreeSet<(u16, u64, usize)>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    kind: usize,
+    stream: u16,
+    /// The first address of its segment.
+    segment: u64,
+    addr: u64,
+    size: u64,
+    state: State,
+    prev: Option<usize>,
+    next: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Live,
+    Free,
+    Unmapped,
+}
+
+/// Why pages were not mapped.
+enum Unmappable {
+    NoMemory,
+    Failed(DeviceError),
+}
+
+impl From<DeviceError> for Unmappable {
+    fn from(error: DeviceError) -> Unmappable {
+        if error.is_out_of_memory() { Unmappable::NoMemory } else { Unmappable::Failed(error) }
+    }
+}
+
+impl Expandable {
+    fn serve(&mut self, kind: usize, stream: u16, size: u64) -> Result<usize, Refused> {
+        let found = match self.best_fit(kind, stream, size) {
+            Some(found) => Ok(found),
+            None => self.expand(kind, stream, size),
+        };
+        let found = match found {
+            Err(Unmappable::NoMemory) => {
+                self.stats.num_alloc_retries += 1;
+                self.release_free().map_err(refused)?;
+                self.expand(kind, stream, size)
+            }
+            found => found,
+        };
+        match found {
+            Ok(id) => Ok(self.split(id, size)),
+            Err(Unmappable::Failed(error)) => Err(refused(error)),
+            Err(Unmappable::NoMemory) => {
+                self.stats.num_ooms += 1;
+                Err(Refused::OutOfMemory)
+            }
+        }
+    }
+
+    /// Takes the smallest free block that is large enough. Blocks that can grow count with their
+    /// room, and are passed over for those with less.
+    fn best_fit(&mut self, kind: usize, stream: u16, size: u64) -> Option<usize> {
+        let with_room = |id: usize| {
+            let next = self.blocks[id].next.map(|next| self.blocks[next]);
+            self.blocks[id].size + next.filter(|next| next.state == State::Unmapped).map_or(0, |next| next.size)
+        };
+        let of_stream = (stream, size, 0, 0)..=(stream, u64::MAX, u64::MAX, usize::MAX);
+        let mut fits = self.pools[kind].free.range(of_stream).map(|&(.., id)| id);
+        let mut best = fits.next()?;
+        for id in fits {
+            if with_room(id) >= with_room(best) {
+                break;
+            }
+            best = id;
+        }
+        self.unlist(best);
+        Some(best)
+    }
+
+    /// Maps pages until a stretch of free blocks and unmapped ones of a segment is one block that is
+    /// large enough, and takes it.
+    fn expand(&mut self, kind: usize, stream: u16, size: u64) -> Result<usize, Unmappable> {
+        let mut id = self.stretch(kind, stream, size)?;
+        if self.blocks[id].state == State::Unmapped {
+            self.map(id, size)?;
+        }
+        while self.blocks[id].size < size {
+            let missing = size - self.blocks[id].size;
+            let next = self.blocks[id].next.unwrap_or_else(|| unreachable!("the stretch is long enough"));
+            self.map(next, missing)?;
+            // The block below was merged into this one.
+            id = next;
+        }
+        self.unlist(id);
+        Ok(id)
+    }
+
+    /// The first block of the lowest stretch of free and unmapped blocks that is long enough; that
+    /// of a new segment if there is none.
+    fn stretch(&mut self, kind: usize, stream: u16, size: u64) -> Result<usize, Unmappable> {
+        let is_free = |id: &usize| self.blocks[*id].state != State::Live;
+        let of_stream = (stream, 0, 0)..=(stream, u64::MAX, usize::MAX);
+        for &(.., unmapped) in self.pools[kind].unmapped.range(of_stream) {
+            let first = self.blocks[unmapped].prev.filter(is_free).unwrap_or(unmapped);
+            let (mut at, mut bytes) = (Some(first), 0);
+            while let Some(id) = at {
+                bytes += self.blocks[id].size;
+                if bytes >= size {
+                    return Ok(first);
+                }
+                at = self.blocks[id].next.filter(is_free);
+            }
+        }
+        let memory = self.device.info().total_bytes;
+        let length = (memory + memory / 8).next_multiple_of(PAGES[kind]);
+        let ptr = self.device.driver().reserve(length, PAGES[0])?;
+        self.segments.push((ptr, length));
+        let (prev, next) = (None, None);
+        let whole =
+            Block { kind, stream, segment: ptr.0, addr: ptr.0, size: length, state: State::Unmapped, prev, next };
+        let id = self.insert(whole);
+        self.list(id);
+        Ok(id)
+    }
+
+    /// Maps the pages of the first `bytes` bytes of an unmapped block, which becomes free and merges
+    /// with the free blocks beside it.
+    fn map(&mut self, id: usize, bytes: u64) -> Result<(), Unmappable> {
+        let Block { kind, addr, size, .. } = self.blocks[id];
+        let page = PAGES[kind];
+        let mapped = bytes.min(size).next_multiple_of(page);
+        let driver = self.device.driver();
+        let mut created = Vec::new();
+        for _ in 0..mapped / page {
+            match driver.create_physical(page, PhysicalOptions::default()) {
+                Ok(physical) => created.push(physical),
+                Err(error) => {
+                    created.into_iter().try_for_each(|physical| driver.release_physical(physical))?;
+                    return Err(error.into());
+                }
+            }
+        }
+        let mut at = addr;
+        for physical in created {
+            driver.map(DevicePtr(at), page, physical)?;
+            self.pages.insert(at, (physical, page));
+            at += page;
+        }
+        driver.set_access(DevicePtr(addr), mapped, &[self.device.info().ordinal])?;
+        self.unlist(id);
+        if mapped < size {
+            let above = Block { addr: addr + mapped, size: size - mapped, prev: Some(id), ..self.blocks[id] };
+            let above = self.insert(above);
+            self.blocks[id].size = mapped;
+            self.link(Some(id), Some(above));
+            self.list(above);
+        }
+        self.blocks[id].state = State::Free;
+        let reserved = &mut self.stats.reserved_bytes.all;
+        reserved.current += mapped;
+        reserved.peak = reserved.peak.max(reserved.current);
+        self.stats.num_device_alloc += 1;
+        self.merge_and_list(id);
+        Ok(())
+    }
+
+    /// Releases every page that lies in a free block, after its stream's work.
+    fn release_free(&mut self) -> Result<(), DeviceError> {
+        for kind in [1, 0] {
+            let free: Vec<usize> = self.pools[kind].free.iter().map(|&(.., id)| id).collect();
+            free.into_iter().try_for_each(|id| self.unmap(id))?;
+        }
+        Ok(())
+    }
+
+    fn unmap(&mut self, id: usize) -> Result<(), DeviceError> {
+        let Block { kind, stream, segment, addr, size, .. } = self.blocks[id];
+        let (page, end) = (PAGES[kind], addr + size);
+        let low = segment + (addr - segment).next_multiple_of(page);
+        let high = segment + (end - segment) / page * page;
+        if low >= high {
+            return Ok(());
+        }
+        self.streams[usize::from(stream)].synchronize()?;
+        self.unlist(id);
+        if addr < low {
+            let below = self.insert(Block { size: low - addr, next: Some(id), ..self.blocks[id] });
+            self.link(self.blocks[below].prev, Some(below));
+            self.link(Some(below), Some(id));
+            self.list(below);
+        }
+        if high < end {
+            let above = self.insert(Block { addr: high, size: end - high, prev: Some(id), ..self.blocks[id] });
+            self.link(Some(above), self.blocks[above].next);
+            self.link(Some(id), Some(above));
+            self.list(above);
+        }
+        let block = &mut self.blocks[id];
+        (block.addr, block.size, block.state) = (low, high - low, State::Unmapped);
+        let gone: Vec<u64> = self.pages.range(low..high).map(|(&at, _)| at).collect();
+        for &at in &gone {
+            self.device.driver().unmap(DevicePtr(at), page)?;
+        }
+        for (physical, _) in gone.iter().filter_map(|at| self.pages.remove(at)) {
+            self.device.driver().release_physical(physical)?;
+        }
+        self.stats.reserved_bytes.all.current -= high - low;
+        self.stats.num_device_free += 1;
+        self.merge_and_list(id);
+        Ok(())
+    }
+
+    /// Cuts a taken block to `size` bytes. The rest is free.
+    fn split(&mut self, id: usize, size: u64) -> usize {
+        if self.blocks[id].size > size {
+            let low = self.insert(Block { size, next: Some(id), ..self.blocks[id] });
+            self.link(self.blocks[low].prev, Some(low));
+            self.link(Some(low), Some(id));
+            let rest = &mut self.blocks[id];
+            (rest.addr, rest.size) = (rest.addr + size, rest.size - size);
+            self.list(id);
+            self.blocks[low].state = State::Live;
+            return low;
+        }
+        self.blocks[id].state = State::Live;
+        id
+    }
+
+    /// Merges a block that is in no list with those beside it in the same state, and lists it.
+    fn merge_and_list(&mut self, id: usize) {
+        let state = self.blocks[id].state;
+        if let Some(prev) = self.blocks[id].prev.filter(|&prev| self.blocks[prev].state == state) {
+            self.unlist(prev);
+            let below = self.blocks[prev];
+            (self.blocks[id].addr, self.blocks[id].size) = (below.addr, self.blocks[id].size + below.size);
+            self.link(below.prev, Some(id));
+            self.vacant.push(prev);
+        }
+        if let Some(next) = self.blocks[id].next.filter(|&next| self.blocks[next].state == state) {
+            self.unlist(next);
+            let above = self.blocks[next];
+            self.blocks[id].size += above.size;
+            self.link(Some(id), above.next);
+            self.vacant.push(next);
+        }
+        self.list(id);
+    }
+
+    fn link(&mut self, low: Option<usize>, high: Option<usize>) {
+        if let Some(low) = low {
+            self.blocks[low].next = high;
+        }
+        if let Some(high) = high {
+            self.blocks[high].prev = low;
+        }
+    }
+
+    fn insert(&mut self, block: Block) -> usize {
+        match self.vacant.pop() {
+            Some(id) => {
+                self.blocks[id] = block;
+                id
+            }
+            None => {
+                self.blocks.push(block);
+                self.blocks.len() - 1
+            }
+        }
+    }
+
+    fn list(&mut self, id: usize) {
+        let Block { kind, stream, addr, size, state, .. } = self.blocks[id];
+        match state {
+            State::Free => drop(self.pools[kind].free.insert((stream, size, addr, id))),
+            State::Unmapped => drop(self.pools[kind].unmapped.insert((stream, addr, id))),
+            State::Live => {}
+        }
+    }
+
+    fn unlist(&mut self, id: usize) {
+        let Block { kind, stream, addr, size, state, .. } = self.blocks[id];
+        match state {
+            State::Free => drop(self.pools[kind].free.remove(&(stream, size, addr, id))),
+            State::Unmapped => drop(self.pools[kind].unmapped.remove(&(stream, addr, id))),
+            State::Live => {}
+        }
+    }
+}
+
+fn refused(error: DeviceError) -> Refused {
+    Refused::Failed(Box::new(AllocError::from(error).into()))
+}
+
+impl Measured for Expandable {
+    fn new(_: &Session, device: &Device, _: &ConfigArg, streams: usize) -> Result<Expandable, Failure> {
+        Ok(Expandable {
+            streams: streams_of(device, streams)?,
+            device: device.clone(),
+            blocks: Vec::new(),
+            vacant: Vec::new(),
+            pools: Default::default(),
+            pages: BTreeMap::new(),
+            segments: Vec::new(),
+            stats: MemoryStats::default(),
+        })
+    }
+
+    fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Expandable, Failure> {
+        if lag > 0 {
+            return Err(Failure::Usage("--lag is not reproduced with backing:expandable: leave it out".to_owned()));
+        }
+        Expandable::new(session, &session.open()?, config, streams)
+    }
+
+    /// Bytes allocated and reserved, and the numbers of retries, refusals, and calls that took
+    /// memory from the device and gave it back.
+    fn stats(&self) -> MemoryStats {
+        self.stats
+    }
+
+    fn empty_cache(&mut self) -> Result<(), Failure> {
+        Ok(self.release_free()?)
+    }
+
+    fn place(&self, handle: &Option<usize>) -> (DevicePtr, u64) {
+        handle.map_or((DevicePtr(0), 0), |id| (DevicePtr(self.blocks[id].addr), self.blocks[id].size))
+    }
+}
+
+impl Subject for Expandable {
+    /// The number of a block; `None` for zero bytes.
+    type Handle = Option<usize>;
+
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Option<usize>, Refused> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        if bytes > REQUEST_MAX {
+            return Err(Refused::OutOfMemory);
+        }
+        let size = bytes.next_multiple_of(UNIT);
+        let id = self.serve(usize::from(size > SMALL_MAX), stream, size)?;
+        let allocated = &mut self.stats.allocated_bytes.all;
+        allocated.current += self.blocks[id].size;
+        allocated.peak = allocated.peak.max(allocated.current);
+        Ok(Some(id))
+    }
+
+    fn free(&mut self, handle: Option<usize>) {
+        let Some(id) = handle else { return };
+        self.stats.allocated_bytes.all.current -= self.blocks[id].size;
+        self.blocks[id].state = State::Free;
+        self.merge_and_list(id);
+    }
+}
+
+impl Drop for Expandable {
+    fn drop(&mut self) {
+        let driver = self.device.driver();
+        let release = || -> Result<(), DeviceError> {
+            driver.synchronize()?;
+            for (&at, &(physical, page)) in &self.pages {
+                driver.unmap(DevicePtr(at), page)?;
+                driver.release_physical(physical)?;
+            }
+            self.segments.iter().try_for_each(|&(ptr, length)| driver.unreserve(ptr, length))
+        };
+        if let Err(error) = release() {
+            tracing::warn!(%error, "memory was not given back to the device");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+
+    const MIB: u64 = 1 << 20;
+
+    fn expandable(device: &str) -> Expandable {
+        let global = Global { device: Some(device.parse().unwrap()), ..Global::default() };
+        let config = "backing:expandable".parse().unwrap();
+        Expandable::lagging(&Session::new(&global).unwrap(), &config, 2, 0).unwrap()
+    }
+
+    fn reserved(subject: &Expandable) -> u64 {
+        subject.stats().reserved_bytes.all.current
+    }
+
+    #[test]
+    fn a_segment_grows_by_pages_of_its_pool() {
+        let mut subject = expandable("sim:1GiB");
+        let small = subject.alloc(1000, 0).unwrap();
+        assert_eq!((reserved(&subject), subject.stats().allocated_bytes.all.current), (2 * MIB, 1024));
+        let large = subject.alloc(MIB + 1, 0).unwrap();
+        assert_eq!(reserved(&subject), 22 * MIB);
+        let grown = subject.alloc(30 * MIB, 0).unwrap();
+        assert_eq!(reserved(&subject), 42 * MIB, "it begins in the free part of the last page");
+        let other_stream = subject.alloc(MIB, 1).unwrap();
+        assert_eq!(reserved(&subject), 44 * MIB);
+        [small, large, grown, other_stream].into_iter().for_each(|block| subject.free(block));
+        assert_eq!(reserved(&subject), 44 * MIB);
+        subject.empty_cache().unwrap();
+        assert_eq!(reserved(&subject), 0);
+        assert_eq!(subject.device.memory_info().unwrap().free, 1 << 30);
+    }
+
+    #[test]
+    fn free_pages_are_released_once_before_a_refusal() {
+        let mut subject = expandable("sim:100MiB");
+        let blocks = [(); 4].map(|()| subject.alloc(20 * MIB, 0).unwrap());
+        let [one, two, three, four] = blocks;
+        subject.free(one);
+        subject.free(three);
+        // Neither of the two holes is long enough, but their pages serve at the segment's end.
+        let moved = subject.alloc(60 * MIB, 0).unwrap();
+        assert_eq!((reserved(&subject), subject.stats().num_alloc_retries), (100 * MIB, 1));
+        assert!(matches!(subject.alloc(20 * MIB, 0), Err(Refused::OutOfMemory)));
+        assert_eq!((subject.stats().num_alloc_retries, subject.stats().num_ooms), (2, 1));
+        [two, four, moved].into_iter().for_each(|block| subject.free(block));
+        let device = subject.device.clone();
+        drop(subject);
+        assert_eq!(device.memory_info().unwrap().free, 100 * MIB);
+        device.assert_no_violations();
+    }
+
+    #[test]
+    fn other_options_and_commands_are_refused() {
+        assert!("backing:expandable,max_split_size_mb:128".parse::<ConfigArg>().is_err());
+        let config: ConfigArg = "expandable_segments:True, backing:segments".parse().unwrap();
+        assert!(config.is_expandable() && !"expandable_segments:True".parse::<ConfigArg>().unwrap().is_expandable());
+        let session = Session::new(&Global::default()).unwrap();
+        assert!(session.allocator(&session.open().unwrap(), &config).is_err());
+        assert!(Expandable::lagging(&session, &config, 1, 1).is_err());
+    }
+}
