@@ -12,7 +12,6 @@
 //! fast paths look at anyway. It only stores to atomics, as is legal in a child of a process with
 //! threads.
 
-use std::fmt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -105,7 +104,7 @@ pub fn refuse_to_wait() {
 }
 
 /// A mutex that panics rather than wait for a thread that is gone.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Mutex<T>(parking_lot::Mutex<T>);
 
 impl<T> Mutex<T> {
@@ -143,14 +142,8 @@ impl<T> Mutex<T> {
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Mutex<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
 /// A reader-writer lock that panics rather than wait for a thread that is gone.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct RwLock<T>(parking_lot::RwLock<T>);
 
 impl<T> RwLock<T> {
@@ -186,11 +179,5 @@ impl<T> RwLock<T> {
     /// The value, without locking.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut()
-    }
-}
-
-impl<T: fmt::Debug> fmt::Debug for RwLock<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
     }
 }

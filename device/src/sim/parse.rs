@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::str::FromStr;
 use std::time::Duration;
 
 use super::config::{CAPACITY_BYTES_MAX, SimConfig};
@@ -98,25 +99,24 @@ impl<'a> TextPart<'a> {
         }
     }
 
-    fn number(self, least: u64) -> Result<u64> {
+    /// A value of the text that is valid.
+    fn value<T: FromStr>(self, is_valid: impl FnOnce(&T) -> bool, expected: impl Into<String>) -> Result<T> {
         match self.text.parse() {
-            Ok(number) if number >= least => Ok(number),
-            _ => self.refuse(format!("a whole number of at least {least}")),
+            Ok(value) if is_valid(&value) => Ok(value),
+            _ => self.refuse(expected),
         }
+    }
+
+    fn number(self, least: u64) -> Result<u64> {
+        self.value(|&number| number >= least, format!("a whole number of at least {least}"))
     }
 
     fn ordinal(self) -> Result<u32> {
-        match self.text.parse() {
-            Ok(ordinal) if ordinal < ORDINALS => Ok(ordinal),
-            _ => self.refuse(format!("a whole number below {ORDINALS}")),
-        }
+        self.value(|&ordinal| ordinal < ORDINALS, format!("a whole number below {ORDINALS}"))
     }
 
     fn rate(self) -> Result<f64> {
-        match self.text.parse() {
-            Ok(rate) if (0.0..=1.0).contains(&rate) => Ok(rate),
-            _ => self.refuse("a rate from 0 to 1, such as 0.01"),
-        }
+        self.value(|rate| (0.0..=1.0).contains(rate), "a rate from 0 to 1, such as 0.01")
     }
 
     /// True for the first text, false for the second.
