@@ -110,8 +110,8 @@ pub(super) fn upload_file<T: Pod>(
     to: &mut Buffer<T>,
 ) -> Result<Pending<FileReport>, TransferError> {
     let source = FileSource::open(path, offset, to.bytes(), transfer.staging().config().direct_io)?;
-    let progress = source.progress().clone();
-    Ok(stage_upload(transfer, Arc::new(source), to)?.map(move |()| progress.report()))
+    let report = source.report().clone();
+    Ok(stage_upload(transfer, Arc::new(source), to)?.map(move |()| *report.lock()))
 }
 
 pub(super) fn download_pinned<T: Pod>(

@@ -240,7 +240,7 @@ type Opened = (Shard, Vec<TensorEntry>, HashMap<String, String>);
 
 fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     let (mut file, bytes) = regular_file::open(&path).map_err(|error| file_error(&path, error))?;
-    let Header { metadata, places, start } = read_header(&mut file, &path, bytes)?;
+    let (metadata, places, start) = read_header(&mut file, &path, bytes)?;
     let needed = start.saturating_add(metadata.data_len() as u64);
     if needed != bytes {
         return Err(fault(&path, CheckpointFault::Length { needed, has: bytes }));
@@ -277,16 +277,13 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, TransferError> {
     Ok((Shard { path, file: Arc::new(file), bytes, map: None }, entries, texts))
 }
 
-/// A file's header.
-struct Header {
-    metadata: Metadata,
-    /// The place of each name in it.
-    places: HashMap<String, usize>,
-    /// The place of the first tensor.
-    start: u64,
-}
-
-fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<Header, TransferError> {
+/// Reads a file's header. Returns it, the place of each name in it, and the place of the first
+/// tensor.
+fn read_header(
+    file: &mut File,
+    path: &Path,
+    bytes: u64,
+) -> Result<(Metadata, HashMap<String, usize>, u64), TransferError> {
     if bytes < 8 {
         return Err(fault(path, CheckpointFault::Truncated { needed: 8, has: bytes }));
     }
@@ -306,7 +303,7 @@ fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<Header, Trans
     // Deserialising checks that tensors are as long as their shapes say and lie one after the
     // other.
     let metadata = serde_json::from_slice(&header).map_err(problem)?;
-    Ok(Header { metadata, places, start: 8 + length })
+    Ok((metadata, places, 8 + length))
 }
 
 /// The places of the names in a map without duplicates, of which a parser would silently keep the

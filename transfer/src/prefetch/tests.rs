@@ -3,15 +3,17 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Config};
+use aquifer_allocator::{Allocator, Buffer, Config};
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, RequestError};
 use aquifer_kernels::Kernels;
 use proptest::prelude::*;
 
 use super::*;
+use crate::counters::Direction;
 use crate::pinned::tests::unused::assert_unused;
 use crate::tensor::Place;
+use crate::{PinnedBuffer, Tensor};
 
 struct Stand {
     driver: Arc<SimDriver>,

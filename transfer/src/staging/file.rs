@@ -15,6 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use aquifer_device::fork::Mutex;
+
 use super::config::{DirectIo, PAGE};
 use super::endpoints::HostSource;
 use crate::counters::nanoseconds;
@@ -43,28 +45,9 @@ pub(crate) struct FileSource {
     direct: Option<Direct>,
     offset: u64,
     bytes: u64,
-    progress: Arc<FileProgress>,
-}
-
-/// Counters of a file that is read. They outlive the source.
-#[derive(Debug)]
-pub(crate) struct FileProgress {
-    bytes: u64,
     begun: Instant,
-    elapsed_ns: AtomicU64,
-    read_ns: AtomicU64,
-    direct_bytes: AtomicU64,
-}
-
-impl FileProgress {
-    pub(crate) fn report(&self) -> FileReport {
-        FileReport {
-            bytes: self.bytes,
-            direct_bytes: self.direct_bytes.load(Ordering::Relaxed),
-            elapsed: Duration::from_nanos(self.elapsed_ns.load(Ordering::Relaxed)),
-            time_reading: Duration::from_nanos(self.read_ns.load(Ordering::Relaxed)),
-        }
-    }
+    /// Outlives the source.
+    report: Arc<Mutex<FileReport>>,
 }
 
 impl FileSource {
@@ -80,19 +63,13 @@ impl FileSource {
         if offset.checked_add(bytes).is_none_or(|end| end > len) {
             return Err(TransferError::FileTooShort { path: name, len, offset, bytes });
         }
-        let progress = FileProgress {
-            bytes,
-            begun: Instant::now(),
-            elapsed_ns: AtomicU64::new(0),
-            read_ns: AtomicU64::new(0),
-            direct_bytes: AtomicU64::new(0),
-        };
-        let direct = Direct::open(&file, bytes, direct);
-        Ok(FileSource { path: name, file, direct, offset, bytes, progress: Arc::new(progress) })
+        let (begun, direct) = (Instant::now(), Direct::open(&file, bytes, direct));
+        let report = Arc::new(Mutex::new(FileReport { bytes, ..FileReport::default() }));
+        Ok(FileSource { path: name, file, direct, offset, bytes, begun, report })
     }
 
-    pub(crate) fn progress(&self) -> &Arc<FileProgress> {
-        &self.progress
+    pub(crate) fn report(&self) -> &Arc<Mutex<FileReport>> {
+        &self.report
     }
 
     /// Reads the aligned part past the cache, and returns its length.
@@ -106,7 +83,7 @@ impl FileSource {
             tracing::debug!(path = self.path, %error, "reading past the cache of files failed");
             direct.refused.store(true, Ordering::Relaxed);
         }
-        self.progress.direct_bytes.fetch_add(read as u64, Ordering::Relaxed);
+        self.report.lock().direct_bytes += read as u64;
         read
     }
 
@@ -132,11 +109,13 @@ impl HostSource for FileSource {
         let offset = self.offset + offset;
         let direct = self.read_direct(offset, into);
         let (_, refused) = regular_file::read_at(&self.file, &mut into[direct..], offset + direct as u64);
-        let ns = nanoseconds(start.elapsed());
-        self.progress.read_ns.fetch_add(ns, Ordering::Relaxed);
-        self.progress.elapsed_ns.fetch_max(nanoseconds(self.progress.begun.elapsed()), Ordering::Relaxed);
+        let time = start.elapsed();
+        let mut report = self.report.lock();
+        report.time_reading += time;
+        report.elapsed = report.elapsed.max(self.begun.elapsed());
+        drop(report);
         if let Some(speeds) = &self.direct {
-            speeds.note(direct > 0, into.len() as u64, ns);
+            speeds.note(direct > 0, into.len() as u64, nanoseconds(time));
         }
         match refused {
             None => Ok(()),
@@ -274,7 +253,7 @@ mod tests {
             source.read(offset as u64, into).unwrap();
             assert!(into == &whole[offset..offset + into.len()], "{skew} {offset}");
         }
-        assert!(source.progress().report().direct_bytes <= 4 * PAGE as u64);
+        assert!(source.report().lock().direct_bytes <= 4 * PAGE as u64);
         assert!(source.read(whole.len() as u64, &mut memory).unwrap_err().to_string().contains("beyond its end"));
     }
 

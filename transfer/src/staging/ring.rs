@@ -64,8 +64,8 @@ pub(super) struct Ring<J, C, T> {
     arrived: VecDeque<Flight<C, T>>,
     jobs: BTreeMap<JobId, JobState<J>>,
     next_job: JobId,
-    /// Jobs with pieces that were not begun, in the order in which they go on: those of lower priority
-    /// numbers first.
+    /// Jobs with pieces that were not begun, in the order in which they go on: those of lower
+    /// priority numbers first.
     queued: VecDeque<JobId>,
     /// The chunks that each stream holds.
     windows: Windows,
@@ -238,8 +238,8 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         Some(Task::Store(Piece { id, work: entry.order.work.clone(), range, chunk }))
     }
 
-    /// The index of the first queued job that may have another chunk: the job and its stream hold less
-    /// than their shares.
+    /// The index of the first queued job that may have another chunk: the job and its stream hold
+    /// less than their shares.
     fn next_queued(&self) -> Option<usize> {
         self.queued.iter().position(|id| self.jobs.get(id).is_some_and(|entry| self.may_hold_more(entry)))
     }

@@ -1,11 +1,11 @@
 //! The worker threads of a ring: they perform its tasks with page-locked memory and a device.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use aquifer_device::Tick;
+use aquifer_device::fork::Mutex;
 use aquifer_device::sim::defer_panics_here;
 
 use super::config::{StagingConfig, StagingStats};
@@ -14,7 +14,6 @@ use super::scheduler::{Executor, Scheduler};
 use super::staged_transfer::{Chunk, Piece, StagedTransfer, fill, send, store};
 use super::task::{Followup, Task, TaskResult, Way};
 use super::tune;
-use crate::counters::nanoseconds;
 use crate::error::TransferError;
 use crate::foreign_code::{self, DRIVER, guarded};
 use crate::pinned::{PinnedPool, ReclaimableCache};
@@ -24,24 +23,13 @@ pub(super) struct Workers {
     pool: PinnedPool,
     config: StagingConfig,
     pub(super) scheduler: Scheduler<Arc<StagedTransfer>, Chunk, Tick>,
-    counters: WorkCounters,
-}
-
-/// Bytes that the threads moved, and their time by activity.
-#[derive(Debug, Default)]
-struct WorkCounters {
-    uploaded: AtomicU64,
-    downloaded: AtomicU64,
-    copy_ns: AtomicU64,
-    storage_ns: AtomicU64,
-    chunk_wait_ns: AtomicU64,
-    arrival_wait_ns: AtomicU64,
+    /// The bytes that the threads moved, and their time by activity.
+    work: Mutex<StagingStats>,
 }
 
 impl Workers {
     pub(super) fn new(pool: &PinnedPool, config: StagingConfig) -> Arc<Workers> {
-        let workers =
-            Workers { pool: pool.clone(), config, scheduler: Scheduler::new(), counters: WorkCounters::default() };
+        let workers = Workers { pool: pool.clone(), config, scheduler: Scheduler::new(), work: Mutex::default() };
         let workers = Arc::new(workers);
         let cache: Weak<Workers> = Arc::downgrade(&workers);
         pool.add_cache(cache);
@@ -53,20 +41,14 @@ impl Workers {
     }
 
     pub(super) fn stats(&self) -> StagingStats {
-        let (size, counters) = (self.scheduler.size(), &self.counters);
-        let time = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
+        let size = self.scheduler.size();
         StagingStats {
             chunk_bytes: size.chunk_bytes as u64,
             chunks: size.chunks as u64,
             chunks_max: size.sizes.map_or(0, |sizes| sizes.chunks as u64),
             threads: size.threads as u64,
             threads_max: size.sizes.map_or(0, |sizes| sizes.threads as u64),
-            uploaded_bytes: counters.uploaded.load(Ordering::Relaxed),
-            downloaded_bytes: counters.downloaded.load(Ordering::Relaxed),
-            time_copying: time(&counters.copy_ns),
-            time_reading: time(&counters.storage_ns),
-            time_waiting_for_chunks: time(&counters.chunk_wait_ns),
-            time_waiting_for_arrivals: time(&counters.arrival_wait_ns),
+            ..*self.work.lock()
         }
     }
 
@@ -88,8 +70,12 @@ impl Workers {
         piece: &mut Piece,
         step: impl FnOnce(&mut Piece) -> Result<(), TransferError>,
     ) -> Result<(), TransferError> {
-        let time = if piece.work.is_storage() { &self.counters.storage_ns } else { &self.counters.copy_ns };
-        timed(time, || step(piece))
+        let start = Instant::now();
+        let result = step(piece);
+        let mut work = self.work.lock();
+        let time = if piece.work.is_storage() { &mut work.time_reading } else { &mut work.time_copying };
+        *time += start.elapsed();
+        result
     }
 
     /// Fills the chunk for an upload, and enqueues the copy.
@@ -104,8 +90,10 @@ impl Workers {
             Ok(tick) => tick,
             Err(error) => return TaskResult::Failed(piece, error),
         };
-        let bytes = if way == Way::Up { &self.counters.uploaded } else { &self.counters.downloaded };
-        bytes.fetch_add(piece.range.end - piece.range.start, Ordering::Relaxed);
+        let mut work = self.work.lock();
+        let bytes = if way == Way::Up { &mut work.uploaded_bytes } else { &mut work.downloaded_bytes };
+        *bytes += piece.range.end - piece.range.start;
+        drop(work);
         TaskResult::Sent(piece, tick)
     }
 }
@@ -131,9 +119,13 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
                 Err(error) => TaskResult::Failed(piece, error),
             },
             Task::Wait(flight) => {
-                let WorkCounters { chunk_wait_ns, arrival_wait_ns, .. } = &self.counters;
-                let time = if flight.way == Way::Up { chunk_wait_ns } else { arrival_wait_ns };
-                let waited = timed(time, || guarded(DRIVER, || Ok(flight.tick.synchronize()?)));
+                let start = Instant::now();
+                let waited = guarded(DRIVER, || Ok(flight.tick.synchronize()?));
+                let mut work = self.work.lock();
+                let StagingStats { time_waiting_for_chunks, time_waiting_for_arrivals, .. } = &mut *work;
+                let time = if flight.way == Way::Up { time_waiting_for_chunks } else { time_waiting_for_arrivals };
+                *time += start.elapsed();
+                drop(work);
                 TaskResult::Waited(flight, waited)
             }
         }
@@ -166,11 +158,4 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
             Err(error) => Err(TransferError::Thread { what: "staged transfers", cause: Arc::new(error) }),
         }
     }
-}
-
-fn timed<R>(total_ns: &AtomicU64, call: impl FnOnce() -> R) -> R {
-    let start = Instant::now();
-    let result = call();
-    total_ns.fetch_add(nanoseconds(start.elapsed()), Ordering::Relaxed);
-    result
 }
