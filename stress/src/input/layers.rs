@@ -117,6 +117,8 @@ impl<'a> Decoder<'a> {
 
 impl Read for Decoder<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        // Forget an error that the decoder has recovered from.
+        self.source_failed.take();
         self.inner.read(into).map_err(|error| match self.source_failed.take() {
             Some(error) => error,
             None if error.kind() == io::ErrorKind::UnexpectedEof => Reason::Truncated(self.what).into(),
