@@ -1,4 +1,4 @@
-//! Statistics against what they can be recomputed from: the snapshot, and what a program holds.
+//! Statistics compared with values recomputed from the snapshot and from a program's live blocks.
 
 use std::collections::BTreeSet;
 
@@ -117,7 +117,7 @@ fn snapshot_is_whole(snapshot: &Snapshot) {
     }
 }
 
-/// Calls what only reads and compares it with the statistics.
+/// Compares the results of all reading calls with the statistics.
 pub fn readers(allocator: &Allocator) {
     let stats = allocator.stats();
     assert!(allocator.summary().contains("Allocated memory"));
@@ -180,8 +180,8 @@ fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 
             let touched =
                 active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
             let touched = touched.collect::<BTreeSet<u64>>();
-            // Where frames begin is not known here. At either end of what is touched one may reach
-            // beyond it.
+            // The starts of frames are not known here. A frame may reach beyond either end of the
+            // touched granules.
             let beyond = frame_bytes(allocator, granule) - granule;
             let ends = touched.iter().filter(|&&at| !touched.contains(&(at + 1))).count() as u64;
             (touched.len() as u64 * granule + 2 * ends * beyond).min(segment.total_size)

@@ -1,14 +1,16 @@
 //! Tests of Aquifer that cross crates; see `tests/`. What they share is here.
 //!
+//! * [`Bench`] – the fixture of tests of one thing: a device, an allocator, two streams;
+//! * [`prelude`] and [`random`] – common imports, and numbers that look random;
 //! * [`op`] – the steps that programs are made of, and how to draw random ones;
 //! * [`setup`] – the device and the allocator that a program runs on;
-//! * [`interpreter`] – runs a program, step by step, and checks it against a model of what must hold;
+//! * [`interpreter`] – runs a program step by step and compares it with a model;
 //! * [`check`] – checks statistics against values recomputed from other sources;
 //! * [`runner`] – runs many numbered programs;
 //! * [`subject`] – the device under test, and control over it.
 //!
 //! The simulated device's race detector is on in every test. The programs order everything that
-//! they do as CUDA requires, so whatever it finds is the allocator's fault.
+//! they do as CUDA requires, so every violation is the allocator's fault.
 #![forbid(unsafe_code)]
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests panic where a test fails")]
 

@@ -1,5 +1,4 @@
-//! What a program knows of its live blocks: where they are, what they contain, and which work uses
-//! them.
+//! The model of live blocks: their addresses, their contents, and the work that uses them.
 
 use aquifer_allocator::{AllocError, Allocation, Exportable, Growable};
 use aquifer_device::{Access, AccessKind, DevicePtr, Stream, Tick};
@@ -43,8 +42,8 @@ pub(crate) struct Live {
 
 impl Live {
     /// Orders `stream` after the block's other uses, those that only read if `all`. The host waits
-    /// where the stream cannot: for a stream that is gone and whose last event a fault kept from
-    /// being recorded.
+    /// where the stream cannot: after a stream that is gone and whose last event failed to be
+    /// recorded.
     pub(crate) fn order(&self, stream: &Stream, all: bool) -> aquifer_device::Result<()> {
         let mut others = self.uses.iter().filter(|used| used.stream != stream.id() && (all || used.writes));
         others.try_for_each(|used| stream.wait_for(&used.tick).or_else(|_| used.tick.synchronize()))
@@ -84,8 +83,8 @@ impl Live {
     pub(crate) fn note(&mut self, stream: &Stream, writes: bool, recorded: bool) {
         let (id, tick) = (stream.id(), stream.tick());
         match self.uses.iter_mut().find(|used| used.stream == id) {
-            // Another stream may have the number of one that is gone: nothing was ordered after
-            // what it does now.
+            // Another stream may have the number of one that is gone: nothing is ordered after its
+            // new work.
             Some(used) => {
                 (used.tick, used.writes, used.recorded) = (tick, used.writes || writes, used.recorded || recorded);
                 used.is_behind = false;

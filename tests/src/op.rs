@@ -16,8 +16,8 @@ pub enum FreeHow {
     DropOn(usize),
 }
 
-/// One step of a program. Numbers pick from what there is when the step runs: streams, live blocks,
-/// pools.
+/// One step of a program. Numbers pick streams, live blocks and pools that there are when the step
+/// runs.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "each variant explains its fields")]
 pub enum Op {

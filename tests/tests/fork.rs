@@ -1,5 +1,5 @@
 //! Children that a process forks after it has opened a device: no device works there, every request
-//! says so, and nothing hangs, whatever locks other threads held. A test program of its own,
+//! says so, and nothing hangs, even if other threads held locks. A test program of its own,
 //! because it forks.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]

@@ -125,7 +125,7 @@ impl Interpreter {
         }
     }
 
-    /// Sleeps and wakes up. What was not saved is not compared any more.
+    /// Sleeps and wakes up. Contents that were not saved are not compared any more.
     pub(super) fn nap(&mut self, save: bool, frees: usize) {
         // Memory that another process was said to hold, but does not, could not come back. And the
         // checks of a lagging device do not know of sleep.

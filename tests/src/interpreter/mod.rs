@@ -23,7 +23,7 @@ use crate::op::Op;
 use crate::setup::Setup;
 use crate::{MIB, Subject, check};
 
-/// A device, an allocator, and what a program made with them.
+/// A device, an allocator, and the objects that a program made with them.
 #[derive(Debug)]
 pub struct Interpreter {
     // Dropped in this order: pins, routes and pools belong to the allocator.
@@ -275,8 +275,8 @@ impl Interpreter {
         }
     }
 
-    /// An allocation, or `None` where it was right to refuse it; `padded` is what alignment makes
-    /// of `bytes`.
+    /// An allocation, or `None` where it was right to refuse it; `padded` is `bytes` with padding
+    /// for the alignment.
     fn served<T>(&self, outcome: Result<T, AllocError>, bytes: u64, padded: u64) -> Option<T> {
         match outcome {
             Ok(served) => return Some(served),

@@ -1,8 +1,8 @@
 //! The CUDA driver on the first real GPU, of which every test gets a ration of memory. A dry run
-//! does the same on a large device of the stand-in, so that what is here is tested where there is
-//! no GPU.
+//! does the same on a large device of the stand-in, so that this code is tested without a GPU.
 //!
-//! All tests of a process share the GPU and its context. Long times are cut short: see [`in_truth`].
+//! All tests of a process share the GPU and its context. Long times are cut short: see
+//! [`in_truth`].
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -22,9 +22,9 @@ const SECOND: Duration = Duration::from_millis(100);
 const SHORT: Duration = Duration::from_millis(5);
 
 /// What a stall of `time` takes in truth: a tenth for a second, and with the square root more for
-/// those that are shorter, because what a test does on the host in five milliseconds of a simulated
-/// device may take as long on a real one. Longer stays longer. A stall that must outlast work on
-/// the host is of a second: pinning memory in a virtual machine takes tens of milliseconds.
+/// those that are shorter, because host work during five milliseconds of a simulated device may
+/// take as long on a real one. Longer stays longer. A stall that must outlast work on the host is
+/// of a second: pinning memory in a virtual machine takes tens of milliseconds.
 fn in_truth(time: Duration) -> Duration {
     SECOND.mul_f64(time.as_secs_f64().sqrt())
 }
@@ -74,8 +74,7 @@ impl Gpu {
     }
 }
 
-/// Does once what makes the driver load code of its own the first time, which may wait for work
-/// under way.
+/// Makes the calls for which the driver loads code the first time, which may wait for pending work.
 fn warm_up(driver: &CudaDriver, spin: &Spin) -> Result<()> {
     const BYTES: u64 = 1 << 20;
     let memory = Driver::alloc(driver, 2 * BYTES)?;
@@ -117,7 +116,7 @@ impl OnHardware {
 
 impl Controls for OnHardware {
     /// A GPU does not tell. In a dry run the device behind it does, of all tests: [`open`] takes
-    /// what those before did.
+    /// those of earlier tests.
     fn violations(&self) -> Vec<String> {
         self.gpu.standin.as_ref().map(StandinDevice::violations).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! The device that a test runs on, and what the test does to it behind the allocator's back.
+//! The device that a test runs on, and control over it behind the allocator's back.
 //!
 //! The same tests run on several drivers. The environment variable `AQUIFER_TEST_DRIVER` says
 //! which:
@@ -123,17 +123,17 @@ impl Subject {
         Kind::chosen() == Kind::Simulated
     }
 
-    /// Whether each test has a simulated device of its own behind the driver. It has a race detector,
-    /// stalls and pauses take exactly their time, a lost device loses its work, the handle of a
-    /// destroyed stream goes to the next new one, and wrong calls fail in known ways. On a GPU, and in
-    /// a dry run of one, none of this is certain.
+    /// Whether each test has a simulated device of its own behind the driver. It has a race
+    /// detector, stalls and pauses take exactly their time, a lost device loses its work, the
+    /// handle of a destroyed stream goes to the next new one, and wrong calls fail in known ways.
+    /// On a GPU, and in a dry run of one, none of this is certain.
     pub fn has_simulated_device() -> bool {
         !Kind::chosen().is_shared()
     }
 
-    /// How many of `n` repetitions or programs to run: all on the simulated device. The stand-in runs
-    /// a fourth, because it repeats what the simulated device checked. A GPU runs one in thirty, so
-    /// that all tests together take a few minutes there.
+    /// How many of `n` repetitions or programs to run: all on the simulated device. The stand-in
+    /// runs a fourth, because it repeats what the simulated device checked. A GPU runs one in
+    /// thirty, so that all tests together take a few minutes there.
     pub fn share(n: u64) -> u64 {
         match Kind::chosen() {
             Kind::Simulated => n,

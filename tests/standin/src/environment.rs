@@ -10,7 +10,8 @@ use crate::fail::Order;
 pub(crate) const DEVICES: &str = "AQUIFER_STANDIN_DEVICES";
 /// The CUDA version that the driver reservations, as `1000 * major + 10 * minor`.
 pub(crate) const VERSION: &str = "AQUIFER_STANDIN_VERSION";
-/// Functions that the driver lacks in addition to those newer than its version, separated by commas.
+/// Functions that the driver lacks in addition to those newer than its version, separated by
+/// commas.
 pub(crate) const WITHOUT: &str = "AQUIFER_STANDIN_WITHOUT";
 /// Faults that every device of the environment has from the start, as settings of a simulated
 /// device: `fault=…,lost_at=…`.
@@ -141,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_said() {
+    fn values_that_make_no_sense_are_named() {
         for (name, value) in [(DEVICES, "8GiB;huge"), (VERSION, "new"), (FAIL, "cuInit"), (FAULTS, "fault=x")] {
             let error = read(&[(name, value)]).unwrap_err();
             let part = value.rsplit([';', '=']).next().unwrap();

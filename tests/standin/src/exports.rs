@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_driver_lacks_what_came_later() {
+    fn an_old_driver_lacks_later_functions() {
         let old: Vec<_> = missing(11040, &["cuMemGetInfo_v2".to_owned()]).collect();
         for name in ["cuStreamGetId", "cuMemcpyBatchAsync", "cuMemGetInfo_v2"] {
             assert!(old.contains(&name), "{name}");

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ptx_is_refused() {
+    fn text_that_is_no_ptx_is_refused() {
         for text in ["", "hello", ".version", ".version 8", ".version x.y", ".target sm_75", "/", "/*", "//"] {
             assert_eq!(Header::parse(text), None, "{text}");
         }
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn drivers_load_what_is_not_newer_than_they_are() {
+    fn drivers_load_modules_of_their_version_or_older() {
         assert_eq!(newest_version(12080), (8, 7));
         assert_eq!(newest_version(12060), (8, 5));
         assert_eq!(newest_version(11040), (7, 4));

@@ -38,8 +38,7 @@ fn fail(driver: &Subject, operation: Operation, times: u64, code: Code) {
     (1..=times).for_each(|nth| driver.inject(Fault::Nth { operation: Some(operation), nth, code }));
 }
 
-/// Opens and settles a device, as any program does that goes on: what is left of other devices
-/// goes, too.
+/// Opens and settles a device, which also does deferred clean-up of other devices.
 fn settle_the_process() {
     Subject::new(MIB).device().settle();
 }
@@ -99,7 +98,7 @@ fn calls_that_an_unended_capture_blocks_end_it_first() {
     }
 }
 
-/// CUDA does not say what becomes of a capture whose stream is destroyed.
+/// CUDA does not document a capture whose stream is destroyed.
 #[test]
 fn no_stream_is_destroyed_while_it_captures() {
     for announced in [false, true] {

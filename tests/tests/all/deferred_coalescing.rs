@@ -1,5 +1,5 @@
-//! Blocks with deferred coalescing in a heap of many small ones (`heap/deferred.rs` of the allocator) are found
-//! when nothing else serves a request.
+//! Blocks with deferred coalescing in a heap of many small ones (`heap/deferred.rs` of the
+//! allocator) are found when nothing else serves a request.
 
 use aquifer_tests::prelude::*;
 
@@ -7,8 +7,8 @@ use aquifer_tests::prelude::*;
 fn blocks_with_deferred_coalescing_are_found_before_memory_moves() {
     let bench = Bench::new(GIB, "");
     let mut live: Vec<Allocation> = (0..16 * KIB).map(|_| bench.alloc(4 * KIB)).collect();
-    // Every granule is full now, so that what is freed next is the only memory there is; and
-    // requests are smaller than it.
+    // Every granule is full now, so that the next freed block is the only free memory. Requests are
+    // smaller.
     bench.allocator.empty_cache().unwrap();
     let mapping = || [Operation::CreatePhysical, Operation::Map, Operation::Unmap].map(|one| bench.calls(one));
     let before = mapping();

@@ -53,7 +53,7 @@ fn a_closed_pool_serves_no_request_even_if_a_route_remains() {
 fn a_capture_gets_no_memory_that_others_get_next() {
     for backing in ["backing:paged", "backing:segments"] {
         let bench = Bench::new(64 * MIB, backing);
-        // There is some at hand, and without a capture it would be handed out.
+        // Free memory that would serve the request without a capture.
         drop(bench.alloc(MIB));
         let capture = bench.stream.begin_capture().unwrap();
         for bytes in [MIB, 4 * MIB] {
@@ -92,7 +92,7 @@ fn an_allocator_that_is_dropped_leaves_nothing_on_the_device() {
         assert!(free() <= before - 60 * MIB);
         drop(allocator);
         assert_eq!(free(), before, "{backing}");
-        // Dropping a buffer makes no driver call, whatever it outlives.
+        // Dropping a buffer makes no driver call, even after its allocator.
         let allocator = Allocator::new(&device, Config::parse(backing).unwrap()).unwrap();
         let outlives = allocator.alloc_bytes(30 * MIB, &stream).unwrap();
         drop(allocator);
@@ -200,7 +200,7 @@ fn growth_does_not_wait_for_work_of_others() {
 }
 
 #[test]
-fn what_keeps_an_allocator_open_is_dropped_without_driver_calls() {
+fn objects_that_keep_an_allocator_open_are_dropped_without_driver_calls() {
     type Keep = fn(&Allocator, &Stream) -> Box<dyn Any>;
     let keeps: [(&str, Keep); 5] = [
         ("a buffer of growable memory", |allocator, stream| {
@@ -250,7 +250,7 @@ fn a_pool_is_reused_without_a_cache_too() {
 }
 
 #[test]
-fn a_pool_lends_what_came_free_while_the_host_waited() {
+fn a_pool_lends_memory_that_came_free_during_a_host_wait() {
     for bench in Bench::on_both(256 * MIB, "limit_mb:40") {
         let pool = bench.lending_pool();
         bench.drop_in_use(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap(), Duration::from_secs(1));
@@ -261,7 +261,7 @@ fn a_pool_lends_what_came_free_while_the_host_waited() {
 }
 
 #[test]
-fn a_pool_lends_what_a_reclaimer_gave_back() {
+fn a_pool_lends_memory_that_a_reclaimer_gave_back() {
     for bench in Bench::on_both(256 * MIB, "limit_mb:40") {
         let pool = bench.lending_pool();
         let cache = Arc::new(Mutex::new(Some(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap())));

@@ -26,7 +26,7 @@ fn every_error_after_the_first_names_the_first() {
     assert!(allocated.to_string().ends_with(&named), "{allocated}");
     let pinned = transfer.pinned().alloc::<u8>(32 << 20).unwrap_err();
     assert!(matches!(&pinned, TransferError::Device(_)) && pinned.to_string().ends_with(&named), "{pinned}");
-    // A stream whose last event could not be recorded for that.
+    // The loss kept this stream's last event from being recorded.
     let tick = stream.tick();
     drop(stream);
     let uncovered = tick.cover().unwrap_err();
@@ -43,8 +43,8 @@ fn an_error_that_does_not_lose_the_device_is_no_first_cause() {
     assert_eq!(device.lost(), None);
 }
 
-/// A device hears of its loss in a call of another one. Real drivers check what would lose a device
-/// so, and no stand-in fails later.
+/// A call of one device reports the loss of another. Real drivers refuse such calls, and so does
+/// the stand-in.
 #[test]
 fn a_loss_that_a_peer_reports_first_is_attributed_to_the_right_device() {
     if !Subject::is_simulated() {

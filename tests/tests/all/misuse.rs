@@ -1,4 +1,4 @@
-//! Misuse of an allocator's memory on a simulated device: what is found, and which uses are legal.
+//! Misuse of an allocator's memory on a simulated device is found, and legal uses are not reported.
 
 use aquifer::Tensor;
 use aquifer::device::DeviceSpec;
@@ -101,7 +101,7 @@ fn use_after_drop_is_found_unless_it_was_enqueued_before() {
 }
 
 #[test]
-fn what_was_never_written_must_not_be_read() {
+fn reading_unwritten_memory_is_found() {
     for options in BACKINGS {
         let bench = bench(options);
         let first = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
@@ -194,7 +194,7 @@ fn graphs_use_their_pools_memory_after_it_was_dropped() {
 }
 
 #[test]
-fn graphs_need_what_a_growable_gave_up() {
+fn graphs_that_use_memory_a_growable_gave_up_are_found() {
     let bench = bench("");
     let mut cache = bench.allocator.growable(64 * MIB, &bench.stream).unwrap();
     cache.grow_to(9 * MIB, &bench.stream).unwrap();
@@ -234,7 +234,7 @@ fn memory_that_sleeps_must_be_woken_up() {
 }
 
 #[test]
-fn sleep_keeps_or_loses_what_was_written() {
+fn sleep_keeps_or_discards_contents() {
     for contents in [Contents::SaveToHost, Contents::Discard] {
         let bench = bench("");
         let written = bench.allocator.alloc_bytes_zeroed(3 * MIB, &bench.stream).unwrap();

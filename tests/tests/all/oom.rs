@@ -1,5 +1,4 @@
-//! The out-of-memory ladder: each rung alone serves a request, and the report says what would have
-//! served it.
+//! The out-of-memory ladder: each rung alone serves a request, and the report advises a remedy.
 
 use aquifer_tests::prelude::*;
 

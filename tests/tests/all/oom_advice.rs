@@ -54,7 +54,7 @@ fn the_least_to_be_freed_is_no_more_than_suffices() {
             drop(held.remove(at));
         }
         let report = bench.report(40 * MIB);
-        // With 27 MiB live, that is what is lacking, wherever the live blocks are.
+        // With 27 MiB live, that much is lacking, wherever the live blocks are.
         assert!(report.advice.contains(&free(3 * MIB)), "{report}");
         while bench.allocator.alloc_bytes(40 * MIB, &bench.stream).is_err() {
             drop(held.remove(0));
@@ -107,7 +107,7 @@ fn names_cannot_write_lines_of_their_own() {
 }
 
 #[test]
-fn segments_may_be_larger_than_what_there_is() {
+fn segments_larger_than_the_device_are_named() {
     let bench = Bench::new(16 * MIB, "backing:segments");
     let report = bench.report(5 * MIB);
     assert!(report.advice.contains(&Advice::SmallerSegments { to: 16 * MIB }), "{report}");
@@ -298,7 +298,7 @@ fn a_free_block_that_is_large_enough_needs_no_other_split_limit() {
     assert!(!report.advice.iter().any(relax), "{report}");
 }
 
-/// Fills what may be had with blocks of random sizes, and gives some of them back.
+/// Allocates blocks of random sizes up to the limit, and gives some of them back.
 fn fill(bench: &Bench, draw: &mut impl FnMut(u64) -> u64) -> Vec<Allocation> {
     let mut held: Vec<Allocation> = Vec::new();
     for _ in 0..60 {
@@ -334,7 +334,7 @@ fn the_advised_limit_suffices_and_no_lower_one_does() {
 }
 
 #[test]
-fn a_driver_that_refuses_what_it_says_is_free_is_named() {
+fn a_driver_that_refuses_free_memory_is_named() {
     for backing in BACKINGS {
         let bench = Bench::new(GIB, &on(backing, ""));
         let live = bench.alloc(740 * MIB);

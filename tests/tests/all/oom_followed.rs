@@ -130,7 +130,7 @@ impl Scene {
         }
     }
 
-    /// Does what a piece of advice says; false where that takes another program.
+    /// Follows a piece of advice; false where that takes another program.
     fn follow(&mut self, advice: &Advice, report: &OomReport) -> bool {
         match advice {
             Advice::RaiseLimit { .. } => self.bench.allocator.set_limit(None),
@@ -194,7 +194,7 @@ fn followed(seed: u64, report: &OomReport) -> Option<Result<(), AllocError>> {
             return None;
         }
     }
-    // Last, as what was freed is in them.
+    // Last, as caches hold the memory that was freed.
     for advice in &report.advice {
         match (advice, &scene.pool) {
             (Advice::EmptyPool { .. } | Advice::DropGraphs { .. }, Some(pool)) => drop(pool.empty_cache().unwrap()),

@@ -1,12 +1,12 @@
-//! Reclaimers and observers of out-of-memory errors: how often they are asked, what they may do,
-//! and what becomes of their panics.
+//! Reclaimers and observers of out-of-memory errors: how often they run, the calls that they may
+//! make, and their panics.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_tests::prelude::*;
 
-/// A cache of blocks that gives up the least recently used ones, and what it was asked for.
+/// A cache that frees its least recently used blocks, and the bytes that it was asked for.
 #[derive(Clone, Default)]
 struct Cache {
     blocks: Arc<Mutex<VecDeque<Allocation>>>,
@@ -46,7 +46,7 @@ impl Cache {
 }
 
 #[test]
-fn what_is_freed_in_pieces_is_asked_for_again() {
+fn reclaimers_are_asked_again_when_pieces_do_not_suffice() {
     for bench in Bench::on_both(64 * MIB, "") {
         let cache = Cache::filling(&bench);
         let registration = cache.register(&bench, 0);
@@ -169,7 +169,7 @@ fn a_panic_in_a_reclaimer_stays_there() {
     let served = bench.alloc(5 * MIB);
     assert_eq!((asked.load(Ordering::Relaxed), bench.allocator.stats().num_ooms), (1, 0));
     drop(registration);
-    // Alone it makes no request panic either, and what it frees serves.
+    // Alone it makes no request panic either, and the memory that it frees serves the request.
     cache.evict(u64::MAX);
     *cache.blocks.lock().unwrap() = VecDeque::from([bench.alloc(50 * MIB)]);
     drop(bench.alloc(40 * MIB));

@@ -1,4 +1,4 @@
-//! Soaks, with what watches over the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets
+//! Soaks with all checks of the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets
 //! how many seeds, each of 1000 operations.
 
 use aquifer_stress::soak::{self, Counts, Plan};

@@ -1,5 +1,4 @@
-//! Programs on several OS threads. Their interleaving is the operating system's; what must hold
-//! does not depend on it.
+//! Programs on several OS threads. The checks hold under every interleaving.
 
 use std::ops::RangeInclusive;
 use std::sync::mpsc;
@@ -66,7 +65,7 @@ fn four_threads_hammer_one_allocator() {
 fn threads_with_default_streams_of_their_own_free_each_others_blocks() {
     let bench = Bench::new(GIB, "");
     on_threads(1..=3, |seed, away| hammer(&bench.allocator, &bench.device.per_thread_stream(), seed, &away));
-    // The threads and their streams are gone; what they gave back serves this thread.
+    // The threads and their streams are gone; their memory serves this thread.
     let held = bench.alloc_on(&bench.device.per_thread_stream(), 100 * MIB);
     write_on(&bench.device.per_thread_stream(), held.ptr(), held.bytes());
     drop(held);

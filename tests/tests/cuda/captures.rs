@@ -132,7 +132,7 @@ fn memory_of_a_foreign_graph_waits_for_every_stream() {
 }
 
 #[test]
-fn what_cannot_be_announced_is_refused() {
+fn captures_that_cannot_be_announced_are_refused() {
     let (gpu, other) = (Gpu::new(), Gpu::new());
     let (theirs, stream) = adopted(&gpu);
     let (allocator, foreign) = (allocator(&gpu), allocator(&other));

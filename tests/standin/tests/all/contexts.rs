@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUdevice_attribute as Attr;
 use crate::support::{Card, MIB, call, current, refused, standin, wild};
 
 #[test]
-fn a_device_says_what_it_is() {
+fn a_device_reports_its_attributes() {
     let card = Card::with("rtx4090");
     let name = card.context.name().unwrap();
     assert!(name.contains("simulated") && name.contains("RTX 4090"), "{name}");

@@ -60,7 +60,7 @@ fn a_launch_runs_the_host_implementation() {
 }
 
 #[test]
-fn a_launch_declares_what_it_touches() {
+fn a_launch_declares_its_accesses() {
     let card = Card::new();
     let (streams, mut ptr) = ([card.stream(1), card.stream(1)], card.alloc(MIB));
     let (_, module) = load(Module::Bytes.ptx());
@@ -128,7 +128,7 @@ fn kernels_of_others_can_be_loaded_but_not_launched() {
 }
 
 #[test]
-fn what_is_no_module_for_this_device_is_refused() {
+fn invalid_modules_are_refused() {
     let _card = Card::with("a100");
     for (text, code) in [
         ("", 218),

@@ -23,7 +23,7 @@ fn memory_is_taken_and_given_back() {
 }
 
 #[test]
-fn the_pool_counts_what_it_holds() {
+fn the_pool_counts_its_memory() {
     let card = Card::new();
     let (mut pool, mut own) = (null_mut(), null_mut());
     assert_eq!(call!(cuDeviceGetDefaultMemPool(&mut pool, card.handle())), 0);
@@ -68,7 +68,7 @@ fn memory_freed_while_work_is_pending_is_safe_and_memory_used_after_it_is_not() 
 }
 
 #[test]
-fn addresses_tell_what_they_are_part_of() {
+fn addresses_are_attributed_to_their_memory() {
     let card = Card::new();
     let ptr = card.alloc(MIB);
     let mut host = null_mut();

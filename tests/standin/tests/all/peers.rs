@@ -32,7 +32,7 @@ impl Source {
 }
 
 #[test]
-fn what_is_wrong_with_either_side_is_refused() {
+fn copies_with_a_wrong_side_are_refused() {
     let source = Source::new();
     let target = Card::new();
     let [from, to] = contexts(&source.card, &target);

@@ -1,4 +1,4 @@
-//! Streams take access guards on buffers: what is ordered, what is not, and what fails.
+//! Access guards on buffers: which work they order, and how they fail.
 
 use aquifer_tests::prelude::*;
 

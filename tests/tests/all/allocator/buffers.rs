@@ -93,7 +93,7 @@ fn memory_grown_into_again_is_ordered_for_every_stream() {
     two.fill(cache.ptr(), 1, cache.bytes()).unwrap();
     cache.shrink_to(10 * MIB, two).unwrap();
     cache.grow_to(60 * MIB, one).unwrap();
-    // This stream knows of the other's work on what was given up through nothing but the growth.
+    // Only the growth orders this stream after the other's work on the memory that was given up.
     write(three, &cache.buffer::<u8>().slice(20 << 20..), 2).unwrap();
     assert_eq!(ends(one, &cache.buffer()), [1, 2]);
     drop(cache);

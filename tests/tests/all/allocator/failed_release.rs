@@ -1,4 +1,4 @@
-//! Segments that the driver refuses to take back stay what they were: cached, and in order.
+//! Segments that the driver refuses to take back stay cached and keep the order of their uses.
 
 use aquifer_tests::prelude::*;
 

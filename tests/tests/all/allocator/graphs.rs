@@ -122,8 +122,7 @@ fn a_pool_lends_no_memory_that_a_graph_may_use() {
     end(&bench);
 }
 
-/// Whatever runs out or is given back meanwhile, the capture goes on, and errors are what they are
-/// without one.
+/// The capture goes on while memory runs out or goes back, and errors are the same as without it.
 #[test]
 fn no_capture_is_broken_by_giving_memory_back() {
     type Meanwhile = fn(&Bench) -> Result<(), AllocError>;
@@ -374,7 +373,7 @@ fn pools_that_one_graph_uses_lend_when_it_is_gone() {
 
 /// The stream that a graph is captured on need not be the one it is launched on.
 #[test]
-fn a_graph_comes_after_what_its_memory_was_used_for_before() {
+fn a_graph_is_ordered_after_earlier_uses_of_its_memory() {
     type Launch = fn(&Bench, &Graph);
     let launches: [(&str, Launch); 3] = [
         ("the same stream", |bench, graph| graph.launch(&bench.stream).unwrap()),

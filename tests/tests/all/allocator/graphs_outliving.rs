@@ -1,5 +1,5 @@
-//! Graphs that outlive what they need: the allocator, their pool and its place among pools. And
-//! graphs that others launch, on streams that nobody here knows.
+//! Graphs that outlive the allocator, their pool and its place among pools, and graphs that other
+//! code launches on streams of its own.
 
 use aquifer_tests::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Observers of mappings see every change in time, and what they saw adds up to what is mapped.
+//! Observers of mappings see every change in time, and the changes add up to the mapped memory.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;

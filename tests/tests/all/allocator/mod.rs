@@ -1,6 +1,5 @@
 //! The allocator, one subject a file: memory that others know, memory that grows in place or
-//! sleeps, access guards on buffers, graphs, peaks, blocks that wait, and what happens where the driver
-//! refuses.
+//! sleeps, access guards on buffers, graphs, peaks, blocks that wait, and a driver that refuses.
 
 mod access_guards;
 mod buffers;

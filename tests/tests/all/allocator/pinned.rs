@@ -1,5 +1,4 @@
-//! What is pinned stays where it is: it is not moved, trimmed or released, whatever becomes of the
-//! allocation.
+//! Pinned memory is not moved, trimmed or released, even after its allocation is dropped.
 
 use aquifer_tests::prelude::*;
 

@@ -4,8 +4,8 @@ use aquifer_tests::prelude::*;
 
 const LONG: Duration = Duration::from_millis(50);
 
-/// A bench whose side stream is busy with 20 MiB that the program gave back, and which are all that
-/// the device has to give.
+/// A bench whose side stream still uses 20 MiB that the program gave back: all of the device's
+/// memory.
 fn one_block_waits(backing: Backing) -> Bench {
     let bench = Bench::new(22 * MIB, &on(backing, "cross_stream:ready"));
     let block = bench.alloc(20 * MIB);

@@ -85,7 +85,7 @@ fn free_memory_of_a_closed_pool_moves() {
 }
 
 #[test]
-fn trimming_takes_what_is_free_and_no_more() {
+fn trimming_takes_free_memory_only() {
     let bench = bench(GIB, "");
     let [first, second, third] = [(); 3].map(|()| block(&bench, 8));
     let rest = block(&bench, 8);
@@ -177,7 +177,7 @@ fn memory_is_mapped_without_rdma_where_the_driver_announces_rdma_and_refuses_it(
 }
 
 #[test]
-fn what_is_live_or_cached_at_the_end_goes_back() {
+fn live_and_cached_memory_goes_back_at_the_end() {
     let bench = bench(GIB, "");
     let live = [bench.written(5 * MIB), bench.written_on(&bench.side, 1000)];
     bench.stall(&bench.stream, Duration::from_millis(20));
@@ -187,7 +187,7 @@ fn what_is_live_or_cached_at_the_end_goes_back() {
     // Still valid, and the device's to take back only once they are gone.
     write_on(&stream, live[0].ptr(), 5 * MIB);
     drop(live);
-    // A call that lacks memory takes back what was left.
+    // A call that lacks memory does the deferred release.
     let ptr = device.alloc(GIB).unwrap();
     device.free(ptr).unwrap();
     assert_eq!(driver.free(), GIB);

@@ -99,7 +99,7 @@ fn a_request_that_the_device_cannot_serve_takes_none_of_its_memory() {
     let rest = block(&bench, 700);
     drop((live, rest));
     bench.allocator.empty_cache().unwrap();
-    // A device that cannot say what it has is asked for it.
+    // A device that fails to report its free memory is asked for the memory itself.
     bench.fail(Operation::MemoryInfo, 1, Code(999));
     drop(block(&bench, 900));
     bench.assert_returned();
@@ -173,8 +173,8 @@ fn memory_that_a_capture_keeps_back_is_not_waited_for() {
     let used = bench.written_on(&bench.side, 100 * MIB);
     drop(used);
     let capture = bench.side.begin_capture().unwrap();
-    // More than is in use would be held, and the host might wait for what is free, were it not for
-    // the capture.
+    // Without the capture, the host might wait for free memory rather than hold more than is in
+    // use.
     let other = block(&bench, 200);
     drop(capture.end().unwrap());
     drop(other);
@@ -226,8 +226,8 @@ fn pinned_memory_stays_while_the_allocator_sleeps() {
     bench.assert_no_violation();
 }
 
-/// The peaks of reserved and allocated memory of a program whose blocks are of other sizes in each
-/// phase. At the start it asks for `refused` bytes in vain, if that is not 0.
+/// The peaks of reserved and allocated memory of a program whose block sizes change in each phase.
+/// At the start it asks for `refused` bytes in vain, if that is not 0.
 fn peaks_of_phases(refused: u64) -> (u64, u64) {
     let bench = Bench::new(40 * GIB, "");
     let alloc = |mib: u64| bench.alloc(mib * MIB);

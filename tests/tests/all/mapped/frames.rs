@@ -1,5 +1,5 @@
-//! Frames of mapped memory: few driver calls where memory stays, and memory that can move whatever
-//! stays beside it.
+//! Frames of mapped memory: few driver calls where memory stays, and memory that can move next to
+//! memory that stays.
 
 use aquifer_tests::prelude::*;
 

@@ -67,8 +67,8 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
 }
 
 /// Blocks go from stream to stream, as in a pipeline, while the device is 300 events behind: three
-/// times as much memory is in use as the host knows to be needed. So what may be bought instead of
-/// moved is no share of the peak in use.
+/// times as much memory is in use as the host knows to be needed. So new memory instead of a move
+/// is not limited to a share of the peak in use.
 #[test]
 fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     let (subject, driver) = Subject::lagging(&SimConfig::new(16 * GIB), 300);

@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use aquifer_stress::input::{self, Event, Program};
 use aquifer_tests::prelude::*;
 
-/// Plays a program once; returns the mapping calls of each iteration, what comes before the first
-/// one included as one.
+/// Plays a program once; returns the mapping calls of each iteration. The start counts as one.
 fn mapping_calls(program: &Program) -> Vec<u64> {
     let driver = Subject::new(80 * GIB);
     let device = driver.device();

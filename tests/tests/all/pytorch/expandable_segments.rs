@@ -118,7 +118,7 @@ fn pytorch_159594_nothing_breaks_when_memory_is_needed_during_a_capture() {
 }
 
 #[test]
-fn pytorch_189504_what_becomes_free_during_the_wait_is_found() {
+fn pytorch_189504_memory_freed_during_the_wait_is_found() {
     // A piece of a segment that cannot be released.
     for bench in Bench::on_both(20 * MIB, "cross_stream:off,granule_mb:2") {
         let (keeps, held, rest) = (bench.written(2 * MIB), bench.written(9 * MIB), bench.written(9 * MIB));

@@ -12,8 +12,7 @@ fn pool_of(bench: &Bench, allocation: &Allocation) -> (u64, u64) {
 
 #[test]
 fn item_75_segments_of_a_pool() {
-    // Bytes, how many, and what is reserved for that many while they live; after all but the last,
-    // what stays.
+    // The size and number of blocks, the bytes reserved while all live, and while the last lives.
     let vectors = [
         (512, 1, 2 * MIB, 2 * MIB),
         (MIB, 2, 2 * MIB, 2 * MIB),

@@ -134,7 +134,7 @@ fn t5_an_event_of_a_capture_that_is_over_orders_nothing() {
 }
 
 #[test]
-fn t5_what_was_known_before_is_known_after() {
+fn t5_a_capture_changes_no_clock() {
     let (bench, [one, two]) = Bench::with_streams();
     let tick = bench.long_work(&two);
     one.wait_for(&tick).unwrap();
@@ -192,7 +192,7 @@ fn t5_a_capture_that_the_driver_does_not_end_goes_on_and_can_be_ended_later() {
 
 /// Some codes sound as if the stream were gone.
 #[test]
-fn t5_a_capture_that_the_driver_does_not_end_goes_on_whatever_the_code() {
+fn t5_a_capture_that_the_driver_does_not_end_goes_on_with_any_code() {
     for (code, by_drop) in
         [Code::NOT_PERMITTED, Code::INVALID_VALUE].into_iter().flat_map(|code| [(code, false), (code, true)])
     {

@@ -1,4 +1,4 @@
-//! A device with control over it at hand.
+//! A device and control over it.
 
 use aquifer_device::Result;
 use aquifer_tests::prelude::*;

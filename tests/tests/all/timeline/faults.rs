@@ -59,7 +59,7 @@ fn a_failed_query_or_host_wait_leaves_the_event_to_be_asked_again() {
 
 /// What is asked on the way is about other ticks.
 #[test]
-fn a_host_wait_succeeds_whatever_a_later_query_answers() {
+fn a_host_wait_succeeds_if_a_later_query_fails() {
     let bench = Bench::new();
     let stream = bench.stream();
     let stalled_and_covered = || {

@@ -1,4 +1,4 @@
-//! T1 to T4 with one thread: what is paid, when events are recycled, and whose ticks are whose.
+//! T1 to T4 with one thread: cost, recycling of events, and numbers of streams.
 
 use aquifer_tests::prelude::*;
 
@@ -78,7 +78,7 @@ fn t2_knowledge_is_transitive() {
 }
 
 #[test]
-fn t2_an_event_knows_what_its_stream_knew_when_it_was_recorded_and_no_more() {
+fn t2_an_event_has_the_clock_of_its_stream_at_the_record() {
     let (bench, [one, two, three]) = Bench::with_streams();
     let first = bench.long_work(&one);
     // Covered before the second stream learns of the first.
@@ -121,7 +121,7 @@ fn t2_a_user_event_recorded_again_orders_by_its_latest_record() {
 }
 
 #[test]
-fn what_is_known_done_orders_every_stream_for_nothing() {
+fn ticks_known_done_order_every_stream_without_cost() {
     let (bench, [one, two]) = Bench::with_streams();
     let tick = bench.long_work(&one);
     tick.cover().unwrap();

@@ -1,5 +1,4 @@
-//! Ticks and events that cross devices: what is paid, what is remembered, and that the bytes of
-//! copies between devices arrive.
+//! Ticks and events that cross devices: their cost, and the bytes of copies between devices.
 
 use aquifer_tests::prelude::*;
 
@@ -87,7 +86,7 @@ fn streams_of_the_same_number_on_two_devices_are_two_streams() {
     assert_eq!(pair.streams[0].id(), pair.streams[1].id());
     let tick = pair.long();
     assert!(!pair.streams[1].is_ordered_after(&tick), "not its own");
-    // Nor is what another stream here knows of a stream of that number here.
+    // Nor does another stream's knowledge of the stream with that number here count.
     let third = pair.devices[1].stream().unwrap();
     third.wait_for(&pair.streams[1].tick()).unwrap();
     assert!(!third.is_ordered_after(&tick));
@@ -97,7 +96,7 @@ fn streams_of_the_same_number_on_two_devices_are_two_streams() {
 }
 
 #[test]
-fn what_is_done_costs_nothing() {
+fn ticks_that_are_done_cost_nothing() {
     let pair = Pair::new();
     pair.streams[0].fill(pair.memory[0], 7, MIB).unwrap();
     let tick = pair.streams[0].tick();

@@ -143,7 +143,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(3000), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_ticks_promise_is_never_a_race(seed in any::<u64>(), steps in prop::collection::vec(step(), 1..60)) {
+    fn accesses_ordered_by_ticks_never_race(seed in any::<u64>(), steps in prop::collection::vec(step(), 1..60)) {
         let mut program = Program::new(seed);
         for step in &steps {
             program.run(step);

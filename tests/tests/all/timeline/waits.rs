@@ -27,7 +27,7 @@ fn t1_ticks_of_all_streams_are_known_done_once_the_device_was_waited_for() {
     drop(two);
     bench.device.synchronize().unwrap();
     assert!(ticks.iter().all(|tick| tick.timeline().is_known_done(tick.n())));
-    // A capture may then use what was used before it began.
+    // A capture may then use memory that was used before it began.
     let capture = idle.begin_capture().unwrap();
     ticks.iter().for_each(|tick| idle.wait_for(tick).unwrap());
     bench.fill(&idle);

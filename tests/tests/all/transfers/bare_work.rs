@@ -1,6 +1,6 @@
 //! Random programs that get device memory in each public way, use it by bare work on the stream
-//! that the documentation names (fills and copies with the address, no access guards), and drop it at any
-//! time, while other streams take memory and unused memory goes back.
+//! that the documentation names (fills and copies with the address, no access guards), and drop it
+//! at any time, while other streams take memory and unused memory goes back.
 
 use std::any::Any;
 
@@ -223,8 +223,8 @@ impl Program {
         }
     }
 
-    /// Bare work: some that lasts, then a fill and a copy. Where others may take access guards on the
-    /// memory, a transfer sees what was written.
+    /// Bare work: some that lasts, then a fill and a copy. Where others may take access guards on
+    /// the memory, a transfer sees what was written.
     fn work(&mut self, Held { ptr, bytes, stream, ready, .. }: &Held, long: bool) {
         self.byte = self.byte.wrapping_add(1);
         if long {
@@ -296,7 +296,7 @@ fn bare_work_on_the_documented_stream_races_with_nothing() {
         let mut program = Program::new(seed);
         steps.iter().for_each(|step| program.step(step));
         let Program { bench, streams, pool, held, spiller, spillable, .. } = program;
-        // In whatever order, with all of the work still under way.
+        // In any order, with all of the work pending.
         drop((held, spillable));
         let more: Vec<_> =
             SIZES.iter().map(|&bytes| bench.transfer.allocator().alloc_bytes(bytes, &bench.stream)).collect();

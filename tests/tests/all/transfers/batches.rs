@@ -1,4 +1,4 @@
-//! Batches of small copies: whose results are whose.
+//! Batches of small copies and their results.
 
 use aquifer::transfer::TransferError;
 use aquifer_tests::prelude::*;
@@ -42,7 +42,7 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
 
 /// Drivers have no call for many copies there.
 #[test]
-fn a_batch_on_the_default_stream_does_what_it_does_elsewhere() {
+fn a_batch_on_the_default_stream_does_the_same() {
     let bench = Bench::new();
     let on_default = bench.transfer.on(bench.device.default_stream()).unwrap();
     let mut batch = on_default.batch();
@@ -208,7 +208,7 @@ proptest! {
 
     /// Blocks that are written over each other and read, in one buffer.
     #[test]
-    fn copies_in_a_batch_do_what_they_would_one_by_one(steps in steps(), seed in 0..1000u64) {
+    fn copies_in_a_batch_do_the_same_as_one_by_one(steps in steps(), seed in 0..1000u64) {
         let bench = Bench::seeded(seed);
         let mut buffer = bench.alloc(1000);
         let (mut expected, sent) = (pattern(seed, 1000), pattern(seed + 1, 1000));

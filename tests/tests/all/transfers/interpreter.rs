@@ -189,7 +189,7 @@ impl Interpreter {
     fn end(&mut self, begun: Begun, how: How) {
         match (begun, how) {
             (Begun::OnHost(pending), How::Cancel) => {
-                // Also what is small waits for others before it begins.
+                // Small copies, too, wait for others before they begin.
                 pending.cancel();
                 self.forget_longer_than(0);
             }
@@ -266,7 +266,7 @@ impl Interpreter {
             let (from, to) =
                 ((self.devices[pair[0]].0.share(), self.devices[pair[0]].1.clone()), &mut self.devices[pair[1]]);
             let len = from.0.len().min(to.0.len()).min(1500);
-            // Of the same buffer, what lies behind is written.
+            // In the same buffer, the range behind the source is written.
             let start = if pair[0] == pair[1] { len } else { 0 };
             if start + len > to.0.len() {
                 continue;
@@ -307,7 +307,7 @@ impl Interpreter {
 
     pub(super) fn finish(mut self) {
         self.bench.driver.clear_faults();
-        // Faults may have met what is on its way; nothing else fails.
+        // Faults may have met pending transfers; nothing else fails.
         while let Some(begun) = self.begun.pop_front() {
             self.end(begun, How::Wait);
         }

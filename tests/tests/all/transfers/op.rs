@@ -8,7 +8,7 @@ use proptest::prelude::*;
 /// Lengths of buffers: none, small, and larger than what the calling thread copies by itself.
 pub(super) const LENGTHS: [usize; 5] = [0, 1, 1000, 70_000, 300_000];
 
-/// A step. Numbers pick among what there is.
+/// A step. Numbers pick among the objects that there are.
 #[derive(Clone, Debug)]
 pub(super) enum Op {
     NewDevice(usize),

@@ -1,9 +1,8 @@
 //! Random programs of transfers.
 //!
-//! Buffers carry the ticks of what uses them, so a program that makes its calls from one thread
-//! must see their effects in the order of the calls, on whatever streams they run, whatever it
-//! drops, forgets, cancels or never waits for, wherever its buffers are spilled, and whichever
-//! device they are on.
+//! Buffers carry the ticks of their uses. So a program that calls from one thread sees the effects
+//! in the order of its calls, on all streams and devices, even if it drops, forgets, cancels or
+//! never waits for transfers, and if its buffers are spilled.
 
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
@@ -15,7 +14,7 @@ use super::Bench;
 use super::interpreter::Interpreter;
 use super::op::op;
 
-/// So many programs spill and bring back, wherever they run.
+/// The least number of programs that spill and bring back on every driver.
 const FEWEST: u64 = 24;
 
 /// Plays programs; tells how often their buffers were spilled and came back.
@@ -66,8 +65,7 @@ fn a_copy_that_no_event_covers_is_done_some_time() {
     bench.finish();
 }
 
-/// What was begun and dropped can be waited for as well as what is still held, wherever it runs and
-/// whatever comes of it.
+/// Dropped transfers can be waited for as well as held ones, whether they succeed or fail.
 #[test]
 fn all_that_was_begun_can_be_waited_for() {
     let bench = Bench::new();
@@ -93,7 +91,7 @@ fn all_that_was_begun_can_be_waited_for() {
         back.wait().unwrap() == pattern(1, 8 << 20)
             && transfer.to_vec(&two).unwrap().wait().unwrap() == pattern(2, 8 << 20)
     );
-    // One that fails is not what is waited for.
+    // The wait does not report a transfer that fails.
     bench.driver.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code(999) });
     let failing = transfer.upload(pattern(4, 8 << 20), &mut one).unwrap();
     transfer.synchronize().unwrap();
@@ -103,8 +101,7 @@ fn all_that_was_begun_can_be_waited_for() {
     bench.finish();
 }
 
-/// Nothing but what this test enqueues lets time pass: no thread works on a copy of page-locked
-/// memory.
+/// Only the calls of this test let time pass: no thread works on a copy of page-locked memory.
 #[test]
 fn waiting_for_all_that_was_begun_is_counted_where_there_is_something_to_wait_for() {
     let bench = Bench::new();

@@ -88,7 +88,7 @@ fn copies_and_kernels_under_an_access_guard_of_the_same_thread_are_refused() {
     bench.finish();
 }
 
-/// A copy overtook the kernel that wrote what it copies, as each was on a stream of its own.
+/// A copy overtook the kernel that wrote its source, as each was on a stream of its own.
 #[test]
 fn copies_come_after_the_work_that_wrote_their_source() {
     let bench = Bench::new();
@@ -130,7 +130,7 @@ fn transfers_on_a_capturing_stream_are_refused_and_the_capture_goes_on() {
     bench.finish();
 }
 
-/// Work that was handed over before a stream captures does not depend on that stream any more.
+/// Work that was handed over before a capture began does not depend on the capturing stream.
 #[test]
 fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     let bench = Bench::new();

@@ -1,4 +1,4 @@
-//! Transfers and an allocator that sleeps: what was begun is enqueued first, and nothing is lost.
+//! Transfers and an allocator that sleeps: pending transfers are enqueued first, and none is lost.
 
 use std::thread;
 
@@ -12,7 +12,7 @@ use super::Bench;
 const LEN: u32 = 3 << 20;
 
 #[test]
-fn what_was_begun_is_enqueued_before_the_memory_goes() {
+fn pending_transfers_are_enqueued_before_the_memory_goes() {
     let bench = Bench::new();
     let data: Vec<u32> = (0..LEN).collect();
     let allocator = bench.transfer.allocator().clone();

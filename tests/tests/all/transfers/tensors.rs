@@ -11,7 +11,7 @@ fn floats(count: usize, first: f32) -> Vec<f32> {
 }
 
 #[test]
-fn views_are_written_in_place_and_what_lies_between_stays() {
+fn views_are_written_in_place_and_other_elements_stay() {
     let bench = Bench::new();
     let streams = [&bench.stream, &bench.device.stream().unwrap()];
     let block = Tensor::zeros_in(&bench.transfer, DType::F32, &[300, 400]).unwrap();

@@ -241,7 +241,7 @@ enum Second {
     None,
     /// So many calls later.
     After(u64),
-    /// At the first call that maps memory: what was given up cannot come back.
+    /// At the first call that maps memory: memory that was given up cannot come back.
     AtMap,
 }
 
@@ -299,7 +299,7 @@ fn a_lost_device_is_an_error() {
 }
 
 #[test]
-fn measures_say_what_is_held_asleep() {
+fn measures_count_the_memory_held_asleep() {
     let bench = sleeper();
     let Bench { allocator, stream, .. } = &*bench;
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
@@ -322,7 +322,7 @@ fn measures_say_what_is_held_asleep() {
 }
 
 #[test]
-fn peaks_that_begin_asleep_are_not_below_what_is_allocated() {
+fn peaks_that_begin_asleep_include_allocated_memory() {
     let bench = sleeper();
     let allocator = &bench.allocator;
     allocator.sleep(Contents::Discard).unwrap();
@@ -348,7 +348,7 @@ fn zero_bytes_take_no_memory_that_sleeps() {
 
 /// Memory given up asleep is mapped again at waking, and goes back later.
 #[test]
-fn snapshots_show_what_growable_memory_gave_up_asleep() {
+fn snapshots_show_growable_memory_given_up_asleep() {
     for shrinks in [false, true] {
         let bench = Bench::new(128 * MIB, "history:1000");
         let mut growable = bench.growable(20 * MIB);
