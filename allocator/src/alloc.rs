@@ -80,8 +80,8 @@ pub(crate) fn alloc_bytes_zeroed(allocator: &Allocator, bytes: u64, stream: &Str
     Ok(allocation)
 }
 
-/// Takes a free block that the stream may reuse at once. With `raw`, its address alone identifies
-/// it. The error says whether the heap was searched.
+/// Takes a free block that the stream may reuse at once. With `raw`, also enters the block in the
+/// table of raw pointers. The error says whether the heap was searched.
 #[inline]
 pub(crate) fn grant_cached(
     allocator: &Allocator,
@@ -151,7 +151,7 @@ pub(crate) fn grant_uncached(
     fork::check(Operation::Alloc)?;
     let inner = &**allocator.inner();
     if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-        return Ok(Granted { arena: arena_for_zero(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
+        return Ok(Granted { arena: zero_or_refuse(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
     }
     let granted = grant_rounded(allocator, bytes, inner.classes.round(bytes), stream, searched)?;
     granted.arena.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
@@ -161,7 +161,7 @@ pub(crate) fn grant_uncached(
 /// Returns the arena for a request of zero bytes. Refuses requests that are too large, and streams
 /// of another device.
 #[cold]
-fn arena_for_zero(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
+fn zero_or_refuse(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
     if stream.device_id() != allocator.inner().device.id() {
         return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.inner().device.id()));
     }
@@ -232,9 +232,9 @@ fn search_and_climb(
     let state = allocator.inner().state;
     // Private pools keep their memory also without a cache.
     let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
-    let is_new = special != 0 || !searched || state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    let may_find_more = special != 0 || !searched || state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
     let mut granted = None;
-    if is_new {
+    if may_find_more {
         let mut arena = state.enter(stream);
         granted = if caches { arena.take_own(request) } else { None };
     }

@@ -33,7 +33,7 @@ impl Growing {
         self.begun = self.begun.wrapping_add(bytes);
     }
 
-    /// They are taken, or not, and what is held says so.
+    /// Ends an attempt, successful or not; `reserved` now includes what was taken.
     pub(crate) fn end(&mut self, bytes: u64) {
         self.now -= bytes;
     }

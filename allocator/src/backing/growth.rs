@@ -8,7 +8,7 @@ use crate::state::shared::SharedState;
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {
-    /// The request was served from the new segment.
+    /// The request was served.
     Grown(Granted),
     /// The device, or a limit, does not have that much.
     Refused(Refusal),

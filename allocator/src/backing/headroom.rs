@@ -19,8 +19,8 @@ use crate::state::shared::SharedState;
 pub(crate) const ASKS: u32 = 64;
 const BETWEEN_ASKS: Duration = Duration::from_micros(50);
 
-/// What was free on the device beyond the headroom, and who was about to take how much before that
-/// was asked.
+/// The memory that was free on the device beyond the headroom, and the bytes that other threads
+/// were about to take before that question.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     /// `None` where nothing must stay free.
@@ -32,7 +32,7 @@ impl Room {
     /// Nothing may be taken.
     pub(crate) const NONE: Room = Room { free: Some(0), growing: Growing { now: 0, begun: 0 } };
 
-    /// Bytes that others took, or are about to, of which the answer may know or not.
+    /// Bytes that others took, or are about to take. The answer may include them or not.
     fn taken_meanwhile(&self, shared: &SharedState) -> u64 {
         self.growing.now.saturating_add(shared.growing.begun.wrapping_sub(self.growing.begun))
     }

@@ -185,7 +185,7 @@ pub(crate) fn waiting_blocks(shared: &SharedState) -> impl Iterator<Item = (&Blo
     })
 }
 
-/// As [`StateGuard::pending`] for all pools, but without a look at the blocks.
+/// As [`pending`] for all pools, but without a look at the blocks.
 fn pending_of_all(shared: &SharedState) -> Pending {
     unknown(shared, shared.waiting.uses.latest())
 }

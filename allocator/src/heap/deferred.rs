@@ -60,7 +60,7 @@ impl DeferredBlock {
 pub(super) struct Deferred {
     /// The one that came last.
     newest: DeferredBlock,
-    /// True if small blocks go on resting among the older ones. Otherwise these are empty.
+    /// True if small blocks stay deferred among the older ones. Otherwise there are no older ones.
     several: bool,
     /// Small blocks that came before, a ring.
     older: [DeferredBlock; OLDER],
@@ -87,7 +87,7 @@ impl Heap {
         self.deferred.newest.size != 0
     }
 
-    /// True if the newest block may go on resting among older ones.
+    /// True if the newest block may stay deferred among older ones.
     #[inline]
     pub(crate) fn defers_several(&self) -> bool {
         self.deferred.several
@@ -131,7 +131,7 @@ impl Heap {
         }
     }
 
-    /// Takes out the block that has deferred longest.
+    /// Takes out the block whose coalescing was deferred first.
     pub(crate) fn take_oldest_deferred(&mut self) -> Option<DeferredBlock> {
         let Deferred { newest, older, oldest, .. } = &mut self.deferred;
         let (second, first) = older.split_at_mut(*oldest);
@@ -237,7 +237,7 @@ impl Heap {
     }
 }
 
-/// As an arena does it (`state/arena/mod.rs`).
+/// As an arena does it (`state/arena/coalesce.rs`).
 #[cfg(test)]
 impl Heap {
     /// Defers a block, after merging those that must be merged before.

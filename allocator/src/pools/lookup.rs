@@ -55,7 +55,7 @@ pub(crate) fn heap_with_pool(guard: &mut StateGuard, slot: u32, pool: u16) -> &m
 }
 
 /// Takes the locks of settled arenas that may have what is sought in some pools. Called before
-/// [`StateGuard::heaps_with`].
+/// [`heaps_with`].
 pub(crate) fn look_for_in(guard: &mut StateGuard, which: Which, sought: Sought) {
     if which.has_default() {
         guard.look_for(sought);

@@ -327,7 +327,7 @@ impl AllocatorState {
         self.read.closed.store(true, Ordering::SeqCst);
         // A thread that queued a free either sees the store, or taking all locks applies its free.
         fence(Ordering::SeqCst);
-        self.recycle_whole_if_unused(self.lock_all());
+        self.recycle_locked_if_unused(self.lock_all());
     }
 
     /// Recycles the allocator state if it is closed and unused, after applying the frees queued so
@@ -336,10 +336,10 @@ impl AllocatorState {
     /// state, or an allocator that is open, or one that is closed and unused as well.
     #[cold]
     pub(crate) fn recycle_if_unused(&'static self) {
-        self.recycle_whole_if_unused(self.lock_all());
+        self.recycle_locked_if_unused(self.lock_all());
     }
 
-    fn recycle_whole_if_unused(&'static self, guard: StateGuard) {
+    fn recycle_locked_if_unused(&'static self, guard: StateGuard) {
         if guard.device.is_some() && guard.live() == 0 && self.is_closed() {
             self.recycle(guard);
         }

@@ -42,7 +42,7 @@ mod of_threads {
     }
 }
 
-/// Lets others run, for who waits for something that may take long and is seldom waited for.
+/// Lets other threads run: for a wait that may take long and is rare.
 pub(crate) fn pause() {
     #[cfg(not(aquifer_shuttle))]
     std::thread::sleep(std::time::Duration::from_micros(50));

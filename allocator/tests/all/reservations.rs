@@ -1,5 +1,5 @@
 //! Reservations: access guards that conflict come after all the work that a reservation was for,
-//! whoever enqueues it.
+//! on any thread.
 
 use std::sync::mpsc;
 use std::thread;

@@ -124,7 +124,7 @@ fn threads_that_open_a_gpu_at_the_same_time_get_one_device() {
                 0 => cuda::device_of(CudaContext::new(gpu.ordinal() as usize).unwrap()).unwrap(),
                 _ => cuda::shared(gpu.ordinal()).unwrap(),
             };
-            // Nobody closes it before all have opened it.
+            // No thread closes it before all have opened it.
             barrier.wait();
             device.id()
         };

@@ -272,7 +272,7 @@ fn streams_may_be_forgotten_and_found_on_several_threads() {
     bench.assert_no_violation();
 }
 
-/// Whoever asks while the stream is released gets one that takes calls, unless that is the one
+/// A request while the stream is released gets one that takes calls, unless that is the one
 /// being released.
 #[test]
 fn a_stream_may_be_found_while_a_caller_releases_it() {

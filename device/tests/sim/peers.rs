@@ -218,7 +218,7 @@ fn knowledge_of_the_host_from_one_device_counts_on_all() {
         let (mapped, physical) = pair.one.mapped();
         pair.one.kernel("writes", &[(mapped, GRANULE, Write)], None, pair.from).unwrap();
         pair.before();
-        // Nobody waits for the first device itself.
+        // No call waits for the first device itself.
         pair.two.synchronize_stream(pair.to).unwrap();
         pair.one.unmap(mapped, GRANULE).unwrap();
         pair.one.release_physical(physical).unwrap();

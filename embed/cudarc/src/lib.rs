@@ -68,7 +68,7 @@ pub use stream::{Bound, Lent, StreamExt};
 #[cfg(doc)]
 use cudarc::driver::{CudaSlice, DriverError};
 
-/// The process's allocator of a context's device: the same for everyone who asks. It is configured
+/// The process's allocator of a context's device: the same for every caller. It is configured
 /// by the environment, or with `Device::allocator_with` before its first use.
 ///
 /// # Errors

@@ -69,7 +69,7 @@ pub(crate) fn snapshot_file() -> Option<&'static Path> {
 pub(crate) fn at_exit() {
     static ONCE: Once = Once::new();
     extern "C" fn end() {
-        // Nobody could be told.
+        // There is nowhere to report this.
         let _ = catch_unwind(write);
     }
     if options().report.is_some() || snapshot_file().is_some() {

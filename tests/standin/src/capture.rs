@@ -166,7 +166,7 @@ impl Life {
     }
 }
 
-/// Parts of a graph under construction cannot be had here: whoever asks is told that there are
+/// Parts of a graph under construction cannot be had here: the call reports that there are
 /// none.
 fn nothing_inside(graph: Out<'_, Handle>, dependencies: Out<'_, Handle>, count: Out<'_, usize>) {
     offer(graph, 0);

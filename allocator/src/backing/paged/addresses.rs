@@ -17,13 +17,13 @@ use crate::state::settled::Sought;
 /// times as many addresses as it had memory.
 const ADDRESSES_FOR_MEMORY: u64 = 64;
 
-/// Reserves addresses for the request's pool. In all, at most [`ADDRESSES_FOR_MEMORY`] times as
-/// many are taken as the device has memory; where these are nearly used up, a request that is
-/// larger than its share still gets as many as it needs. The first reservation has room for all
-/// memory, and each later one takes a smaller share of the addresses that are left: after a hundred
-/// streams or pools that keep theirs, the next one has room for a seventh of all memory. Small
-/// requests take less, and so does any request if that many are refused. Returns false if there are
-/// no addresses for the request.
+/// Reserves addresses for the request's pool. Returns false if there are none.
+///
+/// Each reservation gets an equal share of what is left of [`ADDRESSES_FOR_MEMORY`] times the
+/// device's memory: the first has room for all memory, later ones for less. Small requests get a
+/// sixteenth. A request always gets as many addresses as it needs. If the driver refuses, a quarter
+/// is tried, down to what the request needs; then empty reservations are given back, and the least
+/// is tried once more.
 pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
     let held = allocator
         .state()
@@ -34,8 +34,8 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
     let Some((granule, count, held)) = held else { return Ok(false) };
     let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
     let least = request.size.next_multiple_of(granule) + granule;
-    let smaller = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
-    let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / smaller).next_multiple_of(granule).max(least);
+    let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
+    let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / share).next_multiple_of(granule).max(least);
     let mut gave_back = false;
     allocator.device().settle_unused();
     loop {

@@ -3,9 +3,9 @@
 //!
 //! Frames are created first, because that is the step which fails for lack of memory, and then
 //! nothing has to be undone. If a later call fails, frames that are unmapped already become spare,
-//! and frames that are mapped but cannot be accessed are unmapped again. Only where a frame is
-//! broken (`layout.rs`) is memory released and taken again; another program may be faster, and the
-//! work then fails.
+//! and frames that are mapped but cannot be accessed are unmapped again. Breaking
+//! a frame (`layout.rs`) releases its memory before smaller frames are created; if another program
+//! takes it first, the remap fails.
 
 use std::ops::Range;
 
@@ -90,13 +90,12 @@ fn layout(work: &Work) -> Layout {
     Layout::new(&there, &lengths, work.create, work.largest)
 }
 
-/// Creates frames of these sizes, of memory that the device has left. If it has not, nothing is
-/// created.
+/// Creates frames of these sizes. If one fails, releases those created before it.
 fn create(device: &Device, work: &Work, sizes: &[u32], done: &mut Done) -> Result<(), DeviceError> {
     if work.create > 0 {
         device.settle_unused();
     }
-    refuse_in_vain(device, work).inspect_err(|_| done.at_creation = true)?;
+    check_memory_left(device, work).inspect_err(|_| done.at_creation = true)?;
     let mut created = Vec::with_capacity(sizes.len());
     for &size in sizes {
         match create_one(device, work, size) {
@@ -148,7 +147,7 @@ fn break_frames(device: &Device, work: &Work, layout: &Layout, done: &mut Done) 
 /// give it back. Where the device reports too little free memory, that is not decisive, because the
 /// driver's own pool gives up memory that it holds in reserve. So this then creates one piece of
 /// the whole size, which succeeds as a whole or not at all, and releases it.
-fn refuse_in_vain(device: &Device, work: &Work) -> Result<(), DeviceError> {
+fn check_memory_left(device: &Device, work: &Work) -> Result<(), DeviceError> {
     let bytes = work.create.saturating_mul(work.granule);
     let seems_lacking = || device.driver().memory_info().is_ok_and(|memory| memory.free < bytes);
     if work.create <= CREATED_UNASKED || !seems_lacking() {

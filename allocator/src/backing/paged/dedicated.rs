@@ -2,10 +2,10 @@
 //! ([`crate::Growable`], [`crate::Exportable`]).
 //!
 //! It counts in `reserved` and `allocated` as a block of the large pool. Memory that its owner
-//! gives up is *retired*: it is listed with a tick of each stream that used it, which makes no
-//! driver call. Later operations on mappings unmap retired memory whose ticks are done, and recycle
-//! or release it. Ticks that are not known done are asked about and waited for together with those
-//! of free blocks (`donors.rs`).
+//! gives up is *deferred*: it is listed with a tick of each stream that used it, which makes no
+//! driver call. Later operations on mappings unmap deferred memory whose ticks are done, and
+//! recycle or release it. Ticks that are not known done are asked about and waited for together
+//! with those of free blocks (`donors.rs`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,8 +28,8 @@ use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
 use crate::state::shared::SharedState;
 
-/// Unmaps retired memory that is known done. Its frames become spare; those of exportable memory go
-/// back to the device. Returns how many bytes went back.
+/// Unmaps deferred memory that is known done. Its frames become spare; those of exportable memory
+/// go back to the device. Returns how many bytes went back.
 pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, AllocError> {
     if allocator.device().is_capturing() || !is_recyclable(&mut allocator.state().shared()) {
         return Ok(0);
@@ -64,8 +64,8 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
     }
 }
 
-/// Unmaps retired memory. Returns the error, if any; the memory is then mapped still, and stays
-/// retired.
+/// Unmaps deferred memory. Returns the error, if any; the memory is then mapped still, and stays
+/// deferred.
 fn unmap_leaving(allocator: &Allocator, leaving: &Leaving) -> Option<DeviceError> {
     let DeferredRelease { range, was_told, .. } = &leaving.deferred_release;
     if *was_told {
@@ -86,14 +86,14 @@ fn release_freed(allocator: &Allocator, freed: Vec<(RawPhysical, u64)>) {
     }
 }
 
-/// Retired memory while the driver unmaps it.
+/// Deferred memory while the driver unmaps it.
 struct Leaving {
     deferred_release: DeferredRelease,
     purpose: Purpose,
     frames: Vec<Frame>,
 }
 
-/// Takes one piece of retired memory that is done off the list.
+/// Takes one piece of deferred memory that is done off the list.
 fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
     let SharedState { paged, timelines, .. } = shared;
     let paged = paged.as_mut().filter(|paged| paged.absent.is_none())?;
@@ -104,7 +104,7 @@ fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
     Some(Leaving { deferred_release, purpose, frames })
 }
 
-/// Accounts for retired memory after the driver unmapped it, or failed to. Returns the frames that
+/// Accounts for deferred memory after the driver unmapped it, or failed to. Returns the frames that
 /// are of no use to others, with their bytes.
 fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) -> Vec<(RawPhysical, u64)> {
     let Leaving { deferred_release, purpose, frames } = leaving;
@@ -130,7 +130,7 @@ fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) ->
     frames
 }
 
-/// Adds the retired granules to those that ticks not known done keep from moving, by tick.
+/// Adds the deferred granules to those that ticks not known done keep from moving, by tick.
 pub(crate) fn add_deferred_release(guard: &StateGuard, not_done: &mut BTreeMap<Use, u64>) {
     let ticks = guard.paged.iter().flat_map(|paged| paged.deferred_release.ticks());
     for (tick, granules) in ticks.filter(|&((slot, after), _)| !guard.is_known_done(slot, after)) {
@@ -179,7 +179,7 @@ fn count_owned(guard: &StateGuard, before: Owned, size: u64, requested: u64) {
     }
 }
 
-/// True if retired memory is known done, or addresses may go back. Not while the allocator sleeps:
+/// True if deferred memory is known done, or addresses may go back. Not while the allocator sleeps:
 /// nothing is behind the addresses then.
 fn is_recyclable(shared: &mut SharedState) -> bool {
     let SharedState { paged, timelines, .. } = shared;

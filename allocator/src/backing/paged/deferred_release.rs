@@ -38,7 +38,7 @@ type Key = (u64, u64);
 
 /// All memory that its owners gave up.
 #[derive(Debug, Default)]
-pub(crate) struct RetiredMemory {
+pub(crate) struct DeferredReleases {
     granule: u64,
     pieces: BTreeMap<Key, DeferredRelease>,
     uses: TickIndex<Key>,
@@ -48,9 +48,9 @@ pub(crate) struct RetiredMemory {
     vacant: Vec<u64>,
 }
 
-impl RetiredMemory {
-    pub(crate) fn new(granule: u64) -> RetiredMemory {
-        RetiredMemory { granule, ..RetiredMemory::default() }
+impl DeferredReleases {
+    pub(crate) fn new(granule: u64) -> DeferredReleases {
+        DeferredReleases { granule, ..DeferredReleases::default() }
     }
 
     /// True if no memory and no addresses are to go back.
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn addresses_are_vacant_once_the_owner_and_all_pieces_are_gone() {
-        let mut deferred_release = RetiredMemory::new(GRANULE);
+        let mut deferred_release = DeferredReleases::new(GRANULE);
         deferred_release.add(piece(0, 1..3, &[(1, 5)]));
         deferred_release.add(piece(0, 0..1, &[(1, 6), (2, 1)]));
         assert!(deferred_release.take_done(|_| 0).is_none());
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn addresses_of_a_piece_that_stayed_mapped_are_not_vacant() {
-        let mut deferred_release = RetiredMemory::new(GRANULE);
+        let mut deferred_release = DeferredReleases::new(GRANULE);
         deferred_release.add(piece(0, 0..1, &[(1, 5)]));
         let taken = deferred_release.take_done(|_| 5).unwrap();
         deferred_release.abandon(0);
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_piece_that_is_taken_back_in_part_still_waits() {
-        let mut deferred_release = RetiredMemory::new(GRANULE);
+        let mut deferred_release = DeferredReleases::new(GRANULE);
         deferred_release.add(piece(0, 1..5, &[(1, 5)]));
         deferred_release.add(DeferredRelease::unusable(0, 0..GRANULE));
         let taken = deferred_release.take_below(0, 2 * GRANULE);
@@ -233,7 +233,7 @@ mod tests {
         fn behaves_like_a_list_of_granules(
             steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80),
         ) {
-            let (mut deferred_release, mut now, mut done) = (RetiredMemory::new(GRANULE), 1, 0);
+            let (mut deferred_release, mut now, mut done) = (DeferredReleases::new(GRANULE), 1, 0);
             // The tick that each granule waits for, by reservation and number.
             let mut model: BTreeMap<(u64, u64), u64> = BTreeMap::new();
             for (what, owner, from, count) in steps {

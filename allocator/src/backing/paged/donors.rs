@@ -129,7 +129,7 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
     donors
 }
 
-/// As [`StateGuard::donors`], from at most [`BATCH`] blocks that begin below an address, and
+/// As [`donors`], from at most [`BATCH`] blocks that begin below an address, and
 /// without frames of more granules than are wanted. Frames side by side may be one donor. Returns
 /// the address below which to go on; `None` if there are no more such blocks.
 pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {

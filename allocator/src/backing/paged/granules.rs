@@ -9,7 +9,7 @@ use aquifer_device::internal::Reservation;
 use aquifer_device::{Device, DevicePtr, PhysicalOptions};
 
 use crate::backing::paged::capacity::Capacity;
-use crate::backing::paged::deferred_release::RetiredMemory;
+use crate::backing::paged::deferred_release::DeferredReleases;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::backing::paged::internal_fragmentation::InternalFragmentation;
@@ -35,13 +35,13 @@ pub(crate) struct Paged {
     reservations: BTreeMap<u64, Mapped>,
     /// Bytes of those that are regions of heaps, and of the others.
     heap_addresses: u64,
-    apart_addresses: u64,
+    dedicated_addresses: u64,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Bytes that they have.
     pub(crate) owned_bytes: u64,
     /// Memory that such owners gave up.
-    pub(crate) deferred_release: RetiredMemory,
+    pub(crate) deferred_release: DeferredReleases,
     /// Ranges that have no memory while the allocator sleeps, by address; `None` while it is awake.
     pub(crate) absent: Option<Vec<Absent>>,
     /// Frames that are mapped nowhere.
@@ -133,10 +133,10 @@ impl Paged {
             access: vec![ordinal],
             reservations,
             heap_addresses: 0,
-            apart_addresses: 0,
+            dedicated_addresses: 0,
             owned: BTreeMap::new(),
             owned_bytes: 0,
-            deferred_release: RetiredMemory::new(granule),
+            deferred_release: DeferredReleases::new(granule),
             absent: None,
             spares,
             stuck: VecDeque::new(),
@@ -187,17 +187,17 @@ impl Paged {
 
     /// Bytes of reserved addresses.
     pub(crate) fn address_bytes(&self) -> u64 {
-        self.heap_addresses + self.apart_addresses
+        self.heap_addresses + self.dedicated_addresses
     }
 
     /// Bytes of reserved addresses outside of heaps.
     pub(crate) fn dedicated_address_bytes(&self) -> u64 {
-        self.apart_addresses
+        self.dedicated_addresses
     }
 
     /// The count of reserved bytes that a reservation is part of.
     fn addresses_mut(&mut self, purpose: Purpose) -> &mut u64 {
-        if purpose == Purpose::Heap { &mut self.heap_addresses } else { &mut self.apart_addresses }
+        if purpose == Purpose::Heap { &mut self.heap_addresses } else { &mut self.dedicated_addresses }
     }
 
     /// The reservation that a range lies in, and the places that it touches there.

@@ -37,6 +37,7 @@ use crate::sync::RwLockReadGuard;
 /// How often a request is planned anew at most. It may have to be, because others may take the
 /// memory that it waited for.
 pub(crate) const ROUNDS: u32 = 64;
+
 /// What may still be tried for a request.
 #[derive(Clone, Copy, Debug)]
 struct Allowed {
@@ -189,7 +190,7 @@ fn carry_out_plan(
     purchase: &mut Purchase,
 ) -> Result<Option<Growth>, AllocError> {
     let purchased = plan.purchase;
-    let (work, held) = plan.part();
+    let (work, held) = plan.into_parts();
     let done = carry_out(allocator.device(), allocator.hooks(), work);
     if done.unmapped > 0 {
         let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
@@ -202,7 +203,8 @@ fn carry_out_plan(
     }
     drop(guard);
     match done.error {
-        // A capture began before memory was unmapped. The next plan moves none.
+        // A capture began, so a donor could not be unmapped. The next plan moves nothing: `donors`
+        // chooses none during a capture.
         Some(error) if error.kind == ErrorKind::Capture => Ok(None),
         Some(error) if !error.is_out_of_memory() => Err(error.into()),
         Some(_) if done.at_creation => {
@@ -211,6 +213,7 @@ fn carry_out_plan(
             *purchase = lower;
             Ok(None)
         }
+        // Out of memory while unmapping, mapping or setting access: buying less does not help.
         _ => Ok(Some(Growth::Refused(Refusal::Device))),
     }
 }

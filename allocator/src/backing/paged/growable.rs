@@ -389,7 +389,7 @@ impl Growable {
         Ok(())
     }
 
-    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of retired
+    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of deferred
     /// memory.
     fn take_retired(&self, size: u64) -> Vec<DeferredRelease> {
         let (base, end) = (self.ptr().0, self.ptr().0 + size);

@@ -56,9 +56,9 @@ pub(super) struct Layout {
     pub(super) first: Vec<u32>,
     /// Frames to break once they are mapped nowhere.
     pub(super) broken: Vec<u32>,
-    /// Frames to create of their memory,
+    /// Frames to create from the broken frames' memory, to fill the ranges.
     pub(super) then: Vec<u32>,
-    /// and of what is left of it.
+    /// Frames to create from the rest of that memory; they become spare.
     pub(super) surplus: Vec<u32>,
 }
 

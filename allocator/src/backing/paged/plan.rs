@@ -245,7 +245,8 @@ fn hold_donors(
         let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
         let in_window = (donor.arena == slot).then(|| changed.get(&donor.block)).flatten();
         let id = match (left.filter(|(last, _)| same_block(last)), in_window) {
-            // Parts of the window's own blocks lie below it and above it.
+            // A donor in a block that the window cut lies in the remainder above or below the
+            // held part.
             (Some((last, below)), Some(holding)) => {
                 let crossed = last.addr >= window_end && donor.addr < window_end;
                 if crossed { holding.below } else { below }
@@ -270,7 +271,7 @@ fn hold_donors(
 
 impl Plan {
     /// Splits the plan into the driver's work and the memory held meanwhile.
-    pub(crate) fn part(self) -> (Work, Held) {
+    pub(crate) fn into_parts(self) -> (Work, Held) {
         (self.work, self.held)
     }
 }

@@ -1,5 +1,5 @@
-//! What a remap came to: once the driver did its work, or failed at it, all that was held goes back
-//! to the heaps, and is accounted for.
+//! Commits or rolls back a remap: accounts for the driver calls, and returns all held memory to the
+//! heaps.
 
 use std::ops::Range;
 
@@ -36,7 +36,8 @@ pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held,
         let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
         paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
     }
-    let last = held.window.iter().filter_map(|&id| let_go(guard, request, id, &usable, &stuck)).last();
+    // The pieces merge as they are released, so the block of the last one is the whole window.
+    let last = held.window.iter().filter_map(|&id| release_piece(guard, request, id, &usable, &stuck)).last();
     account_for_granules(guard);
     last.filter(|_| done.error.is_none())
 }
@@ -94,7 +95,7 @@ fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
 
 /// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is
 /// in one.
-fn let_go(
+fn release_piece(
     guard: &mut StateGuard,
     request: &Request,
     id: BlockId,
@@ -103,6 +104,7 @@ fn let_go(
 ) -> Option<BlockId> {
     let heap = &mut guard.arena(request.slot).heap;
     let block = heap.blocks[id];
+    // Held: this piece was free memory. Otherwise it is `Filling`, a hole.
     if block.state == State::Held {
         return Some(heap.unhold_as_free(id));
     }

@@ -48,6 +48,7 @@ const STALL_SHARE: u64 = 32;
 const ORDER_SPACING: u64 = 32;
 /// See [`ORDER_SPACING`].
 const ORDER_ADVANCE: u64 = 8;
+
 /// Another stream's work that the request's stream should wait for.
 pub(super) enum Order {
     /// These uses of the stream's own blocks.
@@ -70,7 +71,7 @@ pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u6
     ticks.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
 }
 
-/// True if an event covers the ticks below a count, or should: recording it may have failed.
+/// True if an event for these ticks was due; recording it may have failed.
 fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
     guard.timeline(slot).is_some_and(|timeline| after <= timeline.now())
 }
@@ -135,8 +136,8 @@ pub(super) fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> 
     first_enough(guard, &not_done, draft.buy.max(guard.reserved / STALL_SHARE / paged.granule))
 }
 
-/// The earliest tick of a stream by which `granules` granules are done, on that stream alone. If no
-/// stream has that many, the latest tick of the stream that has the most.
+/// Chooses the stream that can free the most granules, counting up to `granules`, and the earliest
+/// tick by which it does.
 pub(crate) fn first_enough(
     guard: &StateGuard,
     not_done: &BTreeMap<(u32, u64), u64>,
@@ -159,6 +160,7 @@ pub(super) fn order_after(allocator: &Allocator, request: &Request, uses: &Pendi
     let own = allocator.state().shared().timeline(request.slot).cloned();
     let Some(own) = own else { return Ok(false) };
     for (timeline, after) in uses {
+        // `after` counts ticks; the last of them has the number `after - 1`.
         match own.wait_for(timeline, after.saturating_sub(1)) {
             Ok(()) => {}
             Err(error) if cannot_be_asked(&error) => return Ok(false),

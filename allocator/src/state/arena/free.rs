@@ -1,13 +1,12 @@
-//! Giving a block back. No way waits for a lock while the allocator is open, unless the queue is
-//! full.
+//! Freeing a block. While the allocator is open, a free waits for a lock only if the queue is full.
 //!
 //! | the calling thread | the arena | what happens |
 //! | --- | --- | --- |
 //! | allocates from the arena | its lock is free | the block is freed under the lock: [`Arena::free_in`] |
 //! | allocates from the arena | its lock is taken | the lock is tried a few times, then the block is queued |
 //! | does not | no block of it is used by other streams | the block is queued (`remote.rs`): [`Arena::queue_free`] |
-//! | does not | some are, or the free is in another stream's order | as if the thread allocated here |
-//! | is not known to the allocator's counters yet | | it is made known if no lock is taken, else the block is queued |
+//! | does not | some are, or the free is in another stream's order | the lock is tried a few times, then the block is queued: [`Arena::free_with_retries`] |
+//! | is not known to the allocator's counters yet | any | it is made known if no lock is taken, else the block is queued |
 //!
 //! A block that streams besides its own use goes from the arena to the allocator state, because it
 //! needs the shared state's lock ([`crate::state::AllocatorState::free_used_elsewhere`]).
@@ -29,7 +28,7 @@ impl Arena {
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
     pub(crate) fn free(&'static self, block: BlockId, on: Option<u32>, bytes: u64) {
-        if !self.remote.has_direct_thread() {
+        if !self.remote.is_this_thread_direct() {
             return self.free_from_other_thread(block, on, bytes);
         }
         match self.inner.try_lock() {
@@ -64,8 +63,8 @@ impl Arena {
         self.queue_free(RemoteFree { block, on, bytes }, true);
     }
 
-    /// True if streams besides its own use any live block. Such blocks are not queued if that can
-    /// be helped: they wait for these streams as of when they are taken out.
+    /// True if other streams use any live block. Frees of such blocks avoid the queue, because
+    /// their ticks are taken only when they leave it.
     fn has_blocks_used_elsewhere(&self) -> bool {
         self.blocks_used_elsewhere.load(Ordering::Relaxed) > 0
     }

@@ -9,21 +9,21 @@ impl ArenaGuard {
     #[inline]
     pub(crate) fn is_milestone_due(&mut self) -> bool {
         let milestones = &self.milestones;
-        self.given_back_for_good() >= milestones.due_at
+        self.freed_not_retaken() >= milestones.due_at
             && milestones.searches >= milestones.not_before
             && self.begin_milestone()
     }
 
     /// Bytes freed so far, without those of blocks that the next request took again unchanged.
     #[inline]
-    fn given_back_for_good(&self) -> u64 {
+    fn freed_not_retaken(&self) -> u64 {
         self.milestones.freed - self.heap.retaken
     }
 
     #[cold]
     fn begin_milestone(&mut self) -> bool {
         let spacing = self.arena.state.counters.reserved_bytes.read().all.current / SHARE;
-        let freed = self.given_back_for_good();
+        let freed = self.freed_not_retaken();
         let milestones = &mut self.milestones;
         let may_record = milestones.may_record(Reason::Milestone);
         // If nothing was freed since the start, there is nothing to learn.

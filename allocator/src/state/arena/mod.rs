@@ -102,7 +102,8 @@ pub(crate) struct ArenaInner {
     unchecked: usize,
 }
 
-/// The reason why a free needs more than the arena: other streams use the block.
+/// A free that needs the shared state: other streams use the block, or it is freed in another
+/// stream's order and blocks do not cross streams.
 #[derive(Debug)]
 struct UsedElsewhere;
 
@@ -127,7 +128,7 @@ impl Arena {
     #[inline]
     pub(crate) fn enter(&'static self) -> Option<ArenaGuard> {
         // Before the lock, which all later loads wait for.
-        let is_direct = self.remote.has_direct_thread();
+        let is_direct = self.remote.is_this_thread_direct();
         let locked = self.admit(self.inner.lock())?;
         // Not by reference: values that are passed on in registers must not be forced into memory.
         if is_direct { Some(locked) } else { locked.drain_for_allocation() }

@@ -4,8 +4,8 @@
 //! between their caches line by line: 600 ns for each block that one thread allocates and another
 //! frees. So only threads that allocate from an arena free there directly. Others put the numbers
 //! of their blocks into the arena's queue, and the next thread that allocates takes them out, many
-//! at a time. Blocks that other streams use, or that another stream inherits, are freed directly by
-//! all: their ticks are taken when they leave the queue, and would be later than they need be.
+//! at a time. Blocks that other streams use, or that are freed in another stream's order, bypass
+//! the queue: a tick taken when a block leaves the queue is later than necessary.
 //!
 //! Blocks in the queue are live until they are taken out. They are taken out
 //! * by the next allocation from the arena, once they are *due*: 16 of them wait, or a large one,
@@ -14,7 +14,7 @@
 //! * whenever a slow path looks into the arena: before memory is asked of the device, and before
 //!   statistics are read.
 //!
-//! So no request is refused, and nothing grows, for the sake of a block that stands here.
+//! So a queued block never causes a refusal or growth.
 //!
 //! One word per arena says which threads free directly. Blocks that become due clear it, and an
 //! allocation by a thread that it does not name empties the queue before it enters itself. So the
@@ -96,7 +96,7 @@ impl Default for RemoteFrees {
 impl RemoteFrees {
     /// True if the calling thread frees directly, and need not empty the queue before it allocates.
     #[inline]
-    pub(crate) fn has_direct_thread(&self) -> bool {
+    pub(crate) fn is_this_thread_direct(&self) -> bool {
         self.direct.load(Ordering::Relaxed) & bit::of_this_thread() != 0
     }
 
@@ -113,12 +113,12 @@ impl RemoteFrees {
         }
     }
 
-    /// Queues a block, before anything that the caller reads afterwards; `hurries` if it is due at
+    /// Queues a block, before anything that the caller reads afterwards; `is_due` if it is due at
     /// once. Gives it back if the queue is full.
-    pub(crate) fn push(&self, free: RemoteFree, hurries: bool) -> Result<(), RemoteFree> {
+    pub(crate) fn push(&self, free: RemoteFree, is_due: bool) -> Result<(), RemoteFree> {
         let is_large = free.bytes >= LARGE;
         self.queue.push(free)?;
-        let are_due = hurries || is_large || self.queue.len() >= BATCH;
+        let are_due = is_due || is_large || self.queue.len() >= BATCH;
         if are_due && self.direct.load(Ordering::Relaxed) != 0 {
             self.direct.store(0, Ordering::Relaxed);
         }
@@ -147,31 +147,31 @@ mod tests {
     #[test]
     fn small_blocks_are_due_by_the_batch_and_large_ones_at_once() {
         let frees = RemoteFrees::default();
-        assert!(!frees.has_direct_thread());
+        assert!(!frees.is_this_thread_direct());
         frees.add_direct_thread();
         for _ in 1..BATCH {
             push(&frees, 512);
         }
-        assert!(frees.has_direct_thread() && !frees.is_empty());
+        assert!(frees.is_this_thread_direct() && !frees.is_empty());
         push(&frees, 512);
-        assert!(!frees.has_direct_thread());
+        assert!(!frees.is_this_thread_direct());
         frees.add_direct_thread();
         assert_eq!(frees.drain().count(), BATCH);
-        assert!(frees.has_direct_thread() && frees.is_empty());
+        assert!(frees.is_this_thread_direct() && frees.is_empty());
         push(&frees, LARGE);
-        assert!(!frees.has_direct_thread());
+        assert!(!frees.is_this_thread_direct());
     }
 
     #[test]
     fn other_threads_are_not_direct_and_may_be_forgotten() {
         let frees = RemoteFrees::default();
         std::thread::scope(|scope| scope.spawn(|| frees.add_direct_thread()).join().unwrap());
-        assert!(!frees.has_direct_thread());
+        assert!(!frees.is_this_thread_direct());
         frees.add_direct_thread();
         frees.forget_other_threads();
-        assert!(frees.has_direct_thread());
+        assert!(frees.is_this_thread_direct());
         std::thread::scope(|scope| scope.spawn(|| frees.forget_other_threads()).join().unwrap());
-        assert!(!frees.has_direct_thread());
+        assert!(!frees.is_this_thread_direct());
     }
 
     #[test]

@@ -13,7 +13,7 @@ impl ArenaGuard {
         self.take_own_hot(request)
     }
 
-    /// As [`ArenaGuard::take_own`], less what is in the queue, compiled into its caller, so that
+    /// As [`ArenaGuard::take_own`], without applying the remote frees first. Inlined so that
     /// request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
