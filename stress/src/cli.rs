@@ -98,9 +98,10 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The
-    /// commands replay, fit, compare, fragmentation and demo use each in turn; other commands take
-    /// only one. The environment is not read: to use its options, pass them with --config
+    /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The commands
+    /// replay, fit, compare, fragmentation and demo use each in turn; other commands take only one.
+    /// With 'backing:expandable', replay, fit and compare reproduce PyTorch's allocator with
+    /// expandable segments. The environment is not read: to use its options, pass them with --config
     /// "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,

@@ -31,7 +31,7 @@ fn sieve() -> Sieve {
 impl Sieve {
     fn assert_contents(&self) {
         for (block, byte) in self.live.iter().zip(0u8..) {
-            let mut found = vec![0; 2 * MIB as usize];
+            let mut found = vec![0; 2 << 20];
             self.stream.download_blocking(&mut found, block.ptr()).unwrap();
             assert!(found.iter().all(|&found| found == byte), "block {byte}");
         }
@@ -87,7 +87,7 @@ fn memory_that_a_graph_may_use_is_brought_back() {
     sieve.allocator.sleep(Contents::SaveToHost).unwrap();
     sieve.allocator.wake().unwrap();
     graph.launch(&sieve.stream).unwrap();
-    let mut found = vec![0; 2 * MIB as usize];
+    let mut found = vec![0; 2 << 20];
     sieve.stream.download_blocking(&mut found, input.ptr()).unwrap();
     assert!(found.iter().all(|&byte| byte == 5));
     sieve.assert_contents();
