@@ -8,7 +8,7 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
-use crate::backing::paged::record_milestone;
+use crate::backing::paged::milestones::record_milestone;
 use crate::backing::segments::{releasable, release_where};
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;

@@ -11,7 +11,7 @@ use aquifer_device::{Device, Operation};
 use crate::accounting::counters::Hot;
 use crate::allocation::CHECKED;
 use crate::backing::choose::choose;
-use crate::backing::paged::Gate;
+use crate::backing::paged::gate::Gate;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;

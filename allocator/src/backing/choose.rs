@@ -2,7 +2,8 @@
 
 use aquifer_device::{Device, ErrorKind};
 
-use crate::backing::paged::{Paged, probe};
+use crate::backing::paged::granules::Paged;
+use crate::backing::paged::probe::probe;
 use crate::backing::why_segments::WhySegments;
 use crate::config::validate::GRANULE_MIN;
 use crate::config::{Backing, Config};

@@ -26,7 +26,7 @@ use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::backing::paged::DedicatedMemory;
+use crate::backing::paged::dedicated_memory::DedicatedMemory;
 use crate::buffer::foreign::Foreign;
 use crate::buffer::held::Holder;
 use crate::buffer::record::AccessRecord;

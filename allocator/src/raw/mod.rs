@@ -4,12 +4,12 @@
 //! Each arena has a table from pointer to block (`table.rs`), for this interface alone; handles
 //! need no look-up. Which arena a pointer belongs to is guessed by its address (`guess.rs`).
 
-mod guess;
+pub(crate) mod guess;
 mod owner;
 pub(crate) mod ready;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
-mod table;
+pub(crate) mod table;
 #[cfg(all(test, not(aquifer_shuttle)))]
 mod tests;
 
@@ -27,9 +27,7 @@ use crate::state::arena::Granted;
 use crate::state::arena::{Arena, UNKNOWN};
 use crate::sync::atomic::Ordering;
 
-pub(crate) use guess::Guesses;
 pub use owner::{RawOwner, owner_of};
-pub(crate) use table::RawTable;
 
 impl AllocatorState {
     /// Removes a raw pointer.

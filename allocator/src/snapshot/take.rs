@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
-use crate::backing::paged::POOL;
 use crate::backing::paged::dedicated::in_use;
+use crate::backing::paged::granules::POOL;
 use crate::heap::{self, Heap, Passed, State, kind_of};
 use crate::history::{Action, Entry, History, Subject};
 use crate::size_class::PoolKind;

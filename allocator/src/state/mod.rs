@@ -43,7 +43,7 @@ use crate::accounting::counter::{Counter, Sum};
 use crate::accounting::counters::{Counters, Hot};
 use crate::heap::BlockId;
 use crate::history::History;
-use crate::raw::Guesses;
+use crate::raw::guess::Guesses;
 use crate::state::arena::{Arena, ArenaGuard, ArenaInner};
 use crate::state::awake::Wakefulness;
 use crate::state::guard::StateGuard;

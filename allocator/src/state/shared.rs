@@ -11,7 +11,8 @@ use aquifer_device::{Device, Stream};
 
 use crate::accounting::writer::CounterWriter;
 use crate::backing::growing::Growing;
-use crate::backing::paged::{Paged, Pins};
+use crate::backing::paged::granules::Paged;
+use crate::backing::paged::pins::Pins;
 use crate::cross_stream::waiting_list::WaitingList;
 use crate::heap::BlockId;
 use crate::pools::table::PoolTable;

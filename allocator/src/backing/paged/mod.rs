@@ -92,13 +92,7 @@ pub(crate) mod trim;
 pub(crate) mod wait;
 pub(crate) mod window;
 
-pub(crate) use dedicated_memory::DedicatedMemory;
 pub use exportable::Exportable;
-pub(crate) use gate::Gate;
-pub(crate) use granules::{Owned, POOL, Paged};
 pub use growable::Growable;
-pub(crate) use milestones::{Milestones, record_milestone};
 pub use pin::PinnedMapping;
-pub(crate) use pins::Pins;
-pub(crate) use probe::probe;
 pub use sleep::Contents;

@@ -29,10 +29,10 @@ use crossbeam_utils::CachePadded;
 use remote::{RemoteFree, RemoteFrees};
 
 use crate::accounting::writer::{ArenaCounters, CounterTarget, CounterWriter};
-use crate::backing::paged::Milestones;
+use crate::backing::paged::milestones::Milestones;
 use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange};
 use crate::history::{Actions, Subject};
-use crate::raw::RawTable;
+use crate::raw::table::RawTable;
 use crate::size_class::{PoolKind, SizeClasses};
 use crate::state::{AllocatorState, DeferredFree};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
