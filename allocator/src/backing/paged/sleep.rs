@@ -340,3 +340,6 @@ fn save(copies: &Stream, range: &Range<u64>) -> Result<Saved, AllocError> {
     copies.download_blocking(&mut saved, DevicePtr(range.start))?;
     Ok(Saved { addr: range.start, bytes: saved })
 }
+
+#[cfg(test)]
+mod tests;

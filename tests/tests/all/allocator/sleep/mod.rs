@@ -1,7 +1,6 @@
 //! Sleep and wake: memory goes and comes back, addresses and contents stay, and no failure loses
 //! anything.
 
-mod live;
 mod meanwhile;
 
 use std::ops::Deref;

@@ -1,11 +1,12 @@
 //! Sleep saves and brings back live memory alone.
 
-use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::memory::{Allocation, Config, Contents, PoolOptions};
-use aquifer::{Allocator, Device, Stream};
-use aquifer_device::Operation;
-use aquifer_tests::MIB;
+use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_device::{Device, Operation, Stream};
 use proptest::prelude::*;
+
+use crate::{Allocation, Allocator, Config, Contents, PoolOptions};
+
+const MIB: u64 = 1 << 20;
 
 struct Sieve {
     device: Device,
