@@ -74,14 +74,15 @@ pub enum AllocError {
     /// before, or take one guard with all the memory that is used. Parts of one buffer count as the
     /// same memory.
     #[error(
-        "this thread is within `Stream::with`, or holds an `AccessGuard`, on the same memory and would wait for itself: end that first, or name all \
-         buffers in one call"
+        "this thread is within `Stream::with`, or holds an `AccessGuard`, on the same memory and would wait for \
+         itself: end that first, or name all buffers in one call"
     )]
     AccessHeld,
     /// The calling thread asked an allocator to sleep while keeping it awake, by an access guard or
     /// by [`crate::Allocator::keep_awake`]: it would wait for itself. Drop that first.
     #[error(
-        "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop the access guard or the guard before"
+        "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop its `AccessGuard`, \
+         or what `keep_awake` returned, first"
     )]
     KeptAwake,
     /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::{AllocError, MemoryStats};
 use aquifer::{Device, Stream};
+use aquifer_device::internal::Reservation;
 use aquifer_device::{PhysicalOptions, RawPhysical};
 
 use crate::cli::ConfigArg;
@@ -23,8 +24,6 @@ const UNIT: u64 = 512;
 const SMALL_MAX: u64 = 1 << 20;
 /// Bytes of a page of the small and of the large pool.
 const PAGES: [u64; 2] = [2 << 20, 20 << 20];
-/// Larger requests are refused at once.
-const REQUEST_MAX: u64 = 1 << 60;
 
 /// The allocator as a [`Subject`], with the streams of a program.
 #[derive(Debug)]
@@ -131,6 +130,9 @@ impl Expandable {
     /// Maps pages until a stretch of free blocks and unmapped ones of a segment is one block that is
     /// large enough, and takes it.
     fn expand(&mut self, kind: usize, stream: u16, size: u64) -> Result<usize, Unmappable> {
+        if size > self.device.info().total_bytes {
+            return Err(Unmappable::NoMemory);
+        }
         let mut id = self.stretch(kind, stream, size)?;
         if self.blocks[id].state == State::Unmapped {
             self.map(id, size)?;
@@ -175,7 +177,7 @@ impl Expandable {
     }
 
     /// Maps the pages of the first `bytes` bytes of an unmapped block, which becomes free and merges
-    /// with the free blocks beside it.
+    /// with the free blocks next to it.
     fn map(&mut self, id: usize, bytes: u64) -> Result<(), Unmappable> {
         let Block { kind, addr, size, .. } = self.blocks[id];
         let page = PAGES[kind];
@@ -186,14 +188,18 @@ impl Expandable {
             match driver.create_physical(page, PhysicalOptions::default()) {
                 Ok(physical) => created.push(physical),
                 Err(error) => {
-                    created.into_iter().try_for_each(|physical| driver.release_physical(physical))?;
+                    created.into_iter().for_each(|physical| self.release(physical));
                     return Err(error.into());
                 }
             }
         }
         let mut at = addr;
-        for physical in created {
-            driver.map(DevicePtr(at), page, physical)?;
+        let mut created = created.into_iter();
+        while let Some(physical) = created.next() {
+            if let Err(error) = driver.map(DevicePtr(at), page, physical) {
+                std::iter::once(physical).chain(created).for_each(|physical| self.device.release_later(physical));
+                return Err(error.into());
+            }
             self.pages.insert(at, (physical, page));
             at += page;
         }
@@ -249,16 +255,21 @@ impl Expandable {
         let block = &mut self.blocks[id];
         (block.addr, block.size, block.state) = (low, high - low, State::Unmapped);
         let gone: Vec<u64> = self.pages.range(low..high).map(|(&at, _)| at).collect();
-        for &at in &gone {
+        for at in gone {
             self.device.driver().unmap(DevicePtr(at), page)?;
-        }
-        for (physical, _) in gone.iter().filter_map(|at| self.pages.remove(at)) {
-            self.device.driver().release_physical(physical)?;
+            self.pages.remove(&at).into_iter().for_each(|(physical, _)| self.release(physical));
         }
         self.stats.reserved_bytes.all.current -= high - low;
         self.stats.num_device_free += 1;
         self.merge_and_list(id);
         Ok(())
+    }
+
+    /// Releases physical memory, later if the driver refuses now.
+    fn release(&self, physical: RawPhysical) {
+        if self.device.driver().release_physical(physical).is_err() {
+            self.device.release_later(physical);
+        }
     }
 
     /// Cuts a taken block to `size` bytes. The rest is free.
@@ -277,7 +288,7 @@ impl Expandable {
         id
     }
 
-    /// Merges a block that is in no list with those beside it in the same state, and lists it.
+    /// Merges a block that is in no list with neighbours in the same state, and lists it.
     fn merge_and_list(&mut self, id: usize) {
         let state = self.blocks[id].state;
         if let Some(prev) = self.blocks[id].prev.filter(|&prev| self.blocks[prev].state == state) {
@@ -386,10 +397,7 @@ impl Subject for Expandable {
         if bytes == 0 {
             return Ok(None);
         }
-        if bytes > REQUEST_MAX {
-            return Err(Refused::OutOfMemory);
-        }
-        let size = bytes.next_multiple_of(UNIT);
+        let size = bytes.checked_next_multiple_of(UNIT).unwrap_or(u64::MAX);
         let id = self.serve(usize::from(size > SMALL_MAX), stream, size)?;
         let allocated = &mut self.stats.allocated_bytes.all;
         allocated.current += self.blocks[id].size;
@@ -407,18 +415,12 @@ impl Subject for Expandable {
 
 impl Drop for Expandable {
     fn drop(&mut self) {
-        let driver = self.device.driver();
-        let release = || -> Result<(), DeviceError> {
-            driver.synchronize()?;
-            for (&at, &(physical, page)) in &self.pages {
-                driver.unmap(DevicePtr(at), page)?;
-                driver.release_physical(physical)?;
-            }
-            self.segments.iter().try_for_each(|&(ptr, length)| driver.unreserve(ptr, length))
-        };
-        if let Err(error) = release() {
-            tracing::warn!(%error, "memory was not given back to the device");
+        for &(ptr, bytes) in &self.segments {
+            let pages = self.pages.range(ptr.0..ptr.0 + bytes);
+            let mapped = pages.map(|(&at, &(physical, page))| (DevicePtr(at), page, physical)).collect();
+            self.device.unreserve_later(Reservation { ptr, bytes, mapped });
         }
+        self.device.settle();
     }
 }
 

@@ -45,7 +45,8 @@ use crate::state::awake::WakeLock;
 /// });
 /// let mut bytes = vec![0; 1 << 20];
 /// {
-///     let _access = AccessGuard::acquire(&two, &[(buffer.storage(), AccessKind::Read)])?; // waits for the thread to enqueue all parts
+///     // Waits until the thread has enqueued all parts.
+///     let _access = AccessGuard::acquire(&two, &[(buffer.storage(), AccessKind::Read)])?;
 ///     two.download_blocking(&mut bytes, ptr)?;
 /// }
 /// filler.join().unwrap();

@@ -360,7 +360,8 @@ mod tests {
             prop_assert_eq!((rests.count, rests.bytes), (merges.count, merges.bytes));
             prop_assert_eq!(rests.heap.check(), Ok(()));
             let ages = |heap: &Heap| heap.regions().map(|region| region.age_base).collect::<Vec<_>>();
-            let whole = |heap: &Heap| heap.regions().map(|region| !heap.blocks[region.first].is_split()).collect::<Vec<_>>();
+            let is_whole = |heap: &Heap, first| !heap.blocks[first].is_split();
+            let whole = |heap: &Heap| heap.regions().map(|region| is_whole(heap, region.first)).collect::<Vec<_>>();
             prop_assert_eq!(whole(&rests.heap), whole(&merges.heap));
             prop_assert_eq!(rests.heap.free, merges.heap.free);
             if live.is_empty() {
@@ -459,7 +460,8 @@ mod tests {
                 }
                 prop_assert_eq!(heap.check(), Ok(()));
                 let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
-                let deferred: u64 = [heap.deferred.newest].iter().chain(&heap.deferred.older).map(|deferred| deferred.size).sum();
+                let deferred = [heap.deferred.newest].into_iter().chain(heap.deferred.older);
+                let deferred: u64 = deferred.map(|deferred| deferred.size).sum();
                 prop_assert_eq!(in_use + deferred + heap.free, total);
             }
             heap.coalesce_deferred();

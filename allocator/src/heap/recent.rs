@@ -118,8 +118,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
-        /// Asking tells of each granule whether it is done, and if not, when, as if every use had
-        /// been noted at once.
+        /// A question about a granule has the same answer as if every use had been noted at once.
         #[test]
         fn uses_that_are_not_done_are_noted_in_time(
             steps in prop::collection::vec((0..7u8, 1..40u64, 0..64usize), 1..200),
@@ -156,7 +155,8 @@ mod tests {
                         heap.note_recent_uses(done);
                         let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
                         for (_, block) in free {
-                            let whole = block.addr.next_multiple_of(GRANULE)..(block.addr + block.size) / GRANULE * GRANULE;
+                            let end = (block.addr + block.size) / GRANULE * GRANULE;
+                            let whole = block.addr.next_multiple_of(GRANULE)..end;
                             for at in whole.step_by(4096) {
                                 let (last_use, _) = heap.last_uses_of(block).highest_run(&(at..at + GRANULE));
                                 let expected = model[usize::try_from((at - BASE) / GRANULE).unwrap()].min(block.after);

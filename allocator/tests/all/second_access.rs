@@ -1,5 +1,5 @@
-//! A thread that has an access guard on memory and asks for more of it is told, where it would wait
-//! for itself.
+//! A thread that holds an access guard and asks for another one on the same memory gets an error
+//! where it would wait for itself.
 
 use std::sync::mpsc;
 use std::thread;

@@ -336,7 +336,8 @@ mod tests {
     #[test]
     fn the_text_of_a_configuration_reads_as_the_same_configuration() {
         let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,violations=panic,\
-                    link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,fault_rate=any:0.25:1,fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
+                    link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,fault_rate=any:0.25:1,\
+                    fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {
             let read = config(text).unwrap();
             assert_eq!(config(&read.to_string()).unwrap(), read, "{text}");

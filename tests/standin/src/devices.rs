@@ -121,7 +121,7 @@ abi! {
         Process::get().start()
     }
 
-    /// The CUDA version that the driver reservations.
+    /// The CUDA version that the driver claims.
     2020 cuDriverGetVersion(_call, version: Out<'_, i32>) {
         let claimed = Process::get().environment().map_or(0, |environment| environment.version);
         needed(version)?.write(i32::try_from(claimed).unwrap_or(0));

@@ -8,7 +8,7 @@ use crate::fail::Order;
 /// Devices, separated by `;`: each as after `sim:`, such as `24GiB,seed=7;h100`, with or without
 /// that prefix. `none` for none.
 pub(crate) const DEVICES: &str = "AQUIFER_STANDIN_DEVICES";
-/// The CUDA version that the driver reservations, as `1000 * major + 10 * minor`.
+/// The CUDA version that the driver claims, as `1000 * major + 10 * minor`.
 pub(crate) const VERSION: &str = "AQUIFER_STANDIN_VERSION";
 /// Functions that the driver lacks in addition to those newer than its version, separated by
 /// commas.

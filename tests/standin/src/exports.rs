@@ -39,7 +39,7 @@ pub(crate) fn base(name: &str) -> &str {
     }
 }
 
-/// Symbols that a driver lacks which reservations `version` and does without some others.
+/// Symbols that a driver lacks that claims `version` and does without some others.
 pub(crate) fn missing(version: u32, without: &[String]) -> impl Iterator<Item = &'static str> {
     let lacks = move |entry: &&Entry| entry.since > version || without.iter().any(|name| name == entry.name);
     all().filter(lacks).map(|entry| entry.name)

@@ -31,7 +31,8 @@ pub enum LoadError {
     NotLinux,
     /// The library was not built, or is elsewhere.
     #[error(
-        "{name} is in none of {}: a test that depends on the crate aquifer-standin finds it in its folder; elsewhere set {LIBRARY} to its path",
+        "{name} is in none of {}: a test that depends on the crate aquifer-standin finds it in its folder; elsewhere \
+         set {LIBRARY} to its path",
         Paths(searched)
     )]
     Missing {

@@ -199,7 +199,7 @@ impl Transfer {
         let _place = self.called_here();
         let (from, region) = from.parts();
         if from.storage().device_id() == self.device().id() {
-            return on_device::copy(self, from, to, region);
+            return peer::copy_on_one_device(self, from, to, region);
         }
         peer::copy_from(self, &Transfer::of(from.allocator())?, from, to, region)
     }

@@ -3,27 +3,12 @@
 use aquifer_allocator::Buffer;
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, Stream};
 
-use super::peer::Route;
 use super::region::{Plan, Region};
 use crate::counters::Direction;
-use crate::enqueue::{covered_tick, enqueue_rows};
+use crate::enqueue::enqueue_rows;
 use crate::error::TransferError;
 use crate::layout::Rows;
-use crate::pending::Pending;
 use crate::runtime::Transfer;
-
-pub(super) fn copy<T: Copy>(
-    transfer: &Transfer,
-    from: &Buffer<T>,
-    to: &mut Buffer<T>,
-    region: Option<&Region<'_>>,
-) -> Result<Pending<Route>, TransferError> {
-    let Some((stream, bytes)) = enqueue(transfer, from, to, region)? else {
-        return Ok(Pending::ready(transfer.shared(), Route::Same));
-    };
-    transfer.shared().counters.count(Direction::OnDevice, bytes);
-    Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), Route::Same))
-}
 
 /// Enqueues a copy, which it does not count. Returns its stream and its bytes, or `None` if there
 /// is nothing to copy.

@@ -51,6 +51,20 @@ impl fmt::Display for Route {
     }
 }
 
+/// Copies within a device.
+pub(super) fn copy_on_one_device<T: Copy>(
+    transfer: &Transfer,
+    from: &Buffer<T>,
+    to: &mut Buffer<T>,
+    region: Option<&Region<'_>>,
+) -> Result<Pending<Route>, TransferError> {
+    let Some((stream, bytes)) = on_device::enqueue(transfer, from, to, region)? else {
+        return Ok(Pending::ready(transfer.shared(), Route::Same));
+    };
+    transfer.shared().counters.count(Direction::OnDevice, bytes);
+    Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), Route::Same))
+}
+
 /// The route of a copy from the device of `peer` to that of `transfer`.
 pub(super) fn route(transfer: &Transfer, peer: &Transfer) -> Result<Route, TransferError> {
     let (own, other) = (transfer.device(), peer.device());
@@ -76,7 +90,7 @@ pub(crate) fn copy_from<T: Pod + Send + Sync>(
     transfer.check_device("buffer", to.storage().device_id())?;
     let route = route(transfer, peer)?;
     if route == Route::Same {
-        return on_device::copy(transfer, from, to, region);
+        return copy_on_one_device(transfer, from, to, region);
     }
     let Some(plan) = Plan::of(region, from.len(), to.len())?.filter(|_| size_of::<T>() > 0) else {
         return Ok(Pending::ready(transfer.shared(), route));

@@ -2,12 +2,11 @@
 
 use aquifer_allocator::{AccessGuard, Allocator, Buffer};
 use aquifer_device::{AccessKind, RequestError, Stream};
-use aquifer_kernels::{DType, Element, Target, convert_host};
-use bytemuck::Pod;
+use aquifer_kernels::{DType, Target, convert_host};
 use half::{bf16, f16};
 
 use super::Tensor;
-use super::memory::{DeviceMemory, Memory};
+use super::memory::{DeviceMemory, Memory, Scalar};
 use super::pack::pack_on_host;
 use super::place::Place;
 use crate::copy::Owned;
@@ -283,9 +282,6 @@ fn check_len(layout: &Layout, has: usize) -> Result<(), TransferError> {
     }
     Err(LayoutError::OtherLength { from: vec![has], to: layout.shape().to_vec() }.into())
 }
-
-/// Elements of tensors: the dtypes of the kernels, as plain bytes.
-pub trait Scalar: Element + Pod {}
 
 macro_rules! scalars {
     ($($variant:ident $type:ty),*) => {

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use aquifer_allocator::Buffer;
 use aquifer_device::{Device, RequestError};
-use aquifer_kernels::DType;
+use aquifer_kernels::{DType, Element};
+use bytemuck::Pod;
 
 use super::place::Place;
 use crate::copy::Owned;
@@ -14,6 +15,9 @@ use crate::error::TransferError;
 use crate::host_memory;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::runtime::Transfer;
+
+/// Elements of tensors: the dtypes of the kernels, as plain bytes.
+pub trait Scalar: Element + Pod {}
 
 /// Memory that tensors share.
 #[derive(Clone)]

@@ -24,8 +24,8 @@ use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 
 pub(crate) use converted::Converted;
-pub use create::Scalar;
 pub use error::{OperandInfo, OperandsError};
+pub use memory::Scalar;
 pub(crate) use memory::{DeviceMemory, Memory};
 pub use place::Place;
 pub use to::{Fallback, To};

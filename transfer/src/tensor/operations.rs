@@ -19,9 +19,8 @@ use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, KernelError, Kernels, Operand, Target};
 
 use super::Tensor;
-use super::create::Scalar;
 use super::error::{OperandInfo, OperandsError};
-use super::memory::{DeviceMemory, Memory};
+use super::memory::{DeviceMemory, Memory, Scalar};
 use super::pack::{fill_on_device, pack_on_device, pack_to, spread_on_device};
 use super::place::device_name;
 use crate::copy::copy_from_peer;

@@ -5,8 +5,7 @@ use aquifer_allocator::Buffer;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Operand, Strided, Target};
 
-use super::create::Scalar;
-use super::memory::{DeviceMemory, part_of};
+use super::memory::{DeviceMemory, Scalar, part_of};
 use crate::error::TransferError;
 use crate::host_memory;
 use crate::layout::{Dimension, Layout, place_of};

@@ -22,7 +22,7 @@
 //! | `internal_fragmentation.rs` | what is free and cannot move, because its frame is partly in use |
 //! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `recurrence.rs` | points of a program at which memory moved before |
-//! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, made without a lock, and their outcome |
+//! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
 //! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, settles, and tries again |
 //! | `wait.rs` | waiting instead of growing: when it pays, and for what |
@@ -37,6 +37,7 @@
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
+//! | `absent.rs` | memory that is gone until the allocator wakes up |
 //! | `sleep.rs` | giving all memory back, and taking it again behind the same addresses |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
@@ -58,6 +59,7 @@
 //! Driver calls, waits and observers run under none of them, only under the gate, which comes
 //! before them.
 
+pub(crate) mod absent;
 pub(crate) mod account;
 pub(crate) mod addresses;
 pub(crate) mod capacity;

@@ -222,7 +222,9 @@ mod tests {
                     1 => {
                         // From the first frame that begins in the range to the last one that ends
                         // there.
-                        let whole = |&(first, frame): &(usize, Frame)| first + frame.granules.get() as usize <= range.end;
+                        let whole = |&(first, frame): &(usize, Frame)| {
+                            first + frame.granules.get() as usize <= range.end
+                        };
                         let within = map.range(range.clone()).map(|(&first, &frame)| (first, frame));
                         let within: Vec<_> = within.take_while(whole).collect();
                         let Some(&(start, _)) = within.first() else { continue };
@@ -243,7 +245,8 @@ mod tests {
                         prop_assert_eq!(places.have_memory(range.clone()).collect::<Vec<_>>(), memory);
                         prop_assert_eq!(range.clone().map(|place| places.frame_around(place)).collect::<Vec<_>>(), behind);
                         let fits = |frame: &Range<usize>| filled.start <= frame.start && frame.end <= filled.end;
-                        let mut whole: Vec<_> = filled.clone().filter_map(|place| around(&map, place)).filter(fits).collect();
+                        let frames = filled.clone().filter_map(|place| around(&map, place));
+                        let mut whole: Vec<_> = frames.filter(fits).collect();
                         whole.dedup();
                         let found = places.whole_frames(filled);
                         prop_assert_eq!(found.len(), whole.iter().map(ExactSizeIterator::len).sum::<usize>());

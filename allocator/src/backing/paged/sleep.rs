@@ -4,10 +4,11 @@
 //! *Absent* memory is listed by range, with its frames as long as they are not released, and its
 //! contents if they were saved. Granules that lie wholly in free blocks leave the list once they
 //! have no frames, and become holes: they are neither saved nor brought back. So waking up needs
-//! memory for the granules of live blocks alone, and of graphs' pools. Falling asleep and waking up work on that list and note each step
-//! in it, so either can stop anywhere: if falling asleep is interrupted, waking up undoes it; if
-//! waking up is interrupted, it is continued where it stopped. Saved contents are kept until their
-//! memory is back in use.
+//! memory only for the granules of live blocks and of graphs' pools.
+//!
+//! Falling asleep and waking up work on that list and note each step in it, so either can stop
+//! anywhere: if falling asleep is interrupted, waking up undoes it; if waking up is interrupted, it
+//! is continued where it stopped. Saved contents are kept until their memory is back in use.
 //!
 //! While the list exists, nothing is mapped, moved, trimmed or allocated, and frees only change the
 //! heap. Segments, exportable memory and frames with pinned granules stay where they are, because
@@ -19,11 +20,11 @@ use std::ops::Range;
 use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions, Stream};
 
 use crate::allocator::Allocator;
+use crate::backing::paged::absent::{Absent, Saved};
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::donors::{Donor, free_granules};
 use crate::backing::paged::frames::{Frame, granules_of, sizes};
-use crate::backing::paged::granules::{Absent, Saved};
 use crate::backing::paged::plan::hold_all;
 use crate::error::AllocError;
 use crate::format::Bytes;

@@ -1,12 +1,12 @@
 //! Freeing a block. While the allocator is open, a free waits for a lock only if the queue is full.
 //!
-//! | the calling thread | the arena | what happens |
-//! | --- | --- | --- |
-//! | allocates from the arena | its lock is free | the block is freed under the lock: [`Arena::free_in`] |
-//! | allocates from the arena | its lock is taken | the lock is tried a few times, then the block is queued |
-//! | does not | no block of it is used by other streams | the block is queued (`remote.rs`): [`Arena::queue_free`] |
-//! | does not | some are, or the free is in another stream's order | the lock is tried a few times, then the block is queued: [`Arena::free_with_retries`] |
-//! | is not known to the allocator's counters yet | any | it is made known if no lock is taken, else the block is queued |
+//! * A thread that allocates from the arena frees the block under its lock ([`Arena::free_in`]). If
+//!   the lock is taken, it is tried a few times, and then the block is queued.
+//! * Another thread queues the block (`remote.rs`, [`Arena::queue_free`]). If other streams use
+//!   blocks of the arena, or if the free is in another stream's order, it tries the lock first
+//!   ([`Arena::free_with_retries`]).
+//! * A thread that the allocator's counters do not know yet is made known if no lock is taken.
+//!   Otherwise the block is queued.
 //!
 //! A block that streams besides its own use goes from the arena to the allocator state, because it
 //! needs the shared state's lock ([`crate::state::AllocatorState::free_used_elsewhere`]).

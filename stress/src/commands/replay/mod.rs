@@ -187,24 +187,14 @@ pub(super) fn replay(
     passes: &PassArgs,
     beside: Beside,
 ) -> Result<Row, Failure> {
-    if config.is_expandable() {
-        replay_on::<Expandable>(session, name, program, config, passes, beside)
-    } else {
-        replay_on::<Aquifer>(session, name, program, config, passes, beside)
-    }
-}
-
-fn replay_on<S: Measured>(
-    session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-    beside: Beside,
-) -> Result<Row, Failure> {
     let bar = session.progress(2 * u64::from(passes.repeat), name);
-    let times = time::<S>(session, name, program, config, passes, beside, &bar)?;
-    let observed = observe::<S>(session, name, program, config, passes, &bar)?;
+    let (times, observed) = if config.is_expandable() {
+        let times = time::<Expandable>(session, name, program, config, passes, beside, &bar)?;
+        (times, observe::<Expandable>(session, name, program, config, passes, &bar)?)
+    } else {
+        let times = time::<Aquifer>(session, name, program, config, passes, beside, &bar)?;
+        (times, observe::<Aquifer>(session, name, program, config, passes, &bar)?)
+    };
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, warm_ooms, hazards } = observed;
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));

@@ -37,7 +37,8 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     let (stream, cell, tick) = (0..4_usize, 0..CELLS, any::<usize>());
     prop_oneof![
-        8 => (stream.clone(), cell.clone(), any::<bool>()).prop_map(|(stream, cell, force)| Step::Write(stream, cell, force)),
+        8 => (stream.clone(), cell.clone(), any::<bool>())
+            .prop_map(|(stream, cell, force)| Step::Write(stream, cell, force)),
         4 => (stream.clone(), cell).prop_map(|(stream, cell)| Step::WriteIfDone(stream, cell)),
         2 => stream.clone().prop_map(Step::Tick),
         4 => (stream.clone(), tick).prop_map(|(stream, tick)| Step::WaitFor(stream, tick)),
