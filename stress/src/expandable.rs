@@ -6,6 +6,7 @@
 //! once, as if the device were idle.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::{AllocError, MemoryStats};
@@ -182,28 +183,11 @@ impl Expandable {
         let Block { kind, addr, size, .. } = self.blocks[id];
         let page = PAGES[kind];
         let mapped = bytes.min(size).next_multiple_of(page);
-        let driver = self.device.driver();
-        let mut created = Vec::new();
-        for _ in 0..mapped / page {
-            match driver.create_physical(page, PhysicalOptions::default()) {
-                Ok(physical) => created.push(physical),
-                Err(error) => {
-                    created.into_iter().for_each(|physical| self.release(physical));
-                    return Err(error.into());
-                }
-            }
+        if let Err(error) = self.map_pages(addr..addr + mapped, page) {
+            // What cannot be unmapped either is unmapped with the segment.
+            let _ = self.unmap_pages(addr..addr + mapped, page);
+            return Err(error.into());
         }
-        let mut at = addr;
-        let mut created = created.into_iter();
-        while let Some(physical) = created.next() {
-            if let Err(error) = driver.map(DevicePtr(at), page, physical) {
-                std::iter::once(physical).chain(created).for_each(|physical| self.device.release_later(physical));
-                return Err(error.into());
-            }
-            self.pages.insert(at, (physical, page));
-            at += page;
-        }
-        driver.set_access(DevicePtr(addr), mapped, &[self.device.info().ordinal])?;
         self.unlist(id);
         if mapped < size {
             let above = Block { addr: addr + mapped, size: size - mapped, prev: Some(id), ..self.blocks[id] };
@@ -239,6 +223,7 @@ impl Expandable {
             return Ok(());
         }
         self.streams[usize::from(stream)].synchronize()?;
+        self.unmap_pages(low..high, page)?;
         self.unlist(id);
         if addr < low {
             let below = self.insert(Block { size: low - addr, next: Some(id), ..self.blocks[id] });
@@ -254,14 +239,47 @@ impl Expandable {
         }
         let block = &mut self.blocks[id];
         (block.addr, block.size, block.state) = (low, high - low, State::Unmapped);
-        let gone: Vec<u64> = self.pages.range(low..high).map(|(&at, _)| at).collect();
-        for at in gone {
-            self.device.driver().unmap(DevicePtr(at), page)?;
-            self.pages.remove(&at).into_iter().for_each(|(physical, _)| self.release(physical));
-        }
         self.stats.reserved_bytes.all.current -= high - low;
         self.stats.num_device_free += 1;
         self.merge_and_list(id);
+        Ok(())
+    }
+
+    /// Creates, maps and makes accessible the pages of a range. If that fails, some may be mapped.
+    fn map_pages(&mut self, range: Range<u64>, page: u64) -> Result<(), DeviceError> {
+        let driver = self.device.driver();
+        let mut created = Vec::new();
+        let mut result = Ok(());
+        for _ in 0..(range.end - range.start) / page {
+            match driver.create_physical(page, PhysicalOptions::default()) {
+                Ok(physical) => created.push(physical),
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
+            }
+        }
+        let mut at = range.start;
+        for physical in created {
+            result = result.and_then(|()| driver.map(DevicePtr(at), page, physical));
+            if result.is_ok() {
+                self.pages.insert(at, (physical, page));
+            } else {
+                self.release(physical);
+            }
+            at += page;
+        }
+        result?;
+        driver.set_access(DevicePtr(range.start), range.end - range.start, &[self.device.info().ordinal])
+    }
+
+    /// Unmaps and releases the pages of a range.
+    fn unmap_pages(&mut self, range: Range<u64>, page: u64) -> Result<(), DeviceError> {
+        let mapped: Vec<u64> = self.pages.range(range).map(|(&at, _)| at).collect();
+        for at in mapped {
+            self.device.driver().unmap(DevicePtr(at), page)?;
+            self.pages.remove(&at).into_iter().for_each(|(physical, _)| self.release(physical));
+        }
         Ok(())
     }
 
@@ -476,6 +494,36 @@ mod tests {
         drop(subject);
         assert_eq!(device.memory_info().unwrap().free, 100 * MIB);
         device.assert_no_violations();
+    }
+
+    #[test]
+    fn everything_goes_back_whichever_driver_call_fails() {
+        for call in ["cuMemCreate#2", "cuMemMap#2", "cuMemSetAccess#2", "cuMemUnmap#2", "cuMemRelease#2"] {
+            let mut subject = expandable(&format!("sim:1GiB,fault={call}:999"));
+            let mut failed = 0;
+            for bytes in [30 * MIB, 100 * MIB] {
+                match subject.alloc(bytes, 0) {
+                    Ok(block) => subject.free(block),
+                    Err(_) => failed += 1,
+                }
+            }
+            failed += usize::from(subject.empty_cache().is_err());
+            // What cannot be released now is released later.
+            assert_eq!(failed, usize::from(!call.starts_with("cuMemRelease")), "{call}");
+            let device = subject.device.clone();
+            drop(subject);
+            device.settle();
+            assert_eq!(device.memory_info().unwrap().free, 1 << 30, "{call}");
+        }
+    }
+
+    #[test]
+    fn requests_larger_than_the_device_are_refused() {
+        let mut subject = expandable("sim:1GiB");
+        for bytes in [(1 << 30) + 1, u64::MAX] {
+            assert!(matches!(subject.alloc(bytes, 0), Err(Refused::OutOfMemory)));
+        }
+        assert!(subject.segments.is_empty() && subject.alloc(0, 0).unwrap().is_none());
     }
 
     #[test]
