@@ -332,6 +332,20 @@ impl Stream {
         self.0.timeline.run_and_wait(Operation::CopyToHost, copy)
     }
 
+    /// Copies `bytes` bytes within the device and waits until that is done.
+    ///
+    /// Returns only once nothing reads or writes the memory any more, as
+    /// [`Stream::upload_blocking`] does.
+    ///
+    /// # Errors
+    /// When the stream captures, and errors of the driver.
+    #[track_caller]
+    pub fn copy_blocking(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        let _place = self.called_here();
+        let copy = |raw| self.0.context.driver.copy_on_device(dst, src, bytes, raw);
+        self.0.timeline.run_and_wait(Operation::CopyOnDevice, copy)
+    }
+
     /// Enqueues a kernel.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use aquifer::device::{DeviceSpec, OpenError};
 use aquifer::memory::Config;
-use aquifer_allocator::config::Backing;
+use aquifer_allocator::config::{Backing, SplitFrames};
 use aquifer_allocator::snapshot::FileFormat;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
@@ -185,6 +185,10 @@ JSON keys, per program and config:
   peak_allocated_bytes      the same after rounding
   peak_reserved_bytes       the most memory that was held from the device
   reserved_over_requested   ratio of peak_reserved_bytes to peak_requested_bytes
+  lag_bound_over_requested  the least that this ratio can be on a device that lags if nothing waits
+                            for the device: the most, over all times, of the sum over streams of the
+                            most that was live on the stream within the last LAG events; with --lag
+                            only
   ns_per_op                 time per event: the median of the passes after the first, or the first
                             if it is the only one; null, like the next key, if the program has no
                             events
@@ -203,6 +207,8 @@ JSON keys, per program and config:
   stalls                    waits of the host for a device that lagged behind (--lag)
   remaps, granules_moved    how often memory was moved to where contiguous addresses were needed;
                             granules that moved
+  frames_split              frames that were partly in use and were split, as memory would have been
+                            refused otherwise
   warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
                             the same for later passes, as their mean; null if there is only one pass
   warm_worst_alloc_us       the greatest worst_alloc_us of the later passes
@@ -407,6 +413,17 @@ impl ConfigArg {
     /// `backing:expandable`, or `expandable_segments:True` with `backing:segments`.
     pub fn is_expandable(&self) -> bool {
         self.config.expandable_segments && self.config.backing == Backing::Segments
+    }
+
+    /// The options for a program of which one thread does all work: `split_frames:on`, unless they
+    /// say otherwise.
+    #[must_use]
+    pub fn of_one_thread(&self) -> ConfigArg {
+        let mut arg = self.clone();
+        if self.config.backing == Backing::Paged && !self.text.contains("split_frames") {
+            arg.config.split_frames = SplitFrames::On;
+        }
+        arg
     }
 }
 

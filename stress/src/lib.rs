@@ -19,6 +19,7 @@ pub mod expandable;
 pub mod harness;
 pub mod input;
 pub mod inputs;
+pub mod lag_bound;
 pub mod map;
 pub mod observe;
 pub mod random;

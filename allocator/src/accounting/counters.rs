@@ -76,6 +76,8 @@ pub(crate) struct Counters {
     pub(crate) remaps: Counter,
     /// How many granules moved. Not in PyTorch.
     pub(crate) granules_moved: Counter,
+    /// How many frames were split so that a request found memory. Not in PyTorch.
+    pub(crate) frames_split: Counter,
     /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
     pub(crate) cross_stream_reuses: Counter,
     /// Those of them that cost a wait. Not in PyTorch.
@@ -165,7 +167,7 @@ impl Counters {
         self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment])
     }
 
-    fn plain(&self) -> [&Counter; 12] {
+    fn plain(&self) -> [&Counter; 13] {
         [
             &self.oversize_allocations,
             &self.oversize_segments,
@@ -177,6 +179,7 @@ impl Counters {
             &self.num_oom_rejections,
             &self.remaps,
             &self.granules_moved,
+            &self.frames_split,
             &self.cross_stream_reuses,
             &self.cross_stream_waits,
         ]

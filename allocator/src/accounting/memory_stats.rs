@@ -67,6 +67,10 @@ pub struct MemoryStats {
     pub remaps: u64,
     /// Number of granules that moved. Not in PyTorch.
     pub granules_moved: u64,
+    /// Number of frames that were split to serve a request: [`SplitFrames`]. Not in PyTorch.
+    ///
+    /// [`SplitFrames`]: crate::config::SplitFrames
+    pub frames_split: u64,
     /// How often a stream reused a block that another one had freed. Not in PyTorch.
     pub cross_stream_reuses: u64,
     /// How often that made the stream wait. Not in PyTorch.
@@ -103,6 +107,7 @@ impl MemoryStats {
             max_split_size,
             remaps: events(&counters.remaps),
             granules_moved: events(&counters.granules_moved),
+            frames_split: events(&counters.frames_split),
             cross_stream_reuses: events(&counters.cross_stream_reuses),
             cross_stream_waits: events(&counters.cross_stream_waits),
         }

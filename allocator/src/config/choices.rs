@@ -59,6 +59,24 @@ choice! {
 }
 
 choice! {
+    /// Whether frames that are partly in use are split before a request is refused for lack of
+    /// memory: option `split_frames`, for mapped memory. A frame is physical memory of several
+    /// granules with one driver handle.
+    ///
+    /// Splitting moves live granules to memory of their own, at the same addresses. It waits for
+    /// the device, and meanwhile nothing may be enqueued that uses the memory.
+    SplitFrames {
+        /// Never.
+        #[default]
+        Off = "off",
+        /// Where a request would be refused otherwise. This is a promise: no other thread, and no
+        /// other library, enqueues work on memory of this allocator while a request is being
+        /// served.
+        On = "on",
+    }
+}
+
+choice! {
     /// Where the names of allocations in statistics and reports come from: option `tags`.
     TagSource {
         /// Allocations have no names.

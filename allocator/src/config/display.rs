@@ -44,6 +44,7 @@ pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
         Key::Backing => differing(config.backing, default.backing).map(plain),
         Key::Granule => config.granule.map(mib),
         Key::Frame => config.frame.map(mib),
+        Key::SplitFrames => differing(config.split_frames, default.split_frames).map(plain),
         Key::CrossStream => differing(config.cross_stream, default.cross_stream).map(plain),
         Key::Limit => config.limit.map(mib),
         Key::LimitFreeFraction => config.limit_free_fraction.map(plain),

@@ -58,6 +58,7 @@ keys! {
     Backing = "backing" takes "`paged` or `segments`",
     Granule = "granule_mb" takes "a power of two of MiB, from 2 to 8796093022208",
     Frame = "frame_mb" takes "a power of two of MiB, from 2 to 8796093022208",
+    SplitFrames = "split_frames" takes "`off` or `on`",
     CrossStream = "cross_stream" takes "`off`, `ready` or `wait`",
     Limit = "limit_mb" takes "MiB greater than 0, such as 512 or 0.5; leave the option out for no limit",
     LimitFreeFraction = "limit_free_fraction" takes "a fraction in (0, 1], 0 excluded",

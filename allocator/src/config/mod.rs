@@ -24,7 +24,7 @@ mod tests;
 
 use std::str::FromStr;
 
-pub use choices::{Backing, CrossStream, TagSource};
+pub use choices::{Backing, CrossStream, SplitFrames, TagSource};
 pub use error::{ConfigError, ConfigErrorKind};
 pub use options::IgnoredOption;
 pub(crate) use options::listed;
@@ -120,6 +120,9 @@ pub struct Config {
     /// for pools that hold little memory. Either way frames are smaller while large ones waste
     /// much. As large as a granule, every frame is one. Option `frame_mb`.
     pub frame: Option<u64>,
+    /// Whether frames that are partly in use are split before a request is refused. Option
+    /// `split_frames`.
+    pub split_frames: SplitFrames,
     /// Reuse of blocks between streams. Option `cross_stream`.
     pub cross_stream: CrossStream,
     /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit.
@@ -159,6 +162,7 @@ impl Default for Config {
             backing: Backing::default(),
             granule: None,
             frame: None,
+            split_frames: SplitFrames::default(),
             cross_stream: CrossStream::default(),
             limit: None,
             limit_free_fraction: None,

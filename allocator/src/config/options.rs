@@ -8,7 +8,7 @@ use super::error::ConfigError;
 use super::keys::Key;
 use super::parse::{Pair, Value};
 use super::values::{Reader, divisions, reserve};
-use super::{Backing, Config, CrossStream, TagSource};
+use super::{Backing, Config, CrossStream, SplitFrames, TagSource};
 
 /// An option that was given, is valid, and has no effect: [`Config::ignored`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +52,9 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
             Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold,
             Backing::Paged,
         ) => "for `backing:segments` only, and this memory is mapped",
-        (Key::Granule | Key::Frame, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
+        (Key::Granule | Key::Frame | Key::SplitFrames, Backing::Segments) => {
+            "for mapped memory only, and this memory comes in segments"
+        }
         (Key::ExpandableSegments, Backing::Paged) => "mapped memory, which this is, does what it asks for",
         (Key::ExpandableSegments, Backing::Segments) => "what it asks for is `backing:paged`",
         (Key::ExpandableReserve | Key::ExpandableReserveByClass, _) => "addresses are reserved as they are needed",
@@ -150,6 +152,7 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         Key::Backing => config.backing = word()?.choice(Backing::ALL, Backing::name)?,
         Key::Granule => config.granule = Some(word()?.mib()?),
         Key::Frame => config.frame = Some(word()?.mib()?),
+        Key::SplitFrames => config.split_frames = word()?.choice(SplitFrames::ALL, SplitFrames::name)?,
         Key::CrossStream => config.cross_stream = word()?.choice(CrossStream::ALL, CrossStream::name)?,
         Key::Limit => config.limit = Some(word()?.mib_of_bytes()?),
         Key::LimitFreeFraction => {

@@ -19,7 +19,8 @@
 //! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all
 //!     of them again as long as they free something (`reclaim.rs`);
 //! 11. wait until other threads have finished moving memory, search, and grow;
-//! 12. report that memory has run out.
+//! 12. split frames that are partly in use, where the configuration allows it, and grow;
+//! 13. report that memory has run out.
 //!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
@@ -28,6 +29,7 @@ use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
 use crate::backing::paged::grow::grow_paged;
+use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
 use crate::backing::segments::{grow_segment, oversize_to_release, releasable, release_where};
 use crate::config::CrossStream;
@@ -89,6 +91,7 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
         trim_driver_pools,
         reclaim,
         wait_for_others,
+        split_and_grow,
     ];
     for rung in later {
         if let Some(granted) = rung(allocator, request, tried)? {
@@ -240,6 +243,30 @@ fn wait_for_others(allocator: &Allocator, request: &Request, tried: &mut Tried) 
         return Ok(Some(granted));
     }
     try_grow(allocator, request, tried)
+}
+
+/// Splits frames and grows, until that serves the request or no more frames can be split.
+fn split_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    if allocator.paged_granule_for(request).is_none() || tried.refusal == Some(Refusal::Addresses) {
+        return Ok(None);
+    }
+    let mut has_trimmed = false;
+    loop {
+        match split_frames(allocator, request)? {
+            Outcome::Split => {
+                if let Some(granted) = try_grow(allocator, request, tried)? {
+                    return Ok(Some(granted));
+                }
+                has_trimmed = false;
+            }
+            // Free frames that are larger than a granule may be all the memory that is left.
+            Outcome::NoRoom if !has_trimmed => {
+                has_trimmed = true;
+                trim_paged(allocator, 0)?;
+            }
+            Outcome::NoRoom | Outcome::Nothing => return Ok(None),
+        }
+    }
 }
 
 /// Searches once more after something may have become free, in pools that lend, too.

@@ -151,10 +151,15 @@ impl AllocatorState {
     /// Makes the allocator quiescing, so that no thread begins to keep it awake, and
     /// waits until none does. The calling thread must not keep it awake.
     pub(crate) fn quiesce(&self) {
-        self.wakefulness.quiescing.store(true, Ordering::SeqCst);
+        self.begin_quiescing();
         while self.wakefulness.wake_locks.load(Ordering::SeqCst) > 0 {
             pause();
         }
+    }
+
+    /// Makes the allocator quiescing, while others may keep it awake.
+    pub(crate) fn begin_quiescing(&self) {
+        self.wakefulness.quiescing.store(true, Ordering::SeqCst);
     }
 
     /// Ends quiescing: others may keep the allocator awake again.

@@ -21,9 +21,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let blas = CudaBlas::new(stream.clone())?;
         let n = i32::try_from(N)?;
         let (transa, transb) = [cublas::sys::cublasOperation_t::CUBLAS_OP_N; 2].into();
-        let config = GemmConfig { transa, transb, m: n, n, k: n, alpha: 1.0, lda: n, ldb: n, beta: 0.0, ldc: n };
+        let config =
+            GemmConfig { transa, transb, m: n, n, k: n, alpha: 1.0_f32, lda: n, ldb: n, beta: 0.0_f32, ldc: n };
         stream.with([read(&a), read(&b), write(&mut c)], |stream, [a, b, c]| {
-            let (a, b, mut c) = (a.as_slice(stream)?, b.as_slice(stream)?, c.as_slice(stream)?);
+            let (a, b, mut c) = (a.as_slice::<f32>(stream)?, b.as_slice(stream)?, c.as_slice(stream)?);
             // SAFETY: the matrices have the sizes that the configuration tells.
             unsafe { blas.gemm(config, &*a, &*b, &mut *c) }.map_err(Error::library)
         })?;

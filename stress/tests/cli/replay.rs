@@ -27,6 +27,7 @@ pub(super) const REPLAY_KEYS: [&str; 34] = [
     "stalls",
     "remaps",
     "granules_moved",
+    "frames_split",
     "warm_driver_calls",
     "warm_driver_allocs",
     "warm_driver_time_modelled_us",

@@ -19,6 +19,8 @@ pub(crate) struct Absent {
     /// Granules of the largest frame that the range had.
     pub(crate) largest: u32,
     pub(crate) saved: Vec<Saved>,
+    /// True if the contents are in the frames.
+    pub(crate) has_contents: bool,
 }
 
 /// Contents of memory, kept in host memory.
@@ -65,7 +67,7 @@ impl Absent {
                     }
                 }
             }
-            Absent { range, kind, frames: Vec::new(), mapped: 0, largest, saved }
+            Absent { range, kind, frames: Vec::new(), mapped: 0, largest, saved, has_contents: false }
         })
         .collect()
     }

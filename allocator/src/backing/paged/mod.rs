@@ -28,6 +28,7 @@
 //! | `wait.rs` | waiting instead of growing: when it pays, and for what |
 //! | `addresses.rs` | reserving addresses, and giving them back |
 //! | `gate.rs` | who may change mappings at a time |
+//! | `split.rs` | splitting frames that are partly in use, before a request is refused |
 //! | `trim.rs` | giving memory back to the device |
 //! | `milestones.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
@@ -90,6 +91,7 @@ pub(crate) mod recurrence;
 pub(crate) mod schedules;
 pub(crate) mod settle;
 pub(crate) mod sleep;
+pub(crate) mod split;
 pub(crate) mod trim;
 pub(crate) mod wait;
 pub(crate) mod window;

@@ -63,7 +63,7 @@ pub(crate) fn sleep(allocator: &Allocator, contents: Contents) -> Result<u64, Al
     allocator.state().quiesce();
     let cached = allocator.empty_cache().inspect_err(|_| allocator.state().end_quiescing())?;
     let _alone = allocator.gate()?.exclusive();
-    fall_asleep(allocator);
+    fall_asleep(&mut allocator.state().lock_all(), Vec::new());
     let in_use = give_all_back(allocator, contents).inspect_err(|_| {
         if let Err(error) = bring_back(allocator) {
             tracing::warn!(%error, "falling asleep failed and could not be undone; the allocator is asleep");
@@ -83,12 +83,14 @@ pub(crate) fn wake(allocator: &Allocator) -> Result<(), AllocError> {
     bring_back(allocator)
 }
 
-/// Makes the allocator refuse allocations from now on.
-fn fall_asleep(allocator: &Allocator) {
-    if let Some(paged) = &mut allocator.state().shared().paged {
-        paged.absent = Some(Vec::new());
+/// Makes the allocator refuse allocations, and threads that would begin to keep it awake, from now
+/// on. So far, some memory is absent, by address.
+pub(super) fn fall_asleep(guard: &mut StateGuard, absent: Vec<Absent>) {
+    if let Some(paged) = &mut guard.paged {
+        paged.absent = Some(absent);
     }
-    allocator.state().special().fetch_or(special::ASLEEP, Ordering::Relaxed);
+    guard.state.special().fetch_or(special::ASLEEP, Ordering::Relaxed);
+    guard.state.begin_quiescing();
 }
 
 fn give_all_back(allocator: &Allocator, contents: Contents) -> Result<u64, AllocError> {
@@ -117,7 +119,15 @@ fn give_all_back(allocator: &Allocator, contents: Contents) -> Result<u64, Alloc
         paged.mapped_bytes[kind as usize] -= range.end - range.start;
         paged.in_hands += granules_of(&frames);
         let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
-        paged.absent.get_or_insert_default().push(Absent { range, kind, frames, largest, mapped: 0, saved });
+        paged.absent.get_or_insert_default().push(Absent {
+            range,
+            kind,
+            frames,
+            largest,
+            mapped: 0,
+            saved,
+            has_contents: false,
+        });
         account_for_granules(&mut guard);
     }
     Ok(release_absent(allocator)?)
@@ -163,7 +173,7 @@ fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u6
 }
 
 /// Maps memory at all absent ranges, and wakes the allocator up.
-fn bring_back(allocator: &Allocator) -> Result<(), AllocError> {
+pub(super) fn bring_back(allocator: &Allocator) -> Result<(), AllocError> {
     let mut guard = allocator.state().lock_all();
     let Some(paged) = guard.paged.as_mut() else { return Ok(()) };
     let Some(absent) = paged.absent.as_mut().map(std::mem::take) else { return Ok(()) };
@@ -307,7 +317,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
             at += bytes;
         }
         driver.set_access(DevicePtr(start), end - start, access)?;
-        if last.saved.is_empty() {
+        if last.saved.is_empty() && !last.has_contents {
             allocator.state().report_to_checks(|checks| checks.lost(start..end));
         }
         for saved in &last.saved {

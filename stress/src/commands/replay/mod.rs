@@ -17,6 +17,7 @@ use crate::exit::{Failure, Outcome};
 use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
+use crate::lag_bound::lag_bound;
 use crate::observe::{Costs, Observed, Spent};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
@@ -41,6 +42,8 @@ pub struct Row {
     pub peak_allocated_bytes: u64,
     pub peak_reserved_bytes: u64,
     pub reserved_over_requested: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lag_bound_over_requested: Option<f64>,
     pub ns_per_op: Option<f64>,
     pub first_pass_ns_per_op: Option<f64>,
     pub seconds: f64,
@@ -53,6 +56,7 @@ pub struct Row {
     pub stalls: u64,
     pub remaps: u64,
     pub granules_moved: u64,
+    pub frames_split: u64,
     pub warm_driver_calls: Option<f64>,
     pub warm_driver_allocs: Option<f64>,
     pub warm_driver_time_modelled_us: Option<f64>,
@@ -214,6 +218,11 @@ pub(super) fn replay(
         peak_allocated_bytes: stats.allocated_bytes.all.peak,
         peak_reserved_bytes: stats.reserved_bytes.all.peak,
         reserved_over_requested: ratio(stats.reserved_bytes.all.peak, program.peak_requested_bytes),
+        lag_bound_over_requested: if passes.lag > 0 {
+            ratio(lag_bound(program, passes.lag), program.peak_requested_bytes)
+        } else {
+            None
+        },
         ns_per_op: times.ours.later().map(hundredths),
         first_pass_ns_per_op: times.ours.first().map(hundredths),
         seconds: times.ours.all().as_secs_f64(),
@@ -226,6 +235,7 @@ pub(super) fn replay(
         stalls: first.map_or(0, |costs| costs.stalls),
         remaps: stats.remaps,
         granules_moved: stats.granules_moved,
+        frames_split: stats.frames_split,
         warm_driver_calls: mean(warm.iter().map(|costs| costs.calls.total())),
         warm_driver_allocs: mean(warm.iter().map(|costs| costs.driver_allocs)),
         warm_driver_time_modelled_us: mean(warm_modelled.iter().map(|modelled| modelled.total_ns))
@@ -364,6 +374,7 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     ];
     columns.extend(calls);
     if args.passes.lag > 0 {
+        columns.push(("bound", |row| number(row.lag_bound_over_requested, 3)));
         columns.push(("stalls", |row| row.stalls.to_string()));
     }
     let counts: [Column<Row>; 5] = [

@@ -44,3 +44,38 @@ fn memory_between_blocks_that_stay_can_move() {
         bench.assert_returned();
     }
 }
+
+#[test]
+fn memory_of_frames_that_are_partly_in_use_serves_what_would_be_refused() {
+    let capacity = 514 * MIB;
+    for (options, is_served) in [("", false), (",split_frames:on", true)] {
+        let bench = Bench::new(capacity, &format!("backing:paged,frame_mb:16,limit_mb:514{options}"));
+        let side = bench.new_stream();
+        drop(bench.alloc(512 * MIB));
+        let blocks = fill(&bench, 2 * MIB, 512 * MIB);
+        let live: Vec<(Allocation, u8)> = blocks.into_iter().zip(0..=255).step_by(8).collect();
+        side.wait_for(&bench.stream.tick()).unwrap();
+        for (at, (block, byte)) in live.iter().enumerate() {
+            // Half of them on another stream, which the allocator waits for.
+            if at % 2 == 0 {
+                bench.stream.fill(block.ptr(), *byte, block.bytes()).unwrap();
+            } else {
+                side.fill(block.ptr(), *byte, block.bytes()).unwrap();
+                block.record_stream(&side).unwrap();
+            }
+        }
+        let large = bench.allocator.alloc_bytes(420 * MIB, &bench.stream);
+        assert_eq!(large.is_ok(), is_served, "{large:?}");
+        if let Ok(large) = &large {
+            bench.stream.fill(large.ptr(), 99, large.bytes()).unwrap();
+            assert!(bench.allocator.stats().frames_split >= 30);
+        }
+        for (block, byte) in &live {
+            let mut found = vec![0; 2 << 20];
+            bench.stream.download_blocking(&mut found, block.ptr()).unwrap();
+            assert!(found.iter().all(|found| found == byte), "{byte}");
+        }
+        drop((live, large));
+        bench.assert_returned();
+    }
+}

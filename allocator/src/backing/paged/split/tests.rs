@@ -1,0 +1,225 @@
+//! Splitting serves requests that would be refused, and keeps the contents.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+use aquifer_device::{Code, Device, Stream};
+use proptest::prelude::*;
+
+use crate::{AllocError, Allocation, Allocator, Config, MappingChange};
+
+const MIB: u64 = 1 << 20;
+const GRANULE: u64 = 2 * MIB;
+
+struct Program {
+    sim: Arc<SimDriver>,
+    device: Device,
+    allocator: Allocator,
+    stream: Stream,
+    live: Vec<(Allocation, u8)>,
+}
+
+impl Program {
+    fn new(config: &str) -> Program {
+        let sim = SimDriver::new(SimConfig::new(1 << 30));
+        let device = Device::new(sim.clone());
+        let allocator = Allocator::new(&device, config.parse::<Config>().unwrap()).unwrap();
+        let stream = device.stream().unwrap();
+        Program { sim, device, allocator, stream, live: Vec::new() }
+    }
+
+    /// Frames of 16 MiB with a live block of 2 MiB in each, for a limit of 66 MiB.
+    fn sieve(config: &str) -> Program {
+        let mut program = Program::new(config);
+        drop(program.alloc(64 * MIB).unwrap());
+        let blocks: Vec<_> = (0..32).map(|_| program.alloc(2 * MIB).unwrap()).collect();
+        program.live = blocks.into_iter().zip(0..).step_by(8).collect();
+        program.fill();
+        program
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<Allocation, AllocError> {
+        self.allocator.alloc_bytes(bytes, &self.stream)
+    }
+
+    fn fill(&self) {
+        for (block, byte) in &self.live {
+            self.stream.fill(block.ptr(), *byte, block.bytes()).unwrap();
+        }
+    }
+
+    fn assert_contents(&self) {
+        for (block, byte) in &self.live {
+            let mut found = vec![0; usize::try_from(block.bytes()).unwrap()];
+            self.stream.download_blocking(&mut found, block.ptr()).unwrap();
+            assert!(found.iter().all(|found| found == byte), "block {byte}");
+        }
+        self.device.assert_no_violations();
+    }
+
+    /// Number of granules that live blocks touch.
+    fn touched(&self) -> u64 {
+        let ranges = self.live.iter().map(|(block, _)| block.range());
+        let granules: BTreeSet<u64> =
+            ranges.flat_map(|range| range.start / GRANULE..range.end.div_ceil(GRANULE)).collect();
+        granules.len() as u64
+    }
+}
+
+const SIEVE: &str = "frame_mb:16,limit_mb:66,split_frames:on";
+
+#[test]
+fn a_request_is_served_by_memory_of_frames_that_are_partly_in_use() {
+    let program = Program::sieve(SIEVE);
+    let large = program.alloc(56 * MIB).unwrap();
+    program.stream.fill(large.ptr(), 9, large.bytes()).unwrap();
+    program.assert_contents();
+    assert_eq!(program.allocator.stats().frames_split, 4);
+    assert!(program.allocator.memory_reserved() <= 66 * MIB);
+    assert!(matches!(program.alloc(4 * MIB), Err(AllocError::OutOfMemory(_))), "all memory is in use");
+}
+
+#[test]
+fn frames_are_split_only_where_that_is_allowed() {
+    for config in ["frame_mb:16,limit_mb:66", "frame_mb:16,limit_mb:66,split_frames:off"] {
+        let program = Program::sieve(config);
+        assert!(matches!(program.alloc(56 * MIB), Err(AllocError::OutOfMemory(_))));
+        assert_eq!(program.allocator.stats().frames_split, 0);
+        program.assert_contents();
+    }
+}
+
+#[test]
+fn no_more_frames_are_split_than_a_request_needs() {
+    let program = Program::sieve(SIEVE);
+    let _large = program.alloc(20 * MIB).unwrap();
+    assert_eq!(program.allocator.stats().frames_split, 2);
+    program.assert_contents();
+}
+
+#[test]
+fn frames_stay_that_are_pinned_or_that_a_graph_may_use() {
+    let program = Program::sieve(SIEVE);
+    let _pinned: Vec<_> = program.live.iter().map(|(block, _)| program.allocator.pin_mapping(block).unwrap()).collect();
+    assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
+    program.assert_contents();
+}
+
+#[test]
+fn nothing_is_split_during_a_capture() {
+    let program = Program::sieve(SIEVE);
+    let other = program.device.stream().unwrap();
+    let capture = other.begin_capture().unwrap();
+    assert!(program.alloc(20 * MIB).is_err());
+    drop(capture);
+    let _large = program.alloc(20 * MIB).unwrap();
+    program.assert_contents();
+}
+
+#[test]
+fn work_under_way_on_any_stream_is_waited_for() {
+    let program = Program::sieve(SIEVE);
+    let other = program.device.stream().unwrap();
+    for (block, byte) in &program.live {
+        other.wait_for(&program.stream.tick()).unwrap();
+        other.fill(block.ptr(), *byte, block.bytes()).unwrap();
+        block.record_stream(&other).unwrap();
+    }
+    let large = program.alloc(56 * MIB).unwrap();
+    program.stream.fill(large.ptr(), 9, large.bytes()).unwrap();
+    program.stream.wait_for(&other.tick()).unwrap();
+    program.assert_contents();
+}
+
+#[test]
+fn observers_follow_live_memory() {
+    let program = Program::sieve(SIEVE);
+    let mapped: Arc<std::sync::Mutex<BTreeSet<u64>>> = Arc::default();
+    let seen = mapped.clone();
+    let _observer = program.allocator.observe_mappings(move |change| {
+        let mut seen = seen.lock().unwrap();
+        match *change {
+            MappingChange::Mapped { addr, bytes } => seen.extend((addr..addr + bytes).step_by(2 << 20)),
+            MappingChange::BeforeUnmap { addr, bytes } => seen.retain(|at| !(addr..addr + bytes).contains(at)),
+        }
+    });
+    let _large = program.alloc(56 * MIB).unwrap();
+    let seen = mapped.lock().unwrap();
+    assert!(program.live.iter().all(|(block, _)| seen.contains(&block.ptr().0)));
+}
+
+/// Whichever driver call fails: contents stay, the allocator can be woken up if it sleeps, and the
+/// request succeeds later.
+#[test]
+fn any_driver_call_may_fail_once_or_several_times() {
+    for times in [1, 3] {
+        let mut reached_the_end = false;
+        for nth in 1..400 {
+            let program = Program::sieve(SIEVE);
+            let before = program.device.driver_calls().total();
+            (0..times).for_each(|more| {
+                let code = if nth % 2 == 0 { Code::OUT_OF_MEMORY } else { Code(999) };
+                program.sim.inject(Fault::Nth { operation: None, nth: nth + more, code });
+            });
+            let first = program.alloc(56 * MIB);
+            if program.device.driver_calls().total() - before < nth {
+                reached_the_end = true;
+                break;
+            }
+            program.sim.clear_faults();
+            program.allocator.wake().unwrap();
+            program.assert_contents();
+            drop(first);
+            let large = program.alloc(56 * MIB).unwrap();
+            program.stream.fill(large.ptr(), 9, large.bytes()).unwrap();
+            program.assert_contents();
+            assert!(program.allocator.memory_reserved() <= 66 * MIB);
+            drop((large, program.live.len()));
+            let Program { allocator, live, device, .. } = program;
+            drop(live);
+            allocator.empty_cache().unwrap();
+            assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0), "call {nth}");
+            device.assert_no_violations();
+        }
+        assert!(reached_the_end);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    /// A request is refused only if the granules that live blocks touch, those that it needs, and
+    /// one frame do not fit below the limit.
+    #[test]
+    fn a_request_is_refused_only_if_it_must_be(
+        steps in prop::collection::vec((0..8u8, 1..24 * MIB, any::<prop::sample::Index>()), 1..200),
+        whole in any::<bool>(),
+    ) {
+        const LIMIT: u64 = 256 * MIB;
+        let mut program = Program::new("limit_mb:256,split_frames:on");
+        let mut next = 0;
+        for (what, bytes, which) in steps {
+            if what >= 5 && !program.live.is_empty() {
+                drop(program.live.swap_remove(which.index(program.live.len())));
+                continue;
+            }
+            let bytes = if what == 4 { bytes * 4 } else { bytes };
+            let bytes = if whole { bytes.next_multiple_of(GRANULE) } else { bytes };
+            match program.alloc(bytes) {
+                Ok(block) => {
+                    program.stream.fill(block.ptr(), next, bytes).unwrap();
+                    program.live.push((block, next));
+                    next = next.wrapping_add(1);
+                }
+                Err(AllocError::OutOfMemory(_)) => {
+                    let frame = 8;
+                    let needed = program.touched() + bytes.div_ceil(GRANULE) + frame;
+                    prop_assert!(needed * GRANULE > LIMIT, "{} granules of {}", needed, LIMIT / GRANULE);
+                }
+                Err(error) => panic!("{error}"),
+            }
+            prop_assert!(program.allocator.memory_reserved() <= LIMIT);
+        }
+        program.assert_contents();
+    }
+}
