@@ -1,9 +1,13 @@
 //! Errors of the allocator.
 
+use std::path::PathBuf;
+use std::sync::Arc;
+
 use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
 use crate::backing::why_segments::WhySegments;
 use crate::config::ConfigError;
+use crate::keep_awake::KeptAwakeBy;
 use crate::recovery::oom::report::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable
@@ -78,13 +82,11 @@ pub enum AllocError {
          itself: end that first, or name all buffers in one call"
     )]
     AccessHeld,
-    /// The calling thread asked an allocator to sleep while keeping it awake, by an access guard or
-    /// by [`crate::Allocator::keep_awake`]: it would wait for itself. Drop that first.
-    #[error(
-        "this thread keeps the allocator awake, and putting it to sleep would wait for that: drop its `AccessGuard`, \
-         or what `keep_awake` returned, first"
-    )]
-    KeptAwake,
+    /// The caller asked an allocator to sleep while work is about to be enqueued: threads have
+    /// access guards or reservations, or called [`crate::Allocator::keep_awake`]. End that first,
+    /// or wait for other threads with [`crate::SleepOptions::waiting`].
+    #[error("the allocator is kept awake, so it cannot sleep ({0}): end that first, or wait for other threads to")]
+    KeptAwake(Box<KeptAwakeBy>),
     /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that
     /// changes mappings, or waits for such a change to end: it would wait for itself. Memory that
     /// is free already can be allocated there; do the rest once the callback has returned.
@@ -93,9 +95,21 @@ pub enum AllocError {
     )]
     Observing,
     /// The caller asked for memory, or for an access guard on some, while the allocator sleeps or
-    /// is about to; see [`crate::Allocator::sleep`].
-    #[error("the allocator is asleep, or about to be: call `Allocator::wake` first")]
+    /// is about to, or that memory does; see [`crate::Allocator::sleep`].
+    #[error("the allocator or this memory is asleep, or about to be: call `Allocator::wake` first")]
     Asleep,
+    /// The file for the contents of memory that sleeps could not be made, written or read. Falling
+    /// asleep is undone, or the memory sleeps still.
+    #[error("the contents of memory that sleeps: cannot {doing} {path}: {error}", path = path.display())]
+    SavedFile {
+        /// What failed.
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        error: Arc<std::io::Error>,
+    },
     /// The caller asked for a private pool, but there are already as many pools as there can
     /// be, including dropped ones that still hold memory. Drop some, and what was allocated from
     /// them.

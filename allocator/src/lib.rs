@@ -78,7 +78,7 @@ mod tags;
 pub use accounting::{Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unusable_index};
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
-pub use backing::{Contents, Exportable, Growable, PinnedMapping, Refusal, WhySegments};
+pub use backing::{Contents, Exportable, Growable, Part, PinnedMapping, Refusal, SleepOptions, WhySegments};
 pub use buffer::{
     Access, AccessGuard, Bound, Buffer, Reservation, Storage, StreamAccess, View, ViewMut, WithError, read, write,
 };
@@ -87,7 +87,7 @@ pub use device_allocator::DeviceAllocator;
 pub use error::AllocError;
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
-pub use keep_awake::Awake;
+pub use keep_awake::{Awake, KeptAwakeBy, UsedAllocation};
 pub use open::empty_caches;
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};

@@ -64,6 +64,7 @@ mod event;
 mod external;
 #[doc(hidden)]
 pub mod fork;
+mod host_buffer;
 mod label;
 mod launch;
 mod launches;
@@ -104,6 +105,7 @@ pub use unavailable::Unavailable;
 #[doc(hidden)]
 pub mod internal {
     pub use crate::capturing_streams::CapturingStreams;
+    pub use crate::host_buffer::HostBuffer;
     pub use crate::launches::{LaunchOrder, Launches};
     pub use crate::release::Reservation;
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};

@@ -6,8 +6,8 @@ pub use std::time::Duration;
 pub use aquifer_allocator::config::Backing;
 pub use aquifer_allocator::{
     AccessGuard, Action, Advice, AllocError, Allocation, Allocator, Buffer, Config, Contents, Exportable, Growable,
-    MappingChange, MemoryStats, OomReport, PinnedMapping, PoolOptions, PrivatePool, Refusal, Registration, Reservation,
-    TagScope,
+    MappingChange, MemoryStats, OomReport, Part, PinnedMapping, PoolOptions, PrivatePool, Refusal, Registration,
+    Reservation, SleepOptions, TagScope,
 };
 pub use aquifer_device::sim::{Fault, SimConfig};
 pub use aquifer_device::{

@@ -9,7 +9,7 @@ use aquifer_device::Stream;
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::{peers, pin, sleep};
-use crate::backing::{Contents, PinnedMapping, trim};
+use crate::backing::{Part, PinnedMapping, SleepOptions, trim};
 use crate::error::AllocError;
 use crate::keep_awake::{self, Awake};
 use crate::pools::table::PoolOptions;
@@ -25,6 +25,7 @@ impl Allocator {
     /// # Errors
     /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        drop(sleep::take_host_buffers(self));
         self.trim_to(0)
     }
 
@@ -38,26 +39,32 @@ impl Allocator {
         trim::trim_to(self, bytes)
     }
 
-    /// Gives mapped memory back to the device until [`Allocator::wake`]. Returns how many bytes
-    /// went back, free memory included. Addresses stay reserved: after waking up, allocations and
-    /// their pointers are as before, and meanwhile they may be dropped. Segments, exportable memory
-    /// and pinned granules stay. Contents are saved, and memory comes back, in units of a granule,
-    /// and only where live allocations lie or a graph may use the memory.
+    /// Gives mapped memory back to the device until [`Allocator::wake`]: all of it, or some parts
+    /// ([`SleepOptions`]; [`Contents`](crate::Contents) alone stands for all). Returns how many
+    /// bytes went back, with all of it free memory included. Addresses stay reserved: after waking
+    /// up, allocations and their pointers are as before, and meanwhile they may be dropped. Memory
+    /// comes back in units of a granule, and only where live allocations lie or a graph may use it.
     ///
-    /// This first waits for the end of all that keeps the allocator awake: access guards
-    /// ([`crate::AccessGuard`]) and reservations ([`crate::Reservation`]) with its memory, and
-    /// [`Allocator::keep_awake`]. Then it waits for the device. So kernels that other threads
-    /// launch come before the sleep or are refused, and transfers that were begun are enqueued
-    /// first (those that convert on the device after arrival do so when they are waited for). The
-    /// call never returns if it waits for a reservation that only this thread would drop, or for a
-    /// thread that itself waits for this one, for example because that thread puts another
-    /// allocator to sleep, which this thread keeps awake.
+    /// Segments, exportable memory and pinned granules stay. So do frames, mostly of one to a few
+    /// granules, in which allocations of other parts lie: what of a part lies in these stays awake,
+    /// with its contents. Allocations that were made of a part after it fell asleep are awake, until
+    /// it is put to sleep once more.
     ///
-    /// Until the allocator wakes up, access guards and reservations of its memory, and allocations,
-    /// fail with [`AllocError::Asleep`]; work that bypasses access guards must not touch its
-    /// memory. Threads that allocate while it falls asleep may still be served, with memory that is
-    /// there after waking up. Statistics count the memory held now; snapshots show the memory that
-    /// will be there after waking up. If the allocator sleeps already, this does nothing.
+    /// This fails while anything keeps the allocator awake: access guards
+    /// ([`crate::AccessGuard`]) and reservations ([`crate::Reservation`]) with its memory, as
+    /// transfers have until they are enqueued, and [`Allocator::keep_awake`]. With
+    /// [`SleepOptions::waiting`] it waits for the end of these. Then it waits for the device. So
+    /// kernels that other threads launch come before the sleep or are refused.
+    ///
+    /// Until the memory wakes up, access guards and reservations of it fail with
+    /// [`AllocError::Asleep`], and if all memory sleeps, allocations do. Work that bypasses access
+    /// guards, and graphs, must not touch it. Threads that allocate while everything falls asleep
+    /// may still be served, with memory that is there after waking up. Statistics count the memory
+    /// held now; snapshots show the memory that will be there after waking up. If all memory sleeps
+    /// already, this does nothing.
+    ///
+    /// Page-locked memory for contents takes a while to get, so it is kept for the next sleep, until
+    /// [`Allocator::empty_cache`].
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
@@ -77,20 +84,19 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`] while
-    /// this very thread keeps the allocator awake; [`AllocError::OutOfHostMemory`]; errors of the
-    /// driver. The allocator is then awake as before, with its contents unless they were to be
-    /// discarded. If the driver fails at waking it up, too, [`Allocator::is_asleep`] is true, and
-    /// [`Allocator::wake`] can be tried.
-    pub fn sleep(&self, contents: Contents) -> Result<u64, AllocError> {
-        sleep::sleep(self, contents)
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`], which
+    /// says what keeps the allocator awake; [`AllocError::OutOfHostMemory`];
+    /// [`AllocError::SavedFile`]; errors of the driver. The memory is then awake as before, with its
+    /// contents unless they were to be discarded. If the driver fails at waking it up, too,
+    /// [`Allocator::sleeping_bytes`] is not 0, and [`Allocator::wake`] can be tried.
+    pub fn sleep(&self, options: impl Into<SleepOptions>) -> Result<u64, AllocError> {
+        sleep::sleep(self, &options.into())
     }
 
     /// Ends [`Allocator::sleep`]: takes memory from the device for the allocations that are still
     /// live, maps it where it was, and restores saved contents. The limit
     /// is not checked, because this memory was held before. If the allocator is awake already, this
-    /// does nothing. While another thread puts it to sleep, this waits for that first, unless this
-    /// thread keeps the allocator awake.
+    /// does nothing. While another thread puts it to sleep, this waits for that first.
     ///
     /// # Errors
     /// Errors of the driver. If the device lacks memory, the error says how much is needed and how
@@ -100,19 +106,58 @@ impl Allocator {
         sleep::wake(self)
     }
 
+    /// As [`Allocator::wake`], for some of the memory that sleeps. If the whole allocator sleeps, it
+    /// is awake afterwards and serves allocations, and the rest of its memory sleeps on, as if only
+    /// that had been put to sleep.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, Contents, Part, SleepOptions, TagScope};
+    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.stream()?;
+    /// let alloc = |tag| {
+    ///     let _scope = TagScope::new(tag);
+    ///     allocator.alloc_bytes(8 << 20, &stream)
+    /// };
+    /// let (weights, cache) = (alloc("weights")?, alloc("kv_cache")?);
+    /// allocator.sleep(SleepOptions::all(Contents::Discard).with(Part::tag("weights"), Contents::SaveToHost))?;
+    /// allocator.wake_parts(&[Part::tag("weights")])?;
+    /// assert_eq!(allocator.memory_reserved(), 8 << 20); // the cache has no memory so far
+    /// stream.fill(weights.ptr(), 1, weights.bytes())?;
+    /// allocator.wake()?;
+    /// stream.fill(cache.ptr(), 0, cache.bytes())?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Allocator::wake`].
+    pub fn wake_parts(&self, parts: &[Part]) -> Result<(), AllocError> {
+        sleep::wake_parts(self, parts)
+    }
+
+    /// Bytes of addresses that sleep: they have no memory, and access guards there are refused.
+    pub fn sleeping_bytes(&self) -> u64 {
+        let shared = self.state().shared();
+        let sleeping = shared.paged.iter().flat_map(|paged| &paged.sleeping);
+        sleeping.map(|range| range.end - range.start).sum()
+    }
+
     /// True if the allocator sleeps, or is about to and refuses access guards already. To wait for
     /// the end of that, see [`Allocator::wait_awake`].
     pub fn is_asleep(&self) -> bool {
         self.state().is_quiescing()
     }
 
-    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] waits for that.
+    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] fails or waits
+    /// until then.
     /// It is for work in several steps that would be in vain if the allocator slept in between,
     /// such as allocating memory and then using it. Work that bypasses access guards may use the
     /// memory meanwhile, too.
     ///
     /// ```
-    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
+    /// use std::time::Duration;
+    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents, SleepOptions};
     /// use aquifer_device::{Device, sim::SimDriver};
     /// let device = Device::new(SimDriver::new(Default::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
@@ -120,7 +165,8 @@ impl Allocator {
     /// let awake = allocator.keep_awake()?;
     /// let control = std::thread::spawn({
     ///     let allocator = allocator.clone();
-    ///     move || allocator.sleep(Contents::SaveToHost) // waits for the request to be served
+    ///     let options = SleepOptions::all(Contents::SaveToHost).waiting(Duration::from_secs(60));
+    ///     move || allocator.sleep(options) // waits for the request to be served
     /// });
     /// let request = allocator.alloc_bytes(4 << 20, &stream)?;
     /// stream.fill(request.ptr(), 7, 4 << 20)?;

@@ -11,5 +11,5 @@ pub(crate) mod trim;
 pub(crate) mod why_segments;
 
 pub use growing::Refusal;
-pub use paged::{Contents, Exportable, Growable, PinnedMapping};
+pub use paged::{Contents, Exportable, Growable, Part, PinnedMapping, SleepOptions};
 pub use why_segments::WhySegments;

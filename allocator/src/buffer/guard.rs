@@ -118,7 +118,7 @@ impl<'a> AccessGuard<'a> {
         {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.memory().state()))?;
+        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
         let mut access = AccessGuard { held: Vec::new(), _awake: awake };
         let mut held = lock_unreserved(&wanted)?;
         for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {

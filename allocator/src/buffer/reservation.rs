@@ -14,7 +14,7 @@ use aquifer_device::{AccessKind, Stream};
 use crate::buffer::guard::AccessGuard;
 use crate::buffer::storage::Storage;
 use crate::error::AllocError;
-use crate::state::awake::WakeLock;
+use crate::state::awake::{Keeper, WakeLock};
 
 /// Memory reserved for work that is still to be enqueued, perhaps by other threads.
 ///
@@ -65,14 +65,15 @@ pub struct Reservation {
 
 impl Reservation {
     /// Waits until no thread has an access guard on the memory or a conflicting reservation, and
-    /// reserves it. The memory's allocator does not go to sleep before the reservation is dropped.
+    /// reserves it. The memory's allocator cannot be put to sleep before the reservation is dropped.
     ///
     /// # Errors
     /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory;
     /// [`AllocError::Asleep`] while its allocator sleeps or is about to.
     pub fn acquire(storage: &Arc<Storage>, kind: AccessKind) -> Result<Reservation, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
-        let wake_lock = WakeLock::new(storage.memory().state())?;
+        let (state, range) = storage.place();
+        let wake_lock = WakeLock::new(state, Keeper::Reservation, &range)?;
         let mut uses = storage.lock_unreserved(kind)?;
         uses.note_free(None);
         uses.record.reserve(kind);

@@ -17,6 +17,7 @@
 //! Lock order: storages by address, then the locks of the allocator and of timelines.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
@@ -115,6 +116,11 @@ impl Storage {
         &self.memory
     }
 
+    /// The allocator's state that holds the memory, and its addresses.
+    pub(crate) fn place(&self) -> (&'static AllocatorState, Range<u64>) {
+        (self.memory.state(), self.ptr().range(self.bytes()))
+    }
+
     /// Identity of the device that the memory is on.
     pub fn device_id(&self) -> u32 {
         self.device_id
@@ -174,7 +180,7 @@ impl Storage {
         if self.bytes() == 0 {
             return Ok(());
         }
-        let _awake = KeptAwake::of_all(std::iter::once(self.memory.state()))?;
+        let _awake = KeptAwake::of_all(std::iter::once(self.place()))?;
         let mut uses = self.lock_unreserved(AccessKind::Write)?;
         uses.note_free(Some(stream));
         uses.order(&self.memory, stream, AccessKind::Write)?;

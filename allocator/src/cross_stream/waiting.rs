@@ -130,7 +130,7 @@ fn sweep(guard: &mut StateGuard, ordered: Option<(u32, &Clock)>) {
 }
 
 /// Frees a block that need not wait any more.
-fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
+pub(crate) fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     let &Waiting { place: Place { arena, block: id }, block: Block { owner, pool, size, requested, .. }, .. } = waiting;
     let kind = kind_of(pool);
     guard.counters().waited(kind, size);

@@ -426,7 +426,6 @@ impl Heap {
     }
 
     /// The blocks of a region in order of address.
-    #[cfg(any(test, debug_assertions))]
     pub(crate) fn blocks_of(&self, region: &Region) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         let step = |id: &BlockId| self.blocks[*id].next.some();
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))

@@ -2,14 +2,15 @@
 //! [`Allocator::keep_awake`].
 //!
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for
-//! it. So an allocator that is to sleep first becomes *quiescing*: nothing new may keep it awake,
-//! and it waits for what already does. Threads that keep it awake may go on meanwhile, also with
-//! further access guards, because they could not end otherwise; and so may work for
-//! which memory was reserved (invariant A9).
+//! it. So an allocator sleeps only if nothing keeps it awake, and from then on nothing may begin to
+//! (invariant A9). A caller that waits for that makes the allocator *quiescing* first: nothing new
+//! may keep it awake. Threads that keep it awake may go on meanwhile, also with further access
+//! guards, because they could not end otherwise; and so may work for which memory was reserved.
 //!
-//! A newcomer counts itself before it checks whether the allocator is quiescing; a thread that puts
-//! the allocator to sleep makes it quiescing before it reads the count. Both accesses are
-//! sequentially consistent, so at least one of the two sees the other.
+//! A newcomer counts itself before it reads the flags; a thread that puts the allocator to sleep
+//! sets a flag before it reads the counts. These accesses are sequentially consistent, so at least
+//! one of the two sees the other. It reads the counts and decides under the lock of the shared
+//! state, and a newcomer that sees a flag looks under that lock, so it learns what was decided.
 //!
 //! A thread that waits for the allocator to wake up checks the state under a lock. Waking takes the
 //! same lock between the change of the state and the notification, so none is missed.
@@ -17,14 +18,15 @@
 use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use aquifer_device::fork::Mutex;
 use parking_lot::Condvar;
 
 use crate::error::AllocError;
 use crate::state::AllocatorState;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::pause;
+use crate::state::shared::SharedState;
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 #[cfg(aquifer_shuttle)]
 use shuttle::thread_local;
@@ -35,44 +37,110 @@ thread_local! {
     static KEPT: RefCell<Vec<&'static AllocatorState>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The part of an allocator state that says whether it is quiescing and how much keeps it awake.
+/// Flag: nothing new may keep the allocator awake. It sleeps, or is about to.
+const REFUSING: u32 = 1;
+/// Flag: a newcomer is to look under the lock of the shared state, because a part sleeps, or a
+/// thread is about to decide what sleeps.
+const LOOKING: u32 = 2;
+
+/// The part of an allocator state that says whether it sleeps or is about to, and what keeps it
+/// awake.
 #[derive(Debug, Default)]
 pub(crate) struct Wakefulness {
-    quiescing: AtomicBool,
-    wake_locks: AtomicU64,
+    flags: AtomicU32,
+    /// By [`Keeper`].
+    counts: [AtomicU64; 4],
     /// A leaf: see the module's documentation.
     pub(crate) waking: Mutex<()>,
     pub(crate) woken: Condvar,
 }
 
+/// What keeps an allocator awake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Keeper {
+    AccessGuard,
+    Reservation,
+    /// A [`crate::Awake`].
+    Awake,
+    /// Any of them, beyond [`COUNTED_MAX`].
+    Uncounted,
+}
+
+/// The low bits of a count are the number of wake locks; the others are the sum of the addresses
+/// that they are for, in units of [`UNIT`], which have at most 48 bits. So the address is known of a
+/// wake lock that is alone, and counting it costs one atomic operation.
+const NUMBER_BITS: u32 = 16;
+/// Beyond this number, wake locks are counted without addresses, so that sums do not overflow.
+const COUNTED_MAX: u64 = 1 << (NUMBER_BITS - 1);
+/// Allocations lie at multiples of it.
+const UNIT: u64 = 512;
+
+/// What one count says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kept {
+    pub(crate) number: u64,
+    /// The address in use, if it is known.
+    pub(crate) addr: Option<u64>,
+}
+
+impl Kept {
+    fn of(count: u64) -> Kept {
+        let number = count % (1 << NUMBER_BITS);
+        let addr = (count >> NUMBER_BITS) * UNIT;
+        Kept { number, addr: (number == 1 && addr != 0).then_some(addr) }
+    }
+}
+
 /// A count of one in what keeps an allocator awake. While there is a wake lock, on any thread, the
 /// allocator does not give its memory back.
-pub(crate) struct WakeLock(&'static AllocatorState);
+pub(crate) struct WakeLock {
+    state: &'static AllocatorState,
+    keeper: Keeper,
+    /// What it added to the count.
+    added: u64,
+}
 
 impl WakeLock {
+    /// `memory` is what is to be used; empty for any.
+    ///
     /// # Errors
     /// When the allocator sleeps, or is about to, and this thread does not keep it awake already.
-    pub(crate) fn new(state: &'static AllocatorState) -> Result<WakeLock, AllocError> {
+    pub(crate) fn new(
+        state: &'static AllocatorState,
+        keeper: Keeper,
+        memory: &Range<u64>,
+    ) -> Result<WakeLock, AllocError> {
         // Checked before counting, too, so that a thread that is refused and tries again and again
         // does not keep the allocator awake.
-        if state.refuses_wake_locks() {
+        if state.refuses(memory) {
             return Err(AllocError::Asleep);
         }
-        state.wakefulness.wake_locks.fetch_add(1, Ordering::SeqCst);
-        let wake_lock = WakeLock(state);
-        if state.refuses_wake_locks() { Err(AllocError::Asleep) } else { Ok(wake_lock) }
+        let wake_lock = WakeLock::counted(state, keeper, memory.start);
+        if state.refuses(memory) { Err(AllocError::Asleep) } else { Ok(wake_lock) }
+    }
+
+    #[inline]
+    fn counted(state: &'static AllocatorState, keeper: Keeper, addr: u64) -> WakeLock {
+        let added = ((addr / UNIT) << NUMBER_BITS) + 1;
+        let count = &state.wakefulness.counts[keeper as usize];
+        if Kept::of(count.fetch_add(added, Ordering::SeqCst)).number < COUNTED_MAX {
+            return WakeLock { state, keeper, added };
+        }
+        state.wakefulness.counts[Keeper::Uncounted as usize].fetch_add(1, Ordering::SeqCst);
+        count.fetch_sub(added, Ordering::SeqCst);
+        WakeLock { state, keeper: Keeper::Uncounted, added: 1 }
     }
 }
 
 impl fmt::Debug for WakeLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Keeper").finish_non_exhaustive()
+        f.debug_struct("WakeLock").field("keeper", &self.keeper).finish_non_exhaustive()
     }
 }
 
 impl Drop for WakeLock {
     fn drop(&mut self) {
-        self.0.wakefulness.wake_locks.fetch_sub(1, Ordering::SeqCst);
+        self.state.wakefulness.counts[self.keeper as usize].fetch_sub(self.added, Ordering::SeqCst);
     }
 }
 
@@ -88,16 +156,24 @@ pub(crate) struct KeptAwake {
 }
 
 impl KeptAwake {
-    pub(crate) fn new(state: &'static AllocatorState) -> Result<KeptAwake, AllocError> {
-        WakeLock::new(state).map(|wake_lock| KeptAwake::note(state, Some(wake_lock)))
+    pub(crate) fn new(
+        state: &'static AllocatorState,
+        keeper: Keeper,
+        memory: &Range<u64>,
+    ) -> Result<KeptAwake, AllocError> {
+        WakeLock::new(state, keeper, memory).map(|wake_lock| KeptAwake::note(state, Some(wake_lock)))
     }
 
-    /// Keeps each of these allocator states awake.
-    pub(crate) fn of_all(shells: impl Iterator<Item = &'static AllocatorState>) -> Result<Vec<KeptAwake>, AllocError> {
+    /// Keeps the allocators of all this memory awake, for access guards on it.
+    pub(crate) fn of_all(
+        memory: impl Iterator<Item = (&'static AllocatorState, Range<u64>)>,
+    ) -> Result<Vec<KeptAwake>, AllocError> {
         let mut kept: Vec<KeptAwake> = Vec::new();
-        for state in shells {
+        for (state, range) in memory {
             if !kept.iter().any(|kept| std::ptr::eq(kept.state, state)) {
-                kept.push(KeptAwake::new(state)?);
+                kept.push(KeptAwake::new(state, Keeper::AccessGuard, &range)?);
+            } else if state.refuses(&range) {
+                return Err(AllocError::Asleep);
             }
         }
         Ok(kept)
@@ -135,7 +211,7 @@ impl Drop for KeptAwake {
 impl AllocatorState {
     /// True if the allocator sleeps, or is about to.
     pub(crate) fn is_quiescing(&self) -> bool {
-        self.wakefulness.quiescing.load(Ordering::SeqCst)
+        self.wakefulness.flags.load(Ordering::SeqCst) & REFUSING != 0
     }
 
     /// True if the calling thread may not begin to keep the allocator awake.
@@ -143,28 +219,68 @@ impl AllocatorState {
         self.is_quiescing() && !self.is_kept_awake_here()
     }
 
+    /// True if the calling thread may not begin to keep the allocator awake for the use of some
+    /// memory.
+    #[inline]
+    fn refuses(&'static self, memory: &Range<u64>) -> bool {
+        self.wakefulness.flags.load(Ordering::SeqCst) != 0 && self.refuses_now(memory)
+    }
+
+    #[cold]
+    fn refuses_now(&'static self, memory: &Range<u64>) -> bool {
+        // A thread that decides what sleeps has this lock.
+        let shared = self.shared();
+        self.refuses_wake_locks() || shared.paged.as_ref().is_some_and(|paged| paged.sleeps(memory))
+    }
+
     /// True if the calling thread keeps the allocator awake.
     pub(crate) fn is_kept_awake_here(&'static self) -> bool {
         KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)
     }
 
-    /// Makes the allocator quiescing, so that no thread begins to keep it awake, and
-    /// waits until none does. The calling thread must not keep it awake.
-    pub(crate) fn quiesce(&self) {
-        self.begin_quiescing();
-        while self.wakefulness.wake_locks.load(Ordering::SeqCst) > 0 {
-            pause();
+    /// Makes the allocator quiescing, for a caller that waits until it may sleep.
+    pub(crate) fn refuse_wake_locks(&self) {
+        self.wakefulness.flags.fetch_or(REFUSING, Ordering::SeqCst);
+    }
+
+    /// Has newcomers look under the lock of the shared state, for a caller that takes that lock
+    /// next, and decides with [`AllocatorState::kept`] what sleeps.
+    pub(crate) fn begin_deciding(&self) {
+        self.wakefulness.flags.fetch_or(LOOKING, Ordering::SeqCst);
+    }
+
+    /// Ends [`AllocatorState::begin_deciding`], under that lock. Newcomers go on looking while a
+    /// part sleeps.
+    pub(crate) fn end_deciding(&self, shared: &SharedState) {
+        if shared.paged.as_ref().is_none_or(|paged| paged.sleeping.is_empty()) {
+            self.wakefulness.flags.fetch_and(!LOOKING, Ordering::SeqCst);
         }
     }
 
-    /// Makes the allocator quiescing, while others may keep it awake.
-    pub(crate) fn begin_quiescing(&self) {
-        self.wakefulness.quiescing.store(true, Ordering::SeqCst);
+    /// What keeps the allocator awake, by [`Keeper`], if anything does.
+    pub(crate) fn kept(&self) -> Option<[Kept; 4]> {
+        let [guards, reservations, awake, uncounted] = &self.wakefulness.counts;
+        let kept = |count: &AtomicU64| Kept::of(count.load(Ordering::SeqCst));
+        let uncounted = Kept { number: uncounted.load(Ordering::SeqCst), addr: None };
+        let all = [kept(guards), kept(reservations), kept(awake), uncounted];
+        all.iter().any(|kept| kept.number > 0).then_some(all)
+    }
+
+    /// Makes the allocator quiescing if nothing keeps it awake; otherwise returns what does.
+    pub(crate) fn quiesce(&'static self) -> Result<(), [Kept; 4]> {
+        self.begin_deciding();
+        let shared = self.shared();
+        let kept = self.kept();
+        if kept.is_none() {
+            self.refuse_wake_locks();
+        }
+        self.end_deciding(&shared);
+        kept.map_or(Ok(()), Err)
     }
 
     /// Ends quiescing: others may keep the allocator awake again.
     pub(crate) fn end_quiescing(&self) {
-        self.wakefulness.quiescing.store(false, Ordering::SeqCst);
+        self.wakefulness.flags.fetch_and(!REFUSING, Ordering::SeqCst);
         drop(self.wakefulness.waking.lock());
         self.wakefulness.woken.notify_all();
     }

@@ -11,6 +11,7 @@ use aquifer_device::Stream;
 
 use crate::accounting::counters::Counters;
 use crate::accounting::writer::CounterWriter;
+use crate::backing::paged::cordon;
 use crate::cross_stream::waiting_list::Waiting;
 use crate::heap::{Block, Heap, Passed, Region, Walk, kind_of};
 use crate::history::Action;
@@ -436,7 +437,8 @@ pub(crate) fn apply_deferred_free(guard: &mut StateGuard, place: Place, on: Opti
     guard.counters().waits(kind, size);
     drop(publishing);
     let users = guard.other_users.remove(&place);
-    if users.is_some() {
+    // A block that only sleeps has an empty list.
+    if users.as_ref().is_some_and(|users| !users.is_empty()) {
         guard.arena(place.arena).arena.blocks_used_elsewhere.fetch_sub(1, Ordering::Relaxed);
     }
     let block = *guard.block(place);
@@ -444,6 +446,7 @@ pub(crate) fn apply_deferred_free(guard: &mut StateGuard, place: Place, on: Opti
     streams.extend(on.filter(|on| *on != block.owner && !streams.contains(on)));
     let uses = streams.iter().map(|&slot| (slot, guard.tick_of(slot))).collect();
     let own_use = guard.tick_of(block.owner);
-    guard.waiting.push(Waiting { place, block, uses, own_use });
+    let Err(waiting) = cordon::keep_freed(guard, Waiting { place, block, uses, own_use }) else { return };
+    guard.waiting.push(waiting);
     guard.state.special().fetch_or(special::WAITING, Ordering::Relaxed);
 }

@@ -158,6 +158,7 @@ impl AllocatorState {
         state.counters.clear();
         state.read.special.store(special, Ordering::Relaxed);
         state.end_quiescing();
+        state.end_deciding(&shared);
         *state.history.lock() = history;
         *state.checks.write() = shared.device.as_ref().and_then(Device::checks).cloned();
         // Before the shared state is placed, so that a thread that comes late from the allocator

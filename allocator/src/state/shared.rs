@@ -4,6 +4,7 @@
 //! Nothing here calls the driver, waits, or runs foreign code.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::internal::Timeline;
@@ -119,9 +120,14 @@ impl SharedState {
         }
     }
 
-    /// True while the allocator sleeps, so that mapped memory is absent.
+    /// True while the whole allocator sleeps, so that mapped memory is absent.
     pub(crate) fn is_asleep(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.absent.is_some())
+        self.paged.as_ref().is_some_and(|paged| paged.is_asleep)
+    }
+
+    /// True while the whole allocator sleeps, or the memory at any of these addresses.
+    pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
+        self.paged.as_ref().is_some_and(|paged| paged.is_asleep || paged.sleeps(range))
     }
 
     /// The tick that the stream's timeline must reach for all work enqueued so far to be done.

@@ -27,6 +27,15 @@
 // Aquifer has a bug: the text says where.
 #define AQUIFER_PANIC 5
 
+// Contents are lost: the memory is uninitialised after waking up.
+#define AQUIFER_SLEEP_DISCARD 0
+
+// Contents are kept in page-locked host memory and restored.
+#define AQUIFER_SLEEP_SAVE 1
+
+// All bytes are 0 after waking up.
+#define AQUIFER_SLEEP_ZERO 2
+
 // Other requests may take free memory of the pool rather than fail.
 #define AQUIFER_POOL_USE_ON_OOM 1
 
@@ -150,6 +159,21 @@ void aquifer_on_oom(aquifer_oom_callback callback,
 
 // Lets another device access the memory of this one, now and later.
 int aquifer_enable_peer_access(int device, int peer);
+
+// Gives all memory of a device back to it until `aquifer_wake`, with `AQUIFER_SLEEP_DISCARD`, `AQUIFER_SLEEP_SAVE` or `AQUIFER_SLEEP_ZERO`.
+// Live allocations keep their addresses, and may be freed. Waits for the device. Until they wake up, no work may use them, and allocations
+// fail with `AQUIFER_INVALID`. It needs mapped memory.
+int aquifer_sleep(int device, int contents);
+
+// Ends `aquifer_sleep`, and `aquifer_pool_sleep` of all pools of the device. If the device lacks memory, everything sleeps on, and this can be
+// tried again.
+int aquifer_wake(int device);
+
+// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be used meanwhile.
+int aquifer_pool_sleep(uint64_t pool, int contents);
+
+// Ends `aquifer_pool_sleep`. After `aquifer_sleep`, the pool and later allocations can be used, and the rest sleeps on.
+int aquifer_pool_wake(uint64_t pool);
 
 // Creates a pool of memory that is kept apart, with `AQUIFER_POOL_USE_ON_OOM`, `AQUIFER_POOL_NO_SPLIT`, both or 0 as options. Returns its
 // number, or 0 after an error.

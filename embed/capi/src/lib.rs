@@ -14,7 +14,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 
 use aquifer::device::DevicePtr;
-use aquifer::memory::PoolOptions;
+use aquifer::memory::{Contents, PoolOptions};
 
 use failure::{Failure, guarded, printed, status};
 use gpu::Gpu;
@@ -256,6 +256,49 @@ pub extern "C" fn aquifer_enable_peer_access(device: c_int, peer: c_int) -> c_in
             u32::try_from(peer).map_err(|_| Failure::invalid(format!("{peer} is not the ordinal of a device")))?;
         Ok(gpu.memory.enable_peer_access(peer)?)
     })
+}
+
+/// Contents are lost: the memory is uninitialised after waking up.
+pub const AQUIFER_SLEEP_DISCARD: c_int = 0;
+/// Contents are kept in page-locked host memory and restored.
+pub const AQUIFER_SLEEP_SAVE: c_int = 1;
+/// All bytes are 0 after waking up.
+pub const AQUIFER_SLEEP_ZERO: c_int = 2;
+
+fn contents(contents: c_int) -> Result<Contents, Failure> {
+    match contents {
+        AQUIFER_SLEEP_DISCARD => Ok(Contents::Discard),
+        AQUIFER_SLEEP_SAVE => Ok(Contents::SaveToHost),
+        AQUIFER_SLEEP_ZERO => Ok(Contents::Zero),
+        other => Err(Failure::invalid(format!("unknown fate of contents: {other}"))),
+    }
+}
+
+/// Gives all memory of a device back to it until `aquifer_wake`, with `AQUIFER_SLEEP_DISCARD`, `AQUIFER_SLEEP_SAVE` or `AQUIFER_SLEEP_ZERO`.
+/// Live allocations keep their addresses, and may be freed. Waits for the device. Until they wake up, no work may use them, and allocations
+/// fail with `AQUIFER_INVALID`. It needs mapped memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_sleep(device: c_int, contents: c_int) -> c_int {
+    status(|| Ok(Gpu::here(device)?.memory.sleep(self::contents(contents)?).map(drop)?))
+}
+
+/// Ends `aquifer_sleep`, and `aquifer_pool_sleep` of all pools of the device. If the device lacks memory, everything sleeps on, and this can be
+/// tried again.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_wake(device: c_int) -> c_int {
+    status(|| Ok(Gpu::here(device)?.memory.wake()?))
+}
+
+/// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be used meanwhile.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_pool_sleep(pool: u64, contents: c_int) -> c_int {
+    status(|| pools::sleep(pool, self::contents(contents)?))
+}
+
+/// Ends `aquifer_pool_sleep`. After `aquifer_sleep`, the pool and later allocations can be used, and the rest sleeps on.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_pool_wake(pool: u64) -> c_int {
+    status(|| pools::wake(pool))
 }
 
 /// Other requests may take free memory of the pool rather than fail.

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use aquifer::device::DevicePtr;
-use aquifer::memory::{PoolOptions, PrivatePool};
+use aquifer::memory::{Contents, Part, PoolOptions, PrivatePool, SleepOptions};
 
 use crate::failure::Failure;
 use crate::gpu::{Gpu, refuse_forked};
@@ -65,4 +65,14 @@ pub(crate) fn release(number: u64) -> Result<(), Failure> {
     // Dropped without the lock, as it may call the driver.
     let pool = pools()?.remove(&number);
     pool.map(drop).ok_or_else(|| unknown(number))
+}
+
+pub(crate) fn sleep(number: u64, contents: Contents) -> Result<(), Failure> {
+    let Pool { gpu, pool, .. } = &*find(number)?;
+    Ok(gpu.memory.sleep(SleepOptions::part(Part::pool(pool), contents)).map(drop)?)
+}
+
+pub(crate) fn wake(number: u64) -> Result<(), Failure> {
+    let Pool { gpu, pool, .. } = &*find(number)?;
+    Ok(gpu.memory.wake_parts(&[Part::pool(pool)])?)
 }

@@ -381,6 +381,31 @@ static void pools(void)
     CHECK(aquifer_memory_reserved(0) == 0);
 }
 
+static void sleeps(void)
+{
+    const size_t bytes = 4 << 20;
+    void *stream = new_stream();
+    uint64_t pool = aquifer_pool_create(0, 0);
+    void *inside = aquifer_pool_malloc(pool, bytes, stream), *outside = torch_alloc(bytes, 0, stream);
+    CHECK(inside && outside);
+    fill(inside, bytes, stream);
+    fill(outside, bytes, stream);
+    CHECK(aquifer_sleep(0, 9) == AQUIFER_INVALID && aquifer_pool_sleep(pool, 9) == AQUIFER_INVALID);
+    CHECK(aquifer_pool_sleep(99999, AQUIFER_SLEEP_SAVE) == AQUIFER_INVALID);
+    CHECK(aquifer_pool_sleep(pool, AQUIFER_SLEEP_SAVE) == AQUIFER_OK && aquifer_memory_reserved(0) == bytes);
+    fill(outside, bytes, stream);
+    CHECK(aquifer_sleep(0, AQUIFER_SLEEP_ZERO) == AQUIFER_OK && aquifer_memory_reserved(0) == 0);
+    CHECK(!torch_alloc(bytes, 0, stream) && aquifer_last_status() == AQUIFER_INVALID);
+    CHECK(aquifer_pool_wake(pool) == AQUIFER_OK && aquifer_memory_reserved(0) == bytes);
+    fill(inside, bytes, stream);
+    CHECK(aquifer_wake(0) == AQUIFER_OK && aquifer_memory_reserved(0) == 2 * bytes);
+    fill(outside, bytes, stream);
+    torch_free(inside, bytes, 0, stream);
+    torch_free(outside, bytes, 0, stream);
+    CHECK(aquifer_pool_release(pool) == AQUIFER_OK && aquifer_empty_cache(0) == AQUIFER_OK);
+    CHECK(aquifer_memory_reserved(0) == 0);
+}
+
 static void devices(void)
 {
     void *other, *stream = new_stream(), *ptrs[2];
@@ -503,7 +528,7 @@ static void bench(void)
 int main(int arguments, char **argument)
 {
     const struct { const char *name; void (*run)(void); } all[] = {
-        {"wrong", wrong}, {"threads", threads}, {"forget", forget}, {"oom", oom}, {"reports", reports}, {"pools", pools},
+        {"wrong", wrong}, {"threads", threads}, {"forget", forget}, {"oom", oom}, {"reports", reports}, {"pools", pools}, {"sleeps", sleeps},
         {"careless", careless}, {"elsewhere", elsewhere}, {"devices", devices}, {"ort", ort}, {"forked", forked}, {"at_the_end", at_the_end}, {"bench", bench},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)

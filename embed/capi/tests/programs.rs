@@ -74,8 +74,19 @@ impl Program {
 #[test]
 fn a_c_program() {
     let Some(program) = Program::build("cc", "program.c", &["-std=c11"]) else { return };
-    for what in ["threads", "elsewhere", "forget", "oom", "reports", "pools", "devices", "ort", "forked", "at_the_end"]
-    {
+    for what in [
+        "threads",
+        "elsewhere",
+        "forget",
+        "oom",
+        "reports",
+        "pools",
+        "sleeps",
+        "devices",
+        "ort",
+        "forked",
+        "at_the_end",
+    ] {
         let (_, err) = program.run(&[what]);
         assert_eq!(err, "", "{what}");
     }

@@ -239,7 +239,7 @@ fn sleep_keeps_or_discards_contents() {
         let bench = bench("");
         let written = bench.allocator.alloc_bytes_zeroed(3 * MIB, &bench.stream).unwrap();
         let unwritten = bench.allocator.alloc_bytes(3 * MIB, &bench.stream).unwrap();
-        bench.allocator.sleep(contents).unwrap();
+        bench.allocator.sleep(contents.clone()).unwrap();
         bench.allocator.wake().unwrap();
         bench.finds_nothing();
         bench.read(written.ptr(), 3 << 20);

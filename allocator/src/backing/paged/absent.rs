@@ -1,33 +1,29 @@
-//! Absent memory: addresses that keep their blocks but have no memory while the allocator sleeps
+//! Absent memory: addresses that keep their blocks but have no memory while they sleep
 //! (`sleep.rs`).
 
-use std::collections::VecDeque;
 use std::ops::Range;
 
 use crate::backing::paged::frames::Frame;
+use crate::backing::paged::saved::Saved;
 use crate::size_class::PoolKind;
 
-/// Addresses that have no memory until the allocator wakes up.
+/// Addresses that have no memory until they wake up, or that are about to lose it.
 #[derive(Debug)]
 pub(crate) struct Absent {
     pub(crate) range: Range<u64>,
     pub(crate) kind: PoolKind,
+    /// True for memory outside of heaps.
+    pub(crate) is_dedicated: bool,
     /// Frames that exist for the range, from the lowest address on,
     pub(crate) frames: Vec<Frame>,
     /// and how many of them are mapped.
     pub(crate) mapped: usize,
+    /// True until they are unmapped: their contents are there.
+    pub(crate) is_intact: bool,
     /// Granules of the largest frame that the range had.
     pub(crate) largest: u32,
+    /// Its contents, by address.
     pub(crate) saved: Vec<Saved>,
-    /// True if the contents are in the frames.
-    pub(crate) has_contents: bool,
-}
-
-/// Contents of memory, kept in host memory.
-#[derive(Debug)]
-pub(crate) struct Saved {
-    pub(crate) addr: u64,
-    pub(crate) bytes: Vec<u8>,
 }
 
 impl Absent {
@@ -41,48 +37,52 @@ impl Absent {
         self.frames.is_empty()
     }
 
-    /// What is left of it without some ranges, which lie within it and ascend. It has no frames.
-    pub(crate) fn without(self, gone: &[Range<u64>]) -> Vec<Absent> {
-        if gone.is_empty() {
-            return vec![self];
+    /// Its parts inside and outside of some ranges, which ascend. It has no frames.
+    pub(crate) fn split(self, ranges: &[Range<u64>]) -> [Vec<Absent>; 2] {
+        let inside = within(ranges, &self.range);
+        let outside = outside(&self.range, ranges);
+        if outside.is_empty() {
+            return [vec![self], Vec::new()];
         }
-        let Absent { range: whole, kind, largest, saved, .. } = self;
-        let borders = gone.iter().flat_map(|gone| [gone.start, gone.end]);
-        let borders: Vec<u64> = std::iter::once(whole.start).chain(borders).chain([whole.end]).collect();
-        let left = borders.chunks_exact(2).map(|ends| ends[0]..ends[1]).filter(|range| !range.is_empty());
-        let mut pieces = VecDeque::from(saved);
-        left.map(|range| {
-            let mut saved = Vec::new();
-            while pieces.front().is_some_and(|piece| piece.addr < range.end)
-                && let Some(piece) = pieces.pop_front()
-            {
-                let goes_on = piece.end() > range.end;
-                if piece.addr >= range.start && !goes_on {
-                    saved.push(piece);
-                } else {
-                    saved.extend(piece.part(&range));
-                    if goes_on {
-                        pieces.push_front(piece);
-                        break;
-                    }
-                }
-            }
-            Absent { range, kind, frames: Vec::new(), mapped: 0, largest, saved, has_contents: false }
-        })
-        .collect()
+        [inside, outside].map(|ranges| ranges.into_iter().map(|range| self.part(range)).collect())
+    }
+
+    fn part(&self, range: Range<u64>) -> Absent {
+        let first = self.saved.partition_point(|saved| saved.addr + saved.bytes <= range.start);
+        let saved = self.saved[first..].iter().map_while(|saved| saved.part(&range)).collect();
+        Absent { range, frames: Vec::new(), saved, ..*self }
     }
 }
 
-impl Saved {
-    fn end(&self) -> u64 {
-        self.addr + self.bytes.len() as u64
-    }
+/// The parts of some ranges, which ascend, that lie within a range.
+pub(crate) fn within(ranges: &[Range<u64>], range: &Range<u64>) -> Vec<Range<u64>> {
+    let first = ranges.partition_point(|other| other.end <= range.start);
+    let touched = ranges[first..].iter().take_while(|other| other.start < range.end);
+    touched.map(|other| other.start.max(range.start)..other.end.min(range.end)).collect()
+}
 
-    /// A copy of the part of the contents that lies in a range, if there is any.
-    fn part(&self, range: &Range<u64>) -> Option<Saved> {
-        let part = self.addr.max(range.start)..self.end().min(range.end);
-        let place = |addr: u64| usize::try_from(addr - self.addr).ok();
-        let bytes = if part.is_empty() { None } else { self.bytes.get(place(part.start)?..place(part.end)?) };
-        Some(Saved { addr: part.start, bytes: bytes?.to_vec() })
+/// The parts of a range outside of some others, which ascend.
+pub(crate) fn outside(range: &Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut parts = Vec::new();
+    let mut at = range.start;
+    for other in within(others, range) {
+        parts.push(at..other.start);
+        at = other.end;
     }
+    parts.push(at..range.end);
+    parts.retain(|part| !part.is_empty());
+    parts
+}
+
+/// Ranges in any order, joined where they touch or overlap, by address.
+pub(crate) fn united(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut united: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match united.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => united.push(range),
+        }
+    }
+    united
 }

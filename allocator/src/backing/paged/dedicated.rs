@@ -96,7 +96,7 @@ struct Leaving {
 /// Takes one piece of deferred memory that is done off the list.
 fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
     let SharedState { paged, timelines, .. } = shared;
-    let paged = paged.as_mut().filter(|paged| paged.absent.is_none())?;
+    let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps)?;
     let deferred_release = paged.deferred_release.take_done(|slot| done_until(timelines, slot))?;
     let purpose = paged.purpose_of(deferred_release.base)?;
     let frames =
@@ -183,14 +183,14 @@ fn count_owned(guard: &StateGuard, before: Owned, size: u64, requested: u64) {
 /// nothing is behind the addresses then.
 fn is_recyclable(shared: &mut SharedState) -> bool {
     let SharedState { paged, timelines, .. } = shared;
-    let paged = paged.as_mut().filter(|paged| paged.absent.is_none());
+    let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps);
     paged.is_some_and(|paged| paged.deferred_release.any_done(|slot| done_until(timelines, slot)))
 }
 
 /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its
 /// addresses and length.
 fn take_vacant_reservation(shared: &mut SharedState) -> Option<(DevicePtr, u64)> {
-    let paged = shared.paged.as_mut().filter(|paged| paged.absent.is_none())?;
+    let paged = shared.paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps)?;
     let base = paged.deferred_release.take_vacant()?;
     paged.owned.remove(&base);
     Some((DevicePtr(base), paged.remove_reservation(base)))

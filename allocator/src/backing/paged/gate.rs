@@ -32,9 +32,8 @@ impl Gate {
         self.mappings.write()
     }
 
-    /// For falling asleep and waking up, one at a time. It is held while the allocator waits for
-    /// access guards to end, so a thread with an access guard must not ask for it. Such a thread
-    /// may pass the gate itself.
+    /// For falling asleep and waking up, one at a time. It is held across driver calls, and not
+    /// while a thread waits for access guards to end.
     pub(crate) fn sleep(&self) -> RwLockWriteGuard<'_> {
         self.sleep.write()
     }

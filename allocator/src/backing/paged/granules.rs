@@ -5,11 +5,12 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use aquifer_device::internal::Reservation;
+use aquifer_device::internal::{HostBuffer, Reservation};
 use aquifer_device::{Device, DevicePtr, PhysicalOptions};
 
-use crate::backing::paged::absent::Absent;
+use crate::backing::paged::absent::{Absent, united, within};
 use crate::backing::paged::capacity::Capacity;
+use crate::backing::paged::cordon::Cordon;
 use crate::backing::paged::deferred_release::DeferredReleases;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
@@ -43,8 +44,17 @@ pub(crate) struct Paged {
     pub(crate) owned_bytes: u64,
     /// Memory that such owners gave up.
     pub(crate) deferred_release: DeferredReleases,
-    /// Ranges that have no memory while the allocator sleeps, by address; `None` while it is awake.
-    pub(crate) absent: Option<Vec<Absent>>,
+    /// True while the whole allocator sleeps.
+    pub(crate) is_asleep: bool,
+    /// Memory that sleeps, by address. A thread that works on the list may have taken it out.
+    pub(crate) absent: Vec<Absent>,
+    /// The addresses that sleep: ranges that do not touch, by address.
+    pub(crate) sleeping: Vec<Range<u64>>,
+    /// True if some of it is memory outside of heaps. None such is recycled then.
+    pub(crate) dedicated_sleeps: bool,
+    pub(crate) cordon: Cordon,
+    /// Page-locked memory for the contents of the next sleep.
+    pub(crate) host_buffers: Vec<HostBuffer>,
     /// Frames that are mapped nowhere.
     pub(crate) spares: LooseFrames,
     /// Mappings that cannot be used and that the driver has not unmapped so far.
@@ -101,6 +111,16 @@ impl Stuck {
     }
 }
 
+/// Memory of a reservation that may sleep.
+#[derive(Debug)]
+pub(crate) struct Asleep {
+    /// First address of the reservation.
+    pub(crate) base: u64,
+    pub(crate) range: Range<u64>,
+    pub(crate) kind: PoolKind,
+    pub(crate) is_dedicated: bool,
+}
+
 /// A reservation, and what is mapped at its places.
 #[derive(Debug)]
 struct Mapped {
@@ -138,7 +158,12 @@ impl Paged {
             owned: BTreeMap::new(),
             owned_bytes: 0,
             deferred_release: DeferredReleases::new(granule),
-            absent: None,
+            is_asleep: false,
+            absent: Vec::new(),
+            sleeping: Vec::new(),
+            dedicated_sleeps: false,
+            cordon: Cordon::default(),
+            host_buffers: Vec::new(),
             spares,
             stuck: VecDeque::new(),
             in_hands: 0,
@@ -315,11 +340,21 @@ impl Paged {
 
     /// The same, and those that have none only until the allocator wakes up.
     pub(crate) fn held_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let absent = self.absent.as_deref().unwrap_or_default();
-        let first = absent.partition_point(|absent| absent.range.end <= range.start);
-        let touched = absent[first..].iter().map(|absent| &absent.range).take_while(|absent| absent.start < range.end);
-        let parts = touched.map(|absent| absent.start.max(range.start)..absent.end.min(range.end));
-        self.mapped_within(range).into_iter().chain(parts.filter(|part| !part.is_empty())).collect()
+        let absent = within(&self.sleeping, range).into_iter().flat_map(|part| self.unmapped_within(&part));
+        self.mapped_within(range).into_iter().chain(absent).collect()
+    }
+
+    /// True if the memory at any of these addresses sleeps.
+    pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
+        !self.sleeping.is_empty() && !within(&self.sleeping, range).is_empty()
+    }
+
+    /// Notes which addresses sleep: those of the list of absent memory, and of the parts of it that
+    /// were taken out.
+    pub(crate) fn note_sleeping(&mut self, taken: [&[Absent]; 2]) {
+        let absent = || self.absent.iter().chain(taken.into_iter().flatten());
+        self.dedicated_sleeps = absent().any(|absent| absent.is_dedicated);
+        self.sleeping = united(absent().map(|absent| absent.range.clone()).collect());
     }
 
     /// The contiguous parts of a range, within a reservation, that have no memory.
@@ -327,19 +362,18 @@ impl Paged {
         self.runs(range, |has_memory| !has_memory)
     }
 
-    /// The contiguous ranges whose memory may go while the allocator sleeps, each with the kind of
-    /// pool that it counts in.
-    pub(crate) fn not_pinned(&self, pins: &Pins) -> Vec<(Range<u64>, PoolKind)> {
+    /// The frames that may sleep, by address, each with its reservation. Pinned frames stay, and
+    /// exportable memory.
+    pub(crate) fn may_sleep<'a>(&'a self, pins: &'a Pins) -> impl Iterator<Item = Asleep> + 'a {
         let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
-        let ranges = may_sleep.flat_map(|(&base, mapped)| {
-            let frames = mapped.places.all().map(|(place, frame)| {
+        let frames = may_sleep.flat_map(|(&base, mapped)| {
+            mapped.places.all().map(move |(place, frame)| {
                 let start = base + place as u64 * mapped.granule;
-                start..start + frame.granules() * mapped.granule
-            });
-            let stays = |frame: &Range<u64>| pins.are_in(frame.clone()) || self.is_unusable(base, frame.start);
-            joined(frames.filter(|frame| !stays(frame))).into_iter().map(|range| (range, mapped.kind))
+                let range = start..start + frame.granules() * mapped.granule;
+                Asleep { base, range, kind: mapped.kind, is_dedicated: mapped.purpose != Purpose::Heap }
+            })
         });
-        ranges.collect()
+        frames.filter(|frame| !pins.are_in(frame.range.clone()) && !self.is_unusable(frame.base, frame.range.start))
     }
 
     /// True if the frame mapped at an address of a reservation never became usable, and the driver
@@ -381,7 +415,7 @@ impl Paged {
     /// Passes all memory and addresses to the device object, which gives them back at its next
     /// driver call.
     pub(crate) fn release_later(mut self, device: &Device) {
-        for absent in self.absent.take().into_iter().flatten() {
+        for absent in std::mem::take(&mut self.absent) {
             let (mapped, loose) = absent.frames.split_at(absent.mapped);
             self.put_all(absent.range.start, mapped);
             loose.iter().for_each(|frame| device.release_later(frame.physical));

@@ -176,7 +176,7 @@ fn fill_step(
     let room = room(allocator)?;
     let _gate = allocator.gate()?.shared();
     let mut guard = allocator.state().lock(None);
-    if guard.is_asleep() {
+    if guard.sleeps(&(base..range.end)) {
         return Err(AllocError::Asleep);
     }
     let (buyable, refusal) = buyable(allocator, &guard, &room);
@@ -295,7 +295,7 @@ impl Growable {
         // Looked at once, before anything changes. If the allocator falls asleep after this, that
         // is as if it did so after the growth: the new size is noted without touching memory, and
         // memory is mapped only after another look (`fill_step`).
-        if self.allocator().state().shared().is_asleep() {
+        if self.allocator().state().shared().sleeps(&self.ptr().range(self.capacity)) {
             return Err(AllocError::Asleep);
         }
         if bytes <= self.bytes() {

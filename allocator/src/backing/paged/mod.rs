@@ -38,8 +38,11 @@
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
-//! | `absent.rs` | memory that is gone until the allocator wakes up |
-//! | `sleep.rs` | giving all memory back, and taking it again behind the same addresses |
+//! | `sleep.rs` | giving memory back, all or a part, and taking it again behind the same addresses |
+//! | `sleep_options.rs`, `asleep.rs` | what sleeps and what wakes up |
+//! | `absent.rs` | memory that is gone until it wakes up |
+//! | `saved.rs` | its contents |
+//! | `cordon.rs` | what keeps it apart from memory in use |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
 //! Invariants, in addition to those of holes in the heap:
@@ -63,8 +66,10 @@
 pub(crate) mod absent;
 pub(crate) mod account;
 pub(crate) mod addresses;
+pub(crate) mod asleep;
 pub(crate) mod capacity;
 pub(crate) mod carry_out;
+pub(crate) mod cordon;
 pub(crate) mod dedicated;
 pub(crate) mod dedicated_memory;
 pub(crate) mod deferred_release;
@@ -87,10 +92,12 @@ pub(crate) mod places;
 pub(crate) mod plan;
 pub(crate) mod probe;
 pub(crate) mod recurrence;
+pub(crate) mod saved;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
 pub(crate) mod settle;
 pub(crate) mod sleep;
+pub(crate) mod sleep_options;
 pub(crate) mod split;
 pub(crate) mod trim;
 pub(crate) mod wait;
@@ -99,4 +106,4 @@ pub(crate) mod window;
 pub use exportable::Exportable;
 pub use growable::Growable;
 pub use pin::PinnedMapping;
-pub use sleep::Contents;
+pub use sleep_options::{Contents, Part, SleepOptions};

@@ -47,7 +47,7 @@ pub(crate) fn pin_mapping(allocator: &Allocator, allocation: &Allocation) -> Res
         let is = arena.look(|inner| inner.device_id);
         return Err(AllocError::wrong_allocator("allocation", is, allocator.device().id()));
     }
-    if shared.is_asleep() {
+    if shared.sleeps(&allocation.range()) {
         return Err(AllocError::Asleep);
     }
     let segment = arena.look(|inner| {

@@ -4,12 +4,13 @@
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
 use shuttle::thread;
 
-use crate::{AccessGuard, AllocError, Allocator, Buffer, Config, Contents};
+use crate::{AccessGuard, AllocError, Allocator, Buffer, Config, Contents, Part, PoolOptions, SleepOptions};
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
@@ -76,7 +77,7 @@ fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
             Err(error) => panic!("{error}"),
         });
         let sleep = thread::spawn(move || {
-            sleeping.sleep(Contents::Discard).unwrap();
+            sleeping.sleep(SleepOptions::all(Contents::Discard).waiting(Duration::MAX)).unwrap();
             sleeping.wake().unwrap();
         });
         let block = alloc.join().unwrap();
@@ -103,12 +104,46 @@ fn work_comes_before_sleep_or_is_refused() {
         });
         let sleeping = setup.allocator.clone();
         let sleep = thread::spawn(move || {
-            sleeping.sleep(Contents::SaveToHost).unwrap();
+            sleeping.sleep(SleepOptions::all(Contents::SaveToHost).waiting(Duration::MAX)).unwrap();
             sleeping.wake().unwrap();
         });
         work.join().unwrap();
         sleep.join().unwrap();
         setup.streams[0].fill(buffer.ptr(), 1, buffer.bytes()).unwrap();
+    });
+}
+
+#[test]
+fn a_part_sleeps_while_others_use_allocate_and_free() {
+    explore(|setup| {
+        let stream = setup.streams[0].clone();
+        let pool = setup.allocator.create_pool(PoolOptions::default()).unwrap();
+        let [used, freed] = [(), ()].map(|()| pool.alloc::<u8>(100_000, &stream).unwrap());
+        let other: Buffer<u8> = setup.allocator.alloc(100_000, &stream).unwrap();
+        let sleeping = setup.allocator.clone();
+        let part = Part::pool(&pool);
+        let sleep = thread::spawn(move || {
+            let options = SleepOptions::part(part.clone(), Contents::Zero).waiting(Duration::MAX);
+            sleeping.sleep(options).unwrap();
+            sleeping.wake_parts(&[part]).unwrap();
+        });
+        let (one, two) = (stream.clone(), used.storage().clone());
+        let work = thread::spawn(move || match AccessGuard::acquire(&one, &[(&*two, AccessKind::Write)]) {
+            Ok(_access) => one.fill(two.ptr(), 7, 100_000).unwrap(),
+            Err(error) => assert!(matches!(error, AllocError::Asleep), "{error}"),
+        });
+        drop(freed);
+        // It is served beside what sleeps, and never refused.
+        let more = pool.alloc::<u8>(100_000, &stream).unwrap();
+        {
+            let _access = AccessGuard::acquire(&stream, &[(other.storage(), AccessKind::Write)]).unwrap();
+            stream.fill(other.ptr(), 1, 100_000).unwrap();
+        }
+        sleep.join().unwrap();
+        work.join().unwrap();
+        for buffer in [&used, &more, &other] {
+            stream.fill(buffer.ptr(), 1, 100_000).unwrap();
+        }
     });
 }
 

@@ -55,8 +55,8 @@ fn exports(allocator: &Allocator, stream: &Stream) {
 }
 
 fn sleeps(allocator: &Allocator, peers: &[Subject]) {
-    for (round, contents) in [Contents::SaveToHost, Contents::Discard].repeat(4).into_iter().enumerate() {
-        allocator.sleep(contents).unwrap();
+    for (round, contents) in [Contents::SaveToHost, Contents::Discard].into_iter().cycle().take(8).enumerate() {
+        allocator.sleep(SleepOptions::all(contents).waiting(Duration::MAX)).unwrap();
         thread::yield_now();
         // Others may have taken the memory: exportable memory is not given up.
         while let Err(error) = allocator.wake() {

@@ -11,6 +11,11 @@ use super::Bench;
 
 const LEN: u32 = 3 << 20;
 
+/// Waits until the transfers under way are enqueued.
+fn patient() -> SleepOptions {
+    SleepOptions::all(Contents::SaveToHost).waiting(Duration::MAX)
+}
+
 #[test]
 fn pending_transfers_are_enqueued_before_the_memory_goes() {
     let bench = Bench::new();
@@ -19,13 +24,13 @@ fn pending_transfers_are_enqueued_before_the_memory_goes() {
     let mut other: Buffer<u32> = allocator.alloc(data.len(), &bench.stream).unwrap();
     let begun = bench.transfer.to_device(data.clone(), &bench.stream).unwrap();
     let filled = bench.transfer.upload(data.clone(), &mut other).unwrap();
-    assert!(allocator.sleep(Contents::SaveToHost).unwrap() > 0);
+    assert!(allocator.sleep(patient()).unwrap() > 0);
     allocator.wake().unwrap();
     let buffer = begun.wait().unwrap();
     filled.wait().unwrap();
     for buffer in [&buffer, &other] {
         let read = bench.transfer.to_vec(buffer).unwrap();
-        allocator.sleep(Contents::SaveToHost).unwrap();
+        allocator.sleep(patient()).unwrap();
         assert!(read.wait().unwrap() == data);
         allocator.wake().unwrap();
     }
@@ -41,7 +46,7 @@ fn refusing_to_spill_while_it_falls_asleep_is_no_failure_to_spill() {
     let spillable = spiller.add(allocator.alloc::<u8>(32 << 20, &bench.stream).unwrap(), 0).unwrap();
     let awake = allocator.keep_awake().unwrap();
     thread::scope(|scope| {
-        let falling = scope.spawn(|| allocator.sleep(Contents::SaveToHost).unwrap());
+        let falling = scope.spawn(|| allocator.sleep(patient()).unwrap());
         while !allocator.is_asleep() {
             thread::yield_now();
         }
@@ -69,7 +74,7 @@ fn a_prefetcher_loses_no_batch() {
     let (mut seen, mut refused) = (Vec::new(), 0);
     loop {
         if seen.len() == 3 && refused == 0 {
-            allocator.sleep(Contents::SaveToHost).unwrap();
+            allocator.sleep(patient()).unwrap();
         }
         match batches.next() {
             None => break,
@@ -90,7 +95,7 @@ fn a_prefetcher_loses_no_batch() {
     let mut batches =
         Prefetcher::<Vec<u32>>::new((0..12).map(|_| vec![1; 1000]), &bench.transfer, &bench.stream, 1).unwrap();
     batches.next().unwrap().unwrap();
-    allocator.sleep(Contents::Discard).unwrap();
+    allocator.sleep(patient()).unwrap();
     drop(batches);
     allocator.wake().unwrap();
     drop(seen);
@@ -119,7 +124,7 @@ fn a_batch_that_arrived_before_its_memory_went_is_had_later() {
     let mut asleep = false;
     loop {
         if !asleep {
-            allocator.sleep(Contents::SaveToHost).unwrap();
+            allocator.sleep(patient()).unwrap();
         }
         match batches.next() {
             None => break,
@@ -143,7 +148,7 @@ fn a_thread_with_a_wake_lock_does_not_wait_for_a_batch_that_cannot_come() {
     batches.next().unwrap().unwrap();
     thread::scope(|scope| {
         let awake = allocator.keep_awake().unwrap();
-        let sleeper = scope.spawn(|| allocator.sleep(Contents::SaveToHost).unwrap());
+        let sleeper = scope.spawn(|| allocator.sleep(patient()).unwrap());
         while !allocator.is_asleep() {
             thread::yield_now();
         }

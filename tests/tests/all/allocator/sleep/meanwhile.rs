@@ -27,11 +27,15 @@ fn no_access_guard_is_given_for_memory_that_sleeps() {
     bench.assert_no_violation();
 }
 
+fn patient(contents: Contents) -> SleepOptions {
+    SleepOptions::all(contents).waiting(Duration::MAX)
+}
+
 /// Puts the allocator to sleep on another thread, which waits for this one. Lets `work` work once
 /// others are refused.
 fn sleep_beside<T>(bench: &Sleeper, held: T, work: impl FnOnce(T)) {
     thread::scope(|scope| {
-        let sleeper = scope.spawn(|| bench.allocator.sleep(Contents::SaveToHost).unwrap());
+        let sleeper = scope.spawn(|| bench.allocator.sleep(patient(Contents::SaveToHost)).unwrap());
         while !bench.allocator.is_asleep() {
             thread::yield_now();
         }
@@ -70,6 +74,68 @@ fn access_guards_and_reservations_end_before_their_memory_goes() {
     bench.assert_usable_and_returned();
 }
 
+/// What keeps the allocator awake: access guards, reservations, wake locks, and whether on this
+/// thread.
+fn kept_awake(slept: Result<u64, AllocError>) -> (u64, u64, u64, bool) {
+    let Err(AllocError::KeptAwake(by)) = slept else { panic!("{slept:?}") };
+    (by.access_guards, by.reservations, by.awake, by.is_this_thread)
+}
+
+#[test]
+fn sleep_refuses_and_says_what_is_in_use() {
+    let bench = sleeper();
+    let scope = TagScope::new("weights");
+    let buffer: Buffer<u8> = bench.allocator.alloc(5000, &bench.stream).unwrap();
+    drop(scope);
+    let more: Buffer<u8> = bench.allocator.alloc(100, &bench.side).unwrap();
+    let (cached, calls) = (bench.allocator.memory_reserved(), bench.driver.calls_made());
+    let says = |expected: &str| {
+        let refused = bench.allocator.sleep(Contents::Discard).unwrap_err().to_string();
+        assert!(refused.contains(expected), "{refused}");
+    };
+    let reservation = Reservation::acquire(buffer.storage(), AccessKind::Read).unwrap();
+    let stream = bench.stream.id();
+    let place = format!("in use: 4.88 KiB at {}, tagged `weights`, of stream {stream}", buffer.ptr());
+    says(&format!("(1 reservation; {place})"));
+    let another = Reservation::acquire(more.storage(), AccessKind::Read).unwrap();
+    says("(2 reservations)");
+    drop(another);
+    let (held, end) = (Barrier::new(2), Barrier::new(2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _access = AccessGuard::acquire(&bench.side, &[(more.storage(), AccessKind::Write)]).unwrap();
+            held.wait();
+            end.wait();
+        });
+        held.wait();
+        let soon = SleepOptions::all(Contents::Discard).waiting(Duration::from_millis(1));
+        let refused = [bench.allocator.sleep(Contents::Discard), bench.allocator.sleep(soon)];
+        let is_asleep = bench.allocator.is_asleep();
+        end.wait();
+        let place = format!("(1 access guard, 1 reservation; in use: 100 bytes at {}, of stream", more.ptr());
+        let text = refused[0].as_ref().unwrap_err().to_string();
+        assert!(text.contains(&place) && text.contains("tagged `weights`"), "{text}");
+        refused.into_iter().for_each(|refused| assert_eq!(kept_awake(refused), (1, 1, 0, false)));
+        assert!(!is_asleep && !bench.allocator.is_asleep());
+    });
+    drop(reservation);
+    let growable = bench.cache.buffer::<u8>();
+    let access = AccessGuard::acquire(&bench.stream, &[(growable.storage(), AccessKind::Read)]).unwrap();
+    says("(1 access guard; in use: 3.00 MiB at");
+    drop(access);
+    drop(growable);
+    assert_eq!(
+        (bench.allocator.memory_reserved(), bench.driver.calls_made()),
+        (cached, calls),
+        "nothing was given back"
+    );
+    bench.allocator.sleep(Contents::SaveToHost).unwrap();
+    bench.allocator.wake().unwrap();
+    bench.assert_contents();
+    drop((buffer, more));
+    bench.assert_usable_and_returned();
+}
+
 #[test]
 fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
     let bench = sleeper();
@@ -77,11 +143,11 @@ fn a_thread_does_not_wait_for_itself_to_let_the_allocator_sleep() {
     let (access, awake) =
         (AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Read)]), bench.allocator.keep_awake());
     for _ in 0..2 {
-        assert!(matches!(bench.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
+        assert_eq!(kept_awake(bench.allocator.sleep(patient(Contents::Discard))), (1, 0, 1, true));
         bench.allocator.wake().unwrap();
     }
     drop(access);
-    assert!(matches!(bench.allocator.sleep(Contents::Discard), Err(AllocError::KeptAwake)));
+    assert_eq!(kept_awake(bench.allocator.sleep(Contents::Discard)), (0, 0, 1, true));
     drop(awake);
     // Another allocator's sleep is none of its business, even if that one is gone otherwise.
     let other = Allocator::new(&bench.device, Config::default()).unwrap();
@@ -143,7 +209,7 @@ fn a_thread_that_holds_a_wake_lock_has_nothing_to_wait_for() {
     let allocator = &bench.allocator;
     let awake = allocator.keep_awake().unwrap();
     thread::scope(|scope| {
-        let sleeper = scope.spawn(|| allocator.sleep(Contents::Discard).unwrap());
+        let sleeper = scope.spawn(|| allocator.sleep(patient(Contents::Discard)).unwrap());
         while !allocator.is_asleep() {
             thread::yield_now();
         }

@@ -1,0 +1,145 @@
+//! Page-locked host memory with one owner, through which contents of device memory pass.
+//!
+//! Invariant: the host touches the bytes, and the memory is freed, only once the copies that use it
+//! are done.
+
+use crate::device::Device;
+use crate::driver::{DevicePtr, HostPtr};
+use crate::error::{Code, DeviceError, Operation, Result};
+use crate::launch::AccessKind;
+use crate::stream::Stream;
+use crate::timeline::Tick;
+
+/// Page-locked host memory that copies may use while this lives.
+#[derive(Debug)]
+pub struct HostBuffer {
+    device: Device,
+    ptr: HostPtr,
+    bytes: usize,
+    /// A tick of each stream that copies here, behind its last copy.
+    uses: Vec<Tick>,
+}
+
+impl HostBuffer {
+    /// Allocates `bytes` bytes, not 0.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn new(device: &Device, bytes: usize) -> Result<HostBuffer> {
+        let ptr = device.driver().host_alloc(bytes)?;
+        Ok(HostBuffer { device: device.clone(), ptr, bytes, uses: Vec::new() })
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Enqueues a copy from the device to the bytes from `at` on.
+    ///
+    /// # Errors
+    /// When the bytes lie outside; a stream of another device, or one that captures; errors of the
+    /// driver.
+    pub fn download(&mut self, at: usize, src: DevicePtr, bytes: usize, stream: &Stream) -> Result<()> {
+        // SAFETY: the bytes lie in this buffer, as `copy` has checked. It touches and frees them
+        // only after a wait for the tick that `copy` notes.
+        self.copy(at, bytes, stream, Operation::CopyToHost, |host| unsafe { stream.download(host, src, bytes) })
+    }
+
+    /// Enqueues a copy to the device of the bytes from `at` on.
+    ///
+    /// # Errors
+    /// As [`HostBuffer::download`].
+    pub fn upload(&mut self, at: usize, dst: DevicePtr, bytes: usize, stream: &Stream) -> Result<()> {
+        // SAFETY: as for `download`.
+        self.copy(at, bytes, stream, Operation::CopyToDevice, |host| unsafe { stream.upload(dst, host, bytes) })
+    }
+
+    fn copy(
+        &mut self,
+        at: usize,
+        bytes: usize,
+        stream: &Stream,
+        operation: Operation,
+        enqueue: impl FnOnce(HostPtr) -> Result<()>,
+    ) -> Result<()> {
+        let refused = |why: &str| Err(DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(why));
+        if at.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            return refused("the bytes lie outside of the page-locked memory");
+        }
+        if stream.device_id() != self.device.id() {
+            return refused("the stream and the page-locked memory belong to different devices");
+        }
+        // A graph could copy at any time.
+        let Some(_held_off) = stream.hold_off_captures() else { return refused("the stream captures") };
+        let enqueued = enqueue(HostPtr(self.ptr.0 + at));
+        // After an error, too: part of the copy may be under way.
+        self.uses.retain(|tick| tick.timeline().id() != stream.id());
+        self.uses.push(stream.tick());
+        enqueued
+    }
+
+    /// Waits until all copies are done.
+    ///
+    /// # Errors
+    /// Errors of the driver. The copies may be under way still.
+    pub fn wait(&mut self) -> Result<()> {
+        self.uses.iter().try_for_each(Tick::synchronize)?;
+        self.uses.clear();
+        Ok(())
+    }
+
+    /// The bytes, once all copies are done.
+    ///
+    /// # Errors
+    /// As [`HostBuffer::wait`].
+    pub fn bytes(&mut self) -> Result<&mut [u8]> {
+        self.wait()?;
+        self.device.driver().host_access(self.ptr, self.bytes, AccessKind::Write)?;
+        // SAFETY: the driver allocated these bytes for this buffer, and they are initialised
+        // (`Driver::host_alloc`). No copy uses them, and the borrow keeps new ones away.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.bytes) })
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        let uses = std::mem::take(&mut self.uses);
+        // SAFETY: this buffer owned the memory, and all work that uses it comes before these ticks,
+        // which are of its device.
+        unsafe { self.device.host_free_later(self.ptr, self.bytes as u64, uses) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::{SimConfig, SimDriver};
+
+    #[test]
+    fn bytes_pass_through_page_locked_memory() {
+        let device = Device::new(SimDriver::new(SimConfig::default()));
+        let other = Device::new(SimDriver::new(SimConfig::default()));
+        let stream = device.stream().unwrap();
+        let ptr = device.alloc(4096).unwrap();
+        let mut buffer = HostBuffer::new(&device, 1000).unwrap();
+        buffer.bytes().unwrap().fill(3);
+        buffer.upload(0, ptr, 1000, &stream).unwrap();
+        stream.fill(ptr.offset(500), 5, 500).unwrap();
+        buffer.download(100, ptr.offset(400), 200, &stream).unwrap();
+        let bytes = buffer.bytes().unwrap();
+        assert_eq!([99, 199, 200, 299, 300].map(|at: usize| bytes[at]), [3, 3, 5, 5, 3]);
+        assert!(buffer.download(801, ptr, 200, &stream).is_err());
+        assert!(buffer.download(usize::MAX, ptr, 2, &stream).is_err());
+        assert!(buffer.upload(0, ptr, 1, &other.stream().unwrap()).is_err());
+        let capture = stream.begin_capture().unwrap();
+        assert!(buffer.upload(0, ptr, 1, &stream).is_err());
+        drop(capture.end().unwrap());
+        // Dropped under a copy, it goes once that is done.
+        buffer.download(0, ptr, 1000, &stream).unwrap();
+        drop(buffer);
+        device.wait_and_settle_host();
+        device.free(ptr).unwrap();
+        device.assert_no_violations();
+    }
+}
