@@ -7,7 +7,7 @@ use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
 use crate::backing::why_segments::WhySegments;
 use crate::config::ConfigError;
-use crate::keep_awake::KeptAwakeBy;
+use crate::kept::KeptAwakeBy;
 use crate::recovery::oom::report::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable

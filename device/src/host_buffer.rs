@@ -31,7 +31,7 @@ impl HostBuffer {
     }
 
     /// Its length in bytes.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.bytes
     }
 

@@ -11,7 +11,6 @@ use aquifer_device::Stream;
 
 use crate::accounting::counters::Counters;
 use crate::accounting::writer::CounterWriter;
-use crate::backing::paged::cordon;
 use crate::cross_stream::waiting_list::Waiting;
 use crate::heap::{Block, Heap, Passed, Region, Walk, kind_of};
 use crate::history::Action;
@@ -446,7 +445,12 @@ pub(crate) fn apply_deferred_free(guard: &mut StateGuard, place: Place, on: Opti
     streams.extend(on.filter(|on| *on != block.owner && !streams.contains(on)));
     let uses = streams.iter().map(|&slot| (slot, guard.tick_of(slot))).collect();
     let own_use = guard.tick_of(block.owner);
-    let Err(waiting) = cordon::keep_freed(guard, Waiting { place, block, uses, own_use }) else { return };
+    let waiting = Waiting { place, block, uses, own_use };
+    match &mut guard.paged {
+        // Until its memory wakes up.
+        Some(paged) if paged.sleeps(&block.range()) => return paged.cordon.freed.push(waiting),
+        _ => {}
+    }
     guard.waiting.push(waiting);
     guard.state.special().fetch_or(special::WAITING, Ordering::Relaxed);
 }

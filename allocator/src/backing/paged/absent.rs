@@ -5,6 +5,9 @@ use std::ops::Range;
 
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::saved::Saved;
+use crate::cross_stream::waiting_list::Waiting;
+use crate::heap::BlockId;
+use crate::request::Place;
 use crate::size_class::PoolKind;
 
 /// Addresses that have no memory until they wake up, or that are about to lose it.
@@ -24,6 +27,17 @@ pub(crate) struct Absent {
     pub(crate) largest: u32,
     /// Its contents, by address.
     pub(crate) saved: Vec<Saved>,
+}
+
+/// The memory and the blocks that the cordon around memory that sleeps concerns (`cordon.rs`).
+#[derive(Debug, Default)]
+pub(crate) struct Cordon {
+    /// Free memory that is held.
+    pub(crate) held: Vec<(u32, BlockId)>,
+    /// Live blocks that are marked.
+    pub(crate) marked: Vec<Place>,
+    /// Blocks that were given back.
+    pub(crate) freed: Vec<Waiting>,
 }
 
 impl Absent {

@@ -10,11 +10,12 @@ use std::ops::Range;
 
 use crate::backing::paged::absent::{Absent, united, within};
 use crate::backing::paged::account::{account_for_granules, note_mapping};
+use crate::backing::paged::contents::Contents;
 use crate::backing::paged::donors::{Donor, free_granules};
 use crate::backing::paged::frames::granules_of;
 use crate::backing::paged::granules::{Asleep, POOL};
 use crate::backing::paged::plan::hold_all;
-use crate::backing::paged::sleep_options::{Contents, Part, SleepOptions};
+use crate::backing::paged::sleep_options::{Part, SleepOptions};
 use crate::heap::{Block, State};
 use crate::history::Action;
 use crate::pools::table::Which;

@@ -2,7 +2,8 @@
 //!
 //! * Free memory beside it, in the same granules, is *held*, so that no request takes it.
 //! * Its live blocks are marked as used by several streams. So their frees leave the fast path, and
-//!   come to [`keep_freed`], which keeps the blocks until their memory wakes up.
+//!   come to `apply_deferred_free` (`../../state/guard.rs`), which keeps the blocks until their
+//!   memory wakes up.
 //!
 //! Allocations and frees of other memory are as fast as without. The cordon is lifted and put up
 //! again under all locks, so no other thread sees memory without it. While the whole allocator
@@ -13,26 +14,15 @@ use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use crate::backing::paged::absent::within;
+use crate::backing::paged::absent::{Cordon, within};
 use crate::backing::paged::donors::Donor;
 use crate::backing::paged::plan::hold_all;
 use crate::cross_stream::waiting::end_wait;
 use crate::cross_stream::waiting_list::Waiting;
-use crate::heap::{BlockId, State};
+use crate::heap::State;
 use crate::request::Place;
 use crate::state::guard::StateGuard;
 use crate::state::special;
-
-/// The memory and the blocks that the cordon concerns.
-#[derive(Debug, Default)]
-pub(crate) struct Cordon {
-    /// Free memory that is held.
-    held: Vec<(u32, BlockId)>,
-    /// Live blocks that are marked.
-    marked: Vec<Place>,
-    /// Blocks that were given back.
-    freed: Vec<Waiting>,
-}
 
 /// Puts the cordon up around all memory that sleeps. All locks are held.
 pub(crate) fn put_up(guard: &mut StateGuard) {
@@ -93,17 +83,6 @@ pub(crate) fn lift(guard: &mut StateGuard) {
             guard.waiting.push(waiting);
             guard.state.special().fetch_or(special::WAITING, Ordering::Relaxed);
         }
-    }
-}
-
-/// Keeps a block that was given back, if its memory sleeps.
-pub(crate) fn keep_freed(guard: &mut StateGuard, waiting: Waiting) -> Result<(), Waiting> {
-    match &mut guard.paged {
-        Some(paged) if paged.sleeps(&waiting.block.range()) => {
-            paged.cordon.freed.push(waiting);
-            Ok(())
-        }
-        _ => Err(waiting),
     }
 }
 

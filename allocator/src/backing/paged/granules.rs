@@ -8,9 +8,8 @@ use std::ops::Range;
 use aquifer_device::internal::{HostBuffer, Reservation};
 use aquifer_device::{Device, DevicePtr, PhysicalOptions};
 
-use crate::backing::paged::absent::{Absent, united, within};
+use crate::backing::paged::absent::{Absent, Cordon, united, within};
 use crate::backing::paged::capacity::Capacity;
-use crate::backing::paged::cordon::Cordon;
 use crate::backing::paged::deferred_release::DeferredReleases;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};

@@ -41,7 +41,7 @@
 //! | `sleep.rs` | giving memory back, all or a part, and taking it again behind the same addresses |
 //! | `sleep_options.rs`, `asleep.rs` | what sleeps and what wakes up |
 //! | `absent.rs` | memory that is gone until it wakes up |
-//! | `saved.rs` | its contents |
+//! | `contents.rs`, `saved.rs` | its contents |
 //! | `cordon.rs` | what keeps it apart from memory in use |
 //! | `probe.rs` | whether the device can map memory at all |
 //!
@@ -69,6 +69,7 @@ pub(crate) mod addresses;
 pub(crate) mod asleep;
 pub(crate) mod capacity;
 pub(crate) mod carry_out;
+pub(crate) mod contents;
 pub(crate) mod cordon;
 pub(crate) mod dedicated;
 pub(crate) mod dedicated_memory;
@@ -103,7 +104,8 @@ pub(crate) mod trim;
 pub(crate) mod wait;
 pub(crate) mod window;
 
+pub use contents::Contents;
 pub use exportable::Exportable;
 pub use growable::Growable;
 pub use pin::PinnedMapping;
-pub use sleep_options::{Contents, Part, SleepOptions};
+pub use sleep_options::{Part, SleepOptions};

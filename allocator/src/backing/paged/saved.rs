@@ -15,7 +15,7 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::internal::HostBuffer;
 use aquifer_device::{Device, DeviceError, DevicePtr, Stream};
 
-use crate::backing::paged::sleep_options::Contents;
+use crate::backing::paged::contents::Contents;
 use crate::error::AllocError;
 
 /// Bytes of a piece of page-locked memory on the way to and from a file.
@@ -122,8 +122,9 @@ impl<'a> Mover<'a> {
 
     /// Page-locked memory that keeps contents: some of an earlier sleep, if it is not much larger.
     fn host_buffer(&mut self, bytes: u64) -> Result<Arc<Mutex<HostBuffer>>, AllocError> {
-        let fits = |spare: &HostBuffer| (bytes..=2 * bytes).contains(&(spare.len() as u64));
-        let spare = self.spare.iter().enumerate().filter(|(_, spare)| fits(spare)).min_by_key(|(_, spare)| spare.len());
+        let fits = |spare: &HostBuffer| (bytes..=2 * bytes).contains(&(spare.size() as u64));
+        let spare =
+            self.spare.iter().enumerate().filter(|(_, spare)| fits(spare)).min_by_key(|(_, spare)| spare.size());
         let buffer = match spare.map(|(at, _)| at) {
             Some(at) => self.spare.swap_remove(at),
             None => HostBuffer::new(self.device, size(bytes)).map_err(|error| {

@@ -34,7 +34,7 @@ use crate::backing::paged::sleep_options::{Part, SleepOptions};
 use crate::backing::trim::trim_to;
 use crate::error::AllocError;
 use crate::format::Bytes;
-use crate::keep_awake::KeptAwakeBy;
+use crate::keep_awake::kept_awake_by;
 use crate::state::awake::Kept;
 use crate::state::guard::StateGuard;
 use crate::state::special;
@@ -100,7 +100,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
 
 #[cold]
 fn kept_awake(allocator: &Allocator, kept: [Kept; 4]) -> AllocError {
-    AllocError::KeptAwake(Box::new(KeptAwakeBy::new(allocator.state(), kept)))
+    AllocError::KeptAwake(Box::new(kept_awake_by(allocator.state(), kept)))
 }
 
 /// What wakes up.

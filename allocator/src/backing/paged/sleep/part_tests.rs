@@ -35,6 +35,11 @@ fn setup() -> Setup {
     setup_with(SimConfig::new(CAPACITY))
 }
 
+/// A number as a byte.
+fn low(n: usize) -> u8 {
+    u8::try_from(n % 251).unwrap()
+}
+
 /// A path at which there is no file.
 fn path() -> PathBuf {
     static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -220,7 +225,7 @@ fn a_file_that_cannot_be_written_leaves_everything_awake() {
 #[test]
 fn blocks_that_share_a_granule_keep_it_in_place() {
     let setup = setup();
-    let small: Vec<_> = (0..8).map(|n| setup.alloc(["weights", "kv"][n % 2], MIB / 4, n as u8)).collect();
+    let small: Vec<_> = (0..8).map(|n| setup.alloc(["weights", "kv"][n % 2], MIB / 4, low(n))).collect();
     let large = setup.alloc("kv", 6 * MIB, 9);
     assert_eq!(setup.allocator.sleep(kv(Contents::Discard)).unwrap(), 6 * MIB);
     assert!(small.iter().zip(0..).all(|(block, value)| !setup.sleeps(block) && setup.has(block, value)));
@@ -239,22 +244,22 @@ fn blocks_that_share_a_granule_keep_it_in_place() {
 #[test]
 fn memory_beside_a_part_that_sleeps_is_not_handed_out() {
     let setup = setup();
-    let small: Vec<_> = (0..400).map(|n| setup.alloc("kv", 9000, n as u8)).collect();
+    let small: Vec<_> = (0..400).map(|n| setup.alloc("kv", 9000, low(n))).collect();
     let (dropped, kept): (Vec<_>, Vec<_>) = small.into_iter().enumerate().partition(|(n, _)| n % 3 > 0);
     drop(dropped);
     setup.allocator.sleep(kv(Contents::SaveToHost)).unwrap();
-    let others: Vec<_> = (0..400).map(|n| setup.alloc("other", 9000, n as u8)).collect();
+    let others: Vec<_> = (0..400).map(|n| setup.alloc("other", 9000, low(n))).collect();
     assert!(others.iter().all(|block| !setup.sleeps(block)));
     // Blocks that are given back asleep are not handed out either, on any thread.
     let (dropped, kept): (Vec<_>, Vec<_>) = kept.into_iter().partition(|(n, _)| n % 2 > 0);
     let (here, there) = dropped.into_iter().partition::<Vec<_>, _>(|(n, _)| n % 4 > 1);
     drop(here);
     std::thread::spawn(move || drop(there)).join().unwrap();
-    let more: Vec<_> = (0..400).map(|n| setup.alloc("kv", 9000, n as u8)).collect();
+    let more: Vec<_> = (0..400).map(|n| setup.alloc("kv", 9000, low(n))).collect();
     assert!(more.iter().all(|block| !setup.sleeps(block)));
     setup.allocator.wake().unwrap();
-    assert!(kept.iter().all(|(n, block)| setup.has(block, *n as u8)));
-    assert!(others.iter().chain(&more).zip((0..400).chain(0..400)).all(|(block, n)| setup.has(block, n as u8)));
+    assert!(kept.iter().all(|(n, block)| setup.has(block, low(*n))));
+    assert!(others.iter().chain(&more).zip((0..400).chain(0..400)).all(|(block, n)| setup.has(block, low(n))));
     drop((kept, others, more));
     setup.assert_returned();
 }
@@ -302,7 +307,7 @@ fn a_pool_sleeps_with_what_its_graphs_use() {
 #[test]
 fn a_thousand_cycles_leave_nothing_behind() {
     let setup = setup();
-    let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, n as u8)).collect();
+    let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, low(n))).collect();
     let keeps = |setup: &Setup| {
         let shared = setup.allocator.state().shared();
         let paged = shared.paged.as_ref().unwrap();

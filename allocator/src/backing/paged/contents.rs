@@ -1,0 +1,19 @@
+//! What happens to the contents of memory that sleeps.
+
+use std::path::PathBuf;
+
+/// Fate of the contents of memory while it sleeps.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Contents {
+    /// The contents are lost: after [`crate::Allocator::wake`] the memory is uninitialised.
+    Discard,
+    /// The contents are lost, and all bytes are 0 after waking up.
+    Zero,
+    /// The contents of live memory are kept in page-locked host memory, and restored from there.
+    SaveToHost,
+    /// The contents of live memory are kept in a file, and restored from there. The file must not
+    /// exist before. It goes once the contents are back, or with the allocator; nobody else may
+    /// change it until then.
+    SaveToFile(PathBuf),
+}
