@@ -216,8 +216,8 @@ pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
         Access, AccessGuard, Advice, AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable,
-        HistoryOptions, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions,
-        Snapshot, Stat, Storage, StreamAccess, TagScope, WithError, read, write,
+        HistoryOptions, KeptAwakeBy, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration,
+        SleepOptions, Snapshot, Stat, Storage, StreamAccess, TagScope, WithError, read, write,
     };
 }
 
