@@ -120,7 +120,7 @@ impl Aquifer {
 impl Measured for Aquifer {
     fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
         let streams = streams_of(device, streams)?;
-        Ok(Aquifer { allocator: session.allocator(device, &config.of_one_thread())?, streams, lag: None })
+        Ok(Aquifer { allocator: session.allocator(device, config)?, streams, lag: None })
     }
 
     fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Aquifer, Failure> {

@@ -64,14 +64,17 @@ choice! {
     /// granules with one driver handle.
     ///
     /// Splitting moves live granules to memory of their own, at the same addresses. It waits for
-    /// the device, and meanwhile nothing may be enqueued that uses the memory.
+    /// the device, and until it ends nothing may be enqueued that uses them. Access guards of other
+    /// threads wait for that; nothing is split while there is one, or a reservation.
     SplitFrames {
         /// Never.
         #[default]
         Off = "off",
-        /// Where a request would be refused otherwise. This is a promise: no other thread, and no
-        /// other library, enqueues work on memory of this allocator while a request is being
-        /// served.
+        /// Where a request would be refused otherwise. This is a promise: while a request is being
+        /// served, no other thread enqueues work on addresses of this allocator without an access
+        /// guard, and none of another device that was enqueued before is still running. Memory that
+        /// a network card or another process knows by its address is pinned
+        /// ([`Allocator::pin_mapping`](crate::Allocator::pin_mapping)).
         On = "on",
     }
 }

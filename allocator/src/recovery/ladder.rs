@@ -262,7 +262,7 @@ fn split_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -
             // Free frames that are larger than a granule may be all the memory that is left.
             Outcome::NoRoom if !has_trimmed => {
                 has_trimmed = true;
-                trim_paged(allocator, 0)?;
+                tried.released += trim_paged(allocator, 0)?;
             }
             Outcome::NoRoom | Outcome::Nothing => return Ok(None),
         }

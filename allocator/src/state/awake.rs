@@ -12,10 +12,13 @@
 //! one of the two sees the other. It reads the counts and decides under the lock of the shared
 //! state, and a newcomer that sees a flag looks under that lock, so it learns what was decided.
 //!
+//! A thread that splits frames (`backing/paged/split.rs`) sets a flag, too, and then reads the counts of
+//! access guards and reservations. A newcomer that sees it waits until the split has ended.
+//!
 //! A thread that waits for the allocator to wake up checks the state under a lock. Waking takes the
 //! same lock between the change of the state and the notification, so none is missed.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -32,9 +35,18 @@ use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use shuttle::thread_local;
 
 thread_local! {
-    /// The allocator states that this thread keeps awake, each listed as often as the thread does
-    /// so.
-    static KEPT: RefCell<Vec<&'static AllocatorState>> = const { RefCell::new(Vec::new()) };
+    /// What this thread keeps awake.
+    static KEPT: RefCell<Vec<KeptHere>> = const { RefCell::new(Vec::new()) };
+    /// True while this thread splits frames.
+    static SPLITS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// One hold of a thread on an allocator state.
+#[derive(Clone, Copy)]
+struct KeptHere {
+    state: &'static AllocatorState,
+    /// True if it is counted among access guards.
+    is_guard: bool,
 }
 
 /// Flag: nothing new may keep the allocator awake. It sleeps, or is about to.
@@ -42,6 +54,8 @@ const REFUSING: u32 = 1;
 /// Flag: a newcomer is to look under the lock of the shared state, because a part sleeps, or a
 /// thread is about to decide what sleeps.
 const LOOKING: u32 = 2;
+/// Flag: a newcomer waits until a split of frames has ended.
+const SPLITTING: u32 = 4;
 
 /// The part of an allocator state that says whether it sleeps or is about to, and what keeps it
 /// awake.
@@ -148,6 +162,7 @@ impl Drop for WakeLock {
 /// The allocator state has live memory, or a handle, so it is not recycled.
 pub(crate) struct KeptAwake {
     state: &'static AllocatorState,
+    is_guard: bool,
     /// `None` for an access guard of a reservation, where the reservation keeps the allocator
     /// awake.
     _wake_lock: Option<WakeLock>,
@@ -186,8 +201,9 @@ impl KeptAwake {
 
     fn note(state: &'static AllocatorState, wake_lock: Option<WakeLock>) -> KeptAwake {
         // Fails only on a thread that is ending, which puts nothing to sleep any more.
-        let _ = KEPT.try_with(|kept| kept.borrow_mut().push(state));
-        KeptAwake { state, _wake_lock: wake_lock, _thread: PhantomData }
+        let is_guard = wake_lock.as_ref().is_some_and(|wake_lock| wake_lock.keeper != Keeper::Awake);
+        let _ = KEPT.try_with(|kept| kept.borrow_mut().push(KeptHere { state, is_guard }));
+        KeptAwake { state, is_guard, _wake_lock: wake_lock, _thread: PhantomData }
     }
 }
 
@@ -201,7 +217,8 @@ impl Drop for KeptAwake {
     fn drop(&mut self) {
         let _ = KEPT.try_with(|kept| {
             let mut kept = kept.borrow_mut();
-            if let Some(at) = kept.iter().rposition(|&other| std::ptr::eq(other, self.state)) {
+            let is_this = |other: &KeptHere| std::ptr::eq(other.state, self.state) && other.is_guard == self.is_guard;
+            if let Some(at) = kept.iter().rposition(is_this) {
                 kept.swap_remove(at);
             }
         });
@@ -228,6 +245,7 @@ impl AllocatorState {
 
     #[cold]
     fn refuses_now(&'static self, memory: &Range<u64>) -> bool {
+        self.wait_for_split();
         // A thread that decides what sleeps has this lock.
         let shared = self.shared();
         self.refuses_wake_locks() || shared.paged.as_ref().is_some_and(|paged| paged.sleeps(memory))
@@ -235,7 +253,7 @@ impl AllocatorState {
 
     /// True if the calling thread keeps the allocator awake.
     pub(crate) fn is_kept_awake_here(&'static self) -> bool {
-        KEPT.try_with(|kept| kept.borrow().iter().any(|&other| std::ptr::eq(other, self))).unwrap_or(false)
+        KEPT.try_with(|kept| kept.borrow().iter().any(|kept| std::ptr::eq(kept.state, self))).unwrap_or(false)
     }
 
     /// Makes the allocator quiescing, for a caller that waits until it may sleep.
@@ -283,5 +301,40 @@ impl AllocatorState {
         self.wakefulness.flags.fetch_and(!REFUSING, Ordering::SeqCst);
         drop(self.wakefulness.waking.lock());
         self.wakefulness.woken.notify_all();
+    }
+
+    /// Has newcomers wait until the result is dropped. `None` if another thread has an access guard,
+    /// or if memory is reserved for work: that work may be enqueued at any time.
+    pub(crate) fn begin_split(&'static self) -> Option<Splitting> {
+        SPLITS.with(|splits| splits.set(true));
+        self.wakefulness.flags.fetch_or(SPLITTING, Ordering::SeqCst);
+        let splitting = Splitting(self);
+        let is_own = |kept: &&KeptHere| kept.is_guard && std::ptr::eq(kept.state, self);
+        let own = KEPT.try_with(|kept| kept.borrow().iter().filter(is_own).count()).unwrap_or(0) as u64;
+        let [guards, reservations, _, uncounted] = &self.wakefulness.counts;
+        let number = |count: &AtomicU64| Kept::of(count.load(Ordering::SeqCst)).number;
+        let uncounted = uncounted.load(Ordering::SeqCst);
+        (number(guards) == own && number(reservations) == 0 && uncounted == 0).then_some(splitting)
+    }
+
+    fn wait_for_split(&self) {
+        let mut waking = self.wakefulness.waking.lock();
+        while !SPLITS.with(Cell::get) && self.wakefulness.flags.load(Ordering::SeqCst) & SPLITTING != 0 {
+            self.wakefulness.woken.wait(&mut waking);
+        }
+    }
+}
+
+/// A split of frames under way: see [`AllocatorState::begin_split`].
+#[derive(Debug)]
+pub(crate) struct Splitting(&'static AllocatorState);
+
+impl Drop for Splitting {
+    fn drop(&mut self) {
+        SPLITS.with(|splits| splits.set(false));
+        let wakefulness = &self.0.wakefulness;
+        wakefulness.flags.fetch_and(!SPLITTING, Ordering::SeqCst);
+        drop(wakefulness.waking.lock());
+        wakefulness.woken.notify_all();
     }
 }

@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::interval::IntervalMap;
+use super::thread::moves_contents;
 use super::{Checks, SimDriver};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
@@ -217,7 +218,10 @@ impl Lagging {
         state.uses.remove(range);
         for (piece, found) in all {
             let (start, bytes) = (piece.start, piece.end - piece.start);
-            if found.live {
+            if found.live && moves_contents() {
+                // Its contents were copied, and are mapped there again.
+                state.uses.insert(piece, found);
+            } else if found.live {
                 state.report(format!("{call} at event {now} took {bytes} bytes at {start:#x} away, which are live"));
             } else if found.last > position {
                 let last = found.last;

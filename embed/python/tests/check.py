@@ -146,6 +146,8 @@ def graphs():
         optimizer.step()
         return loss
 
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
     inputs = [torch.randn(256, 512, device="cuda") for _ in range(6)]
     layers, optimizer = model()
     expected = [step(layers, optimizer, x).item() for x in [*inputs[:3], *inputs]]
@@ -159,7 +161,6 @@ def graphs():
             x.copy_(warm)
             step(layers, optimizer, x)
     torch.cuda.current_stream().wait_stream(side)
-    before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
     optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
@@ -173,10 +174,10 @@ def graphs():
         filler = torch.full((1 << 22,), float("nan"), device="cuda")
         del filler
     assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in zip(expected[3:], found)), (expected, found)
-    del graph, loss, layers, optimizer
+    del graph, loss, layers, optimizer, inputs, x
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before, (torch.cuda.memory_reserved(), before)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() <= before, (torch.cuda.memory_allocated(), before)
 
 
 aquifer_torch.enable(plain=PLAIN)

@@ -193,7 +193,7 @@ fn grow(
 
 /// Plays the program on a device of this size. Returns the number of retries if it finishes.
 fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
-    let (device, config) = session.sized(bytes, job.config)?;
+    let (device, config) = session.sized(bytes, &job.config.of_one_thread())?;
     if config.is_expandable() {
         attempt_on::<Expandable>(session, job, &device, &config)
     } else {

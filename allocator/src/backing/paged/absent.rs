@@ -23,6 +23,8 @@ pub(crate) struct Absent {
     pub(crate) mapped: usize,
     /// True until they are unmapped: their contents are there.
     pub(crate) is_intact: bool,
+    /// True if the frames have the contents, though they are not mapped.
+    pub(crate) has_contents: bool,
     /// Granules of the largest frame that the range had.
     pub(crate) largest: u32,
     /// Its contents, by address.

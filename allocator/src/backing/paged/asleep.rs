@@ -63,8 +63,9 @@ pub(crate) fn begin(guard: &mut StateGuard, options: &SleepOptions) -> Vec<Falli
         paged.in_hands += granules_of(&frames);
         let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
         let mapped = frames.len();
-        let (is_intact, saved) = (true, Vec::new());
-        paged.absent.push(Absent { range, kind, is_dedicated, frames, mapped, is_intact, largest, saved });
+        let (is_intact, has_contents, saved) = (true, false, Vec::new());
+        let absent = Absent { range, kind, is_dedicated, frames, mapped, is_intact, has_contents, largest, saved };
+        paged.absent.push(absent);
     }
     paged.absent.sort_unstable_by_key(|absent| absent.range.start);
     paged.is_asleep |= options.are_for_all();

@@ -203,7 +203,7 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     paged.in_hands += granules_of(&spares);
     drop(shared);
     let mut released = 0;
-    let unmapped = absent.iter_mut().filter(|absent| absent.mapped == 0);
+    let unmapped = absent.iter_mut().filter(|absent| absent.mapped == 0 && !absent.has_contents);
     let lists = unmapped.map(|absent| &mut absent.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
     let mut guard = allocator.state().lock_all();
@@ -219,6 +219,19 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     }
     account_for_granules(&mut guard);
     failed.map_or(Ok(released * granule), Err)
+}
+
+/// Has memory sleep of which the contents are in frames that could not be mapped, and wakes it up at
+/// once, if that is possible now. The gates are held.
+pub(super) fn put_to_sleep(allocator: &Allocator, unmapped: Vec<Absent>) -> Result<(), AllocError> {
+    let ranges = unmapped.iter().map(|absent| absent.range.clone()).collect();
+    allocator.state().begin_deciding();
+    let mut guard = allocator.state().lock_all();
+    let listed = guard.paged.as_mut().map(|paged| std::mem::take(&mut paged.absent)).unwrap_or_default();
+    cordon::lift(&mut guard);
+    relist(&mut guard, listed.into_iter().chain(unmapped).collect());
+    drop(guard);
+    bring_back(allocator, &Waking::Ranges(ranges))
 }
 
 /// Puts the list of absent memory back, and the cordon up around it, unless everything sleeps.
@@ -319,7 +332,7 @@ fn create_absent(
     }
     let mut released = 0;
     if failed.is_some() {
-        for absent in absent.iter_mut().filter(|absent| absent.mapped == 0) {
+        for absent in absent.iter_mut().filter(|absent| absent.mapped == 0 && !absent.has_contents) {
             if let Err(error) = release_all(allocator, &mut absent.frames, &mut released) {
                 tracing::debug!(%error, "memory is kept for another attempt to wake up");
             }
@@ -364,7 +377,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
         driver.set_access(DevicePtr(start), end - start, access)?;
     }
     let lost = absent.iter().filter(|absent| !absent.is_intact);
-    for absent in lost.clone() {
+    for absent in lost.clone().filter(|absent| !absent.has_contents) {
         allocator.state().report_to_checks(|checks| checks.lost(absent.range.clone()));
     }
     let mut saved = lost.flat_map(|absent| &absent.saved).peekable();

@@ -6,14 +6,15 @@
 //! becomes spare. Pointers stay valid.
 //!
 //! The driver unmaps whole mappings only, so live granules have no memory for a moment, and nothing
-//! may be enqueued that uses them, from the wait for the device to the end. This cannot be known
-//! where addresses were given out: [`SplitFrames`] says who vouches for it.
+//! may be enqueued that uses them, from the wait for the device to the end. Threads that would take
+//! an access guard wait, and nothing is split while another thread has one, or while memory is
+//! reserved for work. What uses an address without an access guard cannot be known: for that,
+//! [`SplitFrames::On`] is a promise.
 //!
 //! Everything that may fail for lack of memory comes before the first frame is unmapped: the new
 //! frames are created, mapped at addresses of their own, and filled. If a driver call fails after
-//! that, live granules lack their mapping. The allocator then falls asleep (`sleep.rs`) and wakes up
-//! at once, which maps them. If that fails, too, it stays asleep, and the contents stay in the new
-//! frames, until [`Allocator::wake`] succeeds.
+//! that, live granules lack their mapping. They then *sleep* (`sleep.rs`), with their contents in the
+//! new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -31,7 +32,7 @@ use crate::backing::paged::donors::{Donor, free_granules};
 use crate::backing::paged::draft::draft;
 use crate::backing::paged::frames::{Frame, granules_of};
 use crate::backing::paged::plan::hold_all;
-use crate::backing::paged::sleep::{bring_back, fall_asleep};
+use crate::backing::paged::sleep::put_to_sleep;
 use crate::config::SplitFrames;
 use crate::error::AllocError;
 use crate::heap::kind_of;
@@ -78,19 +79,22 @@ impl Split {
 /// Splits as many frames as a request lacks memory, those with the fewest live granules first, as
 /// far as the device gives memory for these.
 pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<Outcome, AllocError> {
-    let device = allocator.device();
+    let (device, state) = (allocator.device(), allocator.state());
     if allocator.config().split_frames == SplitFrames::Off || device.is_capturing() {
         return Ok(Outcome::Nothing);
     }
+    device.settle();
     // Free memory in frames that are partly in use may have been used until now.
     match device.synchronize() {
         Err(error) if error.kind == ErrorKind::Capture => return Ok(Outcome::Nothing),
         synchronized => synchronized?,
     }
     let room = room(allocator)?;
-    let free = device.memory_info()?.free;
+    let _not_asleep = allocator.gate()?.sleep();
     let _alone = allocator.gate()?.exclusive();
-    let mut guard = allocator.state().lock_all();
+    let Some(_splitting) = state.begin_split() else { return Ok(Outcome::Nothing) };
+    let free = device.memory_info()?.free;
+    let mut guard = state.lock_all();
     if guard.is_asleep() {
         return Err(AllocError::Asleep);
     }
@@ -100,33 +104,46 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     let affordable = buyable.min(free) / granule * granule;
     let missing = (draft.buy * granule).saturating_sub(affordable).max(granule);
-    let candidates = candidates(&mut guard);
-    let is_empty = candidates.is_empty();
+    let window = draft.window.start / granule * granule..draft.window.end.next_multiple_of(granule);
+    let candidates = candidates(&mut guard, &window);
+    if candidates.iter().map(Split::free_bytes).sum::<u64>() < missing {
+        return Ok(Outcome::Nothing);
+    }
     let chosen = choose(candidates, missing, affordable);
     if chosen.is_empty() {
-        return Ok(if is_empty { Outcome::Nothing } else { Outcome::NoRoom });
+        return Ok(Outcome::NoRoom);
     }
     let held = hold(&mut guard, &chosen);
     guard.growing.begin(chosen.iter().map(Split::live_bytes).sum());
     drop(guard);
     let mut done = Work { device, hooks: allocator.hooks(), granule, options, access }.carry_out(&chosen);
     let error = done.error.take();
-    let is_asleep = settle(&mut allocator.state().lock_all(), &chosen, held, done);
+    let Settled { frames, copied, freed, unmapped } = settle(&mut state.lock_all(), &chosen, held, done);
+    if frames > 0 {
+        tracing::debug!(target: "aquifer::remap", frames, copied, freed, "frames that were partly in use were split");
+    }
     match error {
         None => Ok(Outcome::Split),
-        Some(error) if is_asleep => {
-            // Waking up does what is left to do.
-            tracing::warn!(%error, "live memory could not be mapped back at once");
-            bring_back(allocator).map(|()| Outcome::Split)
+        Some(error) if !unmapped.is_empty() => match put_to_sleep(allocator, unmapped) {
+            Ok(()) => Ok(Outcome::Split),
+            Err(again) => {
+                tracing::warn!(error = %again, "live memory could not be mapped again, and sleeps");
+                Err(error.of_request("live memory lacks its mapping and sleeps: call `Allocator::wake`").into())
+            }
+        },
+        Some(error)
+            if matches!(error.kind, ErrorKind::Capture | ErrorKind::OutOfMemory | ErrorKind::OutOfAddresses) =>
+        {
+            let nothing = if error.kind == ErrorKind::Capture { Outcome::Nothing } else { Outcome::NoRoom };
+            Ok(if frames > 0 { Outcome::Split } else { nothing })
         }
-        Some(error) if error.is_out_of_memory() => Ok(Outcome::NoRoom),
-        Some(error) if error.kind == ErrorKind::Capture => Ok(Outcome::Nothing),
         Some(error) => Err(error.into()),
     }
 }
 
-/// The frames of several granules that are free in part, and that may be split.
-fn candidates(guard: &mut StateGuard) -> Vec<Split> {
+/// The frames of several granules that are free in part, and that may be split. In the window,
+/// splitting gains nothing.
+fn candidates(guard: &mut StateGuard, window: &Range<u64>) -> Vec<Split> {
     let free = free_granules(guard, Which::Unpromised);
     let Some(paged) = &guard.paged else { return Vec::new() };
     let mut frames: BTreeMap<u64, Split> = BTreeMap::new();
@@ -140,7 +157,8 @@ fn candidates(guard: &mut StateGuard) -> Vec<Split> {
             if !is_done {
                 not_done.push(range.start);
             }
-            if range.end - range.start > bytes && !guard.pins.are_in(range.clone()) {
+            let is_in_window = range.start < window.end && window.start < range.end;
+            if range.end - range.start > bytes && !is_in_window && !guard.pins.are_in(range.clone()) {
                 let new = Split { range: range.clone(), kind: kind_of(block.pool), live: Vec::new(), free: Vec::new() };
                 let frame = frames.entry(range.start).or_insert(new);
                 frame.free.push(Donor { addr, bytes, ..donor });
@@ -220,6 +238,7 @@ impl Work<'_> {
         let (mut created, mut done) = (Vec::new(), Done::default());
         let filled = self.fill(chosen, &mut created);
         let mut new = created.into_iter();
+        let _moves = self.device.checks().map(|checks| checks.move_contents());
         let replaced = filled.and_then(|()| {
             chosen.iter().try_for_each(|split| {
                 unmap_range(self.device, self.hooks, &split.range)?;
@@ -246,12 +265,10 @@ impl Work<'_> {
     /// and copies the contents there.
     fn fill(&self, chosen: &[Split], created: &mut Vec<Frame>) -> Result<(), DeviceError> {
         let driver = self.device.driver();
-        self.device.settle();
-        self.device.synchronize()?;
         let live: Vec<&Range<u64>> = chosen.iter().flat_map(|split| &split.live).collect();
         let bytes: u64 = live.iter().map(|live| live.end - live.start).sum();
         if bytes == 0 {
-            return Ok(());
+            return self.device.synchronize();
         }
         for _ in 0..bytes / self.granule {
             created.push(Frame::new(driver.create_physical(self.granule, self.options)?, 1));
@@ -291,6 +308,7 @@ impl Work<'_> {
             at = at.offset(self.granule);
         }
         driver.set_access(to, at.0 - to.0, &self.access[..1])?;
+        self.device.synchronize()?;
         let stream = self.device.stream()?;
         let _moves = self.device.checks().map(|checks| checks.move_contents());
         let mut at = to;
@@ -317,12 +335,21 @@ impl Work<'_> {
     }
 }
 
-/// Accounts for what the driver did. Returns true if live memory lacks its mapping: the allocator
-/// sleeps then.
-fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Donor>, done: Done) -> bool {
+/// What a split came to.
+#[derive(Default)]
+struct Settled {
+    frames: u64,
+    /// Bytes that were copied, and bytes that can move now.
+    copied: u64,
+    freed: u64,
+    /// Live memory that lacks its mapping, by address.
+    unmapped: Vec<Absent>,
+}
+
+/// Accounts for what the driver did.
+fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Donor>, done: Done) -> Settled {
     let mut replaced = done.replaced.into_iter();
-    let (mut frames, mut copied, mut freed) = (0, 0, 0);
-    let mut absent = Vec::new();
+    let mut settled = Settled::default();
     for split in chosen {
         let stretches = replaced.next();
         for donor in split.free.iter().filter_map(|donor| held.remove(&donor.addr)) {
@@ -336,35 +363,37 @@ fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Dono
             note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
         }
         let (Some(paged), Some(stretches)) = (&mut guard.paged, stretches) else { continue };
-        let kind = split.kind;
-        let bytes = split.range.end - split.range.start;
+        let (kind, bytes) = (split.kind, split.range.end - split.range.start);
         let old = paged.forget_mapped(split.range.start, bytes);
         paged.spares.extend(old);
         paged.mapped_bytes[kind as usize] -= bytes;
-        (frames, copied, freed) = (frames + 1, copied + split.live_bytes(), freed + split.free_bytes());
+        settled.frames += 1;
+        settled.copied += split.live_bytes();
+        settled.freed += split.free_bytes();
         for Replaced { range, frames, mapped, is_accessible } in stretches {
             if is_accessible {
                 paged.put_all(range.start, &frames);
                 paged.mapped_bytes[kind as usize] += range.end - range.start;
-            } else {
-                paged.in_hands += granules_of(&frames);
-                absent.push(Absent { range, kind, frames, mapped, largest: 1, saved: Vec::new(), has_contents: true });
+                continue;
             }
+            paged.in_hands += granules_of(&frames);
+            let (is_dedicated, is_intact, has_contents, saved) = (false, false, true, Vec::new());
+            let largest = 1;
+            let absent = Absent { range, kind, is_dedicated, frames, mapped, is_intact, has_contents, largest, saved };
+            settled.unmapped.push(absent);
         }
     }
+    settled.unmapped.sort_unstable_by_key(|absent| absent.range.start);
     if let Some(paged) = &mut guard.paged {
         paged.spares.extend(done.spares);
     }
-    guard.counters().frames_split.add(frames);
-    tracing::debug!(target: "aquifer::remap", frames, copied, freed, "frames that were partly in use were split");
-    let sleeps = !absent.is_empty();
-    if sleeps {
-        absent.sort_unstable_by_key(|absent| absent.range.start);
-        fall_asleep(guard, absent);
+    if settled.copied > 0 {
+        guard.counters().num_device_alloc.add(1);
     }
+    guard.counters().frames_split.add(settled.frames);
     guard.growing.end(chosen.iter().map(Split::live_bytes).sum());
     account_for_granules(guard);
-    sleeps
+    settled
 }
 
 #[cfg(test)]

@@ -137,6 +137,7 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
 /// The message about a program that does not finish on the default device. It names a simulated
 /// device on which the program finishes, found by trying.
 fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) -> Result<String, Failure> {
+    let config = &config.of_one_thread();
     // Later passes may need a little more than the first.
     let play = |bytes| -> Result<Option<u64>, Failure> {
         let device = match session.sim() {
@@ -191,6 +192,7 @@ pub(super) fn replay(
     passes: &PassArgs,
     beside: Beside,
 ) -> Result<Row, Failure> {
+    let config = &config.of_one_thread();
     let bar = session.progress(2 * u64::from(passes.repeat), name);
     let (times, observed) = if config.is_expandable() {
         let times = time::<Expandable>(session, name, program, config, passes, beside, &bar)?;
@@ -266,7 +268,7 @@ pub(crate) fn snapshot(
     config: &ConfigArg,
     lag: u64,
 ) -> Result<Snapshot, Failure> {
-    let mut subject = Aquifer::lagging(session, config, program.streams.len(), lag)?;
+    let mut subject = Aquifer::lagging(session, &config.of_one_thread(), program.streams.len(), lag)?;
     record_history(subject.allocator(), usize::MAX);
     let mut player = Player::new(program);
     player.play(&mut subject, OnOom::Skip)?;

@@ -1,13 +1,13 @@
 //! Splitting serves requests that would be refused, and keeps the contents.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, Stream};
+use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
 use proptest::prelude::*;
 
-use crate::{AllocError, Allocation, Allocator, Config, MappingChange};
+use crate::{AccessGuard, AllocError, Allocation, Allocator, Config, MappingChange, PoolOptions};
 
 const MIB: u64 = 1 << 20;
 const GRANULE: u64 = 2 * MIB;
@@ -75,7 +75,8 @@ fn a_request_is_served_by_memory_of_frames_that_are_partly_in_use() {
     let large = program.alloc(56 * MIB).unwrap();
     program.stream.fill(large.ptr(), 9, large.bytes()).unwrap();
     program.assert_contents();
-    assert_eq!(program.allocator.stats().frames_split, 4);
+    // The window lies in the fourth.
+    assert_eq!(program.allocator.stats().frames_split, 3);
     assert!(program.allocator.memory_reserved() <= 66 * MIB);
     assert!(matches!(program.alloc(4 * MIB), Err(AllocError::OutOfMemory(_))), "all memory is in use");
 }
@@ -94,12 +95,12 @@ fn frames_are_split_only_where_that_is_allowed() {
 fn no_more_frames_are_split_than_a_request_needs() {
     let program = Program::sieve(SIEVE);
     let _large = program.alloc(20 * MIB).unwrap();
-    assert_eq!(program.allocator.stats().frames_split, 2);
+    assert_eq!(program.allocator.stats().frames_split, 1);
     program.assert_contents();
 }
 
 #[test]
-fn frames_stay_that_are_pinned_or_that_a_graph_may_use() {
+fn pinned_frames_stay() {
     let program = Program::sieve(SIEVE);
     let _pinned: Vec<_> = program.live.iter().map(|(block, _)| program.allocator.pin_mapping(block).unwrap()).collect();
     assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
@@ -135,18 +136,107 @@ fn work_under_way_on_any_stream_is_waited_for() {
 #[test]
 fn observers_follow_live_memory() {
     let program = Program::sieve(SIEVE);
-    let mapped: Arc<std::sync::Mutex<BTreeSet<u64>>> = Arc::default();
-    let seen = mapped.clone();
+    let unmapped: Arc<std::sync::Mutex<BTreeSet<u64>>> = Arc::default();
+    let seen = unmapped.clone();
+    let live: Vec<u64> = program.live.iter().map(|(block, _)| block.ptr().0).collect();
     let _observer = program.allocator.observe_mappings(move |change| {
         let mut seen = seen.lock().unwrap();
         match *change {
-            MappingChange::Mapped { addr, bytes } => seen.extend((addr..addr + bytes).step_by(2 << 20)),
-            MappingChange::BeforeUnmap { addr, bytes } => seen.retain(|at| !(addr..addr + bytes).contains(at)),
+            MappingChange::BeforeUnmap { addr, bytes } => {
+                seen.extend(live.iter().filter(|&&at| addr <= at && at < addr + bytes));
+            }
+            MappingChange::Mapped { addr, bytes } => seen.retain(|at| !(addr..addr + bytes).contains(at)),
         }
     });
     let _large = program.alloc(56 * MIB).unwrap();
-    let seen = mapped.lock().unwrap();
-    assert!(program.live.iter().all(|(block, _)| seen.contains(&block.ptr().0)));
+    assert!(program.allocator.stats().frames_split > 0 && unmapped.lock().unwrap().is_empty());
+}
+
+#[test]
+fn frames_of_a_pool_that_a_graph_may_use_stay() {
+    let program = Program::new(SIEVE);
+    let pool = program.allocator.create_pool(PoolOptions::default()).unwrap();
+    drop(pool.alloc_bytes(64 * MIB, &program.stream).unwrap());
+    let blocks: Vec<_> = (0..32).map(|_| pool.alloc_bytes(2 * MIB, &program.stream).unwrap()).collect();
+    let _live: Vec<_> = blocks.into_iter().step_by(8).collect();
+    assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
+    assert_eq!(program.allocator.stats().frames_split, 0);
+}
+
+#[test]
+fn nothing_is_split_while_another_thread_has_an_access_guard() {
+    let program = Program::sieve("frame_mb:16,limit_mb:68,split_frames:on");
+    let buffer = program.allocator.alloc::<u8>(1000, &program.stream).unwrap();
+    let (taken, end) = (Barrier::new(2), Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _access = AccessGuard::acquire(&program.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+            taken.wait();
+            end.wait();
+        });
+        taken.wait();
+        assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
+        end.wait();
+    });
+    let _own = AccessGuard::acquire(&program.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+    let _large = program.alloc(20 * MIB).unwrap();
+}
+
+#[test]
+fn work_of_another_thread_that_begins_in_the_middle_waits() {
+    let mut program = Program::new("frame_mb:16,limit_mb:66,split_frames:on");
+    drop(program.alloc(64 * MIB).unwrap());
+    let blocks: Vec<_> = (0..32).map(|_| program.allocator.alloc::<u8>(2 << 20, &program.stream).unwrap()).collect();
+    let live: Vec<_> = blocks.into_iter().step_by(8).map(Arc::new).collect();
+    let threads: Arc<std::sync::Mutex<Vec<_>>> = Arc::default();
+    let (started, used) = (threads.clone(), live.clone());
+    let stream = program.device.stream().unwrap();
+    let observer = program.allocator.observe_mappings(move |change| {
+        let (stream, used) = (stream.clone(), used.clone());
+        if let MappingChange::BeforeUnmap { .. } = change {
+            started.lock().unwrap().push(std::thread::spawn(move || {
+                for buffer in &used {
+                    let _access = AccessGuard::acquire(&stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+                    stream.fill(buffer.ptr(), 5, buffer.bytes()).unwrap();
+                }
+            }));
+            std::thread::yield_now();
+        }
+    });
+    let large = program.alloc(40 * MIB).unwrap();
+    drop(observer);
+    assert!(program.allocator.stats().frames_split > 0);
+    for thread in std::mem::take(&mut *threads.lock().unwrap()) {
+        thread.join().unwrap();
+    }
+    program.device.synchronize().unwrap();
+    for buffer in &live {
+        let mut found = vec![0; 2 << 20];
+        program.stream.download_blocking(&mut found, buffer.ptr()).unwrap();
+        assert!(found.iter().all(|&byte| byte == 5));
+    }
+    program.live.clear();
+    drop(large);
+    program.device.assert_no_violations();
+}
+
+#[test]
+fn live_memory_that_cannot_be_mapped_sleeps_until_the_driver_recovers() {
+    let program = Program::sieve(SIEVE);
+    let kept = program.allocator.keep_awake().unwrap();
+    // The first call gives access to the addresses that the contents are copied to.
+    (2..40).for_each(|nth| {
+        program.sim.inject(Fault::Nth { operation: Some(Operation::SetAccess), nth, code: Code(999) });
+    });
+    let error = program.alloc(20 * MIB).unwrap_err().to_string();
+    assert!(error.contains("sleeps: call `Allocator::wake`"), "{error}");
+    assert!(program.alloc(2 * MIB).is_err() || program.allocator.memory_reserved() <= 66 * MIB);
+    program.sim.clear_faults();
+    program.allocator.wake().unwrap();
+    drop(kept);
+    program.assert_contents();
+    program.alloc(20 * MIB).unwrap();
+    program.assert_contents();
 }
 
 /// Whichever driver call fails: contents stay, the allocator can be woken up if it sleeps, and the
