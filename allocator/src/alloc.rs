@@ -10,6 +10,7 @@ use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
 use crate::backing::paged::milestones::record_milestone;
 use crate::backing::segments::{releasable, release_where};
+use crate::cross_stream::reuse::reuse_borrowed;
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
 use crate::heap::BlockId;
@@ -153,9 +154,25 @@ pub(crate) fn grant_uncached(
     if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
         return Ok(Granted { arena: zero_or_refuse(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
     }
-    let granted = grant_rounded(allocator, bytes, inner.classes.round(bytes), stream, searched)?;
-    granted.arena.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
+    let size = inner.classes.round(bytes);
+    let away = if searched { reuse_away(allocator, bytes, size, stream)? } else { None };
+    let granted = match away {
+        Some(granted) => granted,
+        None => grant_rounded(allocator, bytes, size, stream, searched)?,
+    };
+    if inner.mark != 0 {
+        granted.arena.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
+    }
     Ok(granted)
+}
+
+/// Serves a request that no block of its stream's arena serves, as the fast path found, from memory
+/// that the stream has away from home.
+fn reuse_away(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Option<Granted>, AllocError> {
+    let inner = &**allocator.inner();
+    let pool = inner.classes.pool(size) as u16;
+    let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
+    reuse_borrowed(allocator, &request, stream)
 }
 
 /// Returns the arena for a request of zero bytes. Refuses requests that are too large, and streams

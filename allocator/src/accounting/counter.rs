@@ -60,6 +60,13 @@ impl Counter {
         current
     }
 
+    /// As [`Counter::add`], for a counter of events that threads with different locks add to. Its
+    /// peak is not kept.
+    pub(crate) fn add_from_any_thread(&self, n: u64) {
+        self.current.fetch_add(n, Relaxed);
+        self.increases.fetch_add(n, Relaxed);
+    }
+
     #[inline]
     pub(crate) fn sub(&self, n: u64) {
         set(&self.current, get(&self.current).wrapping_sub(n));

@@ -10,7 +10,8 @@
 //!
 //! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just
 //! before memory would be taken from the device. Blocks that the stream owns away from home
-//! (*foreign free blocks*) are tried first. A stream that borrows all the time gets memory of its
+//! (*foreign free blocks*) are tried first. Where the stream borrowed before, all of this happens
+//! without the ladder (`reuse.rs`). A stream that borrows all the time gets memory of its
 //! own instead, as long as that costs little. Asking whether ticks are done may record an event on
 //! a stream, at most one each time.
 
@@ -26,7 +27,7 @@ use crate::error::AllocError;
 use crate::heap::{Heap, IndexView, Key};
 use crate::pools::lookup::heap_with_pool;
 use crate::request::{Place, Request};
-use crate::state::arena::Granted;
+use crate::state::arena::{ArenaGuard, Granted};
 use crate::state::guard::StateGuard;
 use crate::state::settled::Sought;
 use crate::state::shared::SharedState;
@@ -68,16 +69,22 @@ struct Lendable {
 /// Borrowing takes several locks each time, so a stream that borrows often gets more memory of its
 /// own.
 pub(crate) fn growth_instead_of_borrowing(allocator: &Allocator, guard: &mut StateGuard, request: &Request) -> u64 {
-    let often = guard
-        .try_arena(request.slot)
-        .is_some_and(|arena| arena.borrows >= BORROW_ADVANCE + arena.milestones.searches / BORROW_SPACING);
-    if !often {
+    if !guard.try_arena(request.slot).is_some_and(|arena| arena.borrows_often()) {
         return 0;
     }
     let bytes = growth_bytes(allocator, guard, request);
     let sum = guard.unborrowed.saturating_add(bytes);
     let granules = guard.paged.as_ref().map_or(0, |paged| OWN_GRANULES.saturating_mul(paged.granule));
-    if sum <= (guard.reserved / OWN_SHARE).max(OWN_LEAST).max(granules) { bytes } else { 0 }
+    let is_little = sum <= (guard.reserved / OWN_SHARE).max(OWN_LEAST).max(granules);
+    guard.arena(request.slot).keeps_borrowing = !is_little;
+    if is_little { bytes } else { 0 }
+}
+
+impl ArenaGuard {
+    /// True if the stream borrows often.
+    pub(crate) fn borrows_often(&self) -> bool {
+        self.arena.lenders.served() >= BORROW_ADVANCE + self.milestones.searches / BORROW_SPACING
+    }
 }
 
 /// Serves the request from foreign free blocks of its own stream or from blocks of other streams,
@@ -106,7 +113,7 @@ pub(crate) fn borrow(
     }
     let Some(place) = best_ordered(&mut guard, request, &clock) else { return Ok(None) };
     if guard.block(place).owner != request.slot {
-        guard.counters().cross_stream_reuses.add(1);
+        guard.counters().cross_stream_reuses.add_from_any_thread(1);
     }
     Ok(Some(take_lent(&mut guard, request, place)))
 }
@@ -126,7 +133,7 @@ pub(crate) fn borrow_waiting(allocator: &Allocator, request: &Request) -> Result
     let mut guard = allocator.state().lock(Some(request.slot));
     // Another thread may have taken the block meanwhile; any block that is ordered now will do.
     let Some(place) = best_ordered(&mut guard, request, &clock) else { return Ok(None) };
-    guard.counters().cross_stream_reuses.add(1);
+    guard.counters().cross_stream_reuses.add_from_any_thread(1);
     guard.counters().cross_stream_waits.add(1);
     let granted = take_lent(&mut guard, request, place);
     drop(guard);
@@ -203,7 +210,7 @@ fn best_lent(guard: &mut StateGuard, request: &Request, until: impl Fn(&SharedSt
 fn best_foreign(guard: &mut StateGuard, request: &Request) -> Option<Place> {
     guard.look_for(Sought::StraysOf(request.slot));
     let mut best = None;
-    for heap in guard.heaps().filter(|heap| heap.home != request.slot && heap.foreign().len() > 0) {
+    for heap in guard.heaps().filter(|heap| heap.home != request.slot) {
         if let Some(index) = heap.index(request.pool, request.slot) {
             best = better(best, best_in(guard, heap, index, request, || u64::MAX));
         }
@@ -252,7 +259,7 @@ fn lender(guard: &StateGuard, place: Place) -> Option<Lender> {
 }
 
 fn take_lent(guard: &mut StateGuard, request: &Request, place: Place) -> Granted {
-    guard.arena(request.slot).borrows += 1;
+    guard.arena(request.slot).arena.lenders.count();
     let block = guard.block(place);
     let is_segment = !block.is_split() && !guard.heap_of(place.arena).region(block.region).is_paged();
     if is_segment && guard.is_known_done(block.owner, block.after) {

@@ -220,5 +220,6 @@ pub(crate) fn send_foreign_home(guard: &mut StateGuard) {
         for (pool, change) in arena.heap.send_home(|owner, after| shared.is_known_done(owner, after)) {
             arena.split_changed(kind_of(pool), change);
         }
+        arena.heap.prune_foreign();
     }
 }

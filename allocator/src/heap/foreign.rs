@@ -3,56 +3,76 @@
 //! They come from memory that one stream borrowed from another. Once all streams are done with a
 //! foreign free block, it goes home and merges with its neighbours there.
 
-use std::collections::BTreeMap;
-
-use super::index::{FreeIndex, IndexKind};
+use super::index::{FreeIndex, IndexKind, IndexView};
 use super::{BlockId, Heap, SplitChange, State, signed};
 
-/// The indexes of a pool's foreign free blocks, one for each owner that has any there. A search
-/// for memory of other streams looks at all of these in all heaps, so none is empty.
+/// The indexes of a pool's foreign free blocks, one for each owner that has any there or had some.
 #[derive(Debug, Default)]
 pub(super) struct Away {
-    indexes: BTreeMap<u32, FreeIndex>,
+    /// By ascending owner.
+    indexes: Vec<(u32, FreeIndex)>,
     /// Indexes that hold nothing, for reuse.
     spare: Vec<FreeIndex>,
 }
 
 impl Away {
+    fn place(&self, owner: u32) -> Result<usize, usize> {
+        self.indexes.binary_search_by_key(&owner, |&(other, _)| other)
+    }
+
     pub(super) fn get(&self, owner: u32) -> Option<&FreeIndex> {
-        self.indexes.get(&owner)
+        Some(&self.indexes[self.place(owner).ok()?].1)
     }
 
+    pub(super) fn get_mut(&mut self, owner: u32) -> Option<&mut FreeIndex> {
+        let place = self.place(owner).ok()?;
+        Some(&mut self.indexes[place].1)
+    }
+
+    /// The indexes that are not empty.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &FreeIndex)> + '_ {
-        self.indexes.iter().map(|(&owner, index)| (owner, index))
+        self.indexes.iter().filter(|(_, index)| !index.is_empty()).map(|(owner, index)| (*owner, index))
     }
 
-    /// The index of an owner, for a foreign free block to be put in, or to be taken out and
-    /// [`Away::left`].
-    #[cold]
+    /// The index of an owner, for a foreign free block to be put in, or to be taken out.
     pub(super) fn index_mut(&mut self, owner: u32, kind: IndexKind) -> &mut FreeIndex {
-        let spare = &mut self.spare;
-        self.indexes.entry(owner).or_insert_with(|| spare.pop().unwrap_or_else(|| FreeIndex::new(kind)))
+        let place = self.place(owner).unwrap_or_else(|place| self.add(place, owner, kind));
+        &mut self.indexes[place].1
     }
 
-    /// Notes that a foreign free block was taken out of the index of its owner.
     #[cold]
-    fn left(&mut self, owner: u32) {
-        if self.indexes.get(&owner).is_some_and(FreeIndex::is_empty) {
-            self.spare.extend(self.indexes.remove(&owner));
-        }
+    fn add(&mut self, place: usize, owner: u32, kind: IndexKind) -> usize {
+        let index = self.spare.pop().unwrap_or_else(|| FreeIndex::new(kind));
+        self.indexes.insert(place, (owner, index));
+        place
+    }
+
+    /// Lays aside the indexes that are empty.
+    fn prune(&mut self) {
+        let empty = self.indexes.extract_if(.., |(_, index)| index.is_empty());
+        self.spare.extend(empty.map(|(_, index)| index));
     }
 }
 
 impl Heap {
     /// Returns foreign free blocks that are done for every stream to the home stream, and merges
     /// them. Returns by how much `inactive_split` of each pool changed.
-    pub(crate) fn send_home(&mut self, is_done: impl Fn(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
-        let done = |id: &BlockId| is_done(self.blocks[*id].owner, self.blocks[*id].after);
-        let candidates: Vec<BlockId> = self.foreign.iter().copied().filter(done).collect();
+    pub(crate) fn send_home(&mut self, mut is_done: impl FnMut(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
+        let mut candidates = Vec::new();
+        for (owner, index) in self.pools.iter().flat_map(|pool| pool.away.iter()) {
+            index.each(&self.blocks, |id| {
+                if is_done(owner, self.blocks[id].after) {
+                    candidates.push(id);
+                }
+            });
+        }
+        if candidates.is_empty() {
+            return Vec::new();
+        }
         let mut changes = Vec::new();
         for id in candidates {
             // A foreign free block sent home before may have merged with it.
-            if !self.foreign.contains(&id) {
+            if !self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner != self.home) {
                 continue;
             }
             let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size, self.blocks[id].pool);
@@ -67,45 +87,19 @@ impl Heap {
         changes
     }
 
+    /// Lays aside the indexes of streams that have no foreign free block here now.
+    pub(crate) fn prune_foreign(&mut self) {
+        self.pools.iter_mut().for_each(|pool| pool.away.prune());
+    }
+
     /// Free blocks that are away from home.
-    pub(crate) fn foreign(&self) -> impl ExactSizeIterator<Item = BlockId> + '_ {
-        self.foreign.iter().copied()
+    pub(crate) fn foreign(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let indexes = self.pools.iter().flat_map(|pool| pool.away.iter());
+        indexes.flat_map(|(_, index)| IndexView::new(index, &self.blocks).iter_from(1)).map(|key| key.block())
     }
 
-    #[inline]
-    pub(super) fn foreign_note(&mut self, id: BlockId) {
-        if self.blocks[id].owner != self.home {
-            self.foreign.insert(id);
-        }
-    }
-
-    /// Notes that a foreign free block was taken. Its rest, if there is one, is a foreign free
-    /// block.
-    pub(super) fn foreign_took(&mut self, id: BlockId, pool: u16, owner: u32, rest: Option<BlockId>) {
-        match rest {
-            Some(rest) if rest == id => {}
-            Some(rest) => {
-                self.foreign.remove(&id);
-                self.foreign.insert(rest);
-            }
-            None => self.foreign_forget(id, pool, owner),
-        }
-    }
-
-    /// Notes that a block became a foreign free block, joined with its neighbours, of which `above`
-    /// may be gone.
-    #[cold]
-    pub(super) fn foreign_joined(&mut self, id: BlockId, above: Option<BlockId>) {
-        if let Some(above) = above {
-            self.foreign.remove(&above);
-        }
-        self.foreign.insert(id);
-    }
-
-    /// Notes that a foreign free block was taken out of its index.
-    #[cold]
-    pub(super) fn foreign_forget(&mut self, id: BlockId, pool: u16, owner: u32) {
-        self.foreign.remove(&id);
-        self.pools[pool].away.left(owner);
+    /// True if any free block is away from home.
+    pub(crate) fn has_foreign(&self) -> bool {
+        self.pools.iter().any(|pool| pool.away.iter().next().is_some())
     }
 }

@@ -86,8 +86,6 @@ pub(crate) struct Heap {
     index_kind: IndexKind,
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
-    /// Free blocks whose owner is not their region's home.
-    foreign: BTreeSet<BlockId>,
     /// Holes that are not held.
     holes: HoleIndex,
     /// Those of them that are a whole region.
@@ -153,6 +151,33 @@ impl Heap {
         }
     }
 
+    /// Takes `size` bytes for `owner`, which is not the home stream, from the block that the index
+    /// chooses among the foreign free blocks of that stream, if the size rules allow.
+    pub(crate) fn take_best_foreign(
+        &mut self,
+        classes: &SizeClasses,
+        pool: u16,
+        owner: u32,
+        size: u64,
+        requested: u64,
+    ) -> Option<(BlockId, SplitChange)> {
+        let record = self.pools.get_mut(pool)?;
+        let (piece, index) = (Piece { owner, size, requested }, record.away.get_mut(owner)?);
+        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
+        let mut blocks = self.blocks.records_and_a_vacant_one();
+        let (taken, change) = match index {
+            FreeIndex::Exact(index) => {
+                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
+                (taken, self.took::<Exact>(&taken))
+            }
+            FreeIndex::Bins(index) => {
+                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
+                (taken, self.took::<Bins>(&taken))
+            }
+        };
+        Some((taken.id, change))
+    }
+
     /// Takes `size` bytes for `owner` from a given free block.
     pub(crate) fn take(
         &mut self,
@@ -178,9 +203,6 @@ impl Heap {
                 (taken, self.took::<Bins>(&taken))
             }
         };
-        if from != self.home {
-            self.foreign_took(id, pool, from, taken.rest);
-        }
         (taken.id, change)
     }
 
@@ -235,9 +257,6 @@ impl Heap {
                 (joined, self.gave::<Bins>(&joined, pool))
             }
         };
-        if owner != self.home {
-            self.foreign_joined(joined.id, joined.with_next);
-        }
         (joined.id, change)
     }
 
@@ -315,7 +334,6 @@ impl Heap {
             FreeIndex::Exact(index) => index.insert(&mut blocks, id),
             FreeIndex::Bins(index) => index.insert(&mut blocks, id),
         }
-        self.foreign_note(id);
     }
 
     fn unindex(&mut self, id: BlockId) {
@@ -324,9 +342,6 @@ impl Heap {
         match self.pools[pool].index_mut(self.home, owner) {
             FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
             FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
-        }
-        if owner != self.home {
-            self.foreign_forget(id, pool, owner);
         }
     }
 

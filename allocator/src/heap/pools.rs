@@ -112,6 +112,15 @@ impl Pools {
         self.private.get_mut(place - self.default.len())?.as_deref_mut()
     }
 
+    /// The pools that are here, in order of their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Pool> + '_ {
+        self.default.iter().chain(self.private.iter().flatten().map(|pool| &**pool))
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Pool> + '_ {
+        self.default.iter_mut().chain(self.private.iter_mut().flatten().map(|pool| &mut **pool))
+    }
+
     /// The numbers of the pools that are here, in order.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + '_ {
         let places = (0..=u16::MAX).take(self.default.len() + self.private.len());

@@ -309,7 +309,7 @@ impl StateGuard {
 
     /// True if any free block is away from home.
     pub(crate) fn has_foreign(&self) -> bool {
-        self.shared.settled.has_foreign() || self.heaps().any(|heap| heap.foreign().len() > 0)
+        self.shared.settled.has_foreign() || self.heaps().any(Heap::has_foreign)
     }
 
     pub(crate) fn block(&self, place: Place) -> &Block {
@@ -343,6 +343,7 @@ impl StateGuard {
         let mut locked = arena.lock_with_all();
         let inner: &mut ArenaInner = &mut locked;
         inner.open(stream.timeline(), self.shared.paged.is_some());
+        arena.lenders.clear();
         inner.classes = self.shared.classes.clone();
         inner.crosses_streams = self.shared.crosses_streams;
         inner.records_history = state.history.lock().is_on();

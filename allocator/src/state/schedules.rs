@@ -112,6 +112,29 @@ fn a_thread_that_frees_more_than_a_queue_holds_while_others_allocate_and_close()
     });
 }
 
+/// Each thread finds memory of the other one's stream, known done or not, under that arena's lock.
+#[test]
+fn streams_that_reuse_each_others_memory_race_with_closing() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let streams = [0; 2].map(|_| device.stream().unwrap());
+        streams.iter().for_each(|stream| drop(allocator.alloc_bytes(SIZE, stream).unwrap()));
+        let state = allocator.state();
+        let threads = streams.map(|stream| {
+            let allocator = allocator.clone();
+            thread::spawn(move || {
+                let [one, two] = [0; 2].map(|_| allocator.alloc_bytes(1 << 21, &stream).unwrap());
+                drop((one, two));
+                drop(allocator.alloc_bytes(1 << 21, &stream).unwrap());
+            })
+        });
+        drop(allocator);
+        join(threads);
+        assert_idle_once(state);
+    });
+}
+
 #[test]
 fn the_last_handles_race_with_each_other_and_with_a_reader() {
     explore(|| {

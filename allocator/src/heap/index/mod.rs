@@ -106,9 +106,23 @@ impl FreeIndex {
     }
 }
 
+impl FreeIndex {
+    /// Passes every block to `look`.
+    pub(super) fn each(&self, blocks: &Slab, look: impl FnMut(BlockId)) {
+        match self {
+            FreeIndex::Exact(index) => index.iter_from(1).for_each(look),
+            FreeIndex::Bins(index) => index.iter_from(blocks, 1).for_each(look),
+        }
+    }
+}
+
 impl<'a> IndexView<'a> {
     pub(super) fn new(index: &'a FreeIndex, blocks: &'a Slab) -> IndexView<'a> {
         IndexView { index, blocks }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.index.is_empty()
     }
 
     fn key(self, id: BlockId) -> Key {

@@ -26,6 +26,7 @@ use aquifer_device::DevicePtr;
 use aquifer_device::internal::Timeline;
 use aquifer_device::sim::NewBlock;
 use crossbeam_utils::CachePadded;
+use lenders::Lenders;
 use remote::{RemoteFree, RemoteFrees};
 
 use crate::accounting::writer::{ArenaCounters, CounterTarget, CounterWriter};
@@ -39,8 +40,10 @@ use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 
+mod away;
 mod coalesce;
 mod free;
+mod lenders;
 mod milestone;
 mod release;
 mod remote;
@@ -60,6 +63,8 @@ pub(crate) struct Arena {
     pub(crate) blocks_used_elsewhere: AtomicU32,
     /// True once another stream may own blocks here. Set before it does.
     pub(crate) has_lent: AtomicBool,
+    /// Where the stream has memory away from home.
+    pub(crate) lenders: Lenders,
     inner: CachePadded<Mutex<ArenaInner>>,
     pub(crate) own: CachePadded<ArenaCounters>,
     remote: CachePadded<RemoteFrees>,
@@ -91,8 +96,8 @@ pub(crate) struct ArenaInner {
     /// True if memory comes in granules.
     pub(crate) is_paged: bool,
     pub(crate) milestones: Milestones,
-    /// How often the stream was served with blocks away from home.
-    pub(crate) borrows: u64,
+    /// True if the stream borrowed although it does so often, when the ladder last decided.
+    pub(crate) keeps_borrowing: bool,
     pub(crate) device_id: u32,
     timeline: Option<Arc<Timeline>>,
     /// Timelines of other streams that own blocks here.
@@ -115,6 +120,7 @@ impl Arena {
             settled: AtomicBool::new(false),
             blocks_used_elsewhere: AtomicU32::new(0),
             has_lent: AtomicBool::new(false),
+            lenders: Lenders::default(),
             inner: CachePadded::default(),
             own: CachePadded::default(),
             remote: CachePadded::default(),

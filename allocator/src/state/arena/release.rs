@@ -65,13 +65,21 @@ impl ArenaGuard {
     /// and by others after the tick `after`. Its memory itself was used until `last_use`.
     #[inline]
     pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
-        self.coalesce_deferred();
+        if self.inner.heap.has_deferred() {
+            self.coalesce_deferred();
+        }
         let kind = kind_of(self.inner.heap.blocks[id].pool);
         if self.inner.is_paged {
             self.inner.heap.note_last_use(id, owner, last_use);
         }
-        let (_, change) = self.inner.heap.give(id, owner, after);
+        let (id, change) = self.inner.heap.give(id, owner, after);
         self.split_changed(kind, change);
+        if owner != self.inner.heap.home
+            && self.inner.lends()
+            && let Some(borrower) = self.arena.state.arenas.get(owner)
+        {
+            borrower.lenders.note(self.arena.slot, self.inner.heap.blocks[id].pool);
+        }
         self.debug_check();
     }
 }
