@@ -8,7 +8,7 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
-use crate::backing::paged::milestones::record_milestone;
+use crate::backing::paged::milestones::{self, record_milestone};
 use crate::backing::segments::{releasable, release_where};
 use crate::cross_stream::reuse::reuse_borrowed;
 use crate::cross_stream::waiting::poll_waiting;
@@ -21,6 +21,7 @@ use crate::recovery::ladder::climb;
 use crate::request::Request;
 use crate::size_class::REQUEST_LIMIT;
 use crate::state::arena::{Arena, Granted};
+use crate::state::shared::SharedState;
 use crate::state::special;
 use crate::tags::Tag;
 
@@ -211,7 +212,7 @@ fn grant_rounded(
         return Err(AllocError::Asleep);
     }
     let mut may_poll = special & special::WAITING != 0;
-    if may_poll && state.shared().waiting.is_to_be_asked_for() {
+    if may_poll && is_poll_due(&mut state.shared()) {
         poll_waiting(allocator)?;
         may_poll = false;
     }
@@ -233,6 +234,13 @@ fn grant_rounded(
         // The block was not used: give it back and search the pool that captures do not use.
         granted.arena.free(granted.block, None, bytes);
     }
+}
+
+/// True if this allocation is to ask how far streams got. With mapped memory, only if as much waits
+/// for them as makes a milestone due: a request that no free block serves asks in any case.
+fn is_poll_due(shared: &mut SharedState) -> bool {
+    let least = if shared.paged.is_some() { shared.reserved / milestones::SHARE } else { 0 };
+    shared.waiting.bytes >= least && shared.waiting.is_to_be_asked_for()
 }
 
 /// Serves a request from the free blocks of its stream, or else by the ladder. `searched` says

@@ -6,10 +6,11 @@
 //! once its owner's later work is ordered after them (invariant A1).
 //!
 //! While blocks wait, allocations ask how far the streams got, with at most one driver query for
-//! each stream. As long as no stream gets further, fewer allocations ask: down to one in four,
-//! besides those that find no memory otherwise. Blocks are listed by the ticks that they wait for
-//! (`ticks.rs`), so those that need not wait any more are found without a look at the others. If a
-//! request would fail otherwise, the host waits for the streams instead.
+//! each stream. With mapped memory they ask only while a 64th of what is reserved waits. As long as
+//! no stream gets further, fewer allocations ask: down to one in four. Allocations that find no
+//! memory otherwise ask in any case. Blocks are listed by the ticks that they wait for (`ticks.rs`),
+//! so those that need not wait any more are found without a look at the others. If a request would
+//! fail otherwise, the host waits for the streams instead.
 
 use std::collections::BTreeMap;
 
