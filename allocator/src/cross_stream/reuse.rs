@@ -97,7 +97,7 @@ struct Found {
 fn look_around(own: &'static Arena, request: &Request, found: &mut Found) -> Option<Granted> {
     let mut home = own.enter()?;
     if home.send_home(request.slot, &mut found.unknown)
-        && let Some(granted) = home.take_own_hot(request)
+        && let Some(granted) = home.take_own(request)
     {
         return Some(granted);
     }

@@ -24,23 +24,18 @@ impl Away {
         Some(&self.indexes[self.place(owner).ok()?].1)
     }
 
-    pub(super) fn get_mut(&mut self, owner: u32) -> Option<&mut FreeIndex> {
-        let place = self.place(owner).ok()?;
-        Some(&mut self.indexes[place].1)
-    }
-
     /// The indexes that are not empty.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &FreeIndex)> + '_ {
         self.indexes.iter().filter(|(_, index)| !index.is_empty()).map(|(owner, index)| (*owner, index))
     }
 
     /// The index of an owner, for a foreign free block to be put in, or to be taken out.
+    #[cold]
     pub(super) fn index_mut(&mut self, owner: u32, kind: IndexKind) -> &mut FreeIndex {
         let place = self.place(owner).unwrap_or_else(|place| self.add(place, owner, kind));
         &mut self.indexes[place].1
     }
 
-    #[cold]
     fn add(&mut self, place: usize, owner: u32, kind: IndexKind) -> usize {
         let index = self.spare.pop().unwrap_or_else(|| FreeIndex::new(kind));
         self.indexes.insert(place, (owner, index));

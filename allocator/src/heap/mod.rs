@@ -151,33 +151,6 @@ impl Heap {
         }
     }
 
-    /// Takes `size` bytes for `owner`, which is not the home stream, from the block that the index
-    /// chooses among the foreign free blocks of that stream, if the size rules allow.
-    pub(crate) fn take_best_foreign(
-        &mut self,
-        classes: &SizeClasses,
-        pool: u16,
-        owner: u32,
-        size: u64,
-        requested: u64,
-    ) -> Option<(BlockId, SplitChange)> {
-        let record = self.pools.get_mut(pool)?;
-        let (piece, index) = (Piece { owner, size, requested }, record.away.get_mut(owner)?);
-        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
-        let mut blocks = self.blocks.records_and_a_vacant_one();
-        let (taken, change) = match index {
-            FreeIndex::Exact(index) => {
-                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
-                (taken, self.took::<Exact>(&taken))
-            }
-            FreeIndex::Bins(index) => {
-                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
-                (taken, self.took::<Bins>(&taken))
-            }
-        };
-        Some((taken.id, change))
-    }
-
     /// Takes `size` bytes for `owner` from a given free block.
     pub(crate) fn take(
         &mut self,

@@ -14,11 +14,8 @@ impl ArenaGuard {
 
     /// Serves a request of another stream from its foreign free blocks here.
     pub(crate) fn take_foreign(&mut self, request: &Request) -> Option<Granted> {
-        let inner = &mut *self.inner;
-        let Request { pool, slot, size, requested, .. } = *request;
-        let (block, change) = inner.heap.take_best_foreign(&inner.classes, pool, slot, size, requested)?;
-        inner.heap.make_irregular(block);
-        Some(self.taken(request, block, change))
+        let block = self.foreign_of(request)?.best_fit(request.size)?.block();
+        Some(self.take(request, block))
     }
 
     /// Has foreign free blocks that are known done go home. Adds the ticks of others, but for those

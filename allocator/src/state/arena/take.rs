@@ -52,7 +52,7 @@ impl ArenaGuard {
 
     /// Accounts for a block that became live.
     #[inline(always)]
-    pub(super) fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
+    fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
         let block = &mut self.inner.heap.blocks[id];
         block.tag = request.tag.0;
         let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
