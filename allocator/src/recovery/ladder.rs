@@ -263,6 +263,10 @@ fn split_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -
             Outcome::NoRoom if !has_trimmed => {
                 has_trimmed = true;
                 tried.released += trim_paged(allocator, 0)?;
+                // The addresses that the request would get went back with them.
+                if let Some(granted) = try_grow(allocator, request, tried)? {
+                    return Ok(Some(granted));
+                }
             }
             Outcome::NoRoom | Outcome::Nothing => return Ok(None),
         }

@@ -70,6 +70,7 @@ fn memory_of_frames_that_are_partly_in_use_serves_what_would_be_refused() {
             bench.stream.fill(large.ptr(), 99, large.bytes()).unwrap();
             assert!(bench.allocator.stats().frames_split >= 30);
         }
+        bench.stream.wait_for(&side.tick()).unwrap();
         for (block, byte) in &live {
             let mut found = vec![0; 2 << 20];
             bench.stream.download_blocking(&mut found, block.ptr()).unwrap();
