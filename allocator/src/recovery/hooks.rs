@@ -22,8 +22,9 @@ use crate::recovery::oom::report::OomReport;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MappingChange {
-    /// Memory is about to be unmapped from these addresses, which are not in use. If the driver
-    /// then refuses, [`MappingChange::Mapped`] follows, because they still have their memory.
+    /// Memory is about to be unmapped from these addresses. Nothing that is enqueued uses them;
+    /// memory of live allocations among them, which is being moved, is mapped there again next. If
+    /// the driver refuses, [`MappingChange::Mapped`] follows, because they still have their memory.
     BeforeUnmap {
         /// First address.
         addr: u64,

@@ -4,7 +4,7 @@ use super::*;
 
 const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
 
-pub(super) const REPLAY_KEYS: [&str; 34] = [
+pub(super) const REPLAY_KEYS: [&str; 35] = [
     "trace",
     "config",
     "device",

@@ -204,7 +204,7 @@ pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> Int
 }
 
 /// The whole granules of the free blocks of some pools, whatever frames they belong to: for memory
-/// whose frames are gone.
+/// whose frames are gone, or are to be split.
 pub(crate) fn free_granules(guard: &mut StateGuard, from: Which) -> Vec<Donor> {
     let mut found = Vec::new();
     let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return found };

@@ -2,8 +2,8 @@
 //! stays where it is.
 //!
 //! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation
-//! never moves anyway; a pin keeps it in place after the allocation is dropped, until the other
-//! party has released it.
+//! moves only if its frame is split (`split.rs`); a pin prevents that, and keeps the memory in place
+//! after the allocation is dropped, until the other party has released it.
 
 use std::ops::Range;
 
