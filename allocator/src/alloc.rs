@@ -8,20 +8,19 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
-use crate::backing::paged::milestones::{self, record_milestone};
+use crate::backing::paged::milestones::record_milestone;
 use crate::backing::segments::{releasable, release_where};
 use crate::cross_stream::reuse::reuse_borrowed;
-use crate::cross_stream::waiting::poll_waiting;
+use crate::cross_stream::waiting::{is_poll_due, poll_waiting};
 use crate::error::AllocError;
 use crate::heap::BlockId;
-use crate::keep_awake::keep_awake;
 use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::request::Request;
 use crate::size_class::REQUEST_LIMIT;
 use crate::state::arena::{Arena, Granted};
-use crate::state::shared::SharedState;
+use crate::state::awake::{Keeper, KeptAwake};
 use crate::state::special;
 use crate::tags::Tag;
 
@@ -76,7 +75,8 @@ pub(crate) fn alloc_bytes_zeroed(allocator: &Allocator, bytes: u64, stream: &Str
     if bytes == 0 {
         return alloc_bytes(allocator, bytes, stream);
     }
-    let _awake = keep_awake(allocator)?;
+    // The fill is enqueued without an access guard.
+    let _kept = KeptAwake::new(allocator.state(), Keeper::AccessGuard, &(0..0))?;
     let allocation = alloc_bytes(allocator, bytes, stream)?;
     stream.fill(allocation.ptr(), 0, bytes)?;
     Ok(allocation)
@@ -234,13 +234,6 @@ fn grant_rounded(
         // The block was not used: give it back and search the pool that captures do not use.
         granted.arena.free(granted.block, None, bytes);
     }
-}
-
-/// True if this allocation is to ask how far streams got. With mapped memory, only if as much waits
-/// for them as makes a milestone due: a request that no free block serves asks in any case.
-fn is_poll_due(shared: &mut SharedState) -> bool {
-    let least = if shared.paged.is_some() { shared.reserved / milestones::SHARE } else { 0 };
-    shared.waiting.bytes >= least && shared.waiting.is_to_be_asked_for()
 }
 
 /// Serves a request from the free blocks of its stream, or else by the ladder. `searched` says

@@ -94,9 +94,8 @@ impl Allocator {
     }
 
     /// Ends [`Allocator::sleep`]: takes memory from the device for the allocations that are still
-    /// live, maps it where it was, and restores saved contents. The limit
-    /// is not checked, because this memory was held before. If the allocator is awake already, this
-    /// does nothing. While another thread puts it to sleep, this waits for that first.
+    /// live, maps it where it was, and restores saved contents. The limit is not checked, because
+    /// this memory was held before. If the allocator is awake already, this does nothing. While another thread puts it to sleep, this waits for that first.
     ///
     /// # Errors
     /// Errors of the driver. If the device lacks memory, the error says how much is needed and how
@@ -336,8 +335,8 @@ impl Allocator {
     }
 
     /// Registers the callback `observe`, which is called before memory is unmapped and after memory
-    /// was mapped: by growth, by moving memory, by giving it back, by [`crate::Growable`], and by
-    /// [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that keep tables of mapped
+    /// was mapped: by growth, by moving memory, by splitting frames, by giving memory back, by
+    /// [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that keep tables of mapped
     /// memory, such as network libraries that register it. It is called neither for segments nor
     /// for memory that goes when the allocator itself ends.
     ///
@@ -348,7 +347,8 @@ impl Allocator {
     /// [`Allocator::trim_to`], [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`],
     /// [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
     /// [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory
-    /// back later. It must not wait for another thread that does one of these. A panic in it is
+    /// back later. An access guard on memory of this allocator is refused so, too, while frames are
+    /// split. It must not wait for another thread that does one of these. A panic in it is
     /// logged and goes no further: the change still takes place.
     ///
     /// ```

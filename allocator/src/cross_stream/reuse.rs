@@ -19,7 +19,6 @@ use aquifer_device::internal::Timeline;
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::{Pending, poll};
 use crate::error::AllocError;
-use crate::pools::capture::refuse_unannounced_capture;
 use crate::request::Request;
 use crate::state::arena::{Arena, Granted};
 use crate::sync::atomic::Ordering;
@@ -32,6 +31,11 @@ pub(crate) fn reuse_borrowed(
     stream: &Stream,
 ) -> Result<Option<Granted>, AllocError> {
     let Some(own) = allocator.state().arenas.get(request.slot) else { return Ok(None) };
+    if own.has_remote_frees()
+        && let Some(granted) = own.enter().and_then(|mut home| home.take_own(request))
+    {
+        return Ok(Some(granted));
+    }
     if let Some(granted) = take_foreign(own, request) {
         own.lenders.count();
         return Ok(Some(granted));
@@ -40,8 +44,10 @@ pub(crate) fn reuse_borrowed(
     if let Some(granted) = look_around(own, request, &mut found) {
         return Ok(Some(granted));
     }
+    if found.lender.is_some() || !found.unknown.is_empty() {
+        stream.timeline().refuse_unannounced_capture()?;
+    }
     if !found.unknown.is_empty() {
-        refuse_unannounced_capture(allocator, request.slot)?;
         poll(&found.unknown)?;
         found = Found::default();
         if let Some(granted) = look_around(own, request, &mut found) {
@@ -93,7 +99,7 @@ struct Found {
 }
 
 /// Has blocks that are done go home, in the stream's own arena and in those that lent to it. Serves
-/// the request from the former, or finds the best block of the latter.
+/// the request from its own arena, or finds the best block of the others.
 fn look_around(own: &'static Arena, request: &Request, found: &mut Found) -> Option<Granted> {
     let mut home = own.enter()?;
     if home.send_home(request.slot, &mut found.unknown)

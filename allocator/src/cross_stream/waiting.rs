@@ -18,6 +18,7 @@ use aquifer_device::internal::Clock;
 
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
+use crate::backing::paged::milestones;
 use crate::cross_stream::progress::{Pending, poll, synchronize_all};
 use crate::cross_stream::ticks::Use;
 use crate::cross_stream::waiting_list::Waiting;
@@ -191,10 +192,22 @@ fn pending_of_all(shared: &SharedState) -> Pending {
     unknown(shared, shared.waiting.uses.latest())
 }
 
+/// True if this allocation is to ask how far streams got. A request that no free block serves asks
+/// in any case.
+pub(crate) fn is_poll_due(shared: &mut SharedState) -> bool {
+    let is_little = waits_little(shared);
+    shared.waiting.is_to_be_asked_for(is_little)
+}
+
+/// True if less memory waits than makes a milestone due, where memory is mapped.
+fn waits_little(shared: &SharedState) -> bool {
+    shared.paged.is_some() && shared.waiting.bytes < shared.reserved / milestones::SHARE
+}
+
 /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.
 fn note_asked(shared: &mut SharedState) -> bool {
-    let got_further = can_sweep(shared);
-    shared.waiting.note_asked(!got_further);
+    let (got_further, is_little) = (can_sweep(shared), waits_little(shared));
+    shared.waiting.note_asked(!got_further, is_little);
     got_further
 }
 
@@ -222,5 +235,35 @@ pub(crate) fn send_foreign_home(guard: &mut StateGuard) {
             arena.split_changed(kind_of(pool), change);
         }
         arena.heap.prune_foreign();
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests {
+    use aquifer_device::Device;
+    use aquifer_device::sim::{SimConfig, SimDriver};
+
+    use super::*;
+    use crate::config::Config;
+
+    #[test]
+    fn a_little_that_waits_is_freed_though_requests_are_served_without_it() {
+        let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
+        drop(allocator.alloc_bytes(512 << 20, &one).unwrap());
+        let block = allocator.alloc_bytes(1000, &one).unwrap();
+        two.wait_for(&one.tick()).unwrap();
+        two.fill(block.ptr(), 1, 1000).unwrap();
+        block.record_stream(&two).unwrap();
+        drop(block);
+        drop(allocator.alloc_bytes(4 << 20, &one).unwrap());
+        two.synchronize().unwrap();
+        for _ in 0..200 {
+            drop(allocator.alloc_bytes(4 << 20, &one).unwrap());
+        }
+        assert_eq!(allocator.stats().active.all.current, 0);
+        assert_eq!(allocator.state().special().load(Ordering::Relaxed) & special::WAITING, 0);
     }
 }

@@ -9,6 +9,9 @@ use crate::request::Place;
 /// The most allocations in a row that do not ask, after one that asked in vain. A larger number
 /// saves few queries, and memory comes back later.
 const PAUSE_MAX: u32 = 3;
+/// How many allocations pass while little memory waits. They are off the fast path until it is asked
+/// for, so this is no larger than it takes to make asking cheap.
+const PAUSE_OF_LITTLE: u32 = 63;
 
 /// The blocks that wait, and the streams they wait for.
 #[derive(Debug, Default)]
@@ -70,17 +73,21 @@ impl WaitingList {
         self.blocks.is_empty()
     }
 
-    /// True if this allocation is to ask how far streams got. Counts the allocation.
-    pub(crate) fn is_to_be_asked_for(&mut self) -> bool {
+    /// True if this allocation is to ask how far streams got. Counts the allocation. `is_little`
+    /// says whether little memory waits.
+    pub(crate) fn is_to_be_asked_for(&mut self, is_little: bool) -> bool {
+        if !is_little {
+            self.pause.left = self.pause.left.min(PAUSE_MAX);
+        }
         let asks = self.pause.left == 0;
         self.pause.left = self.pause.left.saturating_sub(1);
         asks
     }
 
     /// Notes that streams were asked. The pause until the next time grows while asking is in vain.
-    pub(crate) fn note_asked(&mut self, in_vain: bool) {
+    pub(crate) fn note_asked(&mut self, in_vain: bool, is_little: bool) {
         let length = if in_vain { (2 * self.pause.length + 1).min(PAUSE_MAX) } else { 0 };
-        self.pause = Pause { left: length, length };
+        self.pause = Pause { left: if is_little { PAUSE_OF_LITTLE } else { length }, length };
     }
 
     pub(crate) fn push(&mut self, waiting: Waiting) {

@@ -18,7 +18,7 @@
 //! A thread that waits for the allocator to wake up checks the state under a lock. Waking takes the
 //! same lock between the change of the state and the notification, so none is missed.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -30,6 +30,7 @@ use crate::error::AllocError;
 use crate::state::AllocatorState;
 use crate::state::shared::SharedState;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::pause;
 
 #[cfg(aquifer_shuttle)]
 use shuttle::thread_local;
@@ -37,8 +38,8 @@ use shuttle::thread_local;
 thread_local! {
     /// What this thread keeps awake.
     static KEPT: RefCell<Vec<KeptHere>> = const { RefCell::new(Vec::new()) };
-    /// True while this thread splits frames.
-    static SPLITS: Cell<bool> = const { Cell::new(false) };
+    /// The allocator states whose frames this thread splits.
+    static SPLIT: RefCell<Vec<&'static AllocatorState>> = const { RefCell::new(Vec::new()) };
 }
 
 /// One hold of a thread on an allocator state.
@@ -56,6 +57,8 @@ const REFUSING: u32 = 1;
 const LOOKING: u32 = 2;
 /// Flag: a newcomer waits until a split of frames has ended.
 const SPLITTING: u32 = 4;
+/// How often a split looks whether access guards of other threads have ended; they are short.
+const SPLIT_LOOKS: u32 = 40;
 
 /// The part of an allocator state that says whether it sleeps or is about to, and what keeps it
 /// awake.
@@ -84,7 +87,8 @@ pub(crate) enum Keeper {
 /// that they are for, in units of [`UNIT`], which have at most 48 bits. So the address is known of a
 /// wake lock that is alone, and counting it costs one atomic operation.
 const NUMBER_BITS: u32 = 16;
-/// Beyond this number, wake locks are counted without addresses, so that sums do not overflow.
+/// Beyond this number, wake locks are counted without addresses, so that the number keeps to its
+/// bits. The sum of addresses may wrap.
 const COUNTED_MAX: u64 = 1 << (NUMBER_BITS - 1);
 /// Allocations lie at multiples of it.
 const UNIT: u64 = 512;
@@ -124,13 +128,19 @@ impl WakeLock {
         keeper: Keeper,
         memory: &Range<u64>,
     ) -> Result<WakeLock, AllocError> {
-        // Checked before counting, too, so that a thread that is refused and tries again and again
-        // does not keep the allocator awake.
-        if state.refuses(memory) {
-            return Err(AllocError::Asleep);
+        loop {
+            state.wait_for_split()?;
+            // Checked before counting, too, so that a thread that is refused and tries again and
+            // again does not keep the allocator awake.
+            if state.refuses(memory) {
+                return Err(AllocError::Asleep);
+            }
+            let wake_lock = WakeLock::counted(state, keeper, memory.start);
+            if state.is_splitting() {
+                continue;
+            }
+            return if state.refuses(memory) { Err(AllocError::Asleep) } else { Ok(wake_lock) };
         }
-        let wake_lock = WakeLock::counted(state, keeper, memory.start);
-        if state.refuses(memory) { Err(AllocError::Asleep) } else { Ok(wake_lock) }
     }
 
     #[inline]
@@ -240,12 +250,11 @@ impl AllocatorState {
     /// memory.
     #[inline]
     fn refuses(&'static self, memory: &Range<u64>) -> bool {
-        self.wakefulness.flags.load(Ordering::SeqCst) != 0 && self.refuses_now(memory)
+        self.wakefulness.flags.load(Ordering::SeqCst) & (REFUSING | LOOKING) != 0 && self.refuses_now(memory)
     }
 
     #[cold]
     fn refuses_now(&'static self, memory: &Range<u64>) -> bool {
-        self.wait_for_split();
         // A thread that decides what sleeps has this lock.
         let shared = self.shared();
         self.refuses_wake_locks() || shared.paged.as_ref().is_some_and(|paged| paged.sleeps(memory))
@@ -304,24 +313,54 @@ impl AllocatorState {
     }
 
     /// Has newcomers wait until the result is dropped. `None` if another thread has an access guard,
-    /// or if memory is reserved for work: that work may be enqueued at any time.
+    /// or if memory is reserved for work, and that does not end at once: such work may be enqueued
+    /// at any time.
     pub(crate) fn begin_split(&'static self) -> Option<Splitting> {
-        SPLITS.with(|splits| splits.set(true));
+        SPLIT.with(|split| split.borrow_mut().push(self));
         self.wakefulness.flags.fetch_or(SPLITTING, Ordering::SeqCst);
         let splitting = Splitting(self);
+        let mut looks = 0;
+        while self.is_in_use_elsewhere() {
+            if looks == SPLIT_LOOKS {
+                return None;
+            }
+            looks += 1;
+            pause();
+        }
+        Some(splitting)
+    }
+
+    /// True if there is an access guard of another thread, or a reservation.
+    fn is_in_use_elsewhere(&'static self) -> bool {
         let is_own = |kept: &&KeptHere| kept.is_guard && std::ptr::eq(kept.state, self);
         let own = KEPT.try_with(|kept| kept.borrow().iter().filter(is_own).count()).unwrap_or(0) as u64;
         let [guards, reservations, _, uncounted] = &self.wakefulness.counts;
         let number = |count: &AtomicU64| Kept::of(count.load(Ordering::SeqCst)).number;
-        let uncounted = uncounted.load(Ordering::SeqCst);
-        (number(guards) == own && number(reservations) == 0 && uncounted == 0).then_some(splitting)
+        number(guards) != own || number(reservations) != 0 || uncounted.load(Ordering::SeqCst) != 0
     }
 
-    fn wait_for_split(&self) {
+    #[inline]
+    fn is_splitting(&self) -> bool {
+        self.wakefulness.flags.load(Ordering::SeqCst) & SPLITTING != 0
+    }
+
+    /// # Errors
+    /// When the split is this thread's own, in an observer of mappings.
+    #[inline]
+    fn wait_for_split(&self) -> Result<(), AllocError> {
+        if self.is_splitting() { self.wait_for_end_of_split() } else { Ok(()) }
+    }
+
+    #[cold]
+    fn wait_for_end_of_split(&self) -> Result<(), AllocError> {
+        if SPLIT.with(|split| split.borrow().iter().any(|&state| std::ptr::eq(state, self))) {
+            return Err(AllocError::Observing);
+        }
         let mut waking = self.wakefulness.waking.lock();
-        while !SPLITS.with(Cell::get) && self.wakefulness.flags.load(Ordering::SeqCst) & SPLITTING != 0 {
+        while self.is_splitting() {
             self.wakefulness.woken.wait(&mut waking);
         }
+        Ok(())
     }
 }
 
@@ -331,7 +370,7 @@ pub(crate) struct Splitting(&'static AllocatorState);
 
 impl Drop for Splitting {
     fn drop(&mut self) {
-        SPLITS.with(|splits| splits.set(false));
+        SPLIT.with(|split| split.borrow_mut().retain(|&state| !std::ptr::eq(state, self.0)));
         let wakefulness = &self.0.wakefulness;
         wakefulness.flags.fetch_and(!SPLITTING, Ordering::SeqCst);
         drop(wakefulness.waking.lock());

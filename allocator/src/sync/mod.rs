@@ -5,6 +5,8 @@
 //! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are
 //! parking_lot's.
 
+use std::time::Duration;
+
 #[cfg(any(not(aquifer_shuttle), test))]
 #[cfg_attr(aquifer_shuttle, allow(dead_code, reason = "modelled by itself, and replaced elsewhere"))]
 mod lock;
@@ -44,10 +46,18 @@ mod of_threads {
 
 /// Lets other threads run: for a wait that may take long and is rare.
 pub(crate) fn pause() {
+    pause_for(Duration::from_micros(50));
+}
+
+/// As [`pause`], for about this long.
+pub(crate) fn pause_for(time: Duration) {
     #[cfg(not(aquifer_shuttle))]
-    std::thread::sleep(std::time::Duration::from_micros(50));
+    std::thread::sleep(time);
     #[cfg(aquifer_shuttle)]
-    shuttle::thread::yield_now();
+    {
+        let _ = time;
+        shuttle::thread::yield_now();
+    }
 }
 
 /// Lets another thread go on that is about to finish what the caller waits for.

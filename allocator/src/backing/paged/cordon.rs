@@ -86,7 +86,7 @@ pub(crate) fn lift(guard: &mut StateGuard) {
     }
 }
 
-/// Has the free of a live block leave the fast path. Returns false if it does so anyway.
+/// Marks a live block, so that its free takes the slow path. Returns false if it was marked already.
 fn mark(guard: &mut StateGuard, place: Place) -> bool {
     let Entry::Vacant(users) = guard.other_users.entry(place) else { return false };
     users.insert(Vec::new());

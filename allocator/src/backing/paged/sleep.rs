@@ -17,7 +17,7 @@
 //! addresses.
 
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use aquifer_device::internal::HostBuffer;
 use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
@@ -39,7 +39,7 @@ use crate::state::awake::Kept;
 use crate::state::guard::StateGuard;
 use crate::state::special;
 use crate::sync::atomic::Ordering;
-use crate::sync::pause;
+use crate::sync::pause_for;
 
 /// See [`Allocator::sleep`].
 pub(crate) fn sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, AllocError> {
@@ -59,7 +59,11 @@ pub(crate) fn sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64
                 if options.are_for_all() {
                     allocator.state().refuse_wake_locks();
                 }
-                pause();
+                let mut delay = Duration::from_micros(50);
+                while allocator.state().kept().is_some() && until.is_none_or(|until| Instant::now() < until) {
+                    pause_for(delay);
+                    delay = (2 * delay).min(Duration::from_millis(5));
+                }
             }
             slept => {
                 if slept.is_err() && options.are_for_all() {
@@ -89,6 +93,8 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     match give_back(allocator, &falling) {
         Ok(released) => Ok(given + released),
         Err(error) => {
+            // Copies of contents may be under way.
+            let _ = allocator.device().synchronize();
             let undone: Vec<_> = falling.into_iter().map(|one| one.range).collect();
             if let Err(error) = bring_back(allocator, &Waking::Ranges(undone)) {
                 tracing::warn!(%error, "falling asleep failed and could not be undone; the memory is asleep");
@@ -388,8 +394,9 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
         used = mover.finish()?;
     }
     let mut guard = allocator.state().lock_all();
-    let mut mapped = Vec::new();
-    for Absent { range, kind, frames, is_intact, .. } in absent.drain(..) {
+    let (mut mapped, mut restored) = (Vec::new(), Vec::new());
+    for Absent { range, kind, frames, is_intact, saved, .. } in absent.drain(..) {
+        restored.push(saved);
         if let Some(paged) = &mut guard.paged {
             paged.put_all(range.start, &frames);
             paged.mapped_bytes[kind as usize] += range.end - range.start;
@@ -399,6 +406,8 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
     }
     account_for_granules(&mut guard);
     drop(guard);
+    // This removes files.
+    drop(restored);
     keep_host_buffers(allocator, used.into_spare());
     mapped.iter().for_each(|range| allocator.hooks().mapped(range.start, range.end - range.start));
     Ok(())

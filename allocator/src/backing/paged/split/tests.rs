@@ -235,7 +235,7 @@ fn live_memory_that_cannot_be_mapped_sleeps_until_the_driver_recovers() {
     program.allocator.wake().unwrap();
     drop(kept);
     program.assert_contents();
-    program.alloc(20 * MIB).unwrap();
+    drop(program.alloc(20 * MIB).unwrap());
     program.assert_contents();
 }
 
