@@ -25,8 +25,9 @@ impl Allocator {
     /// # Errors
     /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        let released = self.trim_to(0)?;
         drop(sleep::take_host_buffers(self));
-        self.trim_to(0)
+        Ok(released)
     }
 
     /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the

@@ -52,9 +52,7 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
             Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold,
             Backing::Paged,
         ) => "for `backing:segments` only, and this memory is mapped",
-        (Key::Granule | Key::Frame | Key::SplitFrames, Backing::Segments) => {
-            "for mapped memory only, and this memory comes in segments"
-        }
+        (Key::Granule | Key::Frame, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
         (Key::ExpandableSegments, Backing::Paged) => "mapped memory, which this is, does what it asks for",
         (Key::ExpandableSegments, Backing::Segments) => "what it asks for is `backing:paged`",
         (Key::ExpandableReserve | Key::ExpandableReserveByClass, _) => "addresses are reserved as they are needed",

@@ -65,7 +65,9 @@ fn a_capture_that_could_not_be_ended_is_ended_when_the_driver_recovers() {
         bench.device.synchronize().unwrap_or_else(|error| panic!("{ends} {asks} {destroys}: {error}"));
         assert!(!bench.device.is_capturing());
         bench.assert_returned();
-        assert!(bench.driver.capture_status(raw).is_err(), "the stream is gone: {ends} {asks} {destroys}");
+        // The stream is gone; another test's may have its handle by now.
+        let captures = matches!(bench.driver.capture_status(raw), Ok(CaptureStatus::Active));
+        assert!(!captures, "{ends} {asks} {destroys}");
     }
 }
 
