@@ -68,7 +68,7 @@ pub(super) struct Joined {
 }
 
 /// Takes a piece from the block that the index chooses, if the size rules allow.
-#[inline]
+#[inline(always)]
 pub(super) fn take_best<I: Index>(
     index: &mut I,
     blocks: &mut Records<'_>,
@@ -85,7 +85,7 @@ pub(super) fn take_best<I: Index>(
 }
 
 /// Takes a piece from a given free block, whole or by cutting it off.
-#[inline]
+#[inline(always)]
 pub(super) fn take<I: Index>(
     index: &mut I,
     blocks: &mut Records<'_>,
@@ -105,13 +105,13 @@ pub(super) fn take<I: Index>(
 }
 
 /// Cuts a piece off the low end of a free block. The rest stays free and keeps its owner.
-#[inline]
+#[inline(always)]
 fn cut<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
     if I::FIRST_STAYS { cut_above(index, blocks, id, place, piece) } else { cut_below(index, blocks, id, place, piece) }
 }
 
 /// As [`cut`]; the piece keeps the block's number.
-#[inline]
+#[inline(always)]
 fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
     let Block { addr, size: whole, after, prev, next, region, owner: from, pool, .. } = blocks[id];
@@ -137,7 +137,7 @@ fn cut_above<I: Index>(index: &mut I, blocks: &mut Records<'_>, id: BlockId, pla
 }
 
 /// As [`cut`]; the rest keeps the block's number.
-#[inline]
+#[inline(always)]
 fn cut_below<I: Index>(index: &mut I, blocks: &mut Records<'_>, rest: BlockId, place: I::Place, piece: Piece) -> Taken {
     let Piece { owner, size, requested } = piece;
     let Block { addr, size: whole, prev, next, region, pool, .. } = blocks[rest];
