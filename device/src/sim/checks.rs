@@ -166,7 +166,7 @@ impl Checks {
 
     /// See [`MovesContents`].
     pub fn move_contents(&self) -> MovesContents {
-        MovesContents::new()
+        MovesContents::begin()
     }
 
     /// The driver took addresses back.

@@ -62,7 +62,8 @@ pub(super) fn last_caller() -> Option<Caller> {
 pub struct MovesContents(bool, OfThread);
 
 impl MovesContents {
-    pub(super) fn new() -> MovesContents {
+    /// Begins, on this thread.
+    pub fn begin() -> MovesContents {
         MovesContents(MOVES.replace(true), PhantomData)
     }
 }

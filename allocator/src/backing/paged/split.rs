@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use aquifer_device::internal::Reservation;
+use aquifer_device::sim::MovesContents;
 use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical};
 
 use crate::allocator::Allocator;
@@ -238,7 +239,7 @@ impl Work<'_> {
         let (mut created, mut done) = (Vec::new(), Done::default());
         let filled = self.fill(chosen, &mut created);
         let mut new = created.into_iter();
-        let _moves = self.device.checks().map(|checks| checks.move_contents());
+        let _moves = MovesContents::begin();
         let replaced = filled.and_then(|()| {
             chosen.iter().try_for_each(|split| {
                 unmap_range(self.device, self.hooks, &split.range)?;
