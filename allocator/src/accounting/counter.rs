@@ -1,8 +1,8 @@
 //! A counter for one quantity: its value, its peak, and the sums of its increases and decreases.
 //!
 //! A counter is a few plain words. Values that can be derived are not counted. It has one writer at
-//! a time (see `counters.rs`), so an update is always a load and a store, never an atomic
-//! read-modify-write.
+//! a time (see `counters.rs`), so an update is a load and a store. Only counts of rare events that
+//! threads with different locks add to take an atomic read-modify-write.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

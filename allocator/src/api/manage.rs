@@ -48,14 +48,14 @@ impl Allocator {
     ///
     /// Segments, exportable memory and pinned granules stay. So do frames, mostly of one to a few
     /// granules, in which allocations of other parts lie: what of a part lies in these stays awake,
-    /// with its contents. Allocations that were made of a part after it fell asleep are awake, until
-    /// it is put to sleep once more.
+    /// with its contents. Allocations that were made of a part after it fell asleep are awake,
+    /// until it is put to sleep once more.
     ///
-    /// This fails while anything keeps the allocator awake: access guards
-    /// ([`crate::AccessGuard`]) and reservations ([`crate::Reservation`]) with its memory, as
-    /// transfers have until they are enqueued, and [`Allocator::keep_awake`]. With
-    /// [`SleepOptions::waiting`] it waits for the end of these. Then it waits for the device. So
-    /// kernels that other threads launch come before the sleep or are refused.
+    /// This fails while anything keeps the allocator awake: access guards ([`crate::AccessGuard`])
+    /// and reservations ([`crate::Reservation`]) with its memory, as transfers have until they are
+    /// enqueued, and [`Allocator::keep_awake`]. With [`SleepOptions::waiting`] it waits for the end
+    /// of these. Then it waits for the device. So kernels that other threads launch come before the
+    /// sleep or are refused.
     ///
     /// Until the memory wakes up, access guards and reservations of it fail with
     /// [`AllocError::Asleep`], and if all memory sleeps, allocations do. Work that bypasses access
@@ -64,8 +64,8 @@ impl Allocator {
     /// held now; snapshots show the memory that will be there after waking up. If all memory sleeps
     /// already, this does nothing.
     ///
-    /// Page-locked memory for contents takes a while to get, so it is kept for the next sleep, until
-    /// [`Allocator::empty_cache`].
+    /// Page-locked memory for contents takes a while to get, so it is kept for the next sleep,
+    /// until [`Allocator::empty_cache`].
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
@@ -87,8 +87,8 @@ impl Allocator {
     /// # Errors
     /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`], which
     /// says what keeps the allocator awake; [`AllocError::OutOfHostMemory`];
-    /// [`AllocError::SavedFile`]; errors of the driver. The memory is then awake as before, with its
-    /// contents unless they were to be discarded. If the driver fails at waking it up, too,
+    /// [`AllocError::SavedFile`]; errors of the driver. The memory is then awake as before, with
+    /// its contents unless they were to be discarded. If the driver fails at waking it up, too,
     /// [`Allocator::sleeping_bytes`] is not 0, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, options: impl Into<SleepOptions>) -> Result<u64, AllocError> {
         sleep::sleep(self, &options.into())
@@ -96,7 +96,8 @@ impl Allocator {
 
     /// Ends [`Allocator::sleep`]: takes memory from the device for the allocations that are still
     /// live, maps it where it was, and restores saved contents. The limit is not checked, because
-    /// this memory was held before. If the allocator is awake already, this does nothing. While another thread puts it to sleep, this waits for that first.
+    /// this memory was held before. If the allocator is awake already, this does nothing. While
+    /// another thread puts it to sleep, this waits for that first.
     ///
     /// # Errors
     /// Errors of the driver. If the device lacks memory, the error says how much is needed and how
@@ -106,9 +107,9 @@ impl Allocator {
         sleep::wake(self)
     }
 
-    /// As [`Allocator::wake`], for some of the memory that sleeps. If the whole allocator sleeps, it
-    /// is awake afterwards and serves allocations, and the rest of its memory sleeps on, as if only
-    /// that had been put to sleep.
+    /// As [`Allocator::wake`], for some of the memory that sleeps. If the whole allocator sleeps,
+    /// it is awake afterwards and serves allocations, and the rest of its memory sleeps on, as if
+    /// only that had been put to sleep.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents, Part, SleepOptions, TagScope};
@@ -337,9 +338,9 @@ impl Allocator {
 
     /// Registers the callback `observe`, which is called before memory is unmapped and after memory
     /// was mapped: by growth, by moving memory, by splitting frames, by giving memory back, by
-    /// [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for libraries that keep tables of mapped
-    /// memory, such as network libraries that register it. It is called neither for segments nor
-    /// for memory that goes when the allocator itself ends.
+    /// [`crate::Growable`], and by [`Allocator::sleep`] and [`Allocator::wake`]. It is for
+    /// libraries that keep tables of mapped memory, such as network libraries that register it. It
+    /// is called neither for segments nor for memory that goes when the allocator itself ends.
     ///
     /// It runs with no lock of the heap held, on the thread that needs the change, so it delays
     /// that thread. It may free, and allocate what free memory serves. What would change mappings,
@@ -349,8 +350,8 @@ impl Allocator {
     /// [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
     /// [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory
     /// back later. An access guard on memory of this allocator is refused so, too, while frames are
-    /// split. It must not wait for another thread that does one of these. A panic in it is
-    /// logged and goes no further: the change still takes place.
+    /// split. It must not wait for another thread that does one of these. A panic in it is logged
+    /// and goes no further: the change still takes place.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};

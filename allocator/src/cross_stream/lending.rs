@@ -10,10 +10,10 @@
 //!
 //! Borrowing is tried only when the stream's own free blocks at home do not serve a request, just
 //! before memory would be taken from the device. Blocks that the stream owns away from home
-//! (*foreign free blocks*) are tried first. Where the stream borrowed before, all of this happens
-//! without the ladder (`reuse.rs`). A stream that borrows all the time gets memory of its
-//! own instead, as long as that costs little. Asking whether ticks are done may record an event on
-//! a stream, at most one each time.
+//! (*foreign free blocks*) are tried first. Where the stream borrowed before, this happens without
+//! the ladder (`reuse.rs`). A stream that borrows all the time gets memory of its own instead, as
+//! long as that costs little. Asking whether ticks are done may record an event on a stream, at
+//! most one each time.
 
 use std::sync::Arc;
 

@@ -49,6 +49,10 @@ impl Heap {
             let (noted_total, noted_free) = (self.total, self.free);
             return Err(format!("H2: total {total} free {free}, noted {noted_total} {noted_free}"));
         }
+        let foreign = self.foreign().count();
+        if foreign != self.foreign {
+            return Err(format!("H4: {foreign} foreign free blocks, noted {}", self.foreign));
+        }
         if (holes, held) != (self.hole_bytes, self.held_bytes) {
             let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
             return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));

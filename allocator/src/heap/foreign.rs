@@ -6,7 +6,8 @@
 use super::index::{FreeIndex, IndexKind, IndexView};
 use super::{BlockId, Heap, SplitChange, State, signed};
 
-/// The indexes of a pool's foreign free blocks, one for each owner that has any there or had some.
+/// The indexes of a pool's foreign free blocks, one for each owner that has any there, or had one
+/// since the last [`Away::prune`].
 #[derive(Debug, Default)]
 pub(super) struct Away {
     /// By ascending owner.
@@ -95,6 +96,6 @@ impl Heap {
 
     /// True if any free block is away from home.
     pub(crate) fn has_foreign(&self) -> bool {
-        self.pools.iter().any(|pool| pool.away.iter().next().is_some())
+        self.foreign > 0
     }
 }

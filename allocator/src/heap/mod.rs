@@ -86,6 +86,8 @@ pub(crate) struct Heap {
     index_kind: IndexKind,
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
+    /// Number of foreign free blocks.
+    foreign: usize,
     /// Holes that are not held.
     holes: HoleIndex,
     /// Those of them that are a whole region.
@@ -176,6 +178,7 @@ impl Heap {
                 (taken, self.took::<Bins>(&taken))
             }
         };
+        self.foreign -= usize::from(from != self.home && taken.rest.is_none());
         (taken.id, change)
     }
 
@@ -230,6 +233,9 @@ impl Heap {
                 (joined, self.gave::<Bins>(&joined, pool))
             }
         };
+        if owner != self.home {
+            self.foreign = self.foreign + 1 - usize::from(joined.with_prev) - usize::from(joined.with_next.is_some());
+        }
         (joined.id, change)
     }
 
@@ -307,6 +313,7 @@ impl Heap {
             FreeIndex::Exact(index) => index.insert(&mut blocks, id),
             FreeIndex::Bins(index) => index.insert(&mut blocks, id),
         }
+        self.foreign += usize::from(owner != self.home);
     }
 
     fn unindex(&mut self, id: BlockId) {
@@ -316,6 +323,7 @@ impl Heap {
             FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
             FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
         }
+        self.foreign -= usize::from(owner != self.home);
     }
 
     /// Makes a live block a waiting one.

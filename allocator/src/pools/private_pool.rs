@@ -10,6 +10,7 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 use crate::alloc::{alloc_aligned, alloc_bytes, alloc_bytes_zeroed};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::backing::paged::sleep_options::Part;
 use crate::backing::paged::trim::{free_not_done, synchronize_free, trim_pools};
 use crate::backing::segments::{release_where, whole_segments};
 use crate::cross_stream::progress::poll;
@@ -58,6 +59,14 @@ pub(crate) fn create_pool(allocator: &Allocator, options: PoolOptions) -> Result
     fork::check(Operation::Alloc)?;
     let key = allocator.state().shared().pools.add(options)?;
     Ok(PrivatePool { allocator: allocator.clone(), key })
+}
+
+// Here, so that what sleeps need not know this type.
+impl Part {
+    /// The allocations of a private pool, and the memory that its graphs use.
+    pub fn pool(pool: &PrivatePool) -> Part {
+        Part::of_pool(pool.key)
+    }
 }
 
 impl PrivatePool {

@@ -57,7 +57,7 @@ pub(crate) type Service = Arc<dyn Any + Send + Sync>;
 
 /// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {
-    /// Blocks wait for other streams and are polled before each search.
+    /// Blocks wait for other streams. Some allocations ask how far these got.
     pub(crate) const WAITING: u32 = 1;
     /// Some thread routes its allocations to a private pool.
     pub(crate) const ROUTED: u32 = 2;

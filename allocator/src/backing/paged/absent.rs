@@ -10,6 +10,17 @@ use crate::heap::BlockId;
 use crate::request::Place;
 use crate::size_class::PoolKind;
 
+/// Where the contents of absent memory are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ContentsPlace {
+    /// Where they were: the memory is mapped still.
+    InPlace,
+    /// In the frames, of which some are not mapped.
+    InFrames,
+    /// Elsewhere, if they were saved.
+    Elsewhere,
+}
+
 /// Addresses that have no memory until they wake up, or that are about to lose it.
 #[derive(Debug)]
 pub(crate) struct Absent {
@@ -21,10 +32,7 @@ pub(crate) struct Absent {
     pub(crate) frames: Vec<Frame>,
     /// and how many of them are mapped.
     pub(crate) mapped: usize,
-    /// True until they are unmapped: their contents are there.
-    pub(crate) is_intact: bool,
-    /// True if the frames have the contents, though they are not mapped.
-    pub(crate) has_contents: bool,
+    pub(crate) place: ContentsPlace,
     /// Granules of the largest frame that the range had.
     pub(crate) largest: u32,
     /// Its contents, by address.
@@ -51,6 +59,11 @@ impl Absent {
     /// True if there are no frames for it.
     pub(crate) fn is_released(&self) -> bool {
         self.frames.is_empty()
+    }
+
+    /// True if its frames may be released.
+    pub(crate) fn may_release(&self) -> bool {
+        self.mapped == 0 && self.place == ContentsPlace::Elsewhere
     }
 
     /// Its parts inside and outside of some ranges, which ascend. It has no frames.

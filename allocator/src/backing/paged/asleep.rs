@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use crate::backing::paged::absent::{Absent, united, within};
+use crate::backing::paged::absent::{Absent, ContentsPlace, united, within};
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::contents::Contents;
 use crate::backing::paged::donors::{Donor, free_granules};
@@ -63,9 +63,8 @@ pub(crate) fn begin(guard: &mut StateGuard, options: &SleepOptions) -> Vec<Falli
         paged.in_hands += granules_of(&frames);
         let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
         let mapped = frames.len();
-        let (is_intact, has_contents, saved) = (true, false, Vec::new());
-        let absent = Absent { range, kind, is_dedicated, frames, mapped, is_intact, has_contents, largest, saved };
-        paged.absent.push(absent);
+        let (place, saved) = (ContentsPlace::InPlace, Vec::new());
+        paged.absent.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
     }
     paged.absent.sort_unstable_by_key(|absent| absent.range.start);
     paged.is_asleep |= options.are_for_all();

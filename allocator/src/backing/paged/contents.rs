@@ -13,7 +13,8 @@ pub enum Contents {
     /// The contents of live memory are kept in page-locked host memory, and restored from there.
     SaveToHost,
     /// The contents of live memory are kept in a file, and restored from there. The file must not
-    /// exist before. It goes once the contents are back, or with the allocator; nobody else may
-    /// change it until then.
+    /// exist before, and no other program may change it. It is removed once the contents are back,
+    /// or with the allocator. Errors of the file are [`crate::AllocError::SavedFile`]; copies go
+    /// through 16 MiB of page-locked memory.
     SaveToFile(PathBuf),
 }

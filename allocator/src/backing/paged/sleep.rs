@@ -23,7 +23,7 @@ use aquifer_device::internal::HostBuffer;
 use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::absent::Absent;
+use crate::backing::paged::absent::{Absent, ContentsPlace};
 use crate::backing::paged::account::account_for_granules;
 use crate::backing::paged::asleep::{Falling, begin, divide, forget_free};
 use crate::backing::paged::carry_out::unmap_range;
@@ -170,7 +170,7 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
     }
     for one in falling {
         unmap_range(allocator.device(), allocator.hooks(), &one.range)?;
-        with_absent(allocator, one, |absent| (absent.mapped, absent.is_intact) = (0, false));
+        with_absent(allocator, one, |absent| (absent.mapped, absent.place) = (0, ContentsPlace::Elsewhere));
     }
     Ok(release_absent(allocator)?)
 }
@@ -209,7 +209,7 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     paged.in_hands += granules_of(&spares);
     drop(shared);
     let mut released = 0;
-    let unmapped = absent.iter_mut().filter(|absent| absent.mapped == 0 && !absent.has_contents);
+    let unmapped = absent.iter_mut().filter(|absent| absent.may_release());
     let lists = unmapped.map(|absent| &mut absent.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
     let mut guard = allocator.state().lock_all();
@@ -227,16 +227,17 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     failed.map_or(Ok(released * granule), Err)
 }
 
-/// Has memory sleep of which the contents are in frames that could not be mapped, and wakes it up at
-/// once, if that is possible now. The gates are held.
-pub(super) fn put_to_sleep(allocator: &Allocator, unmapped: Vec<Absent>) -> Result<(), AllocError> {
-    let ranges = unmapped.iter().map(|absent| absent.range.clone()).collect();
-    allocator.state().begin_deciding();
-    let mut guard = allocator.state().lock_all();
+/// Lists memory as asleep that lacks its mapping, with its contents in frames. No thread takes an
+/// access guard meanwhile.
+pub(super) fn list_unmapped(guard: &mut StateGuard, unmapped: Vec<Absent>) {
+    guard.state.begin_deciding();
     let listed = guard.paged.as_mut().map(|paged| std::mem::take(&mut paged.absent)).unwrap_or_default();
-    cordon::lift(&mut guard);
-    relist(&mut guard, listed.into_iter().chain(unmapped).collect());
-    drop(guard);
+    cordon::lift(guard);
+    relist(guard, listed.into_iter().chain(unmapped).collect());
+}
+
+/// Wakes up what is listed at some ranges. The gates are held.
+pub(super) fn wake_ranges(allocator: &Allocator, ranges: Vec<Range<u64>>) -> Result<(), AllocError> {
     bring_back(allocator, &Waking::Ranges(ranges))
 }
 
@@ -338,7 +339,7 @@ fn create_absent(
     }
     let mut released = 0;
     if failed.is_some() {
-        for absent in absent.iter_mut().filter(|absent| absent.mapped == 0 && !absent.has_contents) {
+        for absent in absent.iter_mut().filter(|absent| absent.may_release()) {
             if let Err(error) = release_all(allocator, &mut absent.frames, &mut released) {
                 tracing::debug!(%error, "memory is kept for another attempt to wake up");
             }
@@ -367,11 +368,11 @@ fn create_absent(
 /// Maps absent memory and restores its contents. All of it leaves the list, or nothing.
 fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access: &[u32]) -> Result<(), AllocError> {
     let driver = allocator.device().driver();
-    if absent.iter().any(|absent| absent.mapped > 0 && !absent.is_intact) {
+    if absent.iter().any(|absent| absent.mapped > 0 && absent.place == ContentsPlace::Elsewhere) {
         // The last attempt may have failed while waiting for its copies.
         allocator.device().synchronize()?;
     }
-    for absent in absent.iter_mut().filter(|absent| !absent.is_intact) {
+    for absent in absent.iter_mut().filter(|absent| absent.place != ContentsPlace::InPlace) {
         let Range { start, end } = absent.range;
         let mut at = start + granules_of(&absent.frames[..absent.mapped]) * granule;
         for frame in &absent.frames[absent.mapped..] {
@@ -382,8 +383,8 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
         }
         driver.set_access(DevicePtr(start), end - start, access)?;
     }
-    let lost = absent.iter().filter(|absent| !absent.is_intact);
-    for absent in lost.clone().filter(|absent| !absent.has_contents) {
+    let lost = absent.iter().filter(|absent| absent.place == ContentsPlace::Elsewhere);
+    for absent in lost.clone() {
         allocator.state().report_to_checks(|checks| checks.lost(absent.range.clone()));
     }
     let mut saved = lost.flat_map(|absent| &absent.saved).peekable();
@@ -395,14 +396,14 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
     }
     let mut guard = allocator.state().lock_all();
     let (mut mapped, mut restored) = (Vec::new(), Vec::new());
-    for Absent { range, kind, frames, is_intact, saved, .. } in absent.drain(..) {
+    for Absent { range, kind, frames, place, saved, .. } in absent.drain(..) {
         restored.push(saved);
         if let Some(paged) = &mut guard.paged {
             paged.put_all(range.start, &frames);
             paged.mapped_bytes[kind as usize] += range.end - range.start;
             paged.in_hands -= granules_of(&frames);
         }
-        mapped.extend((!is_intact).then_some(range));
+        mapped.extend((place != ContentsPlace::InPlace).then_some(range));
     }
     account_for_granules(&mut guard);
     drop(guard);

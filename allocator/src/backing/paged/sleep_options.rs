@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backing::paged::contents::Contents;
-use crate::pools::PrivatePool;
 use crate::pools::table::{PoolKey, PoolTable};
 use crate::tags::Tag;
 
@@ -30,9 +29,9 @@ impl Part {
         Part(Selected::Untagged)
     }
 
-    /// The allocations of a private pool, and the memory that its graphs use.
-    pub fn pool(pool: &PrivatePool) -> Part {
-        Part(Selected::Pool(pool.key()))
+    /// The part that [`Part::pool`] (`pools/private_pool.rs`) gives.
+    pub(crate) fn of_pool(key: PoolKey) -> Part {
+        Part(Selected::Pool(key))
     }
 
     /// True if an allocation from a heap pool belongs to it; or, without a tag, the free memory of

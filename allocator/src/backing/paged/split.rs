@@ -13,8 +13,8 @@
 //!
 //! Everything that may fail for lack of memory comes before the first frame is unmapped: the new
 //! frames are created, mapped at addresses of their own, and filled. If a driver call fails after
-//! that, live granules lack their mapping. They then *sleep* (`sleep.rs`), with their contents in the
-//! new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
+//! that, live granules lack their mapping. They then *sleep* (`sleep.rs`), with their contents in
+//! the new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -26,14 +26,14 @@ use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions,
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::{buyable, room};
-use crate::backing::paged::absent::Absent;
+use crate::backing::paged::absent::{Absent, ContentsPlace};
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::donors::{Donor, free_granules};
 use crate::backing::paged::draft::draft;
 use crate::backing::paged::frames::{Frame, granules_of};
 use crate::backing::paged::plan::hold_all;
-use crate::backing::paged::sleep::put_to_sleep;
+use crate::backing::paged::sleep::{list_unmapped, wake_ranges};
 use crate::config::SplitFrames;
 use crate::error::AllocError;
 use crate::heap::kind_of;
@@ -117,7 +117,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     let held = hold(&mut guard, &chosen);
     guard.growing.begin(chosen.iter().map(Split::live_bytes).sum());
     drop(guard);
-    let mut done = Work { device, hooks: allocator.hooks(), granule, options, access }.carry_out(&chosen);
+    let mut done = SplitWork { device, hooks: allocator.hooks(), granule, options, access }.carry_out(&chosen);
     let error = done.error.take();
     let Settled { frames, copied, freed, unmapped } = settle(&mut state.lock_all(), &chosen, held, done);
     if frames > 0 {
@@ -125,7 +125,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     }
     match error {
         None => Ok(Outcome::Split),
-        Some(error) if !unmapped.is_empty() => match put_to_sleep(allocator, unmapped) {
+        Some(error) if !unmapped.is_empty() => match wake_ranges(allocator, unmapped) {
             Ok(()) => Ok(Outcome::Split),
             Err(again) => {
                 tracing::warn!(error = %again, "live memory could not be mapped again, and sleeps");
@@ -205,7 +205,7 @@ fn hold(guard: &mut StateGuard, chosen: &[Split]) -> BTreeMap<u64, Donor> {
 }
 
 /// The terms of the driver's work.
-struct Work<'a> {
+struct SplitWork<'a> {
     device: &'a Device,
     hooks: &'a Hooks,
     granule: u64,
@@ -216,7 +216,7 @@ struct Work<'a> {
 
 /// The result of the driver's work.
 #[derive(Default)]
-struct Done {
+struct SplitDone {
     /// For each of the first frames, which were unmapped, the stretches of its live granules.
     replaced: Vec<Vec<Replaced>>,
     /// New frames that are of no use and that the driver did not take back.
@@ -233,10 +233,10 @@ struct Replaced {
     is_accessible: bool,
 }
 
-impl Work<'_> {
+impl SplitWork<'_> {
     /// Splits the frames, one after the other, until a driver call fails.
-    fn carry_out(&self, chosen: &[Split]) -> Done {
-        let (mut created, mut done) = (Vec::new(), Done::default());
+    fn carry_out(&self, chosen: &[Split]) -> SplitDone {
+        let (mut created, mut done) = (Vec::new(), SplitDone::default());
         let filled = self.fill(chosen, &mut created);
         let mut new = created.into_iter();
         let _moves = MovesContents::begin();
@@ -336,21 +336,21 @@ impl Work<'_> {
     }
 }
 
-/// What a split came to.
+/// The result of a split.
 #[derive(Default)]
 struct Settled {
     frames: u64,
     /// Bytes that were copied, and bytes that can move now.
     copied: u64,
     freed: u64,
-    /// Live memory that lacks its mapping, by address.
-    unmapped: Vec<Absent>,
+    /// Live memory that lacks its mapping: it sleeps.
+    unmapped: Vec<Range<u64>>,
 }
 
 /// Accounts for what the driver did.
-fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Donor>, done: Done) -> Settled {
+fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Donor>, done: SplitDone) -> Settled {
     let mut replaced = done.replaced.into_iter();
-    let mut settled = Settled::default();
+    let (mut settled, mut unmapped) = (Settled::default(), Vec::new());
     for split in chosen {
         let stretches = replaced.next();
         for donor in split.free.iter().filter_map(|donor| held.remove(&donor.addr)) {
@@ -378,13 +378,11 @@ fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Dono
                 continue;
             }
             paged.in_hands += granules_of(&frames);
-            let (is_dedicated, is_intact, has_contents, saved) = (false, false, true, Vec::new());
-            let largest = 1;
-            let absent = Absent { range, kind, is_dedicated, frames, mapped, is_intact, has_contents, largest, saved };
-            settled.unmapped.push(absent);
+            settled.unmapped.push(range.clone());
+            let (is_dedicated, place, largest, saved) = (false, ContentsPlace::InFrames, 1, Vec::new());
+            unmapped.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
         }
     }
-    settled.unmapped.sort_unstable_by_key(|absent| absent.range.start);
     if let Some(paged) = &mut guard.paged {
         paged.spares.extend(done.spares);
     }
@@ -393,6 +391,9 @@ fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Dono
     }
     guard.counters().frames_split.add(settled.frames);
     guard.growing.end(chosen.iter().map(Split::live_bytes).sum());
+    if !unmapped.is_empty() {
+        list_unmapped(guard, unmapped);
+    }
     account_for_granules(guard);
     settled
 }

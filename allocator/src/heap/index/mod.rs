@@ -104,9 +104,7 @@ impl FreeIndex {
             FreeIndex::Bins(index) => index.is_empty(),
         }
     }
-}
 
-impl FreeIndex {
     /// Passes every block to `look`.
     pub(super) fn each(&self, blocks: &Slab, look: impl FnMut(BlockId)) {
         match self {

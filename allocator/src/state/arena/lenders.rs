@@ -12,8 +12,8 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct Lenders {
     slots: [AtomicU32; COUNT],
-    /// For each place and default pool, a bit that is set if the stream may have foreign free blocks
-    /// there. Changed under the lock of the arena at the place.
+    /// For each place and default pool, a bit that is set if the stream may have foreign free
+    /// blocks there. A bit may be missing: then the ladder finds them.
     foreign: AtomicU32,
     /// The place that is overwritten next.
     next: AtomicU32,

@@ -96,7 +96,8 @@ pub(crate) struct ArenaInner {
     /// True if memory comes in granules.
     pub(crate) is_paged: bool,
     pub(crate) milestones: Milestones,
-    /// True if the stream borrowed although it does so often, when the ladder last decided.
+    /// True if the stream goes on borrowing though it does so often, because more memory of its own
+    /// would cost too much, as the ladder last decided.
     pub(crate) keeps_borrowing: bool,
     pub(crate) device_id: u32,
     timeline: Option<Arc<Timeline>>,

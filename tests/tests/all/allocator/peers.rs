@@ -55,6 +55,22 @@ fn all_mappings_are_accessible_now_and_later() {
 }
 
 #[test]
+fn memory_whose_frame_was_split_stays_accessible() {
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "frame_mb:16,limit_mb:66,split_frames:on");
+    let [peer] = &Subject::peers(1)[..] else { return };
+    allocator.enable_peer_access(peer.ordinal()).unwrap();
+    let stream = device.default_stream();
+    drop(allocator.alloc_bytes(64 * MIB, stream).unwrap());
+    let blocks: Vec<_> = (0..32).map(|_| allocator.alloc_bytes(2 * MIB, stream).unwrap()).collect();
+    let live: Vec<_> = blocks.into_iter().step_by(8).collect();
+    let large = allocator.alloc_bytes(56 * MIB, stream).unwrap();
+    assert!(allocator.stats().frames_split > 0);
+    let both = ordinals([driver, peer]);
+    assert!(devices_with_access(driver, allocator).iter().all(|devices| *devices == both));
+    drop((live, large));
+}
+
+#[test]
 fn a_failure_leaves_it_off_and_can_be_tried_again() {
     let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "");
     let peers = Subject::peers(1);
