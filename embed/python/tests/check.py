@@ -174,7 +174,7 @@ def graphs():
         filler = torch.full((1 << 22,), float("nan"), device="cuda")
         del filler
     assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in zip(expected[3:], found)), (expected, found)
-    del graph, loss, layers, optimizer, inputs, x
+    del graph, loss, layers, optimizer, inputs, x, warm, given
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() <= before, (torch.cuda.memory_allocated(), before)
