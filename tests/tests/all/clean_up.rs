@@ -2,6 +2,7 @@
 //! nothing says that it is done.
 
 use std::any::Any;
+use std::time::Duration;
 
 use aquifer::transfer::Transfer;
 use aquifer_device::CaptureStatus;
@@ -216,22 +217,26 @@ fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
     }
     aquifer_allocator::internal::close_abandoned();
     driver.clear_faults();
-    // A thread of another test may be about to do this device's deferred clean-up.
+    // A thread of another test may be about to do this device's deferred clean-up, and be preempted.
+    let soon = |is_over: &dyn Fn() -> bool| {
+        (0..5000).any(|_| {
+            is_over() || {
+                std::thread::sleep(Duration::from_millis(1));
+                false
+            }
+        })
+    };
     if let Some(device) = device {
-        let is_over = |_| {
+        let is_over = || {
             device.settle();
-            std::thread::yield_now();
             device.synchronize().is_ok()
         };
-        assert!((0..1000).any(is_over), "nothing captures any more");
+        assert!(soon(&is_over), "nothing captures any more");
     }
-    for _ in 0..1000 {
+    soon(&|| {
         settle_the_process();
-        if driver.free() == CAPACITY && (before.is_none() || driver.live_objects() == before) {
-            break;
-        }
-        std::thread::yield_now();
-    }
+        driver.free() == CAPACITY && (before.is_none() || driver.live_objects() == before)
+    });
     assert_eq!(driver.free(), CAPACITY);
     assert_eq!(driver.live_objects(), before);
     driver.assert_no_reservation();
