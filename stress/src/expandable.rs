@@ -16,6 +16,7 @@ use aquifer_device::{PhysicalOptions, RawPhysical};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
+use crate::map::{Map, Piece, Use};
 use crate::session::Session;
 use crate::subject::{Measured, Refused, Subject, streams_of};
 
@@ -103,7 +104,7 @@ impl Expandable {
             Err(Unmappable::Failed(error)) => Err(refused(error)),
             Err(Unmappable::NoMemory) => {
                 self.stats.num_ooms += 1;
-                Err(Refused::OutOfMemory)
+                Err(Refused::OutOfMemory(None))
             }
         }
     }
@@ -398,6 +399,30 @@ impl Measured for Expandable {
         self.stats
     }
 
+    fn held(&self) -> (u64, u64) {
+        (self.stats.reserved_bytes.all.current, self.stats.allocated_bytes.all.current)
+    }
+
+    fn map(&self) -> Result<Map, Failure> {
+        let mut blocks: BTreeMap<u64, Block> = BTreeMap::new();
+        let mut gone = vec![false; self.blocks.len()];
+        self.vacant.iter().for_each(|&id| gone[id] = true);
+        blocks.extend(self.blocks.iter().zip(gone).filter(|&(_, gone)| !gone).map(|(block, _)| (block.addr, *block)));
+        let mut pieces = Vec::new();
+        let mut segment = None;
+        for block in blocks.into_values() {
+            let is = match block.state {
+                State::Live => Use::Live,
+                State::Free => Use::Free,
+                State::Unmapped => continue,
+            };
+            let starts = segment.replace(block.segment) != Some(block.segment);
+            pieces.push(Piece { bytes: block.size, is, stream: block.stream, starts });
+        }
+        let memory = self.device.memory_info()?;
+        Ok(Map::new(pieces, memory.free, memory.total))
+    }
+
     fn empty_cache(&mut self) -> Result<(), Failure> {
         Ok(self.release_free()?)
     }
@@ -487,7 +512,7 @@ mod tests {
         // Neither of the two holes is long enough, but their pages serve at the segment's end.
         let moved = subject.alloc(60 * MIB, 0).unwrap();
         assert_eq!((reserved(&subject), subject.stats().num_alloc_retries), (100 * MIB, 1));
-        assert!(matches!(subject.alloc(20 * MIB, 0), Err(Refused::OutOfMemory)));
+        assert!(matches!(subject.alloc(20 * MIB, 0), Err(Refused::OutOfMemory(_))));
         assert_eq!((subject.stats().num_alloc_retries, subject.stats().num_ooms), (2, 1));
         [two, four, moved].into_iter().for_each(|block| subject.free(block));
         let device = subject.device.clone();
@@ -521,7 +546,7 @@ mod tests {
     fn requests_larger_than_the_device_are_refused() {
         let mut subject = expandable("sim:1GiB");
         for bytes in [(1 << 30) + 1, u64::MAX] {
-            assert!(matches!(subject.alloc(bytes, 0), Err(Refused::OutOfMemory)));
+            assert!(matches!(subject.alloc(bytes, 0), Err(Refused::OutOfMemory(_))));
         }
         assert!(subject.segments.is_empty() && subject.alloc(0, 0).unwrap().is_none());
     }

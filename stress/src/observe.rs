@@ -15,6 +15,7 @@ use aquifer_device::{CallCounts, Operation, TimelineCounts};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
+use crate::map::Map;
 use crate::session::{Lagged, Session};
 use crate::subject::{Aquifer, Measured, Refused, Subject};
 
@@ -92,6 +93,19 @@ impl<S: Measured> Observed<S> {
     /// The allocator's statistics.
     pub fn stats(&self) -> MemoryStats {
         self.subject.stats()
+    }
+
+    /// The bytes held from the device now, and those allocated.
+    pub fn held(&self) -> (u64, u64) {
+        self.subject.held()
+    }
+
+    /// What lies where now.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn map(&self) -> Result<Map, Failure> {
+        self.subject.map()
     }
 
     /// Runs a pass. Returns its result and its costs.

@@ -1,16 +1,20 @@
 //! The commands, one module each.
 
+pub mod advise;
 pub mod bench;
 pub mod calls;
 pub mod compare;
 pub mod demo;
+pub mod explain;
 pub mod fit;
 pub mod fragmentation;
 pub mod oom;
 pub mod options;
 pub mod replay;
+pub mod report;
 pub mod run;
 pub mod soak;
+pub mod study;
 pub mod transfer;
 
 use std::collections::BTreeMap;
@@ -154,6 +158,12 @@ fn ratio(part: u64, whole: u64) -> Option<f64> {
 /// Rounded to hundredths: more digits of a time are noise.
 fn hundredths(time: f64) -> f64 {
     (time * 100.0).round() / 100.0
+}
+
+/// Nanoseconds as microseconds.
+#[expect(clippy::cast_precision_loss, reason = "a time to display")]
+pub(crate) fn us(ns: u64) -> f64 {
+    hundredths(ns as f64 / 1e3)
 }
 
 /// Rounded to thousandths: nanoseconds of a time in microseconds.

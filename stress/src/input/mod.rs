@@ -40,7 +40,7 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
-pub use program::{Event, Program};
+pub use program::{Event, Labels, Program, Site};
 
 use allowance::Allowance;
 use error::Fault;

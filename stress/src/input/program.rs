@@ -1,12 +1,13 @@
 //! A recorded program, and its builder.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::error::Reason;
 use crate::text::one_line;
 
 /// A recorded program's use of memory on one device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Program {
     /// The name from the file's header, or else of the file.
     pub name: String,
@@ -22,6 +23,12 @@ pub struct Program {
     pub streams: Vec<u64>,
     /// The most bytes that were requested and not yet freed at any time.
     pub peak_requested_bytes: u64,
+    /// Where each allocation came from, in order; empty if no call stacks and no tags are known.
+    pub sites: Vec<Site>,
+    /// The call stacks and tags of the sites, shared by the programs of a file.
+    pub labels: Arc<Labels>,
+    /// The options of the allocator that served the program, if the file names any.
+    pub options: Option<String>,
     /// Notes on what was skipped or inferred.
     pub notes: Vec<String>,
 }
@@ -36,7 +43,8 @@ impl Program {
     /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();
-        self.events.capacity() * size_of::<Event>() + headers + size_of::<Self>()
+        let sites = self.sites.capacity() * size_of::<Site>();
+        self.events.capacity() * size_of::<Event>() + sites + headers + size_of::<Self>()
     }
 
     /// Adds a note with a count, unless it is 0.
@@ -82,6 +90,88 @@ pub enum Event {
 
 const _: () = assert!(size_of::<Event>() == 16);
 
+/// Where an allocation came from: numbers of a call stack and a tag in [`Labels`]. 0 means that
+/// none is known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Site {
+    pub stack: u32,
+    pub tag: u32,
+}
+
+/// The call stacks and tags of a file, each once.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Labels {
+    frames: Vec<Box<str>>,
+    /// Numbers of frames, the innermost first.
+    stacks: Vec<Box<[u32]>>,
+    tags: Vec<Box<str>>,
+    text_bytes: usize,
+}
+
+impl Labels {
+    /// The frames of a call stack, the innermost first.
+    pub fn frames(&self, stack: u32) -> impl Iterator<Item = &str> {
+        let frames = (stack as usize).checked_sub(1).and_then(|stack| self.stacks.get(stack));
+        frames.into_iter().flatten().filter_map(|&frame| self.frames.get(frame as usize).map(|frame| &**frame))
+    }
+
+    /// A tag; `None` for 0.
+    pub fn tag_text(&self, tag: u32) -> Option<&str> {
+        (tag as usize).checked_sub(1).and_then(|tag| self.tags.get(tag)).map(|tag| &**tag)
+    }
+
+    /// Adds a frame and returns its number.
+    pub(super) fn frame(&mut self, text: &str) -> Result<u32, Reason> {
+        let text = one_line(text, LONGEST_FRAME);
+        self.frames.try_reserve(1)?;
+        self.text_bytes += text.len();
+        self.frames.push(text.into());
+        number(self.frames.len() - 1)
+    }
+
+    /// Adds a call stack and returns its number; 0 if it is empty.
+    pub(super) fn stack(&mut self, frames: &[u32]) -> Result<u32, Reason> {
+        if frames.is_empty() {
+            return Ok(0);
+        }
+        self.stacks.try_reserve(1)?;
+        self.text_bytes += size_of_val(frames);
+        self.stacks.push(frames.into());
+        number(self.stacks.len())
+    }
+
+    /// Adds a tag and returns its number; 0 if it is empty.
+    pub(super) fn tag(&mut self, text: &str) -> Result<u32, Reason> {
+        if text.is_empty() {
+            return Ok(0);
+        }
+        let text = one_line(text, LONGEST_NAME);
+        self.tags.try_reserve(1)?;
+        self.text_bytes += text.len();
+        self.tags.push(text.into());
+        number(self.tags.len())
+    }
+
+    /// Whether there are neither call stacks nor tags.
+    pub fn is_empty(&self) -> bool {
+        self.stacks.is_empty() && self.tags.is_empty()
+    }
+
+    /// Memory in use.
+    pub(super) fn bytes(&self) -> usize {
+        let lists = self.frames.capacity() + self.stacks.capacity() + self.tags.capacity();
+        lists * size_of::<Box<str>>() + self.text_bytes
+    }
+}
+
+fn number(index: usize) -> Result<u32, Reason> {
+    u32::try_from(index).map_err(|_| Reason::TooMany("2^32 call stacks, frames or tags"))
+}
+
+/// The longest frame of a call stack in characters.
+const LONGEST_FRAME: usize = 300;
+
 /// The longest name in characters.
 const LONGEST_NAME: usize = 100;
 
@@ -103,7 +193,9 @@ pub(super) struct Builder {
     last_stream: (u64, u16),
     live_bytes: u64,
     /// By key: blocks that were allocated before all events.
-    first: Vec<(u64, Event)>,
+    first: Vec<(u64, Event, Site)>,
+    /// Of the next allocation.
+    site: Site,
     /// Memory of the headers.
     header_bytes: usize,
 }
@@ -111,22 +203,14 @@ pub(super) struct Builder {
 impl Builder {
     pub(super) fn new(name: String, device: u32) -> Self {
         Self {
-            program: Program {
-                name: one_line(&name, LONGEST_NAME),
-                device,
-                headers: Vec::new(),
-                events: Vec::new(),
-                slots: 0,
-                streams: vec![0],
-                peak_requested_bytes: 0,
-                notes: Vec::new(),
-            },
+            program: Program { name: one_line(&name, LONGEST_NAME), device, streams: vec![0], ..Program::default() },
             live: HashMap::new(),
             empty: Vec::new(),
             dense: HashMap::from([(0, 0)]),
             last_stream: (0, 0),
             live_bytes: 0,
             first: Vec::new(),
+            site: Site::default(),
             header_bytes: 0,
         }
     }
@@ -136,7 +220,8 @@ impl Builder {
         // A table has a byte for each entry besides the entry.
         self.program.events.capacity() * size_of::<Event>()
             + self.live.capacity() * (size_of::<(u64, Live)>() + 1)
-            + self.first.capacity() * size_of::<(u64, Event)>()
+            + self.program.sites.capacity() * size_of::<Site>()
+            + self.first.capacity() * size_of::<(u64, Event, Site)>()
             + self.empty.capacity() * size_of::<u32>()
             + self.header_bytes
     }
@@ -148,6 +233,18 @@ impl Builder {
         self.header_bytes += key.len() + value.len();
         self.program.headers.push((key.to_owned(), value.to_owned()));
         self.program.headers.len()
+    }
+
+    /// Sets the site of the next allocation.
+    pub(super) fn set_site(&mut self, site: Site) {
+        self.site = site;
+    }
+
+    /// Names the labels of the sites, and the options of the recorded allocator, before the first
+    /// allocation.
+    pub(super) fn describe(&mut self, labels: Arc<Labels>, options: Option<String>) {
+        self.program.labels = labels;
+        self.program.options = options;
     }
 
     pub(super) fn live(&self, key: u64) -> Option<Live> {
@@ -167,6 +264,10 @@ impl Builder {
         self.program.peak_requested_bytes = self.program.peak_requested_bytes.max(self.live_bytes);
         let stream = self.dense(stream)?;
         self.push(Event::Alloc { slot, bytes, stream })?;
+        if !self.program.labels.is_empty() {
+            self.program.sites.try_reserve(1)?;
+            self.program.sites.push(std::mem::take(&mut self.site));
+        }
         Ok(true)
     }
 
@@ -179,7 +280,7 @@ impl Builder {
         self.live.insert(key, Live { slot, bytes, stream });
         self.live_bytes = self.live_bytes.checked_add(bytes).ok_or(Reason::TooManyBytes)?;
         let stream = self.dense(stream)?;
-        self.first.push((key, Event::Alloc { slot, bytes, stream }));
+        self.first.push((key, Event::Alloc { slot, bytes, stream }, std::mem::take(&mut self.site)));
         Ok(())
     }
 
@@ -230,9 +331,13 @@ impl Builder {
     pub(super) fn finish(mut self) -> Result<Program, Reason> {
         let program = &mut self.program;
         if !self.first.is_empty() {
-            self.first.sort_unstable_by_key(|&(key, _)| key);
+            self.first.sort_unstable_by_key(|&(key, ..)| key);
             program.events.try_reserve_exact(self.first.len())?;
-            program.events.splice(..0, self.first.iter().map(|&(_, event)| event));
+            program.events.splice(..0, self.first.iter().map(|&(_, event, _)| event));
+            if !program.labels.is_empty() {
+                program.sites.try_reserve_exact(self.first.len())?;
+                program.sites.splice(..0, self.first.iter().map(|&(.., site)| site));
+            }
             program.peak_requested_bytes = peak(program)?;
         }
         program.events.shrink_to_fit();

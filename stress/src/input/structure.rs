@@ -1,8 +1,10 @@
 //! Finds memory snapshots among the values of a pickle or a JSON text.
 
+use std::sync::Arc;
+
 use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
-use super::program::Program;
+use super::program::{Program, Site};
 use super::snapshot::{self, Action, Entry, Segment, Snapshot, positive};
 
 /// How many dictionaries with the key `snapshot` may be nested.
@@ -13,7 +15,8 @@ const WRAPPERS: u32 = 3;
 pub(super) fn programs(top: Value, arena: &mut Arena, name: &str) -> Result<Vec<Program>, Fault> {
     let top = unwrap(arena, top);
     let Value::List(list) = top else {
-        return snapshot::programs(read(arena, top)?, name);
+        let snapshot = read(arena, top)?;
+        return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name);
     };
     let first = arena.first(list);
     // Old snapshots, and those of `torch.cuda.memory_snapshot()`, are a list of segments.
@@ -22,7 +25,8 @@ pub(super) fn programs(top: Value, arena: &mut Arena, name: &str) -> Result<Vec<
     {
         return Err(Fault::file(Reason::NoHistory));
     }
-    if !matches!(first, Some(Value::Dict(_))) {
+    let is_rank = first.map(|first| unwrap(arena, first));
+    if !matches!(is_rank, Some(Value::Dict(rank)) if is_snapshot(arena, rank)) {
         return Err(Fault::file(not_it(arena, top)));
     }
     let (mut programs, mut found) = (Vec::new(), Vec::new());
@@ -31,7 +35,9 @@ pub(super) fn programs(top: Value, arena: &mut Arena, name: &str) -> Result<Vec<
         found.push(read(arena, value).map_err(|fault| fault.within(&format!("[{rank}]")))?);
     }
     let (several, mut left_out) = (found.len() > 1, 0_u64);
+    let labels = Arc::new(arena.take_labels());
     for (rank, snapshot) in found.into_iter().enumerate() {
+        let snapshot = Snapshot { labels: labels.clone(), ..snapshot };
         let name = if several { format!("{name}/rank{rank}") } else { name.to_owned() };
         match snapshot::programs(snapshot, &name) {
             Ok(more) => programs.extend(more),
@@ -88,6 +94,7 @@ fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
         Value::Dict(top) if is_snapshot(arena, top) => top,
         _ => return Err(Fault::file(not_it(arena, value))),
     };
+    let options = options(arena, top);
     let mut traces = Vec::new();
     for (device, trace) in (0u32..).zip(list(arena, top, Word::DeviceTraces).map_err(Fault::file)?) {
         let Value::List(trace) = trace else {
@@ -104,10 +111,24 @@ fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
     for (number, value) in list(arena, top, Word::Segments).map_err(Fault::file)?.into_iter().enumerate() {
         segments.push(segment(arena, number, value)?);
     }
-    Ok(Snapshot { segments, traces })
+    Ok(Snapshot { segments, traces, labels: Arc::default(), options })
 }
 
-fn entry(arena: &Arena, value: Value) -> Result<Entry, Reason> {
+/// The option string that the recorded allocator was given.
+fn options(arena: &Arena, top: u32) -> Option<String> {
+    let Some(Value::Dict(settings)) = arena.get(top, Word::AllocatorSettings) else { return None };
+    let text = [Word::AllocConf, Word::CudaAllocConf].into_iter().find_map(|key| arena.get(settings, key));
+    text.and_then(|text| arena.text_of(text)).map(str::to_owned)
+}
+
+/// The call stack and the tag of an entry or a block.
+fn site(arena: &mut Arena, dict: u32) -> Result<Site, Reason> {
+    let stack = arena.get(dict, Word::Frames).map_or(Ok(0), |frames| arena.stack(frames))?;
+    let tag = arena.get(dict, Word::UserMetadata).map_or(Ok(0), |tag| arena.tag(tag))?;
+    Ok(Site { stack, tag })
+}
+
+fn entry(arena: &mut Arena, value: Value) -> Result<Entry, Reason> {
     let Value::Dict(dict) = value else { return Err(Reason::Structure("an entry is not a dictionary")) };
     let action = match arena.get(dict, Word::Action) {
         Some(Value::Word(word)) => Action::of(word),
@@ -120,6 +141,7 @@ fn entry(arena: &Arena, value: Value) -> Result<Entry, Reason> {
         stream: int(arena, dict, Word::Stream)?.unwrap_or(0),
         time_us: int(arena, dict, Word::TimeUs)?.unwrap_or(0),
         frames: arena.get(dict, Word::Frames).map_or(0, |frames| arena.digest(frames)),
+        site: site(arena, dict)?,
         private_pool: match arena.get(dict, Word::PoolId) {
             Some(Value::List(pool)) => !arena.is_zeros(pool),
             _ => false,
@@ -137,7 +159,7 @@ fn segment(arena: &mut Arena, number: usize, value: Value) -> Result<Segment, Fa
     for (index, value) in list(arena, dict, Word::Blocks).map_err(fault)?.into_iter().enumerate() {
         let at = Location::Block { segment: number, block: index };
         let block = block(arena, value, address).map_err(|reason| Fault::new(at, reason))?;
-        allocated.extend(block.requested.map(|requested| (block.address, requested)));
+        allocated.extend(block.requested.map(|requested| (block.address, requested, block.site)));
         address = block.end;
     }
     Ok(Segment { device, stream, allocated })
@@ -149,16 +171,18 @@ struct Block {
     end: u64,
     /// The requested bytes, if it is allocated.
     requested: Option<u64>,
+    site: Site,
 }
 
 /// Reads a block. Without an address it is at `follows`.
-fn block(arena: &Arena, value: Value, follows: u64) -> Result<Block, Reason> {
+fn block(arena: &mut Arena, value: Value, follows: u64) -> Result<Block, Reason> {
     let Value::Dict(block) = value else { return Err(Reason::Structure("a block is not a dictionary")) };
     let address = int(arena, block, Word::Address)?.unwrap_or(follows);
     let size = positive("size", int(arena, block, Word::Size)?.unwrap_or(0))?;
     let requested = positive("requested_size", requested(arena, block)?.unwrap_or(size))?;
     let allocated = arena.get(block, Word::State) == Some(Value::Word(Word::ActiveAllocated));
-    Ok(Block { address, end: address.wrapping_add(size), requested: allocated.then_some(requested) })
+    let site = site(arena, block)?;
+    Ok(Block { address, end: address.wrapping_add(size), requested: allocated.then_some(requested), site })
 }
 
 /// The requested bytes. Old versions have them in the latest entry of the block's own history.
@@ -378,6 +402,40 @@ mod tests {
              \"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 9000, \"size\": 7}}]]}}"
         );
         assert_eq!(read_json(&text).unwrap()[0].peak_requested_bytes, 1000 + 512 + 7);
+    }
+
+    #[test]
+    fn call_stacks_tags_and_options_are_kept_from_both_formats() {
+        let frame = |name: &str, line: u8| {
+            dict(&[("name", &word(name)), ("filename", &word("/home/me/train.py")), ("line", &[b'K', line])])
+        };
+        let stack = [&b"]("[..], &frame("forward", 31), &frame("main", 7), b"e"].concat();
+        let alloc = dict(&[
+            ("action", &word("alloc")),
+            ("addr", b"M\0\x02"),
+            ("size", b"K\x64"),
+            ("frames", &stack),
+            ("user_metadata", &word("step 3")),
+        ]);
+        let settings = dict(&[("PYTORCH_CUDA_ALLOC_CONF", &word("max_split_size_mb:128"))]);
+        let pickled = dict(&[("device_traces", &list_of(&list_of(&alloc))), ("allocator_settings", &settings)]);
+        let frame = |name: &str, line| {
+            format!("{{\"name\": \"{name}\", \"filename\": \"/home/me/train.py\", \"line\": {line}}}")
+        };
+        let json = format!(
+            "{{\"allocator_settings\": {{\"PYTORCH_CUDA_ALLOC_CONF\": \"max_split_size_mb:128\"}}, \"device_traces\": \
+             [[{{\"frames\": [{}, {}], \"action\": \"alloc\", \"addr\": 512, \"size\": 100, \"user_metadata\": \"step 3\"}}]]}}",
+            frame("forward", 31),
+            frame("main", 7)
+        );
+        for program in [read_pickle(&pickled).unwrap().remove(0), read_json(&json).unwrap().remove(0)] {
+            let [site] = program.sites[..] else { panic!("{:?}", program.sites) };
+            let frames: Vec<&str> = program.labels.frames(site.stack).collect();
+            assert_eq!(frames, ["forward (/home/me/train.py:31)", "main (/home/me/train.py:7)"]);
+            assert_eq!(program.labels.tag_text(site.tag), Some("step 3"));
+            assert_eq!(program.options.as_deref(), Some("max_split_size_mb:128"));
+            assert_eq!(crate::profile::headline(&program.labels, site.stack), "forward (me/train.py:31)");
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save};
+use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save, us};
 use crate::exit::{Failure, Outcome};
 use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
@@ -318,12 +318,6 @@ fn observe<S: Measured>(
 fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
     let number = counts.len();
     (number > 0).then(|| hundredths(counts.sum::<u64>() as f64 / number as f64))
-}
-
-/// Nanoseconds as microseconds.
-#[expect(clippy::cast_precision_loss, reason = "a time to display")]
-fn us(ns: u64) -> f64 {
-    hundredths(ns as f64 / 1e3)
 }
 
 impl Row {

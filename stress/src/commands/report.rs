@@ -1,0 +1,234 @@
+//! `report`: a page in a file that shows a recorded program's memory over time, under several
+//! allocators.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::cards::smallest_card;
+use crate::cli::ReportArgs;
+use crate::commands::all_programs;
+use crate::commands::study::advice::{Advice, advise};
+use crate::commands::study::sampled::{Row, Space};
+use crate::commands::study::{Case, Exhausted, Study};
+use crate::exit::{Failure, Outcome};
+use crate::input::Program;
+use crate::profile::{Buckets, Grouping, Peak, Range};
+use crate::session::Session;
+use crate::text::Bytes;
+
+/// The page without data.
+const PAGE: &str = include_str!("../../report/page.html");
+/// The library that draws charts.
+const CHARTS: [(&str, &str); 2] = [
+    ("<!--UPLOT-CSS-->", include_str!("../../report/uPlot.min.css")),
+    ("/*UPLOT-JS*/", include_str!("../../report/uPlot.iife.min.js")),
+];
+
+/// Maps of each allocator.
+const MAPS: usize = 120;
+/// Refusals of each allocator that are marked.
+const REFUSALS: usize = 1000;
+
+/// The data of a program on the page.
+#[derive(Debug, Serialize)]
+struct Data<'a> {
+    format: u32,
+    title: &'a str,
+    subtitle: &'a str,
+    facts: Vec<(&'static str, String)>,
+    notes: &'a [String],
+    buckets: &'a Buckets,
+    requested: &'a Range,
+    peak: Peak,
+    groups: &'a [Grouping],
+    allocators: Vec<Allocator<'a>>,
+    oom: Option<Oom<'a>>,
+    advice: &'a [Advice],
+}
+
+#[derive(Debug, Serialize)]
+struct Allocator<'a> {
+    id: &'a str,
+    name: &'a str,
+    options: &'a str,
+    reserved: &'a Range,
+    allocated: &'a Range,
+    peak_reserved: u64,
+    smallest_device: Option<u64>,
+    smallest_card: Option<&'static str>,
+    refusals: usize,
+    refused_at: &'a [u64],
+    driver_us: Option<f64>,
+    calls: u64,
+    space: Option<Space>,
+}
+
+#[derive(Debug, Serialize)]
+struct Oom<'a> {
+    allocator: &'a str,
+    device: u64,
+    event: u64,
+    bucket: usize,
+    requested: u64,
+    report: String,
+    live: u64,
+    free: u64,
+    largest_free: u64,
+    space: Row,
+    others: Vec<Other<'a>>,
+}
+
+/// Whether another allocator finishes on the device.
+#[derive(Debug, Serialize)]
+struct Other<'a> {
+    name: &'a str,
+    finishes: bool,
+    smallest_device: Option<u64>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When no recording can be read, an allocator fails for another reason than lack of memory, or the
+/// file cannot be written.
+pub fn run(session: &Session, args: &ReportArgs) -> Result<Outcome, Failure> {
+    if session.sim().is_none() {
+        session.message("report needs devices of several sizes, so it uses simulated ones");
+        return run(&session.simulated()?.unchecked(), args);
+    }
+    let mut outcome = Outcome::Done;
+    let programs = all_programs(session, &args.files, &mut outcome);
+    let mut all = Vec::new();
+    for (name, program) in &programs {
+        match data(session, name, program) {
+            Ok(data) => all.push(data),
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {name}: {failure}"));
+            }
+        }
+    }
+    if all.is_empty() {
+        return Ok(outcome);
+    }
+    let page = page(&all);
+    write(&args.output, &page)?;
+    session.message(format_args!("report: {}: {}", args.output.display(), Bytes(page.len() as u64)));
+    Ok(outcome)
+}
+
+fn write(path: &Path, page: &str) -> Result<(), Failure> {
+    std::fs::write(path, page).map_err(|cause| Failure::File { path: path.to_owned(), cause })
+}
+
+/// The page of these programs, whose data are JSON texts.
+fn page(programs: &[String]) -> String {
+    // No text in the data can end the script that holds them.
+    let data = format!("[{}]", programs.join(",")).replace('<', "\\u003c");
+    let charts = CHARTS.iter().fold(PAGE.to_owned(), |page, (place, text)| page.replacen(place, text, 1));
+    charts.replacen("/*DATA*/", &data, 1)
+}
+
+/// The data of a program, as JSON.
+fn data(session: &Session, name: &str, program: &Program) -> Result<String, Failure> {
+    let study = Study::of(session, name, program, MAPS)?;
+    let advice = advise(session, name, program, &study)?;
+    let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
+    let allocator = |case: &'_ Case| case.smallest_device.and_then(smallest_card);
+    let data = Data {
+        format: 1,
+        title: name,
+        subtitle: header("what"),
+        facts: facts(program, &study),
+        notes: &program.notes,
+        buckets: &study.profile.buckets,
+        requested: &study.profile.requested,
+        peak: study.profile.peak,
+        groups: &study.profile.groups,
+        allocators: study
+            .cases
+            .iter()
+            .map(|case| Allocator {
+                id: &case.manager.id,
+                name: &case.manager.name,
+                options: &case.manager.options,
+                reserved: &case.sampled.reserved,
+                allocated: &case.sampled.allocated,
+                peak_reserved: case.sampled.peak_reserved,
+                smallest_device: case.smallest_device,
+                smallest_card: allocator(case),
+                refusals: case.sampled.refused_at.len(),
+                refused_at: &case.sampled.refused_at[..case.sampled.refused_at.len().min(REFUSALS)],
+                driver_us: case.sampled.driver_us,
+                calls: case.sampled.calls,
+                space: Space::of(&case.sampled),
+            })
+            .collect(),
+        oom: study.exhausted.as_ref().map(|exhausted| oom(&study, exhausted)),
+        advice: &advice,
+    };
+    serde_json::to_string(&data).map_err(|error| Failure::Output(error.into()))
+}
+
+fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
+    let mut facts = vec![
+        ("Events", study.profile.buckets.events.to_string()),
+        ("Allocations", program.allocs().to_string()),
+        ("Streams", program.streams.len().to_string()),
+        ("Most requested", Bytes(study.profile.peak.bytes).to_string()),
+    ];
+    facts.extend(program.options.as_ref().map(|options| ("Options of the recording", options.clone())));
+    facts
+}
+
+fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
+    let refusal = &exhausted.refusal;
+    let (figures, device_free) = (refusal.map.figures(), exhausted.device_free());
+    let finishing: Vec<&str> = study.finishing(exhausted).map(|case| &*case.manager.id).collect();
+    let others = study.cases.iter().skip(1).map(|case| Other {
+        name: &case.manager.name,
+        finishes: finishing.contains(&&*case.manager.id),
+        smallest_device: case.smallest_device,
+    });
+    Oom {
+        allocator: study.usual().map_or("", |usual| &usual.manager.id),
+        device: exhausted.device_bytes,
+        event: refusal.event,
+        bucket: study.profile.buckets.of(refusal.event),
+        requested: refusal.refusal.bytes,
+        report: refusal.refusal.report.as_ref().map_or_else(String::new, ToString::to_string),
+        live: figures.live,
+        free: figures.free + device_free,
+        largest_free: figures.largest_free.max(device_free),
+        space: Row::of(&refusal.map),
+        others: others.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+    use crate::input;
+
+    #[test]
+    fn the_page_holds_the_data_and_nothing_in_them_ends_it() {
+        let text = "# name: </script><b>\na 1 5000000 0\na 2 3000000 3\nf 1 0\nf 2 3\n";
+        let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
+        let session = Session::new(&Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() }).unwrap();
+        let data = data(&session.unchecked(), &program.name, program).unwrap();
+        let page = page(&[data.clone(), data]);
+        for (place, _) in CHARTS {
+            assert!(!page.contains(place), "{place}");
+        }
+        assert!(!page.contains("/*DATA*/") && !page.contains("</script><b>"));
+        let from = page.find("id=\"data\">").unwrap() + "id=\"data\">".len();
+        let to = from + page[from..].find("</script>").unwrap();
+        let read: serde_json::Value = serde_json::from_str(&page[from..to]).unwrap();
+        assert_eq!(read[1]["title"], "</script><b>");
+        assert_eq!(read[0]["peak"]["bytes"], 8_000_000);
+        assert_eq!(read[0]["allocators"].as_array().unwrap().len(), 3);
+        assert_eq!(read[0]["allocators"][0]["space"]["rows"][1].as_str().unwrap().len(), 1536);
+    }
+}
