@@ -194,6 +194,7 @@ impl Expandable {
             let above = Block { addr: addr + mapped, size: size - mapped, prev: Some(id), ..self.blocks[id] };
             let above = self.insert(above);
             self.blocks[id].size = mapped;
+            self.link(Some(above), self.blocks[above].next);
             self.link(Some(id), Some(above));
             self.list(above);
         }
@@ -471,6 +472,7 @@ impl Drop for Expandable {
 mod tests {
     use super::*;
     use crate::cli::Global;
+    use crate::random::Random;
 
     const MIB: u64 = 1 << 20;
 
@@ -539,6 +541,51 @@ mod tests {
             drop(subject);
             device.settle();
             assert_eq!(device.memory_info().unwrap().free, 1 << 30, "{call}");
+        }
+    }
+
+    /// The blocks are linked in the order of their addresses, without gaps, and neighbours differ.
+    fn assert_linked(subject: &Expandable) {
+        let gone: BTreeSet<usize> = subject.vacant.iter().copied().collect();
+        let blocks: Vec<usize> = (0..subject.blocks.len()).filter(|id| !gone.contains(id)).collect();
+        let (mut mapped, mut live) = (0, 0);
+        for &id in &blocks {
+            let block = subject.blocks[id];
+            let page = PAGES[block.kind];
+            match block.state {
+                State::Unmapped => assert_eq!([(block.addr - block.segment) % page, block.size % page], [0; 2]),
+                _ => mapped += block.size,
+            }
+            live += if block.state == State::Live { block.size } else { 0 };
+            if let Some(next) = block.next {
+                let next = subject.blocks[next];
+                assert_eq!((next.prev, next.addr, next.segment), (Some(id), block.addr + block.size, block.segment));
+                assert!(next.state != block.state || block.state == State::Live);
+            }
+        }
+        assert_eq!(mapped, reserved(subject));
+        assert_eq!(live, subject.stats().allocated_bytes.all.current);
+        assert_eq!(subject.pages.values().map(|(_, page)| page).sum::<u64>(), mapped);
+    }
+
+    #[test]
+    fn blocks_stay_linked_when_random_programs_lack_memory() {
+        for seed in 0..40 {
+            let mut subject = expandable("sim:300MiB");
+            let mut live = Vec::new();
+            let mut draw = Random::new(seed);
+            for _ in 0..400 {
+                if draw.below(5) < 2 && !live.is_empty() {
+                    let at = draw.below(u32::try_from(live.len()).unwrap()) as usize;
+                    subject.free(live.swap_remove(at));
+                } else {
+                    let most = [1 << 16, 1 << 20, 30 << 20, 90 << 20][draw.below(4) as usize];
+                    let (bytes, stream) = (1 + draw.below(most), draw.below(2));
+                    live.extend(subject.alloc(bytes.into(), u16::try_from(stream).unwrap()).ok());
+                }
+                assert_linked(&subject);
+            }
+            assert!(subject.stats().num_alloc_retries > 0, "seed {seed}");
         }
     }
 
