@@ -72,7 +72,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     let Some(usual) = study.usual() else { return Ok(Vec::new()) };
     let pytorch = PYTORCH_OPTIONS.iter().filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
     let own = OWN_OPTIONS.iter().filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
-    let tried = try_all(session, name, program, &study.profile, pytorch.chain(own).collect(), 0)?;
+    let tried = try_all(session, name, program, &study.profile, pytorch.chain(own).collect(), None)?;
     let others = study.cases.iter().skip(1).chain(&tried);
     let (own, pytorch): (Vec<&Case>, Vec<&Case>) = others.partition(|case| case.manager.name == "Aquifer");
     let mut advice = Vec::new();
@@ -410,7 +410,7 @@ mod tests {
             Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
         let config = figures.config.parse().unwrap();
         let profile = Profile::of(program);
-        let sampled = sample(&session, program, &config, &profile.buckets, &[]).unwrap();
+        let sampled = sample(&session, program, &config, &profile.buckets, None).unwrap();
         assert_eq!(sampled.peak_reserved, figures.peak_reserved_bytes);
         assert!(option.text.contains(&Bytes(sampled.peak_reserved).to_string()), "{}", option.text);
     }

@@ -94,14 +94,14 @@ impl Exhausted {
 }
 
 impl Study {
-    /// Tries a program. Maps are taken in at most `maps` buckets.
+    /// Tries a program. Maps are taken when most is held and in at most `maps` buckets.
     ///
     /// # Errors
     /// When an allocator fails for another reason than lack of memory.
     pub fn of(session: &Session, name: &str, program: &Program, maps: usize) -> Result<Study, Failure> {
         let profile = Profile::of(program);
         let managers = managers(session, name, program);
-        let cases = try_all(session, name, program, &profile, managers, maps)?;
+        let cases = try_all(session, name, program, &profile, managers, Some(maps))?;
         let exhausted = exhausted(session, program, &profile, &cases)?;
         Ok(Study { profile, cases, exhausted })
     }
@@ -123,7 +123,8 @@ impl Study {
     }
 }
 
-/// Tries a program with some allocators. Maps are taken in at most `maps` buckets.
+/// Tries a program with some allocators. Maps are taken when most is held and in at most `maps`
+/// buckets; without, figures suffice, and the smallest device is a rough one.
 ///
 /// # Errors
 /// When an allocator fails for another reason than lack of memory.
@@ -133,11 +134,13 @@ pub fn try_all(
     program: &Program,
     profile: &Profile,
     managers: Vec<Manager>,
-    maps: usize,
+    maps: Option<usize>,
 ) -> Result<Vec<Case>, Failure> {
     let roomy = if session.is_default_device() { &session.resized(plenty(program)) } else { session };
-    let moments = moments(profile, maps);
-    let jobs: Vec<Job<'_>> = managers.iter().map(|manager| Job { name, program, config: &manager.config }).collect();
+    let moments = maps.map(|maps| moments(profile, maps));
+    let job = |manager| Job::new(name, program, manager);
+    let jobs = managers.iter().map(|manager| job(&manager.config));
+    let jobs: Vec<Job<'_>> = jobs.map(|job| if maps.is_some() { job } else { job.roughly() }).collect();
     let fits = fit_all(session, &jobs);
     let bar = session.progress(managers.len() as u64, name);
     let mut cases = Vec::new();
@@ -147,7 +150,7 @@ pub fn try_all(
             Err(Failure::OutOfMemory(_)) => None,
             Err(failure) => return Err(failure),
         };
-        let sampled = sample(roomy, program, &manager.config, &profile.buckets, &moments)?;
+        let sampled = sample(roomy, program, &manager.config, &profile.buckets, moments.as_deref())?;
         cases.push(Case { manager, sampled, smallest_device });
         bar.inc(1);
     }
@@ -173,7 +176,7 @@ fn exhausted(
         return Ok(None);
     }
     let tight = session.resized(device_bytes);
-    let sampled = sample(&tight, program, &usual.manager.config, &profile.buckets, &[])?;
+    let sampled = sample(&tight, program, &usual.manager.config, &profile.buckets, None)?;
     Ok(sampled.first_refusal.map(|refusal| Exhausted { device_bytes, chosen: false, refusal }))
 }
 

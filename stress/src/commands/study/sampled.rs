@@ -113,8 +113,9 @@ fn cell(bytes: u64) -> u64 {
     bytes.div_ceil(COLUMNS as u64).next_multiple_of(512).max(512)
 }
 
-/// Plays a program under these options on the session's device and samples it, and again to take
-/// maps: when most is held, and at the events of `moments`, buckets in ascending order.
+/// Plays a program under these options on the session's device and samples it. With `moments`,
+/// buckets in ascending order, it is played again to take maps: when most is held, and at the
+/// events of these buckets.
 ///
 /// # Errors
 /// When the device cannot be opened, or the allocator fails for another reason than lack of memory.
@@ -123,7 +124,7 @@ pub fn sample(
     program: &Program,
     config: &ConfigArg,
     buckets: &Buckets,
-    moments: &[usize],
+    moments: Option<&[usize]>,
 ) -> Result<Sampled, Failure> {
     let config = &config.of_one_thread();
     if config.is_expandable() {
@@ -138,7 +139,7 @@ fn sample_on<S: Measured>(
     program: &Program,
     config: &ConfigArg,
     buckets: &Buckets,
-    moments: &[usize],
+    moments: Option<&[usize]>,
 ) -> Result<Sampled, Failure> {
     let play = |events: Vec<u64>| {
         let mut observed = Observed::<S>::new(session, config, program.streams.len(), 0)?;
@@ -154,11 +155,17 @@ fn sample_on<S: Measured>(
     };
     let (first, costs) = play(Vec::new())?;
     let at = |bucket: &usize| buckets.at.get(*bucket).copied();
-    let mut events: Vec<u64> = moments.iter().filter_map(at).chain([first.peak_reserved.1]).collect();
-    events.sort_unstable();
-    events.dedup();
-    let (second, _) = play(events)?;
-    let map_at = |event| second.maps.iter().find(|(at, _)| *at == event).map(|(_, map)| map.clone());
+    let maps = match moments {
+        Some(moments) => {
+            let mut events: Vec<u64> = moments.iter().filter_map(at).chain([first.peak_reserved.1]).collect();
+            events.sort_unstable();
+            events.dedup();
+            play(events)?.0.maps
+        }
+        None => Vec::new(),
+    };
+    let map_at = |event| maps.iter().find(|(at, _)| *at == event).map(|(_, map)| map.clone());
+    let moments = moments.unwrap_or_default().iter();
     Ok(Sampled {
         reserved: first.reserved,
         allocated: first.allocated,
@@ -167,7 +174,7 @@ fn sample_on<S: Measured>(
         calls: costs.calls.total(),
         driver_us: costs.modelled.map(|modelled| us(modelled.total_ns)),
         fullest: map_at(first.peak_reserved.1),
-        moments: moments.iter().filter_map(|bucket| Some((*bucket, map_at(at(bucket)?)?))).collect(),
+        moments: moments.filter_map(|bucket| Some((*bucket, map_at(at(bucket)?)?))).collect(),
         first_refusal: first.first_refusal,
     })
 }
@@ -282,7 +289,7 @@ mod tests {
         let global = Global { device: Some("sim:100MiB".parse().unwrap()), ..Global::default() };
         let session = Session::new(&global).unwrap();
         for config in ["backing:segments,cross_stream:off", "backing:expandable"] {
-            let sampled = sample(&session, program, &config.parse().unwrap(), &buckets, &[1, 3]).unwrap();
+            let sampled = sample(&session, program, &config.parse().unwrap(), &buckets, Some(&[1, 3])).unwrap();
             assert_eq!(sampled.reserved.max[..4], [20, 40, 40, 60].map(|mib| mib * MIB), "{config}");
             assert_eq!(sampled.allocated.max, [20, 40, 20, 40, 40, 20, 0].map(|mib| mib * MIB), "{config}");
             assert_eq!((sampled.peak_reserved, &sampled.refused_at[..]), (60 * MIB, &[5][..]), "{config}");
