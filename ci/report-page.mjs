@@ -251,7 +251,7 @@ async function shoot(page, name) {
 async function checkReport(browser, report) {
   const page = await Page.open(browser, pathToFileURL(resolve(report)).href);
   try {
-    const data = JSON.parse(await page.value(`document.getElementById("data").textContent`));
+    const [data] = JSON.parse(await page.value(`document.getElementById("data").textContent`));
     const name = basename(report).replace(/\.html?$/, "");
     page.check(await page.text("title") == (data.title || "Report"), "the heading is not the title");
     const last = data.buckets.n - 1;

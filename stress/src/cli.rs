@@ -167,7 +167,8 @@ Files, recognized by their content, not their names; - is standard input:
   PyTorch memory snapshots with history (.pickle, .json), also those of several ranks in a list, and
     the pages that torch.cuda._memory_viz makes of them (.html)
   RMM's CSV logs (.csv), of all versions, with a header or without
-Each may be compressed with gzip, xz or zstd, and several may be in a zip archive. Content beyond
+Each may be compressed with gzip, xz or zstd, and several may be in a zip archive or in a folder, as
+one snapshot per rank. Content beyond
 that of any recording of its size is refused. A file with several devices or ranks, or an archive,
 has several programs. If files have the same name, their paths follow the names of the programs.
 

@@ -84,20 +84,19 @@ pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
     }
     let mut outcome = Outcome::Done;
     let teller = Teller { session, style: Style::of_stdout(args.ascii) };
-    for (name, program) in &all_programs(session, &args.files, &mut outcome) {
-        let told = Study::of(session, name, program, 0).and_then(|study| {
-            let advice = advise(session, name, program, &study)?;
-            session.row(&row(name, program, &study, &advice))?;
-            teller.tell(name, program, &study, &advice)
-        });
-        match told {
-            Ok(()) => {}
-            Err(failure @ (Failure::Output(_) | Failure::OutputClosed)) => return Err(failure),
-            Err(failure) => {
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {name}: {failure}"));
+    for file in &args.files {
+        let programs = all_programs(session, std::slice::from_ref(file), &mut outcome);
+        let mut studies = Vec::new();
+        for (name, program) in &programs {
+            match Study::of(session, name, program, 0) {
+                Ok(study) => studies.push((&**name, program, study)),
+                Err(failure) => {
+                    outcome = outcome.max(failure.outcome());
+                    session.message(format_args!("error: {name}: {failure}"));
+                }
             }
         }
+        teller.job(&studies)?;
     }
     Ok(outcome)
 }
@@ -167,6 +166,47 @@ impl Teller<'_> {
     fn heading(&self, text: &str) -> Result<(), Failure> {
         let line = if self.style.ascii { "-" } else { "─" };
         self.session.show(format_args!("{text}\n{}", line.repeat(text.chars().count())))
+    }
+
+    /// Tells of the programs of a file or folder: of the one that needs most in detail, and of the
+    /// others in a table, as they are the ranks of a job.
+    fn job(&self, studies: &[(&str, &Program, Study)]) -> Result<(), Failure> {
+        let needs = |study: &Study| study.cases.iter().map(|case| case.sampled.peak_reserved).max();
+        let Some(most) = studies.iter().max_by_key(|(.., study)| needs(study)) else { return Ok(()) };
+        if studies.len() > 1 {
+            self.ranks(studies, most.0)?;
+        }
+        for told @ (name, program, study) in studies {
+            let in_detail = std::ptr::eq(told, most);
+            let advice = if in_detail { advise(self.session, name, program, study)? } else { Vec::new() };
+            self.session.row(&row(name, program, study, &advice))?;
+            if in_detail {
+                self.tell(name, program, study, &advice)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn ranks(&self, studies: &[(&str, &Program, Study)], most: &str) -> Result<(), Failure> {
+        self.heading(&format!("{} programs, of which {most} needs most", studies.len()))?;
+        let last = |study: &Study| study.cases.last().and_then(|case| case.smallest_device);
+        let rows: Vec<_> = studies.iter().map(|(name, _, study)| (*name, study, last(study))).collect();
+        let table = table(
+            &rows,
+            1,
+            &[
+                ("program", |(name, ..)| (*name).to_owned()),
+                ("uses", |(_, study, _)| Bytes(study.profile.peak.bytes).to_string()),
+                ("PyTorch takes", |(_, study, _)| {
+                    optional(study.usual().map(|case| Bytes(case.sampled.peak_reserved)))
+                }),
+                ("and fits on", |(_, study, _)| {
+                    optional(study.usual().and_then(|case| case.smallest_device).map(Bytes))
+                }),
+                ("with Aquifer on", |(.., smallest)| optional(smallest.map(Bytes))),
+            ],
+        );
+        self.session.show(format_args!("{table}\n"))
     }
 
     fn tell(&self, name: &str, program: &Program, study: &Study, advice: &[Advice]) -> Result<(), Failure> {

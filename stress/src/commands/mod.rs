@@ -118,11 +118,13 @@ impl Names {
     }
 }
 
-/// Reads the programs of all files. Files that cannot be read are reported and skipped.
+/// Reads the programs of all files, and of those in folders. Files that cannot be read are reported
+/// and skipped.
 fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
     let (mut all, mut names) = (Vec::new(), Names::default());
-    for file in files {
-        match programs(session, file, files, &mut names) {
+    let files: Vec<PathBuf> = files.iter().flat_map(|file| files_in(file)).collect();
+    for file in &files {
+        match programs(session, file, &files, &mut names) {
             Ok(programs) => all.extend(programs),
             Err(failure) => {
                 *outcome = (*outcome).max(failure.outcome());
@@ -131,6 +133,29 @@ fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> 
         }
     }
     all
+}
+
+/// The files in a folder, by name, where numbers in names are in numerical order; the file itself if
+/// it is none. Hidden files are left out.
+fn files_in(file: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(file) else { return vec![file.to_owned()] };
+    let is_shown = |path: &PathBuf| {
+        path.is_file() && !path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'))
+    };
+    let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_shown).collect();
+    files.sort_by_cached_key(|path| numerical(&path.to_string_lossy()));
+    // Reading an empty folder as a file tells that it is none.
+    if files.is_empty() { vec![file.to_owned()] } else { files }
+}
+
+/// A text in which numbers of up to 20 digits are padded to one length.
+fn numerical(text: &str) -> String {
+    let mut key = String::new();
+    for run in text.as_bytes().chunk_by(|one, other| one.is_ascii_digit() == other.is_ascii_digit()) {
+        let run = String::from_utf8_lossy(run);
+        if run.starts_with(|digit: char| digit.is_ascii_digit()) { key += &format!("{run:0>20}") } else { key += &run }
+    }
+    key
 }
 
 /// Records the latest `entries` of the history for a snapshot, unless the options set a number.
@@ -174,6 +199,13 @@ fn thousandths(time: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_in_names_are_in_numerical_order() {
+        let mut names = ["rank10.pickle", "rank9.pickle", "größe", "rank1.pickle", "7"];
+        names.sort_by_cached_key(|name| numerical(name));
+        assert_eq!(names, ["7", "größe", "rank1.pickle", "rank9.pickle", "rank10.pickle"]);
+    }
 
     #[test]
     fn programs_of_different_files_have_different_names() {

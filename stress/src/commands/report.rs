@@ -98,28 +98,32 @@ pub fn run(session: &Session, args: &ReportArgs) -> Result<Outcome, Failure> {
         return run(&session.simulated()?.unchecked(), args);
     }
     let mut outcome = Outcome::Done;
-    let programs = all_programs(session, &args.files, &mut outcome);
-    let mut all = Vec::new();
-    for (name, program) in &programs {
-        match data(session, name, program) {
+    let named = all_programs(session, &args.files, &mut outcome);
+    let programs: Vec<Program> = named.into_iter().map(|(name, program)| Program { name, ..program }).collect();
+    Ok(outcome.max(write(session, &programs, &args.output)?))
+}
+
+/// Writes a page about these programs. Those that fail are reported and left out.
+///
+/// # Errors
+/// When the file cannot be written.
+pub(super) fn write(session: &Session, programs: &[Program], path: &Path) -> Result<Outcome, Failure> {
+    let (mut all, mut outcome) = (Vec::new(), Outcome::Done);
+    for program in programs {
+        match data(session, program) {
             Ok(data) => all.push(data),
             Err(failure) => {
                 outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {name}: {failure}"));
+                session.message(format_args!("error: {}: {failure}", program.name));
             }
         }
     }
-    if all.is_empty() {
-        return Ok(outcome);
+    if !all.is_empty() {
+        let page = page(&all);
+        std::fs::write(path, &page).map_err(|cause| Failure::File { path: path.to_owned(), cause })?;
+        session.message(format_args!("report: {}: {}", path.display(), Bytes(page.len() as u64)));
     }
-    let page = page(&all);
-    write(&args.output, &page)?;
-    session.message(format_args!("report: {}: {}", args.output.display(), Bytes(page.len() as u64)));
     Ok(outcome)
-}
-
-fn write(path: &Path, page: &str) -> Result<(), Failure> {
-    std::fs::write(path, page).map_err(|cause| Failure::File { path: path.to_owned(), cause })
 }
 
 /// The page of these programs, whose data are JSON texts.
@@ -131,7 +135,8 @@ fn page(programs: &[String]) -> String {
 }
 
 /// The data of a program, as JSON.
-fn data(session: &Session, name: &str, program: &Program) -> Result<String, Failure> {
+fn data(session: &Session, program: &Program) -> Result<String, Failure> {
+    let name = &program.name;
     let study = Study::of(session, name, program, MAPS)?;
     let advice = advise(session, name, program, &study)?;
     let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
@@ -178,7 +183,13 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
         ("Streams", program.streams.len().to_string()),
         ("Most requested", Bytes(study.profile.peak.bytes).to_string()),
     ];
-    facts.extend(program.options.as_ref().map(|options| ("Options of the recording", options.clone())));
+    facts.extend(
+        program
+            .options
+            .as_ref()
+            .filter(|options| !options.is_empty())
+            .map(|options| ("Options of the recording", options.clone())),
+    );
     facts
 }
 
@@ -217,7 +228,7 @@ mod tests {
         let text = "# name: </script><b>\na 1 5000000 0\na 2 3000000 3\nf 1 0\nf 2 3\n";
         let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
         let session = Session::new(&Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() }).unwrap();
-        let data = data(&session.unchecked(), &program.name, program).unwrap();
+        let data = data(&session.unchecked(), program).unwrap();
         let page = page(&[data.clone(), data]);
         for (place, _) in CHARTS {
             assert!(!page.contains(place), "{place}");

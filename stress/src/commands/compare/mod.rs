@@ -86,7 +86,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
                 }
             };
             match replay::replay(session, job.name, job.program, job.config, &args.passes, beside) {
-                Ok(replayed) => {
+                Ok((replayed, _)) => {
                     outcome = outcome.max(replayed.outcome());
                     rows.push(Row::new(&replayed, job.program, smallest));
                 }

@@ -7,9 +7,10 @@ use crate::cli::ConfigArg;
 use crate::commands::fit::{Job, fit_all};
 use crate::exit::Failure;
 use crate::input::Program;
+use crate::observe::FirstRefusal;
 use crate::profile::Profile;
 use crate::session::Session;
-use sampled::{FirstRefusal, Sampled, sample};
+use sampled::{Sampled, sample};
 
 /// PyTorch's allocator with its default options.
 pub const PYTORCH: &str = "backing:segments,cross_stream:off";

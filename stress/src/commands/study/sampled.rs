@@ -9,7 +9,7 @@ use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::map::{Figures, Map};
-use crate::observe::Observed;
+use crate::observe::{FirstRefusal, Observed};
 use crate::profile::{Buckets, Range};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
@@ -39,18 +39,6 @@ pub struct Sampled {
     pub fullest: Option<Map>,
     /// What lay where at the buckets asked for.
     pub moments: Vec<(usize, Map)>,
-}
-
-/// A refusal, and the memory at that time.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct FirstRefusal {
-    /// The number of the refused event, from 1.
-    pub event: u64,
-    /// The request, and the allocator's report.
-    pub refusal: Refusal,
-    /// What lay where.
-    pub map: Map,
 }
 
 /// What lay where over time, for the page: see [`Map::row`].
@@ -151,9 +139,9 @@ fn sample_on<S: Measured>(
             let Sampler { failed, samples, .. } = sampler;
             failed.map_or(Ok(samples), Err)
         })?;
-        Ok::<_, Failure>((sampler, costs))
+        Ok::<_, Failure>((sampler, costs, observed.take_first_refusal()?))
     };
-    let (first, costs) = play(Vec::new())?;
+    let (first, costs, first_refusal) = play(Vec::new())?;
     let at = |bucket: &usize| buckets.at.get(*bucket).copied();
     let maps = match moments {
         Some(moments) => {
@@ -175,7 +163,7 @@ fn sample_on<S: Measured>(
         driver_us: costs.modelled.map(|modelled| us(modelled.total_ns)),
         fullest: map_at(first.peak_reserved.1),
         moments: moments.filter_map(|bucket| Some((*bucket, map_at(at(bucket)?)?))).collect(),
-        first_refusal: first.first_refusal,
+        first_refusal,
     })
 }
 
@@ -187,7 +175,6 @@ struct Samples {
     /// The most that was held, and the first event after which it was.
     peak_reserved: (u64, u64),
     refused_at: Vec<u64>,
-    first_refusal: Option<FirstRefusal>,
     /// By event.
     maps: Vec<(u64, Map)>,
 }
@@ -212,7 +199,6 @@ impl<'a, S: Measured> Sampler<'a, S> {
             allocated: Range::new(buckets.n),
             peak_reserved: (0, 0),
             refused_at: Vec::new(),
-            first_refusal: None,
             maps: Vec::new(),
         };
         Sampler { observed, buckets, events, event: 0, samples, failed: None }
@@ -263,12 +249,7 @@ impl<S: Measured> Subject for Sampler<'_, S> {
 
     fn refused(&mut self, refusal: Refusal) {
         self.samples.refused_at.push(self.event);
-        if self.samples.first_refusal.is_none() {
-            match self.observed.map() {
-                Ok(map) => self.samples.first_refusal = Some(FirstRefusal { event: self.event, refusal, map }),
-                Err(failure) => self.failed = self.failed.take().or(Some(failure)),
-            }
-        }
+        self.observed.refused(refusal);
     }
 }
 
