@@ -248,6 +248,21 @@ async function shoot(page, name) {
   }
 }
 
+// The picture of README: memory over time, and what lies where.
+async function shootPicture(page, name) {
+  await page.size(960, "light");
+  await page.settle(250);
+  await page.value(`document.getElementById("to-peak").click();
+    for (const other of document.querySelectorAll("section, footer, .bar, .hint"))
+    other.hidden = !["memory", "space"].includes(other.id);
+    for (const part of ["head", "whole-run"]) document.getElementById(part).hidden = true;`);
+  await page.settle(250);
+  const [width, height] = await page.value("scrollTo(0, 0), [innerWidth, document.getElementById('body').offsetHeight]");
+  const clip = { x: 0, y: 0, width, height, scale: 1 };
+  const { data } = await page.send("Page.captureScreenshot", { format: "png", captureBeyondViewport: true, clip });
+  writeFileSync(join(folder, `${name}.png`), Buffer.from(data, "base64"));
+}
+
 async function checkReport(browser, report) {
   const page = await Page.open(browser, pathToFileURL(resolve(report)).href);
   try {
@@ -270,6 +285,7 @@ async function checkReport(browser, report) {
       await checkLegend(page);
       await checkMap(page, data);
     }
+    if (last >= 0) await shootPicture(page, name);
   } catch (error) {
     page.problems.push(error.stack);
   }
