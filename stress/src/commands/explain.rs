@@ -9,10 +9,10 @@ use crate::cli::ExplainArgs;
 use crate::commands::advise::show;
 use crate::commands::study::advice::{Advice, advise};
 use crate::commands::study::{Case, Exhausted, Study};
-use crate::commands::{all_programs, options, ratio};
+use crate::commands::{all_programs_and_states, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
-use crate::map::{Figures, Style};
+use crate::map::{Figures, Map, Style};
 use crate::profile::{Group, Grouping, Peak};
 use crate::session::Session;
 use crate::table::{number, optional, table};
@@ -85,7 +85,7 @@ pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     let teller = Teller { session, style: Style::of_stdout(args.ascii) };
     for file in &args.files {
-        let programs = all_programs(session, std::slice::from_ref(file), &mut outcome);
+        let programs = all_programs_and_states(session, std::slice::from_ref(file), &mut outcome);
         let mut studies = Vec::new();
         for (name, program) in &programs {
             match Study::of(session, name, program, 0) {
@@ -178,7 +178,8 @@ impl Teller<'_> {
         }
         for told @ (name, program, study) in studies {
             let in_detail = std::ptr::eq(told, most);
-            let advice = if in_detail { advise(self.session, name, program, study)? } else { Vec::new() };
+            let advise_it = in_detail && program.has_history;
+            let advice = if advise_it { advise(self.session, name, program, study)? } else { Vec::new() };
             self.session.row(&row(name, program, study, &advice))?;
             if in_detail {
                 self.tell(name, program, study, &advice)?;
@@ -211,6 +212,13 @@ impl Teller<'_> {
 
     fn tell(&self, name: &str, program: &Program, study: &Study, advice: &[Advice]) -> Result<(), Failure> {
         self.usage(name, program, study)?;
+        self.recorded(program)?;
+        if !program.has_history {
+            return self.say(
+                "The snapshot has no history, so nothing is known of the time before. Turn it on with \
+                 torch.cuda.memory._record_memory_history() before the program allocates.",
+            );
+        }
         self.allocators(study)?;
         self.fragmentation(study)?;
         match &study.exhausted {
@@ -264,6 +272,27 @@ impl Teller<'_> {
             0 => self.session.show(""),
             _ => self.session.show(format_args!("and {} in {left_out} more rows\n", Bytes(rest))),
         }
+    }
+
+    /// What lay where at the end of a snapshot.
+    fn recorded(&self, program: &Program) -> Result<(), Failure> {
+        if program.memory.is_empty() {
+            return Ok(());
+        }
+        let map = Map::new(program.memory.clone(), 0, 0).held_only();
+        let Figures { live, free, waiting, largest_free, segments } = map.figures();
+        self.heading(&format!("When the snapshot was taken, {} were held", Bytes(live + free + waiting)))?;
+        let waiting = match waiting {
+            0 => String::new(),
+            bytes => format!(" {} had been given back and were still in use by a stream.", Bytes(bytes)),
+        };
+        self.say(&format!(
+            "In {segments} segments, {} were live and {} free, the largest piece of them {}.{waiting}",
+            Bytes(live),
+            Bytes(free),
+            Bytes(largest_free)
+        ))?;
+        self.session.show(format_args!("{}\n", map.draw(self.style)))
     }
 
     fn allocators(&self, study: &Study) -> Result<(), Failure> {

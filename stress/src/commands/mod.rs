@@ -38,8 +38,9 @@ fn programs(
     file: &Path,
     files: &[PathBuf],
     names: &mut Names,
+    states: bool,
 ) -> Result<Vec<(String, Program)>, Failure> {
-    let programs = input::load(file)?;
+    let programs = if states { input::load_with_states(file)? } else { input::load(file)? };
     let stem = input::stem(file);
     let ambiguous = files.iter().any(|other| other != file && input::stem(other) == stem);
     let mut notes = 0;
@@ -121,10 +122,19 @@ impl Names {
 /// Reads the programs of all files, and of those in folders. Files that cannot be read are reported
 /// and skipped.
 fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
+    read_all(session, files, outcome, false)
+}
+
+/// The same, and snapshots without a history.
+fn all_programs_and_states(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
+    read_all(session, files, outcome, true)
+}
+
+fn read_all(session: &Session, files: &[PathBuf], outcome: &mut Outcome, states: bool) -> Vec<(String, Program)> {
     let (mut all, mut names) = (Vec::new(), Names::default());
     let files: Vec<PathBuf> = files.iter().flat_map(|file| files_in(file)).collect();
     for file in &files {
-        match programs(session, file, &files, &mut names) {
+        match programs(session, file, &files, &mut names, states) {
             Ok(programs) => all.extend(programs),
             Err(failure) => {
                 *outcome = (*outcome).max(failure.outcome());

@@ -7,12 +7,13 @@ use serde::Serialize;
 
 use crate::cards::smallest_card;
 use crate::cli::ReportArgs;
-use crate::commands::all_programs;
+use crate::commands::all_programs_and_states;
 use crate::commands::study::advice::{Advice, advise};
 use crate::commands::study::sampled::{Row, Space};
 use crate::commands::study::{Case, Exhausted, Study};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
+use crate::map::{Figures, Map};
 use crate::profile::{Buckets, Grouping, Peak, Range};
 use crate::session::Session;
 use crate::text::Bytes;
@@ -60,7 +61,7 @@ struct Allocator<'a> {
     refusals: usize,
     refused_at: &'a [u64],
     driver_us: Option<f64>,
-    calls: u64,
+    calls: Option<u64>,
     space: Option<Space>,
 }
 
@@ -98,7 +99,7 @@ pub fn run(session: &Session, args: &ReportArgs) -> Result<Outcome, Failure> {
         return run(&session.simulated()?.unchecked(), args);
     }
     let mut outcome = Outcome::Done;
-    let named = all_programs(session, &args.files, &mut outcome);
+    let named = all_programs_and_states(session, &args.files, &mut outcome);
     let programs: Vec<Program> = named.into_iter().map(|(name, program)| Program { name, ..program }).collect();
     Ok(outcome.max(write(session, &programs, &args.output)?))
 }
@@ -138,9 +139,11 @@ fn page(programs: &[String]) -> String {
 fn data(session: &Session, program: &Program) -> Result<String, Failure> {
     let name = &program.name;
     let study = Study::of(session, name, program, MAPS)?;
-    let advice = advise(session, name, program, &study)?;
+    let advice = if program.has_history { advise(session, name, program, &study)? } else { Vec::new() };
     let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
     let allocator = |case: &'_ Case| case.smallest_device.and_then(smallest_card);
+    let none = Range::default();
+    let recorded = (!program.memory.is_empty()).then(|| recorded(program, &study, &none));
     let data = Data {
         format: 1,
         title: name,
@@ -166,14 +169,36 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
                 refusals: case.sampled.refused_at.len(),
                 refused_at: &case.sampled.refused_at[..case.sampled.refused_at.len().min(REFUSALS)],
                 driver_us: case.sampled.driver_us,
-                calls: case.sampled.calls,
-                space: Space::of(&case.sampled),
+                calls: Some(case.sampled.calls),
+                space: Space::of(&case.sampled.moments),
             })
+            .chain(recorded)
             .collect(),
         oom: study.exhausted.as_ref().map(|exhausted| oom(&study, exhausted)),
         advice: &advice,
     };
     serde_json::to_string(&data).map_err(|error| Failure::Output(error.into()))
+}
+
+/// The allocator of a snapshot, of which only the end is known.
+fn recorded<'a>(program: &Program, study: &Study, none: &'a Range) -> Allocator<'a> {
+    let map = Map::new(program.memory.clone(), 0, 0);
+    let Figures { live, free, waiting, .. } = map.figures();
+    Allocator {
+        id: "snapshot",
+        name: "In the snapshot",
+        options: "when it was taken",
+        reserved: none,
+        allocated: none,
+        peak_reserved: live + free + waiting,
+        smallest_device: None,
+        smallest_card: None,
+        refusals: 0,
+        refused_at: &[],
+        driver_us: None,
+        calls: None,
+        space: Space::of(&[(study.profile.buckets.n.saturating_sub(1), map)]),
+    }
 }
 
 fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {

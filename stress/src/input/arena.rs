@@ -29,6 +29,7 @@ words! {
     Segments = "segments", DeviceTraces = "device_traces",
     Device = "device", Address = "address", Blocks = "blocks",
     RequestedSize = "requested_size", State = "state", ActiveAllocated = "active_allocated",
+    ActivePendingFree = "active_pending_free", ActiveAwaitingFree = "active_awaiting_free",
     History = "history", RealSize = "real_size",
     Action = "action", Addr = "addr", Size = "size", Stream = "stream", TimeUs = "time_us",
     PoolId = "pool_id", Frames = "frames",

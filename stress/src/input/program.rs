@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::error::Reason;
+use crate::map::Piece;
 use crate::text::one_line;
 
 /// A recorded program's use of memory on one device.
@@ -29,6 +30,10 @@ pub struct Program {
     pub labels: Arc<Labels>,
     /// The options of the allocator that served the program, if the file names any.
     pub options: Option<String>,
+    /// What lay where in the end, if the file tells.
+    pub memory: Vec<Piece>,
+    /// Whether the file tells in which order memory was allocated and freed.
+    pub has_history: bool,
     /// Notes on what was skipped or inferred.
     pub notes: Vec<String>,
 }
@@ -44,7 +49,8 @@ impl Program {
     pub(super) fn bytes(&self) -> usize {
         let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();
         let sites = self.sites.capacity() * size_of::<Site>();
-        self.events.capacity() * size_of::<Event>() + sites + headers + size_of::<Self>()
+        let memory = self.memory.capacity() * size_of::<Piece>();
+        self.events.capacity() * size_of::<Event>() + sites + memory + headers + size_of::<Self>()
     }
 
     /// Adds a note with a count, unless it is 0.
@@ -203,7 +209,13 @@ pub(super) struct Builder {
 impl Builder {
     pub(super) fn new(name: String, device: u32) -> Self {
         Self {
-            program: Program { name: one_line(&name, LONGEST_NAME), device, streams: vec![0], ..Program::default() },
+            program: Program {
+                name: one_line(&name, LONGEST_NAME),
+                device,
+                streams: vec![0],
+                has_history: true,
+                ..Program::default()
+            },
             live: HashMap::new(),
             empty: Vec::new(),
             dense: HashMap::from([(0, 0)]),

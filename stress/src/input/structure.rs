@@ -6,24 +6,31 @@ use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
 use super::program::{Program, Site};
 use super::snapshot::{self, Action, Entry, Segment, Snapshot, positive};
+use crate::map::Use;
 
 /// How many dictionaries with the key `snapshot` may be nested.
 const WRAPPERS: u32 = 3;
 
 /// The programs of a snapshot, of a list of snapshots, one for each rank, or of those under the key
 /// `snapshot` of a dictionary.
-pub(super) fn programs(top: Value, arena: &mut Arena, name: &str) -> Result<Vec<Program>, Fault> {
+/// With `states`, the memory of those without a history is enough.
+pub(super) fn programs(top: Value, arena: &mut Arena, name: &str, states: bool) -> Result<Vec<Program>, Fault> {
     let top = unwrap(arena, top);
     let Value::List(list) = top else {
         let snapshot = read(arena, top)?;
-        return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name);
+        return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name, states);
     };
     let first = arena.first(list);
     // Old snapshots, and those of `torch.cuda.memory_snapshot()`, are a list of segments.
     if let Some(Value::Dict(first)) = first
         && arena.get(first, Word::Blocks).is_some()
     {
-        return Err(Fault::file(Reason::NoHistory));
+        let mut segments = Vec::new();
+        for (number, value) in arena.take(list).into_iter().enumerate() {
+            segments.push(segment(arena, number, value)?);
+        }
+        let labels = Arc::new(arena.take_labels());
+        return snapshot::programs(Snapshot { segments, labels, ..Snapshot::default() }, name, states);
     }
     let is_rank = first.map(|first| unwrap(arena, first));
     if !matches!(is_rank, Some(Value::Dict(rank)) if is_snapshot(arena, rank)) {
@@ -39,7 +46,7 @@ pub(super) fn programs(top: Value, arena: &mut Arena, name: &str) -> Result<Vec<
     for (rank, snapshot) in found.into_iter().enumerate() {
         let snapshot = Snapshot { labels: labels.clone(), ..snapshot };
         let name = if several { format!("{name}/rank{rank}") } else { name.to_owned() };
-        match snapshot::programs(snapshot, &name) {
+        match snapshot::programs(snapshot, &name, states) {
             Ok(more) => programs.extend(more),
             Err(fault) if matches!(fault.reason, Reason::NoHistory) => left_out += 1,
             Err(fault) => return Err(fault.within(&format!("[{rank}]"))),
@@ -155,14 +162,15 @@ fn segment(arena: &mut Arena, number: usize, value: Value) -> Result<Segment, Fa
     let number_in = |arena: &Arena, key| int(arena, dict, key).map(|number| number.unwrap_or(0)).map_err(fault);
     let (device, stream) = (number_in(arena, Word::Device)?, number_in(arena, Word::Stream)?);
     let mut address = number_in(arena, Word::Address)?;
-    let mut allocated = Vec::new();
+    let (mut allocated, mut blocks) = (Vec::new(), Vec::new());
     for (index, value) in list(arena, dict, Word::Blocks).map_err(fault)?.into_iter().enumerate() {
         let at = Location::Block { segment: number, block: index };
         let block = block(arena, value, address).map_err(|reason| Fault::new(at, reason))?;
         allocated.extend(block.requested.map(|requested| (block.address, requested, block.site)));
+        blocks.push((block.end.wrapping_sub(block.address), block.is));
         address = block.end;
     }
-    Ok(Segment { device, stream, allocated })
+    Ok(Segment { device, stream, allocated, blocks })
 }
 
 /// A block of a segment.
@@ -171,6 +179,7 @@ struct Block {
     end: u64,
     /// The requested bytes, if it is allocated.
     requested: Option<u64>,
+    is: Use,
     site: Site,
 }
 
@@ -180,9 +189,13 @@ fn block(arena: &mut Arena, value: Value, follows: u64) -> Result<Block, Reason>
     let address = int(arena, block, Word::Address)?.unwrap_or(follows);
     let size = positive("size", int(arena, block, Word::Size)?.unwrap_or(0))?;
     let requested = positive("requested_size", requested(arena, block)?.unwrap_or(size))?;
-    let allocated = arena.get(block, Word::State) == Some(Value::Word(Word::ActiveAllocated));
+    let is = match arena.get(block, Word::State) {
+        Some(Value::Word(Word::ActiveAllocated)) => Use::Live,
+        Some(Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree)) => Use::Waiting,
+        _ => Use::Free,
+    };
     let site = site(arena, block)?;
-    Ok(Block { address, end: address.wrapping_add(size), requested: allocated.then_some(requested), site })
+    Ok(Block { address, end: address.wrapping_add(size), requested: (is == Use::Live).then_some(requested), is, site })
 }
 
 /// The requested bytes. Old versions have them in the latest entry of the block's own history.
@@ -235,13 +248,13 @@ mod tests {
     fn read_pickle(value: &[u8]) -> Result<Vec<Program>, String> {
         let pickle = [&b"\x80\x04"[..], value, b"."].concat();
         let read = unpickle::run(&pickle[..], &Allowance::read(pickle.len(), pickle.len()));
-        read.and_then(|(top, mut arena)| programs(top, &mut arena, "p"))
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, "p", false))
             .map_err(|fault| fault.at("p".as_ref()).to_string())
     }
 
     fn read_json(text: &str) -> Result<Vec<Program>, String> {
         let read = json::parse(text.as_bytes(), &Allowance::read(text.len(), text.len()));
-        read.and_then(|(top, mut arena)| programs(top, &mut arena, "j"))
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, "j", false))
             .map_err(|fault| fault.at("j".as_ref()).to_string())
     }
 

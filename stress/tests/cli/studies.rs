@@ -118,3 +118,44 @@ fn files_that_cannot_be_used_are_errors() {
     assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
     assert!(errors(&output).contains("missing/page.html"), "{}", errors(&output));
 }
+
+#[test]
+fn a_snapshot_without_history_shows_its_segments() {
+    let folder = folder("no_history");
+    let file = folder.join("snapshot.json");
+    let block =
+        |size: u64, state: &str| format!("{{\"size\": {size}, \"requested_size\": {size}, \"state\": \"{state}\"}}");
+    let segment = |address: u64, blocks: [String; 3]| {
+        format!("{{\"device\": 0, \"address\": {address}, \"stream\": 0, \"blocks\": [{}]}}", blocks.join(", "))
+    };
+    let segments = [
+        segment(
+            1 << 30,
+            [block(3 << 20, "active_allocated"), block(5 << 20, "inactive"), block(4 << 20, "active_allocated")],
+        ),
+        segment(
+            2 << 30,
+            [block(1 << 20, "active_pending_free"), block(7 << 20, "inactive"), block(512, "active_allocated")],
+        ),
+    ];
+    let list = format!("[{}]", segments.join(", "));
+    for text in [format!("{{\"segments\": {list}, \"device_traces\": [[]]}}"), list] {
+        std::fs::write(&file, text).unwrap();
+        let file = file.to_str().unwrap();
+        let output = stress(&["explain", "--ascii", file]);
+        assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+        let text = String::from_utf8(output.stdout).unwrap();
+        let held = "When the snapshot was taken, 20.00 MiB were held";
+        let live =
+            "In 2 segments, 7.00 MiB were live and 12.00 MiB free, the largest piece of them 7.00 MiB. 1.00 MiB had";
+        let words: Vec<&str> = text.split_whitespace().collect();
+        assert!(text.contains(held) && words.join(" ").contains(live), "{text}");
+        assert!(text.contains("has no history"), "{text}");
+        let output = stress(&["replay", file]);
+        assert_eq!(output.status.code(), Some(4));
+        assert!(errors(&output).contains("no history"), "{}", errors(&output));
+        let page = folder.join("page.html");
+        assert_eq!(stress(&["report", "-o", page.to_str().unwrap(), file]).status.code(), Some(0));
+        assert!(std::fs::read_to_string(page).unwrap().contains("In the snapshot"));
+    }
+}

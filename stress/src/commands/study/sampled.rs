@@ -57,9 +57,9 @@ pub struct Space {
 }
 
 impl Space {
-    /// What lay where at the sampled moments; `None` if there are none.
-    pub fn of(sampled: &Sampled) -> Option<Space> {
-        let figures: Vec<Figures> = sampled.moments.iter().map(|(_, map)| map.figures()).collect();
+    /// What lay where at these buckets; `None` if there are none.
+    pub fn of(moments: &[(usize, Map)]) -> Option<Space> {
+        let figures: Vec<Figures> = moments.iter().map(|(_, map)| map.figures()).collect();
         let held = |figures: &Figures| figures.live + figures.free + figures.waiting;
         let most = figures.iter().map(held).max()?;
         let cell = cell(most);
@@ -67,8 +67,8 @@ impl Space {
         Some(Space {
             cell,
             columns: COLUMNS,
-            buckets: sampled.moments.iter().map(|&(bucket, _)| bucket).collect(),
-            rows: sampled.moments.iter().map(|(_, map)| map.row(cell, COLUMNS)).collect(),
+            buckets: moments.iter().map(|&(bucket, _)| bucket).collect(),
+            rows: moments.iter().map(|(_, map)| map.row(cell, COLUMNS)).collect(),
             live: each(|figures| figures.live),
             free: each(|figures| figures.free),
             largest_free: each(|figures| figures.largest_free),
