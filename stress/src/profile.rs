@@ -14,6 +14,8 @@ use crate::text::one_line;
 const BUCKETS: u64 = 1000;
 /// The most groups of a grouping; others are put together.
 const GROUPS: usize = 24;
+/// The name of the group of all others.
+pub const OTHERS: &str = "others";
 /// The most frames of a call stack that are shown.
 const FRAMES: usize = 48;
 
@@ -211,7 +213,7 @@ impl Key for Tags<'_> {
     }
 
     fn name(&self, key: u64) -> String {
-        u32::try_from(key).ok().and_then(|tag| self.0.tag_text(tag)).unwrap_or("without a tag").to_owned()
+        u32::try_from(key).ok().and_then(|tag| self.0.text(tag)).unwrap_or("without a tag").to_owned()
     }
 }
 
@@ -228,7 +230,7 @@ impl Key for Stacks<'_> {
     }
 
     fn detail(&self, key: u64) -> String {
-        let frames: Vec<&str> = self.0.frames(u32::try_from(key).unwrap_or(0)).take(FRAMES).collect();
+        let frames: Vec<String> = self.0.frames(u32::try_from(key).unwrap_or(0)).take(FRAMES).collect();
         frames.join("\n")
     }
 }
@@ -268,17 +270,22 @@ impl Key for Streams<'_> {
     }
 
     fn name(&self, key: u64) -> String {
+        format!("stream {key}")
+    }
+
+    /// The recording's own number.
+    fn detail(&self, key: u64) -> String {
         let number = usize::try_from(key).ok().and_then(|index| self.0.get(index));
-        number.map_or_else(String::new, |number| format!("stream {number}"))
+        number.filter(|&&number| number != key).map_or_else(String::new, |number| format!("recorded as {number}"))
     }
 }
 
 /// The frame that tells most about a call stack: the innermost of the program's own Python code,
 /// or else the innermost of all.
 pub fn headline(labels: &Labels, stack: u32) -> String {
-    let frames: Vec<&str> = labels.frames(stack).take(FRAMES).collect();
+    let frames: Vec<String> = labels.frames(stack).take(FRAMES).collect();
     let libraries = ["site-packages", "dist-packages", "/torch/", "<frozen", "/lib/python"];
-    let own = |frame: &&&str| frame.contains(".py:") && !libraries.iter().any(|library| frame.contains(library));
+    let own = |frame: &&String| frame.contains(".py:") && !libraries.iter().any(|library| frame.contains(library));
     let Some(frame) = frames.iter().find(own).or(frames.first()) else { return "without a call stack".to_owned() };
     // The last two parts of the file's path tell enough.
     let Some((name, file)) = frame.split_once(" (") else { return one_line(frame, 80) };
@@ -295,13 +302,18 @@ struct Live {
     allocs: u64,
     /// The most bytes at any of the buckets' events.
     most: u64,
+    /// Bytes at the peak.
+    peak: u64,
 }
 
 /// Groups the live blocks of a program at the events of its buckets.
 fn grouping<K: Key>(program: &Program, buckets: &Buckets, peak: Peak, key: &K) -> Grouping {
     let (keys, first) = groups_over_time(program, buckets, peak, key, None);
     let mut order: Vec<usize> = (0..keys.len()).filter(|&group| first[group].allocs > 0).collect();
-    order.sort_by_key(|&group| std::cmp::Reverse((first[group].most, first[group].allocs)));
+    // Those that are largest at the peak, and then those that are largest at any time.
+    order.sort_by_key(|&group| std::cmp::Reverse((first[group].peak, first[group].most)));
+    let at_peak = order.len().min(GROUPS / 2);
+    order[at_peak..].sort_by_key(|&group| std::cmp::Reverse((first[group].most, first[group].allocs)));
     let shown = order.len().min(GROUPS);
     let mut rows: Vec<Group> = order[..shown]
         .iter()
@@ -309,7 +321,7 @@ fn grouping<K: Key>(program: &Program, buckets: &Buckets, peak: Peak, key: &K) -
         .collect();
     if order.len() > shown {
         let allocs = order[shown..].iter().map(|&group| first[group].allocs).sum();
-        rows.push(row("others".to_owned(), format!("{} more groups", order.len() - shown), allocs, buckets.n));
+        rows.push(row(OTHERS.to_owned(), format!("{} more groups", order.len() - shown), allocs, buckets.n));
     }
     // The row of each group.
     let mut row_of = vec![shown; keys.len()];
@@ -374,7 +386,10 @@ fn groups_over_time<K: Key>(
         }
         let bucket = buckets.of(event);
         match &mut rows {
-            None => groups.iter_mut().for_each(|live| live.most = live.most.max(live.bytes)),
+            None => groups.iter_mut().for_each(|live| {
+                live.most = live.most.max(live.bytes);
+                live.peak = if event <= peak.event { live.bytes } else { live.peak };
+            }),
             Some((rows, row_of)) => {
                 for (live, &row) in groups.iter().zip(*row_of) {
                     if let Some(row) = rows.get_mut(row) {
@@ -410,7 +425,8 @@ mod tests {
         let at_peak: Vec<_> = sizes.rows.iter().map(|row| (&*row.name, row.peak_bytes, row.peak_blocks)).collect();
         assert_eq!(at_peak, [("2 MiB to 4 MiB", 3_000_000, 1), ("4 KiB to 8 KiB", 5000, 1), ("up to 1 KiB", 1000, 1)]);
         let streams: Vec<_> = profile.groups[1].rows.iter().map(|row| (&*row.name, row.bytes[4])).collect();
-        assert_eq!(streams, [("stream 0", 3_001_100), ("stream 7", 0)]);
+        assert_eq!(streams, [("stream 0", 3_001_100), ("stream 1", 0)]);
+        assert_eq!(profile.groups[1].rows[1].detail, "recorded as 7");
     }
 
     #[test]

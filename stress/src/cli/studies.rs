@@ -23,7 +23,8 @@ const EXPLAIN_KEYS: &str = "\
 A program is replayed under PyTorch's allocator with its default options, with those that a snapshot
 names, and with expandable segments, and under this project's with each --config. With --device they
 all run on that device, else on one with plenty of memory. The smallest card has room for a CUDA
-context of 0.5 GiB.
+context of 0.5 GiB. Several programs of a file or folder are the ranks of a job: the one that needs
+most is explained, and the others stand in a table.
 
 JSON keys, per program:
   trace                     the program
@@ -37,12 +38,14 @@ JSON keys, per program:
   allocators                for each: name, config, peak_reserved_bytes, reserved_over_requested,
                             smallest_device_bytes, smallest_card, ooms (requests refused),
                             driver_calls, driver_time_modelled_us
-  oom                       how the program runs out of memory with PyTorch's default options: on
+  oom                       how the program runs out of memory with the options that the snapshot
+                            names, or else with PyTorch's default options: on
                             the device of --device, or else on one of 2 % more than it uses: the
                             device, the event, what it requested, what was free and the largest
                             piece of that, the report, and the allocators that finish there; null
                             if it finishes
-  advice                    as of `advise`";
+  advice                    as of `advise`, without the name of the program; null for all programs of
+                            a file or folder but the one that needs most, and without a history";
 
 /// Arguments of `advise`.
 #[derive(Debug, Args)]
@@ -55,13 +58,13 @@ pub struct AdviseArgs {
 
 const ADVISE_KEYS: &str = "\
 Options are tried by replaying the program with each. An option is advised if it saves at least 2 %
-of what PyTorch's default options take. Changes of the program are found in its events: arrays that
+of what the options of the snapshot take, or else PyTorch's default options. Changes of the program are found in its events: arrays that
 are replaced by larger ones again and again, blocks that outlive their iteration (in recordings with
-iterations), streams that are busy at different times, and sizes that hardly repeat.
+iterations), streams that use most at different times, and sizes that hardly repeat.
 
 JSON keys, per piece of advice:
   trace, title, text        the program, what to do, and the evidence
-  saves                     bytes that PyTorch's default options take more; null if not known
+  saves                     bytes that are held less; null if more are held, or that is not known
   config, peak_reserved_bytes, smallest_device_bytes, driver_time_modelled_us
                             for options: them, and what the program takes with them, fits on, and
                             spends in driver calls";

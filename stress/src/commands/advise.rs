@@ -3,9 +3,9 @@
 use serde::Serialize;
 
 use crate::cli::AdviseArgs;
-use crate::commands::all_programs;
 use crate::commands::study::Study;
 use crate::commands::study::advice::{Advice, advise};
+use crate::commands::{all_programs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
 use crate::session::Session;
@@ -24,10 +24,8 @@ struct Row<'a> {
 /// # Errors
 /// When standard output cannot be written.
 pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
-    if session.sim().is_none() {
-        session.message("advise needs devices of several sizes, so it uses simulated ones");
-        return run(&session.simulated()?.unchecked(), args);
-    }
+    let simulated = on_simulator(session, "advise")?;
+    let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
     for (name, program) in &all_programs(session, &args.files, &mut outcome) {
         let study = Study::of(session, name, program, 0);

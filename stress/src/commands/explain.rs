@@ -9,11 +9,11 @@ use crate::cli::ExplainArgs;
 use crate::commands::advise::show;
 use crate::commands::study::advice::{Advice, advise};
 use crate::commands::study::{Case, Exhausted, Study};
-use crate::commands::{all_programs_and_states, options, ratio};
+use crate::commands::{jobs, on_simulator, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::map::{Figures, Map, Style};
-use crate::profile::{Group, Grouping, Peak};
+use crate::profile::{Group, Grouping, OTHERS, Peak};
 use crate::session::Session;
 use crate::table::{number, optional, table};
 use crate::text::{Bytes, wrap};
@@ -33,7 +33,8 @@ struct Row<'a> {
     alive: Vec<Alive<'a>>,
     allocators: Vec<Allocator<'a>>,
     oom: Option<Oom<'a>>,
-    advice: &'a [Advice],
+    /// `None` for programs that were not looked at in detail.
+    advice: Option<&'a [Advice]>,
 }
 
 /// A group of blocks that are live at the peak.
@@ -75,19 +76,19 @@ struct Oom<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// When an allocator fails for another reason than lack of memory, or standard output cannot be
-/// written.
+/// When standard output cannot be written.
 pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
-    if session.sim().is_none() {
-        session.message("explain needs devices of several sizes, so it uses simulated ones");
-        return run(&session.simulated()?.unchecked(), args);
-    }
+    let simulated = on_simulator(session, "explain")?;
+    let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
-    let teller = Teller { session, style: Style::of_stdout(args.ascii) };
-    for file in &args.files {
-        let programs = all_programs_and_states(session, std::slice::from_ref(file), &mut outcome);
+    let printer = Printer { session, style: Style::of_stdout(args.ascii) };
+    for programs in jobs(session, &args.files, &mut outcome, true) {
         let mut studies = Vec::new();
         for (name, program) in &programs {
+            if program.peak_requested_bytes == 0 {
+                session.show(format_args!("{name} never uses memory.\n"))?;
+                continue;
+            }
             match Study::of(session, name, program, 0) {
                 Ok(study) => studies.push((&**name, program, study)),
                 Err(failure) => {
@@ -96,12 +97,12 @@ pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
                 }
             }
         }
-        teller.job(&studies)?;
+        printer.job(&studies)?;
     }
     Ok(outcome)
 }
 
-fn row<'a>(name: &'a str, program: &Program, study: &'a Study, advice: &'a [Advice]) -> Row<'a> {
+fn row<'a>(name: &'a str, program: &Program, study: &'a Study, advice: Option<&'a [Advice]>) -> Row<'a> {
     let Peak { event, bytes, blocks, .. } = study.profile.peak;
     let alive = study.profile.groups.iter().flat_map(|grouping| {
         let live = grouping.rows.iter().filter(|group| group.peak_blocks > 0);
@@ -139,26 +140,24 @@ fn row<'a>(name: &'a str, program: &Program, study: &'a Study, advice: &'a [Advi
 }
 
 fn oom<'a>(exhausted: &Exhausted, study: &'a Study) -> Oom<'a> {
-    let figures = exhausted.refusal.map.figures();
-    let device_free = exhausted.device_free();
     Oom {
         device_bytes: exhausted.device_bytes,
         event: exhausted.refusal.event,
         requested_bytes: exhausted.refusal.refusal.bytes,
-        free_bytes: figures.free + device_free,
-        largest_free_bytes: figures.largest_free.max(device_free),
+        free_bytes: exhausted.free(),
+        largest_free_bytes: exhausted.largest_free(),
         report: exhausted.refusal.refusal.report.as_deref().map(OomReport::to_string),
         finishes_with: study.finishing(exhausted).map(|case| &*case.manager.name).collect(),
     }
 }
 
-/// Tells the story as text.
-struct Teller<'a> {
+/// Prints studies.
+struct Printer<'a> {
     session: &'a Session,
     style: Style,
 }
 
-impl Teller<'_> {
+impl Printer<'_> {
     fn say(&self, text: &str) -> Result<(), Failure> {
         self.session.show(format_args!("{}\n", wrap(text, self.style.width)))
     }
@@ -168,21 +167,21 @@ impl Teller<'_> {
         self.session.show(format_args!("{text}\n{}", line.repeat(text.chars().count())))
     }
 
-    /// Tells of the programs of a file or folder: of the one that needs most in detail, and of the
-    /// others in a table, as they are the ranks of a job.
+    /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and the
+    /// one that needs most in detail.
     fn job(&self, studies: &[(&str, &Program, Study)]) -> Result<(), Failure> {
         let needs = |study: &Study| study.cases.iter().map(|case| case.sampled.peak_reserved).max();
         let Some(most) = studies.iter().max_by_key(|(.., study)| needs(study)) else { return Ok(()) };
         if studies.len() > 1 {
             self.ranks(studies, most.0)?;
         }
-        for told @ (name, program, study) in studies {
-            let in_detail = std::ptr::eq(told, most);
+        for job @ (name, program, study) in studies {
+            let in_detail = std::ptr::eq(job, most);
             let advise_it = in_detail && program.has_history;
-            let advice = if advise_it { advise(self.session, name, program, study)? } else { Vec::new() };
-            self.session.row(&row(name, program, study, &advice))?;
+            let advice = advise_it.then(|| advise(self.session, name, program, study)).transpose()?;
+            self.session.row(&row(name, program, study, advice.as_deref()))?;
             if in_detail {
-                self.tell(name, program, study, &advice)?;
+                self.detail(name, program, study, advice.as_deref().unwrap_or_default())?;
             }
         }
         Ok(())
@@ -190,8 +189,8 @@ impl Teller<'_> {
 
     fn ranks(&self, studies: &[(&str, &Program, Study)], most: &str) -> Result<(), Failure> {
         self.heading(&format!("{} programs, of which {most} needs most", studies.len()))?;
-        let last = |study: &Study| study.cases.last().and_then(|case| case.smallest_device);
-        let rows: Vec<_> = studies.iter().map(|(name, _, study)| (*name, study, last(study))).collect();
+        let own = |study: &Study| study.own().and_then(|case| case.smallest_device);
+        let rows: Vec<_> = studies.iter().map(|(name, _, study)| (*name, study, own(study))).collect();
         let table = table(
             &rows,
             1,
@@ -210,7 +209,7 @@ impl Teller<'_> {
         self.session.show(format_args!("{table}\n"))
     }
 
-    fn tell(&self, name: &str, program: &Program, study: &Study, advice: &[Advice]) -> Result<(), Failure> {
+    fn detail(&self, name: &str, program: &Program, study: &Study, advice: &[Advice]) -> Result<(), Failure> {
         self.usage(name, program, study)?;
         self.recorded(program)?;
         if !program.has_history {
@@ -223,7 +222,7 @@ impl Teller<'_> {
         self.fragmentation(study)?;
         match &study.exhausted {
             Some(exhausted) => self.exhausted(study, exhausted)?,
-            None => self.say("With PyTorch's default options it finishes on a device of 2 % more than it uses.")?,
+            None => self.say("It finishes on a device of 2 % more than it uses, whatever the allocator.")?,
         }
         self.advice(advice)
     }
@@ -251,11 +250,11 @@ impl Teller<'_> {
     }
 
     fn alive(&self, grouping: &Grouping, peak: u64) -> Result<(), Failure> {
-        let mut live: Vec<&Group> = grouping.rows.iter().filter(|group| group.peak_blocks > 0).collect();
+        let is_listed = |group: &&Group| group.peak_blocks > 0 && group.name != OTHERS;
+        let mut live: Vec<&Group> = grouping.rows.iter().filter(is_listed).collect();
         live.sort_by_key(|group| std::cmp::Reverse(group.peak_bytes));
-        let left_out = live.len().saturating_sub(LISTED);
-        let rest: u64 = live.iter().skip(LISTED).map(|group| group.peak_bytes).sum();
         live.truncate(LISTED);
+        let rest = peak - live.iter().map(|group| group.peak_bytes).sum::<u64>();
         let rows: Vec<(&Group, u64)> = live.into_iter().map(|group| (group, peak)).collect();
         let table = table(
             &rows,
@@ -268,9 +267,9 @@ impl Teller<'_> {
             ],
         );
         self.session.show(table)?;
-        match left_out {
+        match rest {
             0 => self.session.show(""),
-            _ => self.session.show(format_args!("and {} in {left_out} more rows\n", Bytes(rest))),
+            _ => self.session.show(format_args!("and {} in other groups\n", Bytes(rest))),
         }
     }
 
@@ -318,31 +317,33 @@ impl Teller<'_> {
     }
 
     fn fragmentation(&self, study: &Study) -> Result<(), Failure> {
-        let Some(usual) = study.usual() else { return Ok(()) };
+        let Some(usual) = study.usual().filter(|usual| usual.finishes()) else { return Ok(()) };
         let Some(map) = &usual.sampled.fullest else { return Ok(()) };
         let Figures { live, free, segments, .. } = map.figures();
-        self.heading(&format!("What fragmentation costs: {}", Bytes(study.unused(usual))))?;
+        let peak = study.profile.peak.bytes;
+        let unused = usual.sampled.peak_reserved.saturating_sub(peak);
+        self.heading(&format!("What fragmentation costs: {}", Bytes(unused)))?;
         self.say(&format!(
-            "When PyTorch holds most, {} in {segments} segments, {} are live and {} are free in its cache: the \
-             program never needed more than {}. A request takes new memory if no free piece is large enough.",
+            "{} holds most when it has {} in {segments} segments. Of these, {} are live, with what sizes are rounded \
+             up by, and {} are free in its cache. The program never needed more than {}. A request takes new memory \
+             if no free piece is large enough.",
+            usual.manager.name,
             Bytes(usual.sampled.peak_reserved),
             Bytes(live),
             Bytes(free),
-            Bytes(study.profile.peak.bytes)
+            Bytes(peak)
         ))?;
         self.session.show(format_args!("{}\n", map.held_only().draw(self.style)))
     }
 
     fn exhausted(&self, study: &Study, exhausted: &Exhausted) -> Result<(), Failure> {
-        let Exhausted { device_bytes, chosen, refusal } = exhausted;
+        let Exhausted { device_bytes, is_tight, refusal } = exhausted;
+        let who = study.usual().map_or("", |usual| &usual.manager.name);
         let size = Bytes(*device_bytes);
         let Oom { free_bytes, largest_free_bytes, finishes_with, .. } = oom(exhausted, study);
         let requested = Bytes(refusal.refusal.bytes);
-        self.heading(&format!(
-            "On a device of {size}, PyTorch runs out of memory while {} are free",
-            Bytes(free_bytes)
-        ))?;
-        let why = if *chosen { "" } else { "That is 2 % more than the program ever uses. " };
+        self.heading(&format!("On a device of {size}, {who} runs out of memory while {} are free", Bytes(free_bytes)))?;
+        let why = if *is_tight { "That is 2 % more than the program ever uses. " } else { "" };
         self.say(&format!(
             "{why}Event {} of {} asks for {requested}, and the largest free piece has {}:",
             refusal.event,

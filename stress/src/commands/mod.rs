@@ -122,31 +122,52 @@ impl Names {
 /// Reads the programs of all files, and of those in folders. Files that cannot be read are reported
 /// and skipped.
 fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
-    read_all(session, files, outcome, false)
+    jobs(session, files, outcome, false).into_iter().flatten().collect()
 }
 
-/// The same, and snapshots without a history.
-fn all_programs_and_states(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
-    read_all(session, files, outcome, true)
-}
-
-fn read_all(session: &Session, files: &[PathBuf], outcome: &mut Outcome, states: bool) -> Vec<(String, Program)> {
-    let (mut all, mut names) = (Vec::new(), Names::default());
-    let files: Vec<PathBuf> = files.iter().flat_map(|file| files_in(file)).collect();
-    for file in &files {
-        match programs(session, file, &files, &mut names, states) {
-            Ok(programs) => all.extend(programs),
-            Err(failure) => {
+/// The programs of each file or folder; with `states`, also of snapshots without a history.
+fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: bool) -> Vec<Vec<(String, Program)>> {
+    let (mut jobs, mut names) = (Vec::new(), Names::default());
+    let files: Vec<Vec<PathBuf>> = paths.iter().map(|path| files_in(path)).collect();
+    let all = files.concat();
+    for (path, files) in paths.iter().zip(files) {
+        let (mut job, mut failed) = (Vec::new(), Vec::new());
+        for file in &files {
+            match programs(session, file, &all, &mut names, states) {
+                Ok(programs) => job.extend(programs),
+                Err(failure) => failed.push(failure),
+            }
+        }
+        // A folder may have other files.
+        let is_tolerable = path.is_dir() && !job.is_empty();
+        for failure in failed {
+            if is_tolerable {
+                session.message(format_args!("note: left out: {failure}"));
+            } else {
                 *outcome = (*outcome).max(failure.outcome());
                 session.message(format_args!("error: {failure}"));
             }
         }
+        jobs.push(job);
     }
-    all
+    jobs
 }
 
-/// The files in a folder, by name, where numbers in names are in numerical order; the file itself if
-/// it is none. Hidden files are left out.
+/// The session for a command that needs simulated devices: the given one, or one on the default
+/// simulated device, which is reported.
+///
+/// # Errors
+/// When it cannot be opened.
+fn on_simulator(session: &Session, command: &str) -> Result<Option<Session>, Failure> {
+    if session.sim().is_some() {
+        return Ok(None);
+    }
+    session.message(format_args!("{command} needs devices of several sizes, so it uses simulated ones"));
+    Ok(Some(session.simulated()?.unchecked()))
+}
+
+/// The files in a folder, by name, where numbers in names are in numerical order, without hidden
+/// ones. A path that is no folder is its own only file.
 fn files_in(file: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(file) else { return vec![file.to_owned()] };
     let is_shown = |path: &PathBuf| {
@@ -154,7 +175,7 @@ fn files_in(file: &Path) -> Vec<PathBuf> {
     };
     let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_shown).collect();
     files.sort_by_cached_key(|path| numerical(&path.to_string_lossy()));
-    // Reading an empty folder as a file tells that it is none.
+    // Reading an empty folder gives an error that names it.
     if files.is_empty() { vec![file.to_owned()] } else { files }
 }
 

@@ -7,10 +7,10 @@ use serde::Serialize;
 
 use crate::cards::smallest_card;
 use crate::cli::ReportArgs;
-use crate::commands::all_programs_and_states;
 use crate::commands::study::advice::{Advice, advise};
 use crate::commands::study::sampled::{Row, Space};
 use crate::commands::study::{Case, Exhausted, Study};
+use crate::commands::{jobs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::map::{Figures, Map};
@@ -38,7 +38,7 @@ struct Data<'a> {
     title: &'a str,
     subtitle: &'a str,
     facts: Vec<(&'static str, String)>,
-    notes: &'a [String],
+    notes: Vec<&'a String>,
     buckets: &'a Buckets,
     requested: &'a Range,
     peak: Peak,
@@ -94,13 +94,11 @@ struct Other<'a> {
 /// When no recording can be read, an allocator fails for another reason than lack of memory, or the
 /// file cannot be written.
 pub fn run(session: &Session, args: &ReportArgs) -> Result<Outcome, Failure> {
-    if session.sim().is_none() {
-        session.message("report needs devices of several sizes, so it uses simulated ones");
-        return run(&session.simulated()?.unchecked(), args);
-    }
+    let simulated = on_simulator(session, "report")?;
+    let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
-    let named = all_programs_and_states(session, &args.files, &mut outcome);
-    let programs: Vec<Program> = named.into_iter().map(|(name, program)| Program { name, ..program }).collect();
+    let named = jobs(session, &args.files, &mut outcome, true).into_iter().flatten();
+    let programs: Vec<Program> = named.map(|(name, program)| Program { name, ..program }).collect();
     Ok(outcome.max(write(session, &programs, &args.output)?))
 }
 
@@ -141,7 +139,6 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
     let study = Study::of(session, name, program, MAPS)?;
     let advice = if program.has_history { advise(session, name, program, &study)? } else { Vec::new() };
     let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
-    let allocator = |case: &'_ Case| case.smallest_device.and_then(smallest_card);
     let none = Range::default();
     let recorded = (!program.memory.is_empty()).then(|| recorded(program, &study, &none));
     let data = Data {
@@ -149,7 +146,7 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
         title: name,
         subtitle: header("what"),
         facts: facts(program, &study),
-        notes: &program.notes,
+        notes: program.notes.iter().chain(&study.notes).collect(),
         buckets: &study.profile.buckets,
         requested: &study.profile.requested,
         peak: study.profile.peak,
@@ -165,7 +162,7 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
                 allocated: &case.sampled.allocated,
                 peak_reserved: case.sampled.peak_reserved,
                 smallest_device: case.smallest_device,
-                smallest_card: allocator(case),
+                smallest_card: case.smallest_device.and_then(smallest_card),
                 refusals: case.sampled.refused_at.len(),
                 refused_at: &case.sampled.refused_at[..case.sampled.refused_at.len().min(REFUSALS)],
                 driver_us: case.sampled.driver_us,
@@ -220,9 +217,9 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
 
 fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
     let refusal = &exhausted.refusal;
-    let (figures, device_free) = (refusal.map.figures(), exhausted.device_free());
     let finishing: Vec<&str> = study.finishing(exhausted).map(|case| &*case.manager.id).collect();
-    let others = study.cases.iter().skip(1).map(|case| Other {
+    let is_other = |case: &&Case| study.usual().is_none_or(|usual| usual.manager.id != case.manager.id);
+    let others = study.cases.iter().filter(is_other).map(|case| Other {
         name: &case.manager.name,
         finishes: finishing.contains(&&*case.manager.id),
         smallest_device: case.smallest_device,
@@ -234,9 +231,9 @@ fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
         bucket: study.profile.buckets.of(refusal.event),
         requested: refusal.refusal.bytes,
         report: refusal.refusal.report.as_ref().map_or_else(String::new, ToString::to_string),
-        live: figures.live,
-        free: figures.free + device_free,
-        largest_free: figures.largest_free.max(device_free),
+        live: refusal.map.figures().live,
+        free: exhausted.free(),
+        largest_free: exhausted.largest_free(),
         space: Row::of(&refusal.map),
         others: others.collect(),
     }

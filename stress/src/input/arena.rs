@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::error::Reason;
-use super::program::Labels;
+use super::program::{Frame, Labels};
 
 /// Declares the strings with a meaning in snapshots.
 macro_rules! words {
@@ -99,6 +99,7 @@ enum Kind {
     Frame,
     Stack,
     Tag,
+    Text,
 }
 
 #[derive(Debug, Default)]
@@ -223,7 +224,7 @@ impl Arena {
                 stack.push(self.frame(frame)?);
             }
         }
-        let number = self.labels.stack(&stack)?;
+        let number = self.labels.add_stack(&stack)?;
         self.known.insert((Kind::Stack, digest), number);
         Ok(number)
     }
@@ -233,26 +234,40 @@ impl Arena {
         if let Some(&known) = self.known.get(&(Kind::Frame, digest)) {
             return Ok(known);
         }
-        let text = |word| self.get(frame, word).and_then(|value| self.text_of(value)).unwrap_or("?");
-        let (name, file) = (text(Word::Name), text(Word::Filename));
-        let text = match self.get(frame, Word::Line) {
-            Some(Value::Int(line @ 1..)) => format!("{name} ({file}:{line})"),
-            _ => format!("{name} ({file})"),
+        let line = match self.get(frame, Word::Line) {
+            Some(Value::Int(line)) => u32::try_from(line).unwrap_or(0),
+            _ => 0,
         };
-        let number = self.labels.frame(&text)?;
+        let (name, file) = (self.label(frame, Word::Name)?, self.label(frame, Word::Filename)?);
+        let number = self.labels.add_frame(Frame { name, file, line })?;
         self.known.insert((Kind::Frame, digest), number);
         Ok(number)
     }
 
+    /// The number of a text that is the value of `key`; 0 if it is none.
+    fn label(&mut self, dict: u32, key: Word) -> Result<u32, Reason> {
+        let value = self.get(dict, key).unwrap_or(Value::Int(0));
+        self.keep(Kind::Text, value, Labels::add_text)
+    }
+
     /// Keeps a tag. Returns its number in the labels; 0 if it is not a text, or an empty one.
     pub(super) fn tag(&mut self, tag: Value) -> Result<u32, Reason> {
-        let digest = self.digest(tag);
-        if let Some(&known) = self.known.get(&(Kind::Tag, digest)) {
+        self.keep(Kind::Tag, tag, Labels::add_tag)
+    }
+
+    fn keep(
+        &mut self,
+        kind: Kind,
+        value: Value,
+        add: fn(&mut Labels, &str) -> Result<u32, Reason>,
+    ) -> Result<u32, Reason> {
+        let digest = self.digest(value);
+        if let Some(&known) = self.known.get(&(kind, digest)) {
             return Ok(known);
         }
-        let text = self.text_of(tag).unwrap_or("").to_owned();
-        let number = self.labels.tag(&text)?;
-        self.known.insert((Kind::Tag, digest), number);
+        let text = self.text_of(value).unwrap_or("").to_owned();
+        let number = add(&mut self.labels, &text)?;
+        self.known.insert((kind, digest), number);
         Ok(number)
     }
 

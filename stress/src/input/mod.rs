@@ -122,7 +122,7 @@ fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault>
         _ => Ok(Origin { name: name.clone(), path, layers, states: *states, allowance }),
     };
     let buffered = |content| BufReader::with_capacity(64 << 10, allowance.content(content));
-    let values = |(top, mut arena)| structure::programs(top, &mut arena, name, *states);
+    let values = |(top, mut arena)| structure::programs(top, &mut arena, name, *states, allowance);
     match format {
         Format::Archive => archive::programs(content, &packed()?),
         Format::Page => page::programs(content, &packed()?),
@@ -137,7 +137,8 @@ fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault>
 fn parse_inside(outer: &Origin<'_>, name: String, path: &Path, content: impl Read) -> Result<Vec<Program>, Fault> {
     let inner = Origin { name, path, layers: outer.layers + 1, ..*outer };
     let programs = parse(&inner, Box::new(content))?;
-    outer.allowance.keep(programs.iter().map(Program::bytes).sum());
+    let labels = programs.first().map_or(0, |program| program.labels.bytes());
+    outer.allowance.keep(programs.iter().map(Program::bytes).sum::<usize>() + labels);
     Ok(programs)
 }
 

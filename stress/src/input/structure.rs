@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::allowance::{Allowance, VALUES};
 use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
 use super::program::{Program, Site};
@@ -14,10 +15,16 @@ const WRAPPERS: u32 = 3;
 /// The programs of a snapshot, of a list of snapshots, one for each rank, or of those under the key
 /// `snapshot` of a dictionary.
 /// With `states`, the memory of those without a history is enough.
-pub(super) fn programs(top: Value, arena: &mut Arena, name: &str, states: bool) -> Result<Vec<Program>, Fault> {
+pub(super) fn programs(
+    top: Value,
+    arena: &mut Arena,
+    name: &str,
+    states: bool,
+    allowance: &Allowance,
+) -> Result<Vec<Program>, Fault> {
     let top = unwrap(arena, top);
     let Value::List(list) = top else {
-        let snapshot = read(arena, top)?;
+        let snapshot = read(arena, top, allowance)?;
         return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name, states);
     };
     let first = arena.first(list);
@@ -39,7 +46,7 @@ pub(super) fn programs(top: Value, arena: &mut Arena, name: &str, states: bool) 
     let (mut programs, mut found) = (Vec::new(), Vec::new());
     for (rank, value) in arena.take(list).into_iter().enumerate() {
         let value = unwrap(arena, value);
-        found.push(read(arena, value).map_err(|fault| fault.within(&format!("[{rank}]")))?);
+        found.push(read(arena, value, allowance).map_err(|fault| fault.within(&format!("[{rank}]")))?);
     }
     let (several, mut left_out) = (found.len() > 1, 0_u64);
     let labels = Arc::new(arena.take_labels());
@@ -96,7 +103,7 @@ fn not_it(arena: &Arena, value: Value) -> Reason {
     Reason::NotASnapshot { found }
 }
 
-fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
+fn read(arena: &mut Arena, value: Value, allowance: &Allowance) -> Result<Snapshot, Fault> {
     let top = match value {
         Value::Dict(top) if is_snapshot(arena, top) => top,
         _ => return Err(Fault::file(not_it(arena, value))),
@@ -109,7 +116,10 @@ fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
         };
         let mut entries = Vec::new();
         for (index, value) in arena.take(trace).into_iter().enumerate() {
-            let entry = entry(arena, value);
+            let entry = entry(arena, value).and_then(|entry| {
+                allowance.check(arena.bytes(), VALUES)?;
+                Ok(entry)
+            });
             entries.push(entry.map_err(|reason| Fault::new(Location::Entry { device, index }, reason))?);
         }
         traces.push(entries);
@@ -230,7 +240,6 @@ fn list(arena: &mut Arena, dict: u32, key: Word) -> Result<Vec<Value>, Reason> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::allowance::Allowance;
     use super::super::{json, unpickle};
     use super::*;
 
@@ -247,14 +256,16 @@ mod tests {
 
     fn read_pickle(value: &[u8]) -> Result<Vec<Program>, String> {
         let pickle = [&b"\x80\x04"[..], value, b"."].concat();
-        let read = unpickle::run(&pickle[..], &Allowance::read(pickle.len(), pickle.len()));
-        read.and_then(|(top, mut arena)| programs(top, &mut arena, "p", false))
+        let allowance = Allowance::read(pickle.len(), pickle.len());
+        let read = unpickle::run(&pickle[..], &allowance);
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, "p", false, &allowance))
             .map_err(|fault| fault.at("p".as_ref()).to_string())
     }
 
     fn read_json(text: &str) -> Result<Vec<Program>, String> {
-        let read = json::parse(text.as_bytes(), &Allowance::read(text.len(), text.len()));
-        read.and_then(|(top, mut arena)| programs(top, &mut arena, "j", false))
+        let allowance = Allowance::read(text.len(), text.len());
+        let read = json::parse(text.as_bytes(), &allowance);
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, "j", false, &allowance))
             .map_err(|fault| fault.at("j".as_ref()).to_string())
     }
 
@@ -443,9 +454,9 @@ mod tests {
         );
         for program in [read_pickle(&pickled).unwrap().remove(0), read_json(&json).unwrap().remove(0)] {
             let [site] = program.sites[..] else { panic!("{:?}", program.sites) };
-            let frames: Vec<&str> = program.labels.frames(site.stack).collect();
+            let frames: Vec<String> = program.labels.frames(site.stack).collect();
             assert_eq!(frames, ["forward (/home/me/train.py:31)", "main (/home/me/train.py:7)"]);
-            assert_eq!(program.labels.tag_text(site.tag), Some("step 3"));
+            assert_eq!(program.labels.text(site.tag), Some("step 3"));
             assert_eq!(program.options.as_deref(), Some("max_split_size_mb:128"));
             assert_eq!(crate::profile::headline(&program.labels, site.stack), "forward (me/train.py:31)");
         }

@@ -70,11 +70,9 @@ pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     let programs = recordings()?;
     let Some(program) = programs.first() else { return Ok(Outcome::Done) };
     let outcomes = [story.roomy(program)?, story.small(program)?, story.moving(program)?, story.compare(&programs)?];
-    if let Some(path) = &args.report {
-        report::write(session, &programs, path)?;
-    }
+    let report = args.report.as_ref().map(|path| report::write(session, &programs, path)).transpose()?;
     story.next_steps()?;
-    Ok(outcomes.into_iter().max().unwrap_or(Outcome::Done))
+    Ok(outcomes.into_iter().chain(report).max().unwrap_or(Outcome::Done))
 }
 
 fn recordings() -> Result<Vec<Program>, Failure> {

@@ -26,9 +26,12 @@ const PYTORCH_OPTIONS: [&str; 6] = [
 /// Options of this project that trade memory for driver calls.
 const OWN_OPTIONS: [&str; 3] = ["frame_mb:16", "frame_mb:64", "granule_mb:8,frame_mb:32"];
 
-/// What must be saved for an option to be advised, in parts of the memory held: less is within what
-/// a program's own variation brings.
+/// What must be saved for advice, in parts of the memory held: 2 %. Less is within what a program's
+/// own variation brings.
 const WORTH: u64 = 50;
+
+/// Driver time that matters, in microseconds.
+const MATTERS_US: f64 = 20e3;
 
 /// A piece of advice.
 #[derive(Debug, Clone, Serialize)]
@@ -36,7 +39,7 @@ const WORTH: u64 = 50;
 pub struct Advice {
     pub title: String,
     pub text: String,
-    /// Bytes saved at the peak, if that is known.
+    /// Bytes that are held less, if that is known.
     pub saves: Option<u64>,
     /// The options to set, if any, and what the program takes and fits on with them.
     #[serde(flatten)]
@@ -64,48 +67,61 @@ impl Figures {
     }
 }
 
-/// Looks for what would help a program.
+/// Looks for what would help a program, compared with the study's usual case.
 ///
 /// # Errors
-/// When an allocator fails for another reason than lack of memory.
+/// None in particular: options that cannot be tried are noted.
 pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -> Result<Vec<Advice>, Failure> {
     let Some(usual) = study.usual() else { return Ok(Vec::new()) };
     let pytorch = PYTORCH_OPTIONS.iter().filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
-    let own = OWN_OPTIONS.iter().filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
-    let tried = try_all(session, name, program, &study.profile, pytorch.chain(own).collect(), None)?;
-    let others = study.cases.iter().skip(1).chain(&tried);
-    let (own, pytorch): (Vec<&Case>, Vec<&Case>) = others.partition(|case| case.manager.name == "Aquifer");
+    // They would replace the user's options.
+    let is_default = study.own().is_some_and(|own| own.manager.options.is_empty());
+    let own =
+        OWN_OPTIONS.iter().filter(|_| is_default).filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
+    let (managers, mut notes) = (pytorch.chain(own).collect(), Vec::new());
+    let tried = try_all(session, name, program, &study.profile, managers, None, &mut notes)?;
+    notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
+    let (pytorch, own): (Vec<&Case>, Vec<&Case>) = tried.iter().partition(|case| case.manager.is_pytorch);
+    let pytorch: Vec<&Case> = study.cases.iter().filter(|case| case.manager.is_pytorch).chain(pytorch).collect();
     let mut advice = Vec::new();
     if let Some(best) = best(usual, &pytorch) {
-        let title = format!("In PyTorch, set PYTORCH_ALLOC_CONF={}", best.manager.options);
+        let title = match &*best.manager.options {
+            "" => "In PyTorch, leave PYTORCH_ALLOC_CONF out".to_owned(),
+            options => format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
+        };
         advice.push(Advice::option(title, best, usual));
     }
-    if let Some(best) = best(usual, &own[..1.min(own.len())]) {
-        advice.push(Advice::option("Use Aquifer".to_owned(), best, usual));
+    if let Some(best) = study.own().and_then(|own| best(usual, &[own])) {
+        let options = match &*best.manager.options {
+            "" => String::new(),
+            options => format!(" with AQUIFER_ALLOC_CONF={options}"),
+        };
+        advice.push(Advice::option(format!("Use Aquifer{options}"), best, usual));
     }
-    advice.extend(fewer_calls(&own));
+    advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
     advice.extend(growing(program));
-    advice.extend(outliving(program));
+    let wasted = usual.sampled.peak_reserved.saturating_sub(study.profile.peak.bytes);
+    if wasted >= usual.sampled.peak_reserved / WORTH {
+        advice.extend(outliving(program));
+    }
     advice.extend(separate_streams(program, &study.profile));
-    advice.extend(many_sizes(program, &pytorch));
+    advice.extend(many_sizes(program, usual, &pytorch));
     Ok(advice)
 }
 
 impl Advice {
     fn option(title: String, case: &Case, usual: &Case) -> Advice {
-        let on = |case: &Case| optional(case.smallest_device.map(Bytes));
-        Advice {
-            title,
-            text: format!(
-                "It takes {} instead of {}, and finishes on a device of {} instead of {}.",
-                Bytes(case.sampled.peak_reserved),
-                Bytes(usual.sampled.peak_reserved),
-                on(case),
-                on(usual)
-            ),
-            saves: usual.sampled.peak_reserved.checked_sub(case.sampled.peak_reserved),
-            figures: Some(Figures::of(case)),
-        }
+        let device = |case: &Case| optional(case.smallest_device.map(Bytes));
+        let (new, old) = (case.sampled.peak_reserved, usual.sampled.peak_reserved);
+        let finishes = format!("It finishes on a device of {} instead of {}", device(case), device(usual));
+        let comparable = case.finishes() && usual.finishes();
+        let text = match () {
+            () if !comparable => format!("{finishes}."),
+            () if new <= old => format!("{finishes}, and takes {} instead of {}.", Bytes(new), Bytes(old)),
+            () => format!("{finishes}. Where there is more memory, it takes {} instead of {}.", Bytes(new), Bytes(old)),
+        };
+        let saves = old.checked_sub(new).filter(|_| comparable);
+        Advice { title, text, saves, figures: Some(Figures::of(case)) }
     }
 
     fn of_code(title: String, text: String) -> Advice {
@@ -119,8 +135,9 @@ fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
     let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
     let is_less = |new: u64, old: u64| new < old && old - new >= old / WORTH;
     let is_worth = |case: &Case| {
+        let takes_less = is_less(case.sampled.peak_reserved, usual.sampled.peak_reserved);
         is_less(device(case), device(usual))
-            || (device(case) <= device(usual) && is_less(case.sampled.peak_reserved, usual.sampled.peak_reserved))
+            || (device(case) <= device(usual) && takes_less && case.finishes() && usual.finishes())
     };
     let worth = || cases.iter().copied().filter(|case| is_worth(case));
     let smallest = worth().map(device).min()?;
@@ -128,18 +145,13 @@ fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
     near.min_by_key(|case| case.sampled.peak_reserved)
 }
 
-/// Driver time that matters, in microseconds.
-const MATTERS_US: f64 = 20e3;
-
 /// Options of this project that save a third of the driver's time for at most 1 % more memory.
-fn fewer_calls(own: &[&Case]) -> Option<Advice> {
-    let (usual, others) = own.split_first()?;
+fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
     let time = usual.sampled.driver_us.filter(|&us| us >= MATTERS_US)?;
-    let is_worth = |case: &&&Case| {
-        let most = usual.sampled.peak_reserved + usual.sampled.peak_reserved / 100;
-        case.sampled.peak_reserved <= most && case.sampled.driver_us.is_some_and(|us| us <= time * 2.0 / 3.0)
-    };
+    let most = usual.sampled.peak_reserved + usual.sampled.peak_reserved / 100;
     let time_of = |case: &Case| case.sampled.driver_us.unwrap_or(f64::INFINITY);
+    let is_worth =
+        |case: &&&Case| case.finishes() && case.sampled.peak_reserved <= most && time_of(case) <= time * 2.0 / 3.0;
     let best = others.iter().filter(is_worth).min_by(|one, other| time_of(one).total_cmp(&time_of(other)))?;
     Some(Advice {
         title: format!("With Aquifer, if driver calls matter, set AQUIFER_ALLOC_CONF={}", best.manager.options),
@@ -155,7 +167,7 @@ fn fewer_calls(own: &[&Case]) -> Option<Advice> {
     })
 }
 
-/// The least size of a block that matters here.
+/// The least size of a block that matters here. Smaller ones are kept apart from larger ones.
 const LARGE: u64 = 1 << 20;
 /// Allocations between a block and the one that replaces it.
 const NEAR: u64 = 8;
@@ -209,7 +221,8 @@ fn growing(program: &Program) -> Option<Advice> {
                 if new.steps >= STEPS {
                     let steps = if new.steps == STEPS { u64::from(STEPS) } else { 1 };
                     let (count, copied, largest) = found.entry((new.site.stack, new.site.tag)).or_default();
-                    (*count, *copied) = (*count + steps, *copied + steps * old.bytes);
+                    *count += steps;
+                    *copied = copied.saturating_add(old.bytes.saturating_mul(steps));
                     *largest = new.bytes.max(*largest);
                 }
             }
@@ -221,60 +234,51 @@ fn growing(program: &Program) -> Option<Advice> {
     Some(Advice::of_code(
         format!("Allocate arrays that grow once, at their final size{place}"),
         format!(
-            "{count} times a block was replaced by one that is at most a quarter larger, up to {}: {} were copied, old              and new block were live together, and the old one fits no later request. A cache of the final size, or              memory that grows in place (`Growable` in Aquifer), avoids that.",
+            "{count} times a block was replaced by one that is at most a quarter larger, up to {}. {} were copied, and \
+             old and new block were live together. A cache of the final size, or memory that grows in place \
+             (`Growable` in Aquifer), avoids that.",
             Bytes(largest),
             Bytes(copied)
         ),
     ))
 }
 
-/// Blocks that are allocated in a step and freed in a later one, between blocks of the step.
+/// Large blocks that are allocated in an iteration and freed in one of the next, between blocks of
+/// their own iteration. Those that live for most of the program, such as an optimizer's state, are
+/// none.
 fn outliving(program: &Program) -> Option<Advice> {
-    let mut slots = vec![(0, 0, Site::default()); program.slots as usize];
-    let (mut sites, mut iteration, mut iterations) = (program.sites.iter(), 0_u32, 0_u32);
-    // By call stack and tag: blocks, bytes, and the longest life in iterations.
-    let mut found: HashMap<(u32, u32), (u64, u64, u32)> = HashMap::new();
-    let (mut blocks, mut bytes_in_all) = (0_u64, 0_u64);
+    let iterations = program.events.iter().filter(|event| matches!(event, Event::Iteration(_))).count();
+    let mut slots = vec![(0, 0); program.slots as usize];
+    let (mut iteration, mut blocks, mut bytes_in_all, mut longest) = (0, 0, 0_u64, 0);
     for event in &program.events {
         match *event {
-            Event::Iteration(_) => {
-                iteration += 1;
-                iterations += 1;
-            }
-            Event::Alloc { slot, bytes, .. } => {
-                slots[slot as usize] = (iteration, bytes, sites.next().copied().unwrap_or_default());
-            }
+            Event::Iteration(_) => iteration += 1,
+            Event::Alloc { slot, bytes, .. } => slots[slot as usize] = (iteration, bytes),
             Event::Free { slot } => {
-                let (begun, bytes, site) = slots[slot as usize];
+                let (begun, bytes) = slots[slot as usize];
                 let lived = iteration - begun;
-                // What begins before the first iteration is set up for all of them.
-                if begun > 0 && lived > 0 && lived < iterations {
-                    let (count, sum, longest) = found.entry((site.stack, site.tag)).or_default();
-                    (*count, *sum, *longest) = (*count + 1, *sum + bytes, lived.max(*longest));
-                    (blocks, bytes_in_all) = (blocks + 1, bytes_in_all + bytes);
+                if begun > 0 && lived > 0 && lived < iterations / 2 && iteration < iterations && bytes >= LARGE {
+                    (blocks, longest) = (blocks + 1, longest.max(lived));
+                    bytes_in_all = bytes_in_all.saturating_add(bytes);
                 }
             }
             Event::RecordStream { .. } => {}
         }
     }
-    if iterations < 4 || blocks * 2 < u64::from(iterations) {
-        return None;
-    }
-    let (&(stack, _), &(count, bytes, longest)) = found.iter().max_by_key(|&(key, &(count, ..))| (count, key))?;
-    let most = match stack {
-        0 => String::new(),
-        _ => format!(" Most of them, {count} of {}, come from {}.", Bytes(bytes), headline(&program.labels, stack)),
-    };
-    Some(Advice::of_code(
-        "Free what a step allocates before the next step, or allocate it before the first".to_owned(),
-        format!(
-            "{blocks} blocks of {} live on into later iterations, up to {longest} of them, among blocks of their own              iteration. Where segments do not move, each of them keeps a segment from being used for a larger              request.{most}",
-            Bytes(bytes_in_all)
-        ),
-    ))
+    (iterations >= 4 && blocks * 2 >= iterations).then(|| {
+        Advice::of_code(
+            "Free what an iteration allocates before the next, or allocate it before the first".to_owned(),
+            format!(
+                "{blocks} blocks of at least 1 MiB, of {} in all, live on into later iterations, for up to {longest} of \
+                 them. Where memory does not move, such a block can keep what is free around it from serving a \
+                 larger request.",
+                Bytes(bytes_in_all)
+            ),
+        )
+    })
 }
 
-/// Streams whose peaks are at different times: caches that are not shared hold the sum.
+/// Streams that use most memory at different times: caches that are not shared hold the sum.
 fn separate_streams(program: &Program, profile: &Profile) -> Option<Advice> {
     let mut live = vec![(0_u64, 0_u64); program.streams.len()];
     let mut slots = vec![(0, 0); program.slots as usize];
@@ -295,20 +299,24 @@ fn separate_streams(program: &Program, profile: &Profile) -> Option<Advice> {
     }
     let sum: u64 = live.iter().map(|&(_, most)| most).fold(0, u64::saturating_add);
     let used = live.iter().filter(|&&(_, most)| most >= LARGE).count();
-    (used > 1 && sum > profile.peak.bytes + profile.peak.bytes / 10).then(|| {
+    let peak = profile.peak.bytes;
+    (used > 1 && sum > peak.saturating_add(peak / 10)).then(|| {
         Advice::of_code(
             format!("Let fewer streams allocate: {used} do"),
             format!(
-                "They use most at different times: their peaks add up to {}, and the program's own peak is {}.                  PyTorch never gives a stream's free memory to another, so its cache holds at least the sum. Allocate                  on one stream and use `record_stream`, or use an allocator whose streams share memory.",
+                "They use most at different times: their peaks add up to {}, and the program's own peak is {}. \
+                 PyTorch gives a stream's free memory to no other stream until memory runs out, so its cache grows to \
+                 at least the sum. Allocate on one stream and use `record_stream`, or use an allocator whose streams \
+                 share memory.",
                 Bytes(sum),
-                Bytes(profile.peak.bytes)
+                Bytes(peak)
             ),
         )
     })
 }
 
-/// Sizes that hardly repeat, of which each needs a place of its own.
-fn many_sizes(program: &Program, pytorch: &[&Case]) -> Option<Advice> {
+/// Sizes that hardly repeat, of which each needs a place of its own, if rounding them helps.
+fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advice> {
     let mut counts: HashMap<u64, u64> = HashMap::new();
     for event in &program.events {
         if let Event::Alloc { bytes: bytes @ LARGE.., .. } = *event {
@@ -316,25 +324,20 @@ fn many_sizes(program: &Program, pytorch: &[&Case]) -> Option<Advice> {
         }
     }
     let (sizes, allocs) = (counts.len() as u64, counts.values().sum::<u64>());
-    if sizes < 100 || sizes * 20 < allocs {
-        return None;
-    }
-    let rounded = pytorch.iter().filter(|case| case.manager.options.starts_with("roundup_power2_divisions"));
-    let rounded = rounded.filter_map(|case| Some((case.smallest_device?, *case))).min_by_key(|&(device, _)| device);
-    let evidence = rounded.map_or_else(String::new, |(device, case)| {
-        format!(
-            " As a measure of what that brings: with all sizes rounded in the allocator ({}), PyTorch takes {} and              finishes on {}.",
-            case.manager.options,
-            Bytes(case.sampled.peak_reserved),
-            Bytes(device)
+    let rounded = pytorch.iter().copied().filter(|case| case.manager.options.starts_with("roundup_power2_divisions"));
+    let rounded = best(usual, &rounded.collect::<Vec<_>>())?;
+    (sizes >= 100 && sizes * 20 >= allocs).then(|| {
+        Advice::of_code(
+            "Pad lengths to a few sizes".to_owned(),
+            format!(
+                "{allocs} blocks of 1 MiB and more have {sizes} different sizes, so a freed block rarely fits the next \
+                 request. If all sizes are rounded up ({}), PyTorch takes {} and finishes on {}.",
+                rounded.manager.options,
+                Bytes(rounded.sampled.peak_reserved),
+                optional(rounded.smallest_device.map(Bytes))
+            ),
         )
-    });
-    Some(Advice::of_code(
-        "Pad lengths to a few sizes".to_owned(),
-        format!(
-            "{allocs} blocks of 1 MiB and more have {sizes} different sizes, so a freed block rarely fits the next              request.{evidence}"
-        ),
-    ))
+    })
 }
 
 #[cfg(test)]
@@ -374,14 +377,15 @@ mod tests {
     fn blocks_that_outlive_their_step_are_found() {
         let mut text = String::new();
         for step in 0..20 {
-            text += &format!("i {step}\na {step}0 8388608 0\na {step}1 1000 0\nf {step}0 0\n");
+            text += &format!("i {step}\na {step}0 8388608 0\na {step}1 2097152 0\nf {step}0 0\n");
             if step > 0 {
                 text += &format!("f {}1 0\n", step - 1);
             }
         }
         let found = titles(&advice(&text));
-        assert!(found.contains("Free what a step allocates"), "{found}");
-        assert!(found.contains("19 blocks of 18.55 KiB live on"), "{found}");
+        assert!(found.contains("Free what an iteration allocates"), "{found}");
+        assert!(found.contains("18 blocks of at least 1 MiB, of 36.00 MiB in all, live on"), "{found}");
+        assert!(!found.contains("  "), "{found}");
     }
 
     #[test]
