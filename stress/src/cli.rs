@@ -4,6 +4,7 @@ mod compare;
 mod hardware;
 mod run;
 mod shows;
+mod studies;
 mod transfer;
 
 use std::error::Error;
@@ -21,6 +22,7 @@ pub use compare::CompareArgs;
 pub use hardware::{CallsArgs, SoakArgs};
 pub use run::RunArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
+pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
 pub use transfer::{Part, TransferArgs};
 
 use crate::exit::CODES;
@@ -30,6 +32,8 @@ Examples:
   aquifer-stress
   aquifer-stress fragmentation --scenario kv_cache
   aquifer-stress oom --device sim:24GiB
+  aquifer-stress explain snapshot.pickle
+  aquifer-stress report snapshot.pickle --output report.html
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
   aquifer-stress replay --config '' --config backing:segments,max_split_size_mb:128 *.trace.gz
@@ -120,6 +124,14 @@ pub struct Global {
 #[derive(Debug, Subcommand)]
 #[non_exhaustive]
 pub enum Command {
+    /// Explain a recorded program: what uses memory at its peak, what allocators take for it, how it
+    /// runs out of memory, and what helps.
+    Explain(ExplainArgs),
+    /// Find what wastes memory in recorded programs, and the options and changes that help.
+    Advise(AdviseArgs),
+    /// Write a page that shows recorded programs: memory over time, what is alive, and what lies
+    /// where, under several allocators.
+    Report(ReportArgs),
     /// Replay recorded programs: memory, fragmentation, driver calls and speed.
     Replay(ReplayArgs),
     /// Find the smallest device on which recorded programs finish.
@@ -155,7 +167,8 @@ Files, recognized by their content, not their names; - is standard input:
   PyTorch memory snapshots with history (.pickle, .json), also those of several ranks in a list, and
     the pages that torch.cuda._memory_viz makes of them (.html)
   RMM's CSV logs (.csv), of all versions, with a header or without
-Each may be compressed with gzip, xz or zstd, and several may be in a zip archive. Content beyond
+Each may be compressed with gzip, xz or zstd, and several may be in a zip archive or in a folder, as
+one snapshot per rank. Content beyond
 that of any recording of its size is refused. A file with several devices or ranks, or an archive,
 has several programs. If files have the same name, their paths follow the names of the programs.
 

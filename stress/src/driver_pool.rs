@@ -74,7 +74,7 @@ impl Subject for DriverPool {
         // The driver has no allocation of 0 bytes.
         match self.device.driver().alloc_async(bytes.max(1), raw) {
             Ok(ptr) => Ok(Block { ptr, stream, uses: Vec::new() }),
-            Err(error) if error.is_out_of_memory() => Err(Refused::OutOfMemory),
+            Err(error) if error.is_out_of_memory() => Err(Refused::OutOfMemory(None)),
             Err(error) => Err(Refused::Failed(Box::new(AllocError::from(error).into()))),
         }
     }
@@ -107,7 +107,7 @@ mod tests {
         let mut block = pool.alloc(3 << 20, 1).unwrap();
         let empty = pool.alloc(0, 0).unwrap();
         pool.record_stream(&mut block, 0).unwrap();
-        assert!(matches!(pool.alloc(2 << 30, 0), Err(Refused::OutOfMemory)));
+        assert!(matches!(pool.alloc(2 << 30, 0), Err(Refused::OutOfMemory(_))));
         pool.free(block);
         pool.free(empty);
         device.synchronize().unwrap();

@@ -103,9 +103,9 @@ pub enum Failure {
     /// A transfer failed.
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    /// A temporary file could not be written, or a program not run.
+    /// A file could not be written, or a program not run.
     #[error("{}: {cause}", path.display())]
-    Temporary {
+    File {
         /// The file.
         path: std::path::PathBuf,
         /// The error of the operating system.

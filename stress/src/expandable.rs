@@ -16,6 +16,7 @@ use aquifer_device::{PhysicalOptions, RawPhysical};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
+use crate::map::{Map, Piece, Use};
 use crate::session::Session;
 use crate::subject::{Measured, Refused, Subject, streams_of};
 
@@ -103,7 +104,7 @@ impl Expandable {
             Err(Unmappable::Failed(error)) => Err(refused(error)),
             Err(Unmappable::NoMemory) => {
                 self.stats.num_ooms += 1;
-                Err(Refused::OutOfMemory)
+                Err(Refused::OutOfMemory(None))
             }
         }
     }
@@ -193,6 +194,7 @@ impl Expandable {
             let above = Block { addr: addr + mapped, size: size - mapped, prev: Some(id), ..self.blocks[id] };
             let above = self.insert(above);
             self.blocks[id].size = mapped;
+            self.link(Some(above), self.blocks[above].next);
             self.link(Some(id), Some(above));
             self.list(above);
         }
@@ -398,6 +400,30 @@ impl Measured for Expandable {
         self.stats
     }
 
+    fn held(&self) -> (u64, u64) {
+        (self.stats.reserved_bytes.all.current, self.stats.allocated_bytes.all.current)
+    }
+
+    fn map(&self) -> Result<Map, Failure> {
+        let mut blocks: BTreeMap<u64, Block> = BTreeMap::new();
+        let mut gone = vec![false; self.blocks.len()];
+        self.vacant.iter().for_each(|&id| gone[id] = true);
+        blocks.extend(self.blocks.iter().zip(gone).filter(|&(_, gone)| !gone).map(|(block, _)| (block.addr, *block)));
+        let mut pieces = Vec::new();
+        let mut segment = None;
+        for block in blocks.into_values() {
+            let is = match block.state {
+                State::Live => Use::Live,
+                State::Free => Use::Free,
+                State::Unmapped => continue,
+            };
+            let starts = segment.replace(block.segment) != Some(block.segment);
+            pieces.push(Piece { bytes: block.size, is, stream: block.stream, starts });
+        }
+        let memory = self.device.memory_info()?;
+        Ok(Map::new(pieces, memory.free, memory.total))
+    }
+
     fn empty_cache(&mut self) -> Result<(), Failure> {
         Ok(self.release_free()?)
     }
@@ -446,6 +472,7 @@ impl Drop for Expandable {
 mod tests {
     use super::*;
     use crate::cli::Global;
+    use crate::random::Random;
 
     const MIB: u64 = 1 << 20;
 
@@ -487,7 +514,7 @@ mod tests {
         // Neither of the two holes is long enough, but their pages serve at the segment's end.
         let moved = subject.alloc(60 * MIB, 0).unwrap();
         assert_eq!((reserved(&subject), subject.stats().num_alloc_retries), (100 * MIB, 1));
-        assert!(matches!(subject.alloc(20 * MIB, 0), Err(Refused::OutOfMemory)));
+        assert!(matches!(subject.alloc(20 * MIB, 0), Err(Refused::OutOfMemory(_))));
         assert_eq!((subject.stats().num_alloc_retries, subject.stats().num_ooms), (2, 1));
         [two, four, moved].into_iter().for_each(|block| subject.free(block));
         let device = subject.device.clone();
@@ -517,11 +544,56 @@ mod tests {
         }
     }
 
+    /// The blocks are linked in the order of their addresses, without gaps, and neighbours differ.
+    fn assert_linked(subject: &Expandable) {
+        let gone: BTreeSet<usize> = subject.vacant.iter().copied().collect();
+        let blocks: Vec<usize> = (0..subject.blocks.len()).filter(|id| !gone.contains(id)).collect();
+        let (mut mapped, mut live) = (0, 0);
+        for &id in &blocks {
+            let block = subject.blocks[id];
+            let page = PAGES[block.kind];
+            match block.state {
+                State::Unmapped => assert_eq!([(block.addr - block.segment) % page, block.size % page], [0; 2]),
+                _ => mapped += block.size,
+            }
+            live += if block.state == State::Live { block.size } else { 0 };
+            if let Some(next) = block.next {
+                let next = subject.blocks[next];
+                assert_eq!((next.prev, next.addr, next.segment), (Some(id), block.addr + block.size, block.segment));
+                assert!(next.state != block.state || block.state == State::Live);
+            }
+        }
+        assert_eq!(mapped, reserved(subject));
+        assert_eq!(live, subject.stats().allocated_bytes.all.current);
+        assert_eq!(subject.pages.values().map(|(_, page)| page).sum::<u64>(), mapped);
+    }
+
+    #[test]
+    fn blocks_stay_linked_when_random_programs_lack_memory() {
+        for seed in 0..40 {
+            let mut subject = expandable("sim:300MiB");
+            let mut live = Vec::new();
+            let mut draw = Random::new(seed);
+            for _ in 0..400 {
+                if draw.below(5) < 2 && !live.is_empty() {
+                    let at = draw.below(u32::try_from(live.len()).unwrap()) as usize;
+                    subject.free(live.swap_remove(at));
+                } else {
+                    let most = [1 << 16, 1 << 20, 30 << 20, 90 << 20][draw.below(4) as usize];
+                    let (bytes, stream) = (1 + draw.below(most), draw.below(2));
+                    live.extend(subject.alloc(bytes.into(), u16::try_from(stream).unwrap()).ok());
+                }
+                assert_linked(&subject);
+            }
+            assert!(subject.stats().num_alloc_retries > 0, "seed {seed}");
+        }
+    }
+
     #[test]
     fn requests_larger_than_the_device_are_refused() {
         let mut subject = expandable("sim:1GiB");
         for bytes in [(1 << 30) + 1, u64::MAX] {
-            assert!(matches!(subject.alloc(bytes, 0), Err(Refused::OutOfMemory)));
+            assert!(matches!(subject.alloc(bytes, 0), Err(Refused::OutOfMemory(_))));
         }
         assert!(subject.segments.is_empty() && subject.alloc(0, 0).unwrap().is_none());
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::exit::Failure;
 use crate::input::{Event, Program};
-use crate::subject::{Refused, Subject};
+use crate::subject::{Refusal, Refused, Subject};
 
 /// One program and the slots of its blocks.
 #[derive(Debug)]
@@ -96,8 +96,14 @@ impl<'a, S: Subject> Player<'a, S> {
             };
             ooms += 1;
             match refused {
-                Refused::OutOfMemory if on_oom == OnOom::Skip => {}
-                Refused::OutOfMemory => break,
+                Refused::OutOfMemory(report) => {
+                    if let Event::Alloc { bytes, stream, .. } = *event {
+                        subject.refused(Refusal { bytes, stream, report });
+                    }
+                    if on_oom == OnOom::Stop {
+                        break;
+                    }
+                }
                 Refused::Failed(error) => {
                     return Err(match *error {
                         Failure::Alloc { error, .. } => Failure::Alloc { event: Some(index), error },

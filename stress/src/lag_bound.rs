@@ -88,16 +88,7 @@ mod tests {
     use super::*;
 
     fn program(events: Vec<Event>, slots: u32, streams: u64) -> Program {
-        Program {
-            name: String::new(),
-            device: 0,
-            headers: Vec::new(),
-            events,
-            slots,
-            streams: (0..streams).collect(),
-            peak_requested_bytes: 0,
-            notes: Vec::new(),
-        }
+        Program { events, slots, streams: (0..streams).collect(), ..Program::default() }
     }
 
     /// The same by its definition.

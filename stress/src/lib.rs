@@ -8,8 +8,11 @@
 //! replays them to an allocator, to one that is [`observe`]d, to PyTorch's with [`expandable`]
 //! segments, or to the [`yardstick`].
 //! [`room`] and [`map`] show the memory that they leave free.
+//!
+//! A [`profile`] is a program's own use of memory over time.
 #![forbid(unsafe_code)]
 
+pub mod cards;
 pub mod cli;
 pub mod commands;
 pub mod content;
@@ -22,6 +25,7 @@ pub mod inputs;
 pub mod lag_bound;
 pub mod map;
 pub mod observe;
+pub mod profile;
 pub mod random;
 pub mod room;
 pub mod scenarios;
@@ -79,6 +83,9 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
     match &cli.command {
         None => commands::demo::run(&resizable("demo")?, &DemoArgs::default()),
         Some(Command::Demo(args)) => commands::demo::run(&resizable("demo")?, args),
+        Some(Command::Explain(args)) => commands::explain::run(&resizable("explain")?.unchecked(), args),
+        Some(Command::Advise(args)) => commands::advise::run(&resizable("advise")?.unchecked(), args),
+        Some(Command::Report(args)) => commands::report::run(&resizable("report")?.unchecked(), args),
         Some(Command::Fit(args)) => commands::fit::run(&resizable("fit")?.unchecked(), args),
         Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.unchecked(), args),
         Some(Command::Replay(args)) => commands::replay::run(&measuring()?, args),

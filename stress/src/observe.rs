@@ -15,8 +15,9 @@ use aquifer_device::{CallCounts, Operation, TimelineCounts};
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
+use crate::map::Map;
 use crate::session::{Lagged, Session};
-use crate::subject::{Aquifer, Measured, Refused, Subject};
+use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
 
 /// Calls that take, map or move memory.
 const TAKING: [Operation; 5] =
@@ -60,6 +61,21 @@ pub struct Observed<S = Aquifer> {
     /// Its simulator, if it is a simulated one.
     simulated: Option<Lagged>,
     requests: Requests,
+    /// Events that have begun.
+    events: u64,
+    first_refusal: Option<Result<FirstRefusal, Failure>>,
+}
+
+/// A refusal, and the memory at that time.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct FirstRefusal {
+    /// The number of the refused event, from 1, over all passes.
+    pub event: u64,
+    /// The request, and the allocator's report.
+    pub refusal: Refusal,
+    /// What lay where.
+    pub map: Map,
 }
 
 /// The requests of a pass.
@@ -81,7 +97,8 @@ impl<S: Measured> Observed<S> {
         let simulated = session.open_lagging(lag)?;
         let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
         let subject = S::new(session, &device, config, streams)?;
-        Ok(Observed { subject, device, simulated, requests: Requests::default() })
+        let (requests, events, first_refusal) = (Requests::default(), 0, None);
+        Ok(Observed { subject, device, simulated, requests, events, first_refusal })
     }
 
     /// The device.
@@ -92,6 +109,27 @@ impl<S: Measured> Observed<S> {
     /// The allocator's statistics.
     pub fn stats(&self) -> MemoryStats {
         self.subject.stats()
+    }
+
+    /// The bytes held from the device now, and those allocated.
+    pub fn held(&self) -> (u64, u64) {
+        self.subject.held()
+    }
+
+    /// What lies where now.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn map(&self) -> Result<Map, Failure> {
+        self.subject.map()
+    }
+
+    /// The first request that was refused. A second call returns none.
+    ///
+    /// # Errors
+    /// When the memory at that time could not be looked at.
+    pub fn take_first_refusal(&mut self) -> Result<Option<FirstRefusal>, Failure> {
+        self.first_refusal.take().transpose()
     }
 
     /// Runs a pass. Returns its result and its costs.
@@ -178,7 +216,15 @@ impl<S: Measured> Subject for Observed<S> {
         self.subject.record_stream(handle, stream)
     }
 
+    fn refused(&mut self, refusal: Refusal) {
+        if self.first_refusal.is_none() {
+            let event = self.events;
+            self.first_refusal = Some(self.map().map(|map| FirstRefusal { event, refusal, map }));
+        }
+    }
+
     fn begin_event(&mut self) {
+        self.events += 1;
         if let Some(lag) = self.lag() {
             lag.advance();
         }

@@ -221,6 +221,16 @@ impl Session {
         Some(Session::of(&self.global, device))
     }
 
+    /// The same session on a device of another capacity, if it is a simulated one.
+    #[must_use]
+    pub fn resized(&self, bytes: u64) -> Session {
+        let mut device = self.device.clone();
+        if let DeviceSpec::Sim(sim) = &mut device.spec {
+            sim.capacity_bytes = bytes;
+        }
+        Session::of(&self.global, device)
+    }
+
     /// The largest size for [`Session::sized`].
     ///
     /// # Errors

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use aquifer::device::{DeviceError, DevicePtr};
-use aquifer::memory::{AllocError, Allocation, MemoryStats};
+use aquifer::memory::{AllocError, Allocation, MemoryStats, OomReport};
 use aquifer::{Allocator, Device, Stream};
 use aquifer_device::sim::Lagging;
 
 use crate::cli::ConfigArg;
 use crate::exit::{Failure, is_refusal};
+use crate::map::Map;
 use crate::session::Session;
 
 /// An allocator under test. Streams are small numbers.
@@ -28,6 +29,9 @@ pub trait Subject {
     /// An event of a program begins: an allocation, a free or a use on another stream.
     #[inline]
     fn begin_event(&mut self) {}
+
+    /// A request was refused for lack of memory.
+    fn refused(&mut self, _: Refusal) {}
 
     /// Notes that another stream uses the block; does nothing for subjects without streams.
     ///
@@ -57,6 +61,15 @@ pub trait Measured: Subject + Sized {
     /// Its statistics.
     fn stats(&self) -> MemoryStats;
 
+    /// The bytes held from the device now, and those allocated.
+    fn held(&self) -> (u64, u64);
+
+    /// What lies where in its memory now.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    fn map(&self) -> Result<Map, Failure>;
+
     /// Gives free memory back to the device.
     ///
     /// # Errors
@@ -67,12 +80,22 @@ pub trait Measured: Subject + Sized {
     fn place(&self, handle: &Self::Handle) -> (DevicePtr, u64);
 }
 
+/// A request that was refused for lack of memory.
+#[derive(Debug, Clone)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Refusal {
+    pub bytes: u64,
+    pub stream: u16,
+    /// This project's allocator reports on it.
+    pub report: Option<Box<OomReport>>,
+}
+
 /// Why a request was refused.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Refused {
-    /// Memory was lacking.
-    OutOfMemory,
+    /// Memory was lacking. This project's allocator reports on it.
+    OutOfMemory(Option<Box<OomReport>>),
     /// Something else failed.
     Failed(Box<Failure>),
 }
@@ -80,7 +103,11 @@ pub enum Refused {
 impl From<AllocError> for Refused {
     #[cold]
     fn from(error: AllocError) -> Refused {
-        if is_refusal(&error) { Refused::OutOfMemory } else { Refused::Failed(Box::new(error.into())) }
+        match error {
+            AllocError::OutOfMemory(report) => Refused::OutOfMemory(Some(report)),
+            error if is_refusal(&error) => Refused::OutOfMemory(None),
+            error => Refused::Failed(Box::new(error.into())),
+        }
     }
 }
 
@@ -134,6 +161,14 @@ impl Measured for Aquifer {
 
     fn stats(&self) -> MemoryStats {
         self.allocator.stats()
+    }
+
+    fn held(&self) -> (u64, u64) {
+        (self.allocator.memory_reserved(), self.allocator.memory_allocated())
+    }
+
+    fn map(&self) -> Result<Map, Failure> {
+        Map::of(&self.allocator, &self.streams)
     }
 
     fn empty_cache(&mut self) -> Result<(), Failure> {

@@ -42,7 +42,7 @@ impl Subject for Yardstick {
 
     #[inline]
     fn alloc(&mut self, bytes: u64, _: u16) -> Result<Allocation<u32>, Refused> {
-        units(bytes).and_then(|units| self.0.allocate(units)).ok_or(Refused::OutOfMemory)
+        units(bytes).and_then(|units| self.0.allocate(units)).ok_or(Refused::OutOfMemory(None))
     }
 
     #[inline]
@@ -78,7 +78,7 @@ mod tests {
         let blocks: Vec<_> = (0..4).map(|_| yardstick.alloc(1 << 20, 0).unwrap()).collect();
         blocks.into_iter().for_each(|block| yardstick.free(block));
         assert!(yardstick.alloc(0, 0).is_ok());
-        assert!(matches!(yardstick.alloc(u64::MAX, 0), Err(Refused::OutOfMemory)));
+        assert!(matches!(yardstick.alloc(u64::MAX, 0), Err(Refused::OutOfMemory(_))));
         let mut yardstick = Yardstick::new(0, 1000);
         let empty: Result<Vec<_>, _> = (0..1000).map(|_| yardstick.alloc(0, 0)).collect();
         assert!(empty.is_ok(), "blocks without bytes take space, too");

@@ -50,6 +50,7 @@ pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
         Key::LimitFreeFraction => config.limit_free_fraction.map(plain),
         Key::Headroom => differing(config.headroom, default.headroom).map(mib),
         Key::History => differing(config.history, default.history).map(plain),
+        Key::OomSnapshot => config.oom_snapshot.as_ref().map(|path| path.display().to_string()),
         Key::Tags => differing(config.tags, default.tags).map(plain),
         Key::NoCache => flag(config.no_cache),
         Key::Backend | Key::ReleaseLock => None,

@@ -64,6 +64,7 @@ keys! {
     LimitFreeFraction = "limit_free_fraction" takes "a fraction in (0, 1], 0 excluded",
     Headroom = "headroom_mb" takes "MiB, such as 512 or 0.5",
     History = "history" takes "a whole number of entries, at most 4294967295",
+    OomSnapshot = "oom_snapshot" takes "a path that ends in .pickle, .pkl or .json, without `,:[]`",
     Tags = "tags" takes "`off`, `scope` or `span`",
     NoCache = "no_cache" takes "`True` or `False`",
 }

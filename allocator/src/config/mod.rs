@@ -22,6 +22,7 @@ mod values;
 #[cfg(test)]
 mod tests;
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 pub use choices::{Backing, CrossStream, SplitFrames, TagSource};
@@ -137,6 +138,12 @@ pub struct Config {
     /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
     /// `history`.
     pub history: u32,
+    /// A file to which a snapshot of the memory is saved when a request is first refused for lack of
+    /// memory; `None`, the default, is off. Its ending names the format, as for
+    /// [`Snapshot::save`](crate::Snapshot::save). The file names of devices other than the first
+    /// have their ordinal before the ending. With `history`, the snapshot has the time before.
+    /// Option `oom_snapshot`.
+    pub oom_snapshot: Option<PathBuf>,
     /// Where names of allocations come from. Option `tags`.
     pub tags: TagSource,
     /// Whether every allocation goes straight to the driver. Dropping one makes no driver call: its
@@ -168,6 +175,7 @@ impl Default for Config {
             limit_free_fraction: None,
             headroom: 0,
             history: 0,
+            oom_snapshot: None,
             tags: TagSource::default(),
             no_cache: false,
             inert: options::Inert::default(),

@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Bound::{Excluded, Included};
+use std::path::PathBuf;
 
 use super::error::ConfigError;
 use super::keys::Key;
 use super::parse::{Pair, Value};
 use super::values::{Reader, divisions, reserve};
 use super::{Backing, Config, CrossStream, SplitFrames, TagSource};
+use crate::snapshot::FileFormat;
 
 /// An option that was given, is valid, and has no effect: [`Config::ignored`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,6 +162,11 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         Key::History => {
             let entries = word()?.integer()?;
             config.history = u32::try_from(entries).or_else(|_| Err(word()?.out_of_range()))?;
+        }
+        Key::OomSnapshot => {
+            let path = PathBuf::from(word()?.text());
+            FileFormat::of(&path).or_else(|_| Err(word()?.invalid()))?;
+            config.oom_snapshot = Some(path);
         }
         Key::Tags => config.tags = word()?.choice(TagSource::ALL, TagSource::name)?,
         Key::NoCache => config.no_cache = word()?.flag()?,

@@ -37,7 +37,7 @@ fn every_option_is_read() {
         "large_segment_size_mb:32,max_split_size_mb:40,max_non_split_rounding_mb:50,\
          garbage_collection_threshold:0.6,roundup_power2_divisions:8,per_process_memory_fraction:0.5,\
          throw_on_cudamalloc_oom:True,backing:segments,cross_stream:wait,limit_mb:7,limit_free_fraction:0.25,\
-         headroom_mb:3,history:99,tags:span,no_cache:True",
+         headroom_mb:3,history:99,oom_snapshot:/tmp/oom.pickle,tags:span,no_cache:True",
     );
     assert_eq!(config.large_segment_size, 32 * MIB);
     assert_eq!(config.max_split_size, Some(40 * MIB));
@@ -52,6 +52,7 @@ fn every_option_is_read() {
     assert_eq!(config.limit_free_fraction, Some(0.25));
     assert_eq!(config.headroom, 3 * MIB);
     assert_eq!(config.history, 99);
+    assert_eq!(config.oom_snapshot.as_deref(), Some("/tmp/oom.pickle".as_ref()));
     assert_eq!(config.tags, TagSource::Span);
     assert!(config.no_cache);
     let cached = Config { no_cache: false, ..config.clone() };
@@ -85,6 +86,7 @@ fn ends_of_ranges_are_accepted() {
         "garbage_collection_threshold:1e-9",
         "garbage_collection_threshold:.5",
         "history:4294967295",
+        "oom_snapshot:a b/c.JSON",
         "limit_mb:1",
         "headroom_mb:0",
         "roundup_power2_divisions:0",
@@ -349,6 +351,7 @@ fn pair() -> impl Strategy<Value = String> {
         (fractions, 1e-12..0.999_f64).prop_map(|(key, value)| format!("{key}:{value}")),
         list.prop_map(|list| format!("roundup_power2_divisions:{list}")),
         any::<u32>().prop_map(|value| format!("history:{value}")),
+        "[a-z./ -]{0,9}[a-z]\\.(pkl|json)".prop_map(|path| format!("oom_snapshot:{path}")),
         prop::sample::select(CrossStream::ALL).prop_map(|choice| format!("cross_stream:{choice}")),
         prop::sample::select(TagSource::ALL).prop_map(|choice| format!("tags:{choice}")),
     ]

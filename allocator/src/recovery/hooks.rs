@@ -56,6 +56,8 @@ struct State {
     /// By number.
     observers: BTreeMap<u64, Observer>,
     mapping_observers: BTreeMap<u64, MappingObserver>,
+    /// Whether a snapshot was saved when a request was refused.
+    has_refused: bool,
 }
 
 impl Hooks {
@@ -116,6 +118,11 @@ impl Hooks {
     /// The reclaimers, by descending priority.
     pub(crate) fn reclaimers(&self) -> Vec<Reclaimer> {
         self.state.lock().reclaimers.values().cloned().collect()
+    }
+
+    /// Whether this is the first call.
+    pub(crate) fn is_first_refusal(&self) -> bool {
+        !std::mem::replace(&mut self.state.lock().has_refused, true)
     }
 
     pub(crate) fn notify(&self, report: &OomReport) {

@@ -116,6 +116,10 @@ pub struct DemoArgs {
     /// Draw maps with ASCII characters only.
     #[arg(long)]
     pub ascii: bool,
+
+    /// At the end, write a page about the recorded programs, as `report` does.
+    #[arg(long, value_name = "OUT", num_args = 0..=1, default_missing_value = "aquifer-report.html")]
+    pub report: Option<PathBuf>,
 }
 
 const DEMO_KEYS: &str = "\

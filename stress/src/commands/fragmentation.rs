@@ -145,14 +145,14 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     let stats = stage.allocator.stats();
     let stream = stage.streams[usize::from(setup.probe_stream)].clone();
     let room = Room::of(&stage.allocator, &stream)?;
-    let map = Map::of(&stage.allocator)?;
+    let map = Map::of(&stage.allocator, &stage.streams)?;
     stage.first_oom = None;
     let probe_fits = match stage.alloc(setup.probe, setup.probe_stream) {
         Ok(probe) => {
             stage.free(probe);
             true
         }
-        Err(Refused::OutOfMemory) => false,
+        Err(Refused::OutOfMemory(_)) => false,
         Err(Refused::Failed(error)) => return Err(*error),
     };
     // The memory that it would have taken from the device.

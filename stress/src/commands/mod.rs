@@ -1,16 +1,20 @@
 //! The commands, one module each.
 
+pub mod advise;
 pub mod bench;
 pub mod calls;
 pub mod compare;
 pub mod demo;
+pub mod explain;
 pub mod fit;
 pub mod fragmentation;
 pub mod oom;
 pub mod options;
 pub mod replay;
+pub mod report;
 pub mod run;
 pub mod soak;
+pub mod study;
 pub mod transfer;
 
 use std::collections::BTreeMap;
@@ -34,8 +38,9 @@ fn programs(
     file: &Path,
     files: &[PathBuf],
     names: &mut Names,
+    states: bool,
 ) -> Result<Vec<(String, Program)>, Failure> {
-    let programs = input::load(file)?;
+    let programs = if states { input::load_with_states(file)? } else { input::load(file)? };
     let stem = input::stem(file);
     let ambiguous = files.iter().any(|other| other != file && input::stem(other) == stem);
     let mut notes = 0;
@@ -114,19 +119,74 @@ impl Names {
     }
 }
 
-/// Reads the programs of all files. Files that cannot be read are reported and skipped.
+/// Reads the programs of all files, and of those in folders. Files that cannot be read are reported
+/// and skipped.
 fn all_programs(session: &Session, files: &[PathBuf], outcome: &mut Outcome) -> Vec<(String, Program)> {
-    let (mut all, mut names) = (Vec::new(), Names::default());
-    for file in files {
-        match programs(session, file, files, &mut names) {
-            Ok(programs) => all.extend(programs),
-            Err(failure) => {
+    jobs(session, files, outcome, false).into_iter().flatten().collect()
+}
+
+/// The programs of each file or folder; with `states`, also of snapshots without a history.
+fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: bool) -> Vec<Vec<(String, Program)>> {
+    let (mut jobs, mut names) = (Vec::new(), Names::default());
+    let files: Vec<Vec<PathBuf>> = paths.iter().map(|path| files_in(path)).collect();
+    let all = files.concat();
+    for (path, files) in paths.iter().zip(files) {
+        let (mut job, mut failed) = (Vec::new(), Vec::new());
+        for file in &files {
+            match programs(session, file, &all, &mut names, states) {
+                Ok(programs) => job.extend(programs),
+                Err(failure) => failed.push(failure),
+            }
+        }
+        // A folder may have other files.
+        let is_tolerable = path.is_dir() && !job.is_empty();
+        for failure in failed {
+            if is_tolerable {
+                session.message(format_args!("note: left out: {failure}"));
+            } else {
                 *outcome = (*outcome).max(failure.outcome());
                 session.message(format_args!("error: {failure}"));
             }
         }
+        jobs.push(job);
     }
-    all
+    jobs
+}
+
+/// The session for a command that needs simulated devices: the given one, or one on the default
+/// simulated device, which is reported.
+///
+/// # Errors
+/// When it cannot be opened.
+fn on_simulator(session: &Session, command: &str) -> Result<Option<Session>, Failure> {
+    if session.sim().is_some() {
+        return Ok(None);
+    }
+    session.message(format_args!("{command} needs devices of several sizes, so it uses simulated ones"));
+    Ok(Some(session.simulated()?.unchecked()))
+}
+
+/// The files in a folder, by name, where numbers in names are in numerical order, without hidden
+/// ones. A path that is no folder is its own only file.
+fn files_in(file: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(file) else { return vec![file.to_owned()] };
+    let is_shown = |path: &PathBuf| {
+        path.is_file() && !path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'))
+    };
+    let mut files: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_shown).collect();
+    files.sort_by_cached_key(|path| numerical(&path.to_string_lossy()));
+    // Reading an empty folder gives an error that names it.
+    if files.is_empty() { vec![file.to_owned()] } else { files }
+}
+
+/// A text in which numbers of up to 20 digits are padded to one length.
+fn numerical(text: &str) -> String {
+    let mut key = String::new();
+    for run in text.as_bytes().chunk_by(|one, other| one.is_ascii_digit() == other.is_ascii_digit()) {
+        let run = String::from_utf8_lossy(run);
+        if run.starts_with(|digit: char| digit.is_ascii_digit()) { key += &format!("{run:0>20}") } else { key += &run }
+    }
+    key
 }
 
 /// Records the latest `entries` of the history for a snapshot, unless the options set a number.
@@ -156,6 +216,12 @@ fn hundredths(time: f64) -> f64 {
     (time * 100.0).round() / 100.0
 }
 
+/// Nanoseconds as microseconds.
+#[expect(clippy::cast_precision_loss, reason = "a time to display")]
+pub(crate) fn us(ns: u64) -> f64 {
+    hundredths(ns as f64 / 1e3)
+}
+
 /// Rounded to thousandths: nanoseconds of a time in microseconds.
 fn thousandths(time: f64) -> f64 {
     (time * 1000.0).round() / 1000.0
@@ -164,6 +230,13 @@ fn thousandths(time: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_in_names_are_in_numerical_order() {
+        let mut names = ["rank10.pickle", "rank9.pickle", "größe", "rank1.pickle", "7"];
+        names.sort_by_cached_key(|name| numerical(name));
+        assert_eq!(names, ["7", "größe", "rank1.pickle", "rank9.pickle", "rank10.pickle"]);
+    }
 
     #[test]
     fn programs_of_different_files_have_different_names() {

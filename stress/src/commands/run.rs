@@ -95,7 +95,7 @@ fn code(status: ExitStatus) -> u8 {
 }
 
 fn failed(path: &Path, cause: io::Error) -> Failure {
-    Failure::Temporary { path: path.to_owned(), cause }
+    Failure::File { path: path.to_owned(), cause }
 }
 
 fn library(given: Option<&Path>) -> Result<PathBuf, Failure> {

@@ -1,8 +1,9 @@
 //! The lists and dictionaries of a pickle or a JSON text, as far as snapshots need them.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 use super::error::Reason;
+use super::program::{Frame, Labels};
 
 /// Declares the strings with a meaning in snapshots.
 macro_rules! words {
@@ -28,6 +29,7 @@ words! {
     Segments = "segments", DeviceTraces = "device_traces",
     Device = "device", Address = "address", Blocks = "blocks",
     RequestedSize = "requested_size", State = "state", ActiveAllocated = "active_allocated",
+    ActivePendingFree = "active_pending_free", ActiveAwaitingFree = "active_awaiting_free",
     History = "history", RealSize = "real_size",
     Action = "action", Addr = "addr", Size = "size", Stream = "stream", TimeUs = "time_us",
     PoolId = "pool_id", Frames = "frames",
@@ -36,13 +38,16 @@ words! {
     SegmentMap = "segment_map", SegmentUnmap = "segment_unmap",
     Snapshot = "snapshot", Oom = "oom", Annotate = "annotate",
     TraceEvents = "traceEvents",
+    Name = "name", Filename = "filename", Line = "line", UserMetadata = "user_metadata",
+    AllocatorSettings = "allocator_settings",
+    AllocConf = "PYTORCH_ALLOC_CONF", CudaAllocConf = "PYTORCH_CUDA_ALLOC_CONF",
 }
 
 /// The operand of an opcode has another type.
 pub(super) const MALFORMED: Reason = Reason::Pickle("an opcode does not fit what it is applied to");
 
-/// The longest word.
-pub(super) const LONGEST: usize = 16;
+/// How much of a text is kept.
+pub(super) const TEXT: usize = 256;
 
 /// A value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +93,15 @@ pub(super) const START: u64 = 0xcbf2_9ce4_8422_2325;
 /// that a list is not such a pair.
 const FEW: usize = 3;
 
+/// A kind of label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    Frame,
+    Stack,
+    Tag,
+    Text,
+}
+
 #[derive(Debug, Default)]
 struct List {
     items: Vec<Value>,
@@ -116,18 +130,14 @@ struct Node {
 /// Ends a dictionary's links.
 const NONE: u32 = u32::MAX;
 
-/// How many keys of the outermost dictionary are kept for error messages, and how many texts are
-/// kept to look them up.
+/// How many keys of the outermost dictionary are kept for error messages.
 const SHOWN: usize = 3;
-const TEXTS: usize = 16;
-/// The longest of these texts.
-pub(super) const TEXT: usize = 32;
 
 /// The lists and dictionaries.
 ///
 /// It keeps the entries of dictionaries whose key is a word; the dictionaries with such entries,
-/// the lists and the first numbers of lists; and of everything else only a digest. References are
-/// indices, so shared and cyclic ones need no care.
+/// the lists and the first numbers of lists; each text once; and of everything else only a digest.
+/// References are indices, so shared and cyclic ones need no care.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
     lists: Vec<List>,
@@ -135,8 +145,12 @@ pub(super) struct Arena {
     nodes: Vec<Node>,
     /// Items that all lists have room for.
     room: usize,
-    /// The first short texts that are not words, by digest.
-    texts: BTreeMap<u64, String>,
+    /// The texts that are not words, by digest.
+    texts: HashMap<u64, Box<str>>,
+    text_bytes: usize,
+    labels: Labels,
+    /// The numbers of the frames, call stacks and tags in `labels`, by kind and digest.
+    known: HashMap<(Kind, u64), u32>,
     /// The first keys of the outermost dictionary.
     keys: Vec<Value>,
 }
@@ -148,6 +162,10 @@ impl Arena {
             + self.room * size_of::<Value>()
             + self.dicts.len() * size_of::<Dict>()
             + self.nodes.len() * size_of::<Node>()
+            + self.texts.capacity() * size_of::<(u64, Box<str>)>()
+            + self.text_bytes
+            + self.known.capacity() * size_of::<((Kind, u64), u32)>()
+            + self.labels.bytes()
     }
 
     /// The present end of the values.
@@ -167,14 +185,95 @@ impl Arena {
 
     /// A text that was read completely.
     pub(super) fn text(&mut self, text: &[u8]) -> Value {
-        if let Some(word) = Word::from_bytes(text) {
-            return Value::Word(word);
+        match Word::from_bytes(text) {
+            Some(word) => Value::Word(word),
+            None => self.long_text(&text[..text.len().min(TEXT)], digest(START, text)),
         }
-        let digest = digest(START, text);
-        if self.texts.len() < TEXTS && text.len() <= TEXT {
-            self.texts.entry(digest).or_insert_with(|| String::from_utf8_lossy(text).into_owned());
-        }
+    }
+
+    /// A text of which only the start and the digest are known.
+    pub(super) fn long_text(&mut self, start: &[u8], digest: u64) -> Value {
+        self.texts.entry(digest).or_insert_with(|| {
+            let text: Box<str> = String::from_utf8_lossy(start).into();
+            self.text_bytes += text.len();
+            text
+        });
         Value::Other(digest)
+    }
+
+    /// The text of a value, if it is one.
+    pub(super) fn text_of(&self, value: Value) -> Option<&str> {
+        match value {
+            Value::Word(word) => Some(word.text()),
+            Value::Other(digest) => self.texts.get(&digest).map(|text| &**text),
+            _ => None,
+        }
+    }
+
+    /// Keeps a call stack, given as the list of its frames. Returns its number in the labels; 0 if
+    /// it has no frames.
+    pub(super) fn stack(&mut self, frames: Value) -> Result<u32, Reason> {
+        let digest = self.digest(frames);
+        if let Some(&known) = self.known.get(&(Kind::Stack, digest)) {
+            return Ok(known);
+        }
+        let Value::List(list) = frames else { return Ok(0) };
+        let mut stack = Vec::new();
+        for index in 0..self.lists[list as usize].items.len() {
+            if let Value::Dict(frame) = self.lists[list as usize].items[index] {
+                stack.push(self.frame(frame)?);
+            }
+        }
+        let number = self.labels.add_stack(&stack)?;
+        self.known.insert((Kind::Stack, digest), number);
+        Ok(number)
+    }
+
+    fn frame(&mut self, frame: u32) -> Result<u32, Reason> {
+        let digest = self.digest(Value::Dict(frame));
+        if let Some(&known) = self.known.get(&(Kind::Frame, digest)) {
+            return Ok(known);
+        }
+        let line = match self.get(frame, Word::Line) {
+            Some(Value::Int(line)) => u32::try_from(line).unwrap_or(0),
+            _ => 0,
+        };
+        let (name, file) = (self.label(frame, Word::Name)?, self.label(frame, Word::Filename)?);
+        let number = self.labels.add_frame(Frame { name, file, line })?;
+        self.known.insert((Kind::Frame, digest), number);
+        Ok(number)
+    }
+
+    /// The number of a text that is the value of `key`; 0 if it is none.
+    fn label(&mut self, dict: u32, key: Word) -> Result<u32, Reason> {
+        let value = self.get(dict, key).unwrap_or(Value::Int(0));
+        self.keep(Kind::Text, value, Labels::add_text)
+    }
+
+    /// Keeps a tag. Returns its number in the labels; 0 if it is not a text, or an empty one.
+    pub(super) fn tag(&mut self, tag: Value) -> Result<u32, Reason> {
+        self.keep(Kind::Tag, tag, Labels::add_tag)
+    }
+
+    fn keep(
+        &mut self,
+        kind: Kind,
+        value: Value,
+        add: fn(&mut Labels, &str) -> Result<u32, Reason>,
+    ) -> Result<u32, Reason> {
+        let digest = self.digest(value);
+        if let Some(&known) = self.known.get(&(kind, digest)) {
+            return Ok(known);
+        }
+        let text = self.text_of(value).unwrap_or("").to_owned();
+        let number = add(&mut self.labels, &text)?;
+        self.known.insert((kind, digest), number);
+        Ok(number)
+    }
+
+    /// The labels that were kept. A second call returns none.
+    pub(super) fn take_labels(&mut self) -> Labels {
+        std::mem::take(&mut self.labels)
     }
 
     /// The value of `key`.
@@ -237,7 +336,7 @@ impl Arena {
         let text = |&key: &Value| match key {
             Value::Word(word) => Some(format!("{:?}", word.text())),
             Value::Int(number) => Some(number.cast_signed().to_string()),
-            _ => self.texts.get(&self.digest(key)).map(|text| format!("{text:?}")),
+            _ => self.text_of(key).map(|text| format!("{text:?}")),
         };
         self.keys.iter().filter_map(text).collect()
     }

@@ -113,7 +113,7 @@ impl<'de> Visitor<'de> for Node<'_> {
                     let outer = self.0.in_frames.replace(true);
                     let frames = entries.next_value_seed(self)?;
                     self.0.in_frames.set(outer);
-                    self.0.arena.borrow_mut().digest_since(mark, frames)
+                    self.0.with(|arena| arena.stack(frames).map(|_| arena.digest_since(mark, frames)))?
                 }
                 _ if self.0.in_frames.get() => entries.next_value_seed(self)?,
                 Value::Word(word) if word != Word::TraceEvents => entries.next_value_seed(self)?,

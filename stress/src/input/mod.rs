@@ -40,7 +40,7 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
-pub use program::{Event, Program};
+pub use program::{Event, Labels, Program, Site};
 
 use allowance::Allowance;
 use error::Fault;
@@ -57,11 +57,24 @@ const STANDARD_INPUT: &str = "-";
 /// The file cannot be read, is of no known format, or is damaged; the error names the place and the
 /// reason.
 pub fn load(path: &Path) -> Result<Vec<Program>, InputError> {
+    load_with(path, false)
+}
+
+/// The same, and snapshots without a history: their programs only allocate what was live.
+///
+/// # Errors
+///
+/// As [`load`].
+pub fn load_with_states(path: &Path) -> Result<Vec<Program>, InputError> {
+    load_with(path, true)
+}
+
+fn load_with(path: &Path, states: bool) -> Result<Vec<Program>, InputError> {
     if path == Path::new(STANDARD_INPUT) {
-        return read(Path::new("standard input"), std::io::stdin().lock());
+        return read_with(Path::new("standard input"), std::io::stdin().lock(), states);
     }
     match File::open(path) {
-        Ok(file) => read(path, file),
+        Ok(file) => read_with(path, file, states),
         Err(error) => Err(Fault::file(Reason::Io(error)).at(path)),
     }
 }
@@ -78,8 +91,12 @@ pub fn stem(path: &Path) -> String {
 ///
 /// As [`load`].
 pub fn read(path: &Path, bytes: impl Read) -> Result<Vec<Program>, InputError> {
+    read_with(path, bytes, false)
+}
+
+fn read_with(path: &Path, bytes: impl Read, states: bool) -> Result<Vec<Program>, InputError> {
     let allowance = Allowance::default();
-    let origin = Origin { name: sniff::stem(path), path, layers: 0, allowance: &allowance };
+    let origin = Origin { name: sniff::stem(path), path, layers: 0, states, allowance: &allowance };
     parse(&origin, Box::new(allowance.stored(bytes))).map_err(|fault| fault.at(path))
 }
 
@@ -91,19 +108,21 @@ struct Origin<'a> {
     path: &'a Path,
     /// The number of layers around it.
     layers: u32,
+    /// Whether snapshots may lack a history.
+    states: bool,
     allowance: &'a Allowance,
 }
 
 fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault> {
-    let Origin { name, path, allowance, .. } = origin;
+    let Origin { name, path, states, allowance, .. } = origin;
     let (content, layers) = layers::open(bytes, origin.layers, allowance)?;
     let (format, content) = sniff::open(path, content)?;
     let packed = || match layers {
         error::LAYERS_MAX.. => Err(Fault::file(Reason::TooManyLayers)),
-        _ => Ok(Origin { name: name.clone(), path, layers, allowance }),
+        _ => Ok(Origin { name: name.clone(), path, layers, states: *states, allowance }),
     };
     let buffered = |content| BufReader::with_capacity(64 << 10, allowance.content(content));
-    let values = |(top, mut arena)| structure::programs(top, &mut arena, name);
+    let values = |(top, mut arena)| structure::programs(top, &mut arena, name, *states, allowance);
     match format {
         Format::Archive => archive::programs(content, &packed()?),
         Format::Page => page::programs(content, &packed()?),
@@ -116,9 +135,10 @@ fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault>
 
 /// Parses content in an archive or a page, whose programs stay in memory.
 fn parse_inside(outer: &Origin<'_>, name: String, path: &Path, content: impl Read) -> Result<Vec<Program>, Fault> {
-    let inner = Origin { name, path, layers: outer.layers + 1, allowance: outer.allowance };
+    let inner = Origin { name, path, layers: outer.layers + 1, ..*outer };
     let programs = parse(&inner, Box::new(content))?;
-    outer.allowance.keep(programs.iter().map(Program::bytes).sum());
+    let labels = programs.first().map_or(0, |program| program.labels.bytes());
+    outer.allowance.keep(programs.iter().map(Program::bytes).sum::<usize>() + labels);
     Ok(programs)
 }
 

@@ -1,12 +1,14 @@
 //! A recorded program, and its builder.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::error::Reason;
+use crate::map::Piece;
 use crate::text::one_line;
 
 /// A recorded program's use of memory on one device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Program {
     /// The name from the file's header, or else of the file.
     pub name: String,
@@ -22,6 +24,16 @@ pub struct Program {
     pub streams: Vec<u64>,
     /// The most bytes that were requested and not yet freed at any time.
     pub peak_requested_bytes: u64,
+    /// Where each allocation came from, in order; empty if no call stacks and no tags are known.
+    pub sites: Vec<Site>,
+    /// The call stacks and tags of the sites, shared by the programs of a file.
+    pub labels: Arc<Labels>,
+    /// The options of the allocator that served the program, if the file names any.
+    pub options: Option<String>,
+    /// What lay where in the end, if the file tells.
+    pub memory: Vec<Piece>,
+    /// Whether the file tells in which order memory was allocated and freed.
+    pub has_history: bool,
     /// Notes on what was skipped or inferred.
     pub notes: Vec<String>,
 }
@@ -36,7 +48,9 @@ impl Program {
     /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();
-        self.events.capacity() * size_of::<Event>() + headers + size_of::<Self>()
+        let sites = self.sites.capacity() * size_of::<Site>();
+        let memory = self.memory.capacity() * size_of::<Piece>();
+        self.events.capacity() * size_of::<Event>() + sites + memory + headers + size_of::<Self>()
     }
 
     /// Adds a note with a count, unless it is 0.
@@ -82,6 +96,107 @@ pub enum Event {
 
 const _: () = assert!(size_of::<Event>() == 16);
 
+/// Where an allocation came from: numbers of a call stack and a tag in [`Labels`]. 0 means that
+/// none is known.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Site {
+    pub stack: u32,
+    pub tag: u32,
+}
+
+/// The call stacks and tags of a file, each once.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Labels {
+    /// Names of functions and files, and tags.
+    texts: Vec<Box<str>>,
+    frames: Vec<Frame>,
+    /// Numbers of frames, the innermost first.
+    stacks: Vec<Box<[u32]>>,
+    /// Memory of the texts and the lists of frames.
+    content_bytes: usize,
+    has_tags: bool,
+}
+
+/// A frame of a call stack: numbers of texts, and a line, 0 if none is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Frame {
+    pub(super) name: u32,
+    pub(super) file: u32,
+    pub(super) line: u32,
+}
+
+impl Labels {
+    /// The frames of a call stack, the innermost first.
+    pub fn frames(&self, stack: u32) -> impl Iterator<Item = String> {
+        let frames = (stack as usize).checked_sub(1).and_then(|stack| self.stacks.get(stack));
+        frames.into_iter().flatten().filter_map(|&frame| self.frames.get(frame as usize)).map(|frame| {
+            let text = |number| self.text(number).unwrap_or("?");
+            let line = if frame.line > 0 { format!(":{}", frame.line) } else { String::new() };
+            one_line(&format!("{} ({}{line})", text(frame.name), text(frame.file)), LONGEST_FRAME)
+        })
+    }
+
+    /// A text; `None` for 0. Tags are texts.
+    pub fn text(&self, text: u32) -> Option<&str> {
+        (text as usize).checked_sub(1).and_then(|text| self.texts.get(text)).map(|text| &**text)
+    }
+
+    /// Whether there are neither call stacks nor tags.
+    pub fn is_empty(&self) -> bool {
+        self.stacks.is_empty() && !self.has_tags
+    }
+
+    /// Adds a text and returns its number; 0 if it is empty.
+    pub(super) fn add_text(&mut self, text: &str) -> Result<u32, Reason> {
+        if text.is_empty() {
+            return Ok(0);
+        }
+        self.texts.try_reserve(1)?;
+        self.content_bytes += text.len();
+        self.texts.push(text.into());
+        number(self.texts.len())
+    }
+
+    /// Adds a tag and returns its number; 0 if it is empty.
+    pub(super) fn add_tag(&mut self, text: &str) -> Result<u32, Reason> {
+        let tag = self.add_text(&one_line(text, LONGEST_NAME))?;
+        self.has_tags |= tag > 0;
+        Ok(tag)
+    }
+
+    /// Adds a frame and returns its number.
+    pub(super) fn add_frame(&mut self, frame: Frame) -> Result<u32, Reason> {
+        self.frames.try_reserve(1)?;
+        self.frames.push(frame);
+        number(self.frames.len() - 1)
+    }
+
+    /// Adds a call stack and returns its number; 0 if it is empty.
+    pub(super) fn add_stack(&mut self, frames: &[u32]) -> Result<u32, Reason> {
+        if frames.is_empty() {
+            return Ok(0);
+        }
+        self.stacks.try_reserve(1)?;
+        self.content_bytes += size_of_val(frames);
+        self.stacks.push(frames.into());
+        number(self.stacks.len())
+    }
+
+    /// Memory in use.
+    pub(super) fn bytes(&self) -> usize {
+        let lists = self.texts.capacity() + self.stacks.capacity();
+        lists * size_of::<Box<str>>() + self.frames.capacity() * size_of::<Frame>() + self.content_bytes
+    }
+}
+
+fn number(index: usize) -> Result<u32, Reason> {
+    u32::try_from(index).map_err(|_| Reason::TooMany("2^32 call stacks, frames or tags"))
+}
+
+/// The longest frame of a call stack in characters.
+const LONGEST_FRAME: usize = 300;
+
 /// The longest name in characters.
 const LONGEST_NAME: usize = 100;
 
@@ -103,7 +218,9 @@ pub(super) struct Builder {
     last_stream: (u64, u16),
     live_bytes: u64,
     /// By key: blocks that were allocated before all events.
-    first: Vec<(u64, Event)>,
+    first: Vec<(u64, Event, Site)>,
+    /// Of the next allocation.
+    site: Site,
     /// Memory of the headers.
     header_bytes: usize,
 }
@@ -114,12 +231,9 @@ impl Builder {
             program: Program {
                 name: one_line(&name, LONGEST_NAME),
                 device,
-                headers: Vec::new(),
-                events: Vec::new(),
-                slots: 0,
                 streams: vec![0],
-                peak_requested_bytes: 0,
-                notes: Vec::new(),
+                has_history: true,
+                ..Program::default()
             },
             live: HashMap::new(),
             empty: Vec::new(),
@@ -127,6 +241,7 @@ impl Builder {
             last_stream: (0, 0),
             live_bytes: 0,
             first: Vec::new(),
+            site: Site::default(),
             header_bytes: 0,
         }
     }
@@ -136,7 +251,8 @@ impl Builder {
         // A table has a byte for each entry besides the entry.
         self.program.events.capacity() * size_of::<Event>()
             + self.live.capacity() * (size_of::<(u64, Live)>() + 1)
-            + self.first.capacity() * size_of::<(u64, Event)>()
+            + self.program.sites.capacity() * size_of::<Site>()
+            + self.first.capacity() * size_of::<(u64, Event, Site)>()
             + self.empty.capacity() * size_of::<u32>()
             + self.header_bytes
     }
@@ -148,6 +264,18 @@ impl Builder {
         self.header_bytes += key.len() + value.len();
         self.program.headers.push((key.to_owned(), value.to_owned()));
         self.program.headers.len()
+    }
+
+    /// Sets the site of the next allocation.
+    pub(super) fn set_site(&mut self, site: Site) {
+        self.site = site;
+    }
+
+    /// Names the labels of the sites, and the options of the recorded allocator, before the first
+    /// allocation.
+    pub(super) fn describe(&mut self, labels: Arc<Labels>, options: Option<String>) {
+        self.program.labels = labels;
+        self.program.options = options;
     }
 
     pub(super) fn live(&self, key: u64) -> Option<Live> {
@@ -167,6 +295,10 @@ impl Builder {
         self.program.peak_requested_bytes = self.program.peak_requested_bytes.max(self.live_bytes);
         let stream = self.dense(stream)?;
         self.push(Event::Alloc { slot, bytes, stream })?;
+        if !self.program.labels.is_empty() {
+            self.program.sites.try_reserve(1)?;
+            self.program.sites.push(std::mem::take(&mut self.site));
+        }
         Ok(true)
     }
 
@@ -179,7 +311,7 @@ impl Builder {
         self.live.insert(key, Live { slot, bytes, stream });
         self.live_bytes = self.live_bytes.checked_add(bytes).ok_or(Reason::TooManyBytes)?;
         let stream = self.dense(stream)?;
-        self.first.push((key, Event::Alloc { slot, bytes, stream }));
+        self.first.push((key, Event::Alloc { slot, bytes, stream }, std::mem::take(&mut self.site)));
         Ok(())
     }
 
@@ -230,9 +362,13 @@ impl Builder {
     pub(super) fn finish(mut self) -> Result<Program, Reason> {
         let program = &mut self.program;
         if !self.first.is_empty() {
-            self.first.sort_unstable_by_key(|&(key, _)| key);
+            self.first.sort_unstable_by_key(|&(key, ..)| key);
             program.events.try_reserve_exact(self.first.len())?;
-            program.events.splice(..0, self.first.iter().map(|&(_, event)| event));
+            program.events.splice(..0, self.first.iter().map(|&(_, event, _)| event));
+            if !program.labels.is_empty() {
+                program.sites.try_reserve_exact(self.first.len())?;
+                program.sites.splice(..0, self.first.iter().map(|&(.., site)| site));
+            }
             program.peak_requested_bytes = peak(program)?;
         }
         program.events.shrink_to_fit();

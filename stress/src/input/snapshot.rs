@@ -4,10 +4,14 @@
 //! (`record_stream`). They show in how a free ends: the free of a block that other streams used is
 //! completed only when a later allocation finds that those streams are done. See [`waited`].
 
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
 use super::arena::Word;
 use super::error::{Fault, Location, Reason};
-use super::program::{Builder, Program};
+use super::program::{Builder, Labels, Program, Site};
 use super::recording::Recording;
+use crate::map::{Piece, Use};
 
 /// The parts of a snapshot that are replayed.
 #[derive(Debug, Default)]
@@ -15,6 +19,9 @@ pub(super) struct Snapshot {
     pub(super) segments: Vec<Segment>,
     /// By device, oldest entry first.
     pub(super) traces: Vec<Vec<Entry>>,
+    pub(super) labels: Arc<Labels>,
+    /// The options of the allocator, as in `PYTORCH_ALLOC_CONF`.
+    pub(super) options: Option<String>,
 }
 
 /// A segment, with its allocated blocks at the end of the history.
@@ -22,8 +29,10 @@ pub(super) struct Snapshot {
 pub(super) struct Segment {
     pub(super) device: u64,
     pub(super) stream: u64,
-    /// Address and requested bytes.
-    pub(super) allocated: Vec<(u64, u64)>,
+    /// Address, requested bytes and site.
+    pub(super) allocated: Vec<(u64, u64, Site)>,
+    /// Sizes and uses of all blocks, by address.
+    pub(super) blocks: Vec<(u64, Use)>,
 }
 
 /// An entry of the history.
@@ -36,6 +45,7 @@ pub(super) struct Entry {
     pub(super) time_us: u64,
     /// Digest of the call stack; 0 if none was recorded.
     pub(super) frames: u64,
+    pub(super) site: Site,
     pub(super) private_pool: bool,
 }
 
@@ -76,20 +86,24 @@ impl Action {
 const WAIT_US: u64 = 10;
 
 /// The programs of all devices with a history.
-pub(super) fn programs(snapshot: Snapshot, name: &str) -> Result<Vec<Program>, Fault> {
-    let several = snapshot.traces.iter().filter(|trace| !trace.is_empty()).count() > 1;
+/// With `states`, also those of devices without, which only allocate what was live.
+pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<Vec<Program>, Fault> {
+    let trace = |device: u32| snapshot.traces.get(device as usize).map_or(&[][..], |trace| trace);
+    let with_state = snapshot.segments.iter().filter(|segment| states && !segment.allocated.is_empty());
+    let with_state = with_state.filter_map(|segment| u32::try_from(segment.device).ok());
+    let with_history = (0..).zip(&snapshot.traces).filter(|(_, trace)| !trace.is_empty()).map(|(device, _)| device);
+    let devices: BTreeSet<u32> = with_history.chain(with_state).collect();
     let mut programs = Vec::new();
-    for (device, trace) in (0u32..).zip(snapshot.traces) {
-        if !trace.is_empty() {
-            let name = if several { format!("{name}/device{device}") } else { name.to_owned() };
-            programs.push(program(name, device, &trace, &snapshot.segments)?);
-        }
+    for &device in &devices {
+        let name = if devices.len() > 1 { format!("{name}/device{device}") } else { name.to_owned() };
+        programs.push(program(name, device, trace(device), &snapshot)?);
     }
     if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
 }
 
-fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> Result<Program, Fault> {
+fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> Result<Program, Fault> {
     let mut recording = Recording::new(Builder::new(name, device));
+    recording.builder.describe(snapshot.labels.clone(), snapshot.options.clone());
     let mut streams = Streams::of(trace);
     let kinds = Kinds::of(trace);
     let mut counts = Counts::default();
@@ -99,6 +113,7 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
             Action::Alloc => {
                 let (addr, size) = place(entry).map_err(fault)?;
                 recording.free_within(addr, size).map_err(fault)?;
+                recording.builder.set_site(entry.site);
                 recording.alloc(addr, size, entry.stream).map_err(fault)?;
                 streams.allocated(entry.stream);
                 counts.private += u64::from(entry.private_pool);
@@ -136,15 +151,32 @@ fn program(name: String, device: u32, trace: &[Entry], segments: &[Segment]) -> 
     }
     // A block that is allocated at the end and has no entry was allocated before the history
     // starts.
-    for segment in segments.iter().filter(|segment| segment.device == u64::from(device)) {
-        for &(addr, size) in &segment.allocated {
+    for segment in snapshot.segments.iter().filter(|segment| segment.device == u64::from(device)) {
+        for &(addr, size, site) in &segment.allocated {
+            recording.builder.set_site(site);
             recording.found(addr, size, segment.stream).map_err(Fault::file)?;
         }
     }
-    kinds.note(trace.len(), &mut recording.builder);
-    recording.note("history");
+    if trace.is_empty() {
+        recording.builder.remark("the snapshot has no history: only what was live in the end is known".into());
+    } else {
+        kinds.note(trace.len(), &mut recording.builder);
+        recording.note("history");
+    }
     counts.note(&mut recording.builder);
-    recording.builder.finish().map_err(Fault::file)
+    let mut program = recording.builder.finish().map_err(Fault::file)?;
+    for segment in snapshot.segments.iter().filter(|segment| segment.device == u64::from(device)) {
+        let stream = program.streams.iter().position(|&stream| stream == segment.stream).unwrap_or(0);
+        let stream = u16::try_from(stream).unwrap_or(u16::MAX);
+        program.memory.extend(segment.blocks.iter().enumerate().map(|(index, &(bytes, is))| Piece {
+            bytes,
+            is,
+            stream,
+            starts: index == 0,
+        }));
+    }
+    program.has_history = !trace.is_empty();
+    Ok(program)
 }
 
 /// The kinds of entries in the history: PyTorch and Aquifer can skip some.
@@ -276,11 +308,22 @@ mod tests {
     use super::*;
 
     fn entry(action: Action, addr: u64, stream: u64, time_us: u64, frames: u64) -> Entry {
-        Entry { action, addr: Some(addr << 20), size: Some(addr * 10), stream, time_us, frames, private_pool: false }
+        Entry {
+            action,
+            addr: Some(addr << 20),
+            size: Some(addr * 10),
+            stream,
+            time_us,
+            frames,
+            site: Site::default(),
+            private_pool: false,
+        }
     }
 
     fn events(trace: Vec<Entry>, segments: Vec<Segment>) -> Program {
-        programs(Snapshot { segments, traces: vec![Vec::new(), trace] }, "p").unwrap().remove(0)
+        programs(Snapshot { segments, traces: vec![Vec::new(), trace], ..Snapshot::default() }, "p", false)
+            .unwrap()
+            .remove(0)
     }
 
     use Action::{Alloc, FreeCompleted, FreeRequested};
@@ -294,7 +337,10 @@ mod tests {
             entry(Alloc, 5, 0, 0, 0),
             entry(Alloc, 6, 0, 0, 0),
         ];
-        let segment = |device, allocated| Segment { device, stream: 3, allocated };
+        let segment = |device, allocated: Vec<(u64, u64)>| {
+            let allocated = allocated.into_iter().map(|(addr, size)| (addr, size, Site::default())).collect();
+            Segment { device, stream: 3, allocated, blocks: Vec::new() }
+        };
         let program =
             events(trace, vec![segment(1, vec![(2 << 20, 22), (6 << 20, 60)]), segment(0, vec![(1 << 20, 11)])]);
         assert_eq!(program.device, 1);
@@ -471,9 +517,9 @@ mod tests {
         );
         assert_eq!((program.operations(), program.notes.len()), (4, 4), "{:?}", program.notes);
         odd.action = Alloc;
-        let fault = programs(Snapshot { segments: Vec::new(), traces: vec![vec![odd]] }, "p").unwrap_err();
+        let fault = programs(Snapshot { traces: vec![vec![odd]], ..Snapshot::default() }, "p", false).unwrap_err();
         assert_eq!(fault.at("s".as_ref()).to_string(), "s:device_traces[0][0]: the field addr is missing");
-        let fault = programs(Snapshot::default(), "p").unwrap_err();
+        let fault = programs(Snapshot::default(), "p", false).unwrap_err();
         assert!(fault.at("s".as_ref()).to_string().contains("_record_memory_history"));
     }
 }

@@ -1,39 +1,59 @@
 //! Finds memory snapshots among the values of a pickle or a JSON text.
 
+use std::sync::Arc;
+
+use super::allowance::{Allowance, VALUES};
 use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
-use super::program::Program;
+use super::program::{Program, Site};
 use super::snapshot::{self, Action, Entry, Segment, Snapshot, positive};
+use crate::map::Use;
 
 /// How many dictionaries with the key `snapshot` may be nested.
 const WRAPPERS: u32 = 3;
 
 /// The programs of a snapshot, of a list of snapshots, one for each rank, or of those under the key
 /// `snapshot` of a dictionary.
-pub(super) fn programs(top: Value, arena: &mut Arena, name: &str) -> Result<Vec<Program>, Fault> {
+/// With `states`, the memory of those without a history is enough.
+pub(super) fn programs(
+    top: Value,
+    arena: &mut Arena,
+    name: &str,
+    states: bool,
+    allowance: &Allowance,
+) -> Result<Vec<Program>, Fault> {
     let top = unwrap(arena, top);
     let Value::List(list) = top else {
-        return snapshot::programs(read(arena, top)?, name);
+        let snapshot = read(arena, top, allowance)?;
+        return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name, states);
     };
     let first = arena.first(list);
     // Old snapshots, and those of `torch.cuda.memory_snapshot()`, are a list of segments.
     if let Some(Value::Dict(first)) = first
         && arena.get(first, Word::Blocks).is_some()
     {
-        return Err(Fault::file(Reason::NoHistory));
+        let mut segments = Vec::new();
+        for (number, value) in arena.take(list).into_iter().enumerate() {
+            segments.push(segment(arena, number, value)?);
+        }
+        let labels = Arc::new(arena.take_labels());
+        return snapshot::programs(Snapshot { segments, labels, ..Snapshot::default() }, name, states);
     }
-    if !matches!(first, Some(Value::Dict(_))) {
+    let is_rank = first.map(|first| unwrap(arena, first));
+    if !matches!(is_rank, Some(Value::Dict(rank)) if is_snapshot(arena, rank)) {
         return Err(Fault::file(not_it(arena, top)));
     }
     let (mut programs, mut found) = (Vec::new(), Vec::new());
     for (rank, value) in arena.take(list).into_iter().enumerate() {
         let value = unwrap(arena, value);
-        found.push(read(arena, value).map_err(|fault| fault.within(&format!("[{rank}]")))?);
+        found.push(read(arena, value, allowance).map_err(|fault| fault.within(&format!("[{rank}]")))?);
     }
     let (several, mut left_out) = (found.len() > 1, 0_u64);
+    let labels = Arc::new(arena.take_labels());
     for (rank, snapshot) in found.into_iter().enumerate() {
+        let snapshot = Snapshot { labels: labels.clone(), ..snapshot };
         let name = if several { format!("{name}/rank{rank}") } else { name.to_owned() };
-        match snapshot::programs(snapshot, &name) {
+        match snapshot::programs(snapshot, &name, states) {
             Ok(more) => programs.extend(more),
             Err(fault) if matches!(fault.reason, Reason::NoHistory) => left_out += 1,
             Err(fault) => return Err(fault.within(&format!("[{rank}]"))),
@@ -83,11 +103,12 @@ fn not_it(arena: &Arena, value: Value) -> Reason {
     Reason::NotASnapshot { found }
 }
 
-fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
+fn read(arena: &mut Arena, value: Value, allowance: &Allowance) -> Result<Snapshot, Fault> {
     let top = match value {
         Value::Dict(top) if is_snapshot(arena, top) => top,
         _ => return Err(Fault::file(not_it(arena, value))),
     };
+    let options = options(arena, top);
     let mut traces = Vec::new();
     for (device, trace) in (0u32..).zip(list(arena, top, Word::DeviceTraces).map_err(Fault::file)?) {
         let Value::List(trace) = trace else {
@@ -95,7 +116,10 @@ fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
         };
         let mut entries = Vec::new();
         for (index, value) in arena.take(trace).into_iter().enumerate() {
-            let entry = entry(arena, value);
+            let entry = entry(arena, value).and_then(|entry| {
+                allowance.check(arena.bytes(), VALUES)?;
+                Ok(entry)
+            });
             entries.push(entry.map_err(|reason| Fault::new(Location::Entry { device, index }, reason))?);
         }
         traces.push(entries);
@@ -104,10 +128,24 @@ fn read(arena: &mut Arena, value: Value) -> Result<Snapshot, Fault> {
     for (number, value) in list(arena, top, Word::Segments).map_err(Fault::file)?.into_iter().enumerate() {
         segments.push(segment(arena, number, value)?);
     }
-    Ok(Snapshot { segments, traces })
+    Ok(Snapshot { segments, traces, labels: Arc::default(), options })
 }
 
-fn entry(arena: &Arena, value: Value) -> Result<Entry, Reason> {
+/// The option string that the recorded allocator was given.
+fn options(arena: &Arena, top: u32) -> Option<String> {
+    let Some(Value::Dict(settings)) = arena.get(top, Word::AllocatorSettings) else { return None };
+    let text = [Word::AllocConf, Word::CudaAllocConf].into_iter().find_map(|key| arena.get(settings, key));
+    text.and_then(|text| arena.text_of(text)).map(str::to_owned)
+}
+
+/// The call stack and the tag of an entry or a block.
+fn site(arena: &mut Arena, dict: u32) -> Result<Site, Reason> {
+    let stack = arena.get(dict, Word::Frames).map_or(Ok(0), |frames| arena.stack(frames))?;
+    let tag = arena.get(dict, Word::UserMetadata).map_or(Ok(0), |tag| arena.tag(tag))?;
+    Ok(Site { stack, tag })
+}
+
+fn entry(arena: &mut Arena, value: Value) -> Result<Entry, Reason> {
     let Value::Dict(dict) = value else { return Err(Reason::Structure("an entry is not a dictionary")) };
     let action = match arena.get(dict, Word::Action) {
         Some(Value::Word(word)) => Action::of(word),
@@ -120,6 +158,7 @@ fn entry(arena: &Arena, value: Value) -> Result<Entry, Reason> {
         stream: int(arena, dict, Word::Stream)?.unwrap_or(0),
         time_us: int(arena, dict, Word::TimeUs)?.unwrap_or(0),
         frames: arena.get(dict, Word::Frames).map_or(0, |frames| arena.digest(frames)),
+        site: site(arena, dict)?,
         private_pool: match arena.get(dict, Word::PoolId) {
             Some(Value::List(pool)) => !arena.is_zeros(pool),
             _ => false,
@@ -133,14 +172,15 @@ fn segment(arena: &mut Arena, number: usize, value: Value) -> Result<Segment, Fa
     let number_in = |arena: &Arena, key| int(arena, dict, key).map(|number| number.unwrap_or(0)).map_err(fault);
     let (device, stream) = (number_in(arena, Word::Device)?, number_in(arena, Word::Stream)?);
     let mut address = number_in(arena, Word::Address)?;
-    let mut allocated = Vec::new();
+    let (mut allocated, mut blocks) = (Vec::new(), Vec::new());
     for (index, value) in list(arena, dict, Word::Blocks).map_err(fault)?.into_iter().enumerate() {
         let at = Location::Block { segment: number, block: index };
         let block = block(arena, value, address).map_err(|reason| Fault::new(at, reason))?;
-        allocated.extend(block.requested.map(|requested| (block.address, requested)));
+        allocated.extend(block.requested.map(|requested| (block.address, requested, block.site)));
+        blocks.push((block.end.wrapping_sub(block.address), block.is));
         address = block.end;
     }
-    Ok(Segment { device, stream, allocated })
+    Ok(Segment { device, stream, allocated, blocks })
 }
 
 /// A block of a segment.
@@ -149,16 +189,23 @@ struct Block {
     end: u64,
     /// The requested bytes, if it is allocated.
     requested: Option<u64>,
+    is: Use,
+    site: Site,
 }
 
 /// Reads a block. Without an address it is at `follows`.
-fn block(arena: &Arena, value: Value, follows: u64) -> Result<Block, Reason> {
+fn block(arena: &mut Arena, value: Value, follows: u64) -> Result<Block, Reason> {
     let Value::Dict(block) = value else { return Err(Reason::Structure("a block is not a dictionary")) };
     let address = int(arena, block, Word::Address)?.unwrap_or(follows);
     let size = positive("size", int(arena, block, Word::Size)?.unwrap_or(0))?;
     let requested = positive("requested_size", requested(arena, block)?.unwrap_or(size))?;
-    let allocated = arena.get(block, Word::State) == Some(Value::Word(Word::ActiveAllocated));
-    Ok(Block { address, end: address.wrapping_add(size), requested: allocated.then_some(requested) })
+    let is = match arena.get(block, Word::State) {
+        Some(Value::Word(Word::ActiveAllocated)) => Use::Live,
+        Some(Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree)) => Use::Waiting,
+        _ => Use::Free,
+    };
+    let site = site(arena, block)?;
+    Ok(Block { address, end: address.wrapping_add(size), requested: (is == Use::Live).then_some(requested), is, site })
 }
 
 /// The requested bytes. Old versions have them in the latest entry of the block's own history.
@@ -193,7 +240,6 @@ fn list(arena: &mut Arena, dict: u32, key: Word) -> Result<Vec<Value>, Reason> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::allowance::Allowance;
     use super::super::{json, unpickle};
     use super::*;
 
@@ -210,14 +256,16 @@ mod tests {
 
     fn read_pickle(value: &[u8]) -> Result<Vec<Program>, String> {
         let pickle = [&b"\x80\x04"[..], value, b"."].concat();
-        let read = unpickle::run(&pickle[..], &Allowance::read(pickle.len(), pickle.len()));
-        read.and_then(|(top, mut arena)| programs(top, &mut arena, "p"))
+        let allowance = Allowance::read(pickle.len(), pickle.len());
+        let read = unpickle::run(&pickle[..], &allowance);
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, "p", false, &allowance))
             .map_err(|fault| fault.at("p".as_ref()).to_string())
     }
 
     fn read_json(text: &str) -> Result<Vec<Program>, String> {
-        let read = json::parse(text.as_bytes(), &Allowance::read(text.len(), text.len()));
-        read.and_then(|(top, mut arena)| programs(top, &mut arena, "j"))
+        let allowance = Allowance::read(text.len(), text.len());
+        let read = json::parse(text.as_bytes(), &allowance);
+        read.and_then(|(top, mut arena)| programs(top, &mut arena, "j", false, &allowance))
             .map_err(|fault| fault.at("j".as_ref()).to_string())
     }
 
@@ -378,6 +426,40 @@ mod tests {
              \"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 9000, \"size\": 7}}]]}}"
         );
         assert_eq!(read_json(&text).unwrap()[0].peak_requested_bytes, 1000 + 512 + 7);
+    }
+
+    #[test]
+    fn call_stacks_tags_and_options_are_kept_from_both_formats() {
+        let frame = |name: &str, line: u8| {
+            dict(&[("name", &word(name)), ("filename", &word("/home/me/train.py")), ("line", &[b'K', line])])
+        };
+        let stack = [&b"]("[..], &frame("forward", 31), &frame("main", 7), b"e"].concat();
+        let alloc = dict(&[
+            ("action", &word("alloc")),
+            ("addr", b"M\0\x02"),
+            ("size", b"K\x64"),
+            ("frames", &stack),
+            ("user_metadata", &word("step 3")),
+        ]);
+        let settings = dict(&[("PYTORCH_CUDA_ALLOC_CONF", &word("max_split_size_mb:128"))]);
+        let pickled = dict(&[("device_traces", &list_of(&list_of(&alloc))), ("allocator_settings", &settings)]);
+        let frame = |name: &str, line| {
+            format!("{{\"name\": \"{name}\", \"filename\": \"/home/me/train.py\", \"line\": {line}}}")
+        };
+        let json = format!(
+            "{{\"allocator_settings\": {{\"PYTORCH_CUDA_ALLOC_CONF\": \"max_split_size_mb:128\"}}, \"device_traces\": \
+             [[{{\"frames\": [{}, {}], \"action\": \"alloc\", \"addr\": 512, \"size\": 100, \"user_metadata\": \"step 3\"}}]]}}",
+            frame("forward", 31),
+            frame("main", 7)
+        );
+        for program in [read_pickle(&pickled).unwrap().remove(0), read_json(&json).unwrap().remove(0)] {
+            let [site] = program.sites[..] else { panic!("{:?}", program.sites) };
+            let frames: Vec<String> = program.labels.frames(site.stack).collect();
+            assert_eq!(frames, ["forward (/home/me/train.py:31)", "main (/home/me/train.py:7)"]);
+            assert_eq!(program.labels.text(site.tag), Some("step 3"));
+            assert_eq!(program.options.as_deref(), Some("max_split_size_mb:128"));
+            assert_eq!(crate::profile::headline(&program.labels, site.stack), "forward (me/train.py:31)");
+        }
     }
 
     #[test]

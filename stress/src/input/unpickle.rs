@@ -1,13 +1,12 @@
 //! A pickle machine for data, protocols 2 to 5.
 //!
-//! Snapshots are mostly call stacks, of which only digests are needed: [`Arena`] lists the values
-//! that are kept. Everything else is skipped, including objects of classes: no class is looked up
+//! Snapshots are mostly call stacks, which repeat: [`Arena`] lists the values that are kept. Everything else is skipped, including objects of classes: no class is looked up
 //! and no code runs. The machine never recurses.
 
 use std::io::BufRead;
 
 use super::allowance::{Allowance, VALUES};
-use super::arena::{Arena, LONGEST, MALFORMED, START, TEXT, Value, digest, mix};
+use super::arena::{Arena, MALFORMED, START, TEXT, Value, digest, mix};
 use super::error::{Fault, Location, Reason};
 
 /// Runs a pickle up to its end; returns its value.
@@ -56,7 +55,7 @@ impl<R: BufRead> Machine<R> {
                     _ => Err(Reason::Pickle("only the protocols 2 to 5 are supported")),
                 };
             }
-            0x95 => return self.bytes.digest(8).map(|_| None),
+            0x95 => return self.bytes.digest(START, 8).map(|_| None),
             b'.' => {
                 // Reading up to the end also lets the decompressor check its checksums.
                 self.bytes.end()?;
@@ -137,7 +136,7 @@ impl<R: BufRead> Machine<R> {
             0x98 => return Ok(None),
             b'Q' => self.pop().map(|_| OBJECT)?,
             b'P' => self.bytes.line().map(|_| OBJECT)?,
-            0x82..=0x84 => self.bytes.digest(1 << (code - 0x82)).map(|_| OBJECT)?,
+            0x82..=0x84 => self.bytes.digest(START, 1 << (code - 0x82)).map(|_| OBJECT)?,
             _ => return Err(Reason::Opcode { code }),
         };
         self.stack.try_reserve(1)?;
@@ -209,20 +208,24 @@ impl<R: BufRead> Machine<R> {
     /// A text, after its length of `width` bytes.
     fn string(&mut self, width: usize) -> Result<Value, Reason> {
         let length = self.bytes.length(width)?;
-        let mut short = [0; if TEXT > LONGEST { TEXT } else { LONGEST }];
-        match usize::try_from(length).ok().and_then(|length| short.get_mut(..length)) {
+        let mut start = [0; TEXT];
+        match usize::try_from(length).ok().and_then(|length| start.get_mut(..length)) {
             Some(text) => {
                 self.bytes.fill(text)?;
                 Ok(self.arena.text(text))
             }
-            None => self.bytes.digest(length).map(Value::Other),
+            None => {
+                self.bytes.fill(&mut start)?;
+                let digest = self.bytes.digest(digest(START, &start), length - TEXT as u64)?;
+                Ok(self.arena.long_text(&start, digest))
+            }
         }
     }
 
     /// Bytes that are not text, after their length of `width` bytes.
     fn opaque(&mut self, width: usize) -> Result<Value, Reason> {
         let length = self.bytes.length(width)?;
-        self.bytes.digest(length).map(Value::Other)
+        self.bytes.digest(START, length).map(Value::Other)
     }
 }
 
@@ -300,9 +303,9 @@ impl<R: BufRead> Bytes<R> {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Reads bytes and returns their digest.
-    fn digest(&mut self, mut count: u64) -> Result<u64, Reason> {
-        let mut so_far = START;
+    /// Reads bytes and returns the digest of those before and of them.
+    fn digest(&mut self, before: u64, mut count: u64) -> Result<u64, Reason> {
+        let mut so_far = before;
         while count > 0 {
             let buffer = self.buffer()?;
             let part = usize::try_from(count).unwrap_or(usize::MAX).min(buffer.len());

@@ -19,16 +19,8 @@ pub struct Block(u32);
 impl Script {
     /// An empty script with this number of streams.
     pub fn new(name: &str, streams: u16) -> Script {
-        let program = Program {
-            name: name.to_owned(),
-            device: 0,
-            headers: Vec::new(),
-            events: Vec::new(),
-            slots: 0,
-            streams: (0..u64::from(streams)).collect(),
-            peak_requested_bytes: 0,
-            notes: Vec::new(),
-        };
+        let program =
+            Program { name: name.to_owned(), streams: (0..u64::from(streams)).collect(), ..Program::default() };
         Script { program, bytes: Vec::new(), empty: Vec::new(), live: 0 }
     }
 

@@ -10,6 +10,7 @@ mod replay;
 mod run;
 mod shows;
 mod snapshots;
+mod studies;
 mod terms;
 mod transfer;
 

@@ -1,5 +1,7 @@
 //! The out-of-memory ladder: each rung alone serves a request, and the report advises a remedy.
 
+use std::path::Path;
+
 use aquifer_tests::prelude::*;
 
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
@@ -306,4 +308,30 @@ fn the_padding_of_an_alignment_is_reported() {
     says(&report, "use a device of at least 64.00 MiB (67112448 bytes)");
     let report = refused(&bench, 64 * MIB + 1);
     assert_eq!(report.padding, 0, "rounding is no padding");
+}
+
+#[test]
+fn the_first_refusal_saves_a_snapshot_if_asked_to() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("first_refusal.json");
+    let _ = std::fs::remove_file(&path);
+    let bench = Bench::new(64 * MIB, &format!("history:100,oom_snapshot:{}", path.display()));
+    let held = bench.alloc(40 * MIB);
+    let refuse = || bench.allocator.alloc_bytes(40 * MIB, bench.device.default_stream()).unwrap_err();
+    assert!(refuse().is_out_of_memory());
+    let saved = std::fs::read_to_string(&path).unwrap();
+    assert!(
+        saved.contains("\"action\":\"oom\"") && saved.contains(&format!("\"requested_size\":{}", 40 * MIB)),
+        "{saved}"
+    );
+    std::fs::remove_file(&path).unwrap();
+    assert!(refuse().is_out_of_memory());
+    assert!(!path.exists(), "only the first");
+    drop(held);
+    bench.assert_returned();
+    // A file that cannot be written changes nothing about the error.
+    let bench = Bench::new(64 * MIB, "oom_snapshot:/nowhere/at/all.pickle");
+    assert!(bench.allocator.alloc_bytes(GIB, bench.device.default_stream()).unwrap_err().report().is_some());
+    let held = bench.alloc(40 * MIB);
+    drop(held);
+    bench.assert_returned();
 }

@@ -1,6 +1,8 @@
 //! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps
 //! (`advice.rs`).
 
+use std::path::Path;
+
 use seen::Seen;
 
 use crate::accounting::counters::Hot;
@@ -92,7 +94,25 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         "out of memory"
     );
     allocator.hooks().notify(&report);
+    if let Some(path) = &allocator.config().oom_snapshot
+        && allocator.hooks().is_first_refusal()
+    {
+        save_snapshot(allocator, path, report.device);
+    }
     AllocError::OutOfMemory(Box::new(report))
+}
+
+/// Saves a snapshot for the option `oom_snapshot`. A failure is only reported to `tracing`: the
+/// caller has an error already.
+fn save_snapshot(allocator: &Allocator, path: &Path, device: u32) {
+    let path = match path.extension() {
+        Some(ending) if device > 0 => path.with_extension(format!("{device}.{}", ending.to_string_lossy())),
+        _ => path.to_owned(),
+    };
+    match allocator.snapshot().save(&path) {
+        Ok(()) => tracing::info!(target: "aquifer::oom", path = %path.display(), "snapshot saved"),
+        Err(error) => tracing::warn!(target: "aquifer::oom", %error, "the snapshot could not be saved"),
+    }
 }
 
 /// Builds the part of the report that needs no look at blocks.

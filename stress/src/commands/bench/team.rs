@@ -69,7 +69,7 @@ where
 /// The failure for a refused request.
 pub(super) fn refused(refused: Refused) -> Failure {
     match refused {
-        Refused::OutOfMemory => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
+        Refused::OutOfMemory(_) => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
         Refused::Failed(error) => *error,
     }
 }

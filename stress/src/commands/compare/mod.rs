@@ -68,7 +68,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     let programs = all_programs(session, &args.files, &mut outcome);
     let jobs: Vec<Job<'_>> = programs
         .iter()
-        .flat_map(|(name, program)| configs.iter().map(move |config| Job { name, program, config }))
+        .flat_map(|(name, program)| configs.iter().map(move |config| Job::new(name, program, config)))
         .collect();
     // Searches use several threads, so they end before anything is timed.
     let fits = fit_all(session, &jobs);
@@ -86,7 +86,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
                 }
             };
             match replay::replay(session, job.name, job.program, job.config, &args.passes, beside) {
-                Ok(replayed) => {
+                Ok((replayed, _)) => {
                     outcome = outcome.max(replayed.outcome());
                     rows.push(Row::new(&replayed, job.program, smallest));
                 }

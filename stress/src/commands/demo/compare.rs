@@ -47,7 +47,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     let policies = session.configs_with(&POLICIES);
     let jobs: Vec<Job<'_>> = programs
         .iter()
-        .flat_map(|program| policies.iter().map(move |config| Job { name: &program.name, program, config }))
+        .flat_map(|program| policies.iter().map(move |config| Job::new(&program.name, program, config)))
         .collect();
     let mut compared = Vec::new();
     for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {

@@ -9,7 +9,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::cli::DemoArgs;
-use crate::commands::out_of_memory;
+use crate::commands::{out_of_memory, report};
 use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::map::Style;
@@ -70,8 +70,9 @@ pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     let programs = recordings()?;
     let Some(program) = programs.first() else { return Ok(Outcome::Done) };
     let outcomes = [story.roomy(program)?, story.small(program)?, story.moving(program)?, story.compare(&programs)?];
+    let report = args.report.as_ref().map(|path| report::write(session, &programs, path)).transpose()?;
     story.next_steps()?;
-    Ok(outcomes.into_iter().max().unwrap_or(Outcome::Done))
+    Ok(outcomes.into_iter().chain(report).max().unwrap_or(Outcome::Done))
 }
 
 fn recordings() -> Result<Vec<Program>, Failure> {
@@ -250,7 +251,8 @@ impl Story<'_> {
         for (arguments, meaning) in [
             ("fragmentation", "five synthetic programs that fragment memory, under several options"),
             ("oom", &ways),
-            ("replay snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
+            ("explain snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
+            ("report snapshot.pickle", "the same as a page: memory over time, what is alive, what lies where"),
             ("fit --config '' --config backing:segments snapshot.pickle", "the smallest device for it"),
             ("bench", "how fast the allocator is"),
             ("--help", "everything else"),

@@ -70,7 +70,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
         ooms,
         hazards,
         segments: segments.len(),
-        map: Map::of(&stage.allocator)?,
+        map: Map::of(&stage.allocator, &stage.streams)?,
     })
 }
 
@@ -122,7 +122,7 @@ pub(super) fn exhausted(session: &Session, program: &Program, device_bytes: u64)
     let mut stage = Stage::new(session, &device, &classical(), program.streams.len())?.filling();
     let mut player = Player::new(program);
     player.play(&mut stage, OnOom::Stop)?;
-    let map = Map::of(&stage.allocator)?;
+    let map = Map::of(&stage.allocator, &stage.streams)?;
     let (blocks, damaged) = stage.damaged()?;
     drop(player);
     let report = stage.first_oom.take();

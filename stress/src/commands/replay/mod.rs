@@ -12,13 +12,14 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save};
+use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save, us};
 use crate::exit::{Failure, Outcome};
 use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::lag_bound::lag_bound;
-use crate::observe::{Costs, Observed, Spent};
+use crate::map::Style;
+use crate::observe::{Costs, FirstRefusal, Observed, Spent};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, Table, number, optional, table};
@@ -108,8 +109,9 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
                 outcome = outcome.max(failure.outcome());
                 session.message(format_args!("error: {name}: {failure}"));
             };
-            let row = match replay(session, name, program, config, &args.passes, beside) {
-                Ok(row) => row,
+            let replayed = replay(session, name, program, config, &args.passes, beside);
+            let (row, refusal) = match replayed {
+                Ok(replayed) => replayed,
                 Err(failure) => {
                     failed(failure);
                     continue;
@@ -123,6 +125,9 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
             if row.refused() {
                 let is_default = session.is_default_device();
                 session.message(if is_default { larger(session, name, program, config)? } else { row.failed() });
+            }
+            if let Some(refusal) = refusal {
+                session.show(refused(name, &refusal))?;
             }
             session.row(&row)?;
             rows.push(row);
@@ -191,7 +196,7 @@ pub(super) fn replay(
     config: &ConfigArg,
     passes: &PassArgs,
     beside: Beside,
-) -> Result<Row, Failure> {
+) -> Result<(Row, Option<FirstRefusal>), Failure> {
     let config = &config.of_one_thread();
     let bar = session.progress(2 * u64::from(passes.repeat), name);
     let (times, observed) = if config.is_expandable() {
@@ -202,14 +207,14 @@ pub(super) fn replay(
         (times, observe::<Aquifer>(session, name, program, config, passes, &bar)?)
     };
     bar.finish_and_clear();
-    let Observations { costs, stats, ooms, warm_ooms, hazards } = observed;
+    let Observations { costs, stats, ooms, warm_ooms, hazards, first_refusal } = observed;
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
     let modelled = |ns: fn(&Spent) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
     let measured = first.and_then(|costs| costs.measured);
     let warm_modelled: Vec<Spent> = warm.iter().filter_map(|costs| costs.modelled).collect();
     let worst = warm_modelled.iter().map(|modelled| modelled.worst_alloc_ns).max();
     let calls = first.iter().flat_map(|costs| costs.calls.iter());
-    Ok(Row {
+    let row = Row {
         trace: name.to_owned(),
         config: config.text.clone(),
         device: session.device_text().to_owned(),
@@ -257,7 +262,16 @@ pub(super) fn replay(
         pool_seconds: times.driver_pool.as_ref().map(|pool| pool.times.all().as_secs_f64()),
         pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.reserved),
         pool_ooms: times.driver_pool.map(|pool| pool.ooms),
-    })
+    };
+    Ok((row, first_refusal))
+}
+
+/// The first refusal of a program, with the allocator's report and what lay where.
+fn refused(name: &str, first: &FirstRefusal) -> String {
+    let FirstRefusal { event, refusal, map } = first;
+    let report = refusal.report.as_ref().map_or_else(String::new, |report| format!("{report}\n\n"));
+    let map = map.draw(Style::of_stdout(false));
+    format!("{name}: event {event} was the first to be refused, for {}:\n{report}{map}\n", Bytes(refusal.bytes))
 }
 
 /// Replays a program once more and takes a snapshot, with all of the history, before its blocks are
@@ -283,6 +297,7 @@ struct Observations {
     ooms: u64,
     warm_ooms: u64,
     hazards: u64,
+    first_refusal: Option<FirstRefusal>,
 }
 
 fn observe<S: Measured>(
@@ -307,10 +322,11 @@ fn observe<S: Measured>(
         costs.push(later);
         warm_ooms += ooms;
     }
+    let first_refusal = subject.take_first_refusal()?;
     // Dropping the allocator is observed, too.
     let device = subject.device().clone();
     drop(subject);
-    Ok(Observations { costs, stats, ooms, warm_ooms, hazards: hazards(session, name, &device) })
+    Ok(Observations { costs, stats, ooms, warm_ooms, hazards: hazards(session, name, &device), first_refusal })
 }
 
 /// The mean, if there are counts.
@@ -318,12 +334,6 @@ fn observe<S: Measured>(
 fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
     let number = counts.len();
     (number > 0).then(|| hundredths(counts.sum::<u64>() as f64 / number as f64))
-}
-
-/// Nanoseconds as microseconds.
-#[expect(clippy::cast_precision_loss, reason = "a time to display")]
-fn us(ns: u64) -> f64 {
-    hundredths(ns as f64 / 1e3)
 }
 
 impl Row {

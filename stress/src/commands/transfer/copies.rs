@@ -261,7 +261,7 @@ struct Temporary(PathBuf);
 impl Temporary {
     fn new(content: &[u8]) -> Result<Temporary, Failure> {
         let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{}", std::process::id(), content.len()));
-        let wrong = |cause| Failure::Temporary { path: path.clone(), cause };
+        let wrong = |cause| Failure::File { path: path.clone(), cause };
         let mut file = std::fs::File::create_new(&path).map_err(wrong)?;
         let own = Temporary(path.clone());
         file.write_all(content).and_then(|()| file.sync_all()).map_err(wrong)?;

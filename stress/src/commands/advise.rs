@@ -1,0 +1,61 @@
+//! `advise`: what would help a recorded program.
+
+use serde::Serialize;
+
+use crate::cli::AdviseArgs;
+use crate::commands::study::Study;
+use crate::commands::study::advice::{Advice, advise};
+use crate::commands::{all_programs, on_simulator};
+use crate::exit::{Failure, Outcome};
+use crate::map::Style;
+use crate::session::Session;
+use crate::text::wrap;
+
+/// A piece of advice for a program, as JSON.
+#[derive(Debug, Serialize)]
+struct Row<'a> {
+    trace: &'a str,
+    #[serde(flatten)]
+    advice: &'a Advice,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
+    let simulated = on_simulator(session, "advise")?;
+    let session = simulated.as_ref().unwrap_or(session);
+    let mut outcome = Outcome::Done;
+    for (name, program) in &all_programs(session, &args.files, &mut outcome) {
+        let study = Study::of(session, name, program, 0);
+        match study.and_then(|study| advise(session, name, program, &study)) {
+            Ok(advice) => {
+                session.show(format_args!("{name}\n"))?;
+                advice.iter().try_for_each(|advice| session.row(&Row { trace: name, advice }))?;
+                show(session, &advice)?;
+            }
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {name}: {failure}"));
+            }
+        }
+    }
+    Ok(outcome)
+}
+
+/// Writes advice as text.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub(super) fn show(session: &Session, advice: &[Advice]) -> Result<(), Failure> {
+    if advice.is_empty() {
+        return session.show("Nothing that was tried helps: memory is used as well as it can be.\n");
+    }
+    let width = Style::of_stdout(false).width.saturating_sub(4);
+    for Advice { title, text, .. } in advice {
+        let text: Vec<String> = wrap(text, width).lines().map(|line| format!("    {line}")).collect();
+        session.show(format_args!("{title}\n{}\n", text.join("\n")))?;
+    }
+    Ok(())
+}

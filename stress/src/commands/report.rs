@@ -1,0 +1,267 @@
+//! `report`: a page in a file that shows a recorded program's memory over time, under several
+//! allocators.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::cards::smallest_card;
+use crate::cli::ReportArgs;
+use crate::commands::study::advice::{Advice, advise};
+use crate::commands::study::sampled::{Row, Space};
+use crate::commands::study::{Case, Exhausted, Study};
+use crate::commands::{jobs, on_simulator};
+use crate::exit::{Failure, Outcome};
+use crate::input::Program;
+use crate::map::{Figures, Map};
+use crate::profile::{Buckets, Grouping, Peak, Range};
+use crate::session::Session;
+use crate::text::Bytes;
+
+/// The page without data.
+const PAGE: &str = include_str!("../../report/page.html");
+/// The library that draws charts.
+const CHARTS: [(&str, &str); 2] = [
+    ("<!--UPLOT-CSS-->", include_str!("../../report/uPlot.min.css")),
+    ("/*UPLOT-JS*/", include_str!("../../report/uPlot.iife.min.js")),
+];
+
+/// Maps of each allocator.
+const MAPS: usize = 120;
+/// Refusals of each allocator that are marked.
+const REFUSALS: usize = 1000;
+
+/// The data of a program on the page.
+#[derive(Debug, Serialize)]
+struct Data<'a> {
+    format: u32,
+    title: &'a str,
+    subtitle: &'a str,
+    facts: Vec<(&'static str, String)>,
+    notes: Vec<&'a String>,
+    buckets: &'a Buckets,
+    requested: &'a Range,
+    peak: Peak,
+    groups: &'a [Grouping],
+    allocators: Vec<Allocator<'a>>,
+    oom: Option<Oom<'a>>,
+    advice: &'a [Advice],
+}
+
+#[derive(Debug, Serialize)]
+struct Allocator<'a> {
+    id: &'a str,
+    name: &'a str,
+    options: &'a str,
+    reserved: &'a Range,
+    allocated: &'a Range,
+    peak_reserved: u64,
+    smallest_device: Option<u64>,
+    smallest_card: Option<&'static str>,
+    refusals: usize,
+    refused_at: &'a [u64],
+    driver_us: Option<f64>,
+    calls: Option<u64>,
+    space: Option<Space>,
+}
+
+#[derive(Debug, Serialize)]
+struct Oom<'a> {
+    allocator: &'a str,
+    device: u64,
+    event: u64,
+    bucket: usize,
+    requested: u64,
+    report: String,
+    live: u64,
+    free: u64,
+    largest_free: u64,
+    space: Row,
+    others: Vec<Other<'a>>,
+}
+
+/// Whether another allocator finishes on the device.
+#[derive(Debug, Serialize)]
+struct Other<'a> {
+    name: &'a str,
+    finishes: bool,
+    smallest_device: Option<u64>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When no recording can be read, an allocator fails for another reason than lack of memory, or the
+/// file cannot be written.
+pub fn run(session: &Session, args: &ReportArgs) -> Result<Outcome, Failure> {
+    let simulated = on_simulator(session, "report")?;
+    let session = simulated.as_ref().unwrap_or(session);
+    let mut outcome = Outcome::Done;
+    let named = jobs(session, &args.files, &mut outcome, true).into_iter().flatten();
+    let programs: Vec<Program> = named.map(|(name, program)| Program { name, ..program }).collect();
+    Ok(outcome.max(write(session, &programs, &args.output)?))
+}
+
+/// Writes a page about these programs. Those that fail are reported and left out.
+///
+/// # Errors
+/// When the file cannot be written.
+pub(super) fn write(session: &Session, programs: &[Program], path: &Path) -> Result<Outcome, Failure> {
+    let (mut all, mut outcome) = (Vec::new(), Outcome::Done);
+    for program in programs {
+        match data(session, program) {
+            Ok(data) => all.push(data),
+            Err(failure) => {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {}: {failure}", program.name));
+            }
+        }
+    }
+    if !all.is_empty() {
+        let page = page(&all);
+        std::fs::write(path, &page).map_err(|cause| Failure::File { path: path.to_owned(), cause })?;
+        session.message(format_args!("report: {}: {}", path.display(), Bytes(page.len() as u64)));
+    }
+    Ok(outcome)
+}
+
+/// The page of these programs, whose data are JSON texts.
+fn page(programs: &[String]) -> String {
+    // No text in the data can end the script that holds them.
+    let data = format!("[{}]", programs.join(",")).replace('<', "\\u003c");
+    let charts = CHARTS.iter().fold(PAGE.to_owned(), |page, (place, text)| page.replacen(place, text, 1));
+    charts.replacen("/*DATA*/", &data, 1)
+}
+
+/// The data of a program, as JSON.
+fn data(session: &Session, program: &Program) -> Result<String, Failure> {
+    let name = &program.name;
+    let study = Study::of(session, name, program, MAPS)?;
+    let advice = if program.has_history { advise(session, name, program, &study)? } else { Vec::new() };
+    let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
+    let none = Range::default();
+    let recorded = (!program.memory.is_empty()).then(|| recorded(program, &study, &none));
+    let data = Data {
+        format: 1,
+        title: name,
+        subtitle: header("what"),
+        facts: facts(program, &study),
+        notes: program.notes.iter().chain(&study.notes).collect(),
+        buckets: &study.profile.buckets,
+        requested: &study.profile.requested,
+        peak: study.profile.peak,
+        groups: &study.profile.groups,
+        allocators: study
+            .cases
+            .iter()
+            .map(|case| Allocator {
+                id: &case.manager.id,
+                name: &case.manager.name,
+                options: &case.manager.options,
+                reserved: &case.sampled.reserved,
+                allocated: &case.sampled.allocated,
+                peak_reserved: case.sampled.peak_reserved,
+                smallest_device: case.smallest_device,
+                smallest_card: case.smallest_device.and_then(smallest_card),
+                refusals: case.sampled.refused_at.len(),
+                refused_at: &case.sampled.refused_at[..case.sampled.refused_at.len().min(REFUSALS)],
+                driver_us: case.sampled.driver_us,
+                calls: Some(case.sampled.calls),
+                space: Space::of(&case.sampled.moments),
+            })
+            .chain(recorded)
+            .collect(),
+        oom: study.exhausted.as_ref().map(|exhausted| oom(&study, exhausted)),
+        advice: &advice,
+    };
+    serde_json::to_string(&data).map_err(|error| Failure::Output(error.into()))
+}
+
+/// The allocator of a snapshot, of which only the end is known.
+fn recorded<'a>(program: &Program, study: &Study, none: &'a Range) -> Allocator<'a> {
+    let map = Map::new(program.memory.clone(), 0, 0);
+    let Figures { live, free, waiting, .. } = map.figures();
+    Allocator {
+        id: "snapshot",
+        name: "In the snapshot",
+        options: "when it was taken",
+        reserved: none,
+        allocated: none,
+        peak_reserved: live + free + waiting,
+        smallest_device: None,
+        smallest_card: None,
+        refusals: 0,
+        refused_at: &[],
+        driver_us: None,
+        calls: None,
+        space: Space::of(&[(study.profile.buckets.n.saturating_sub(1), map)]),
+    }
+}
+
+fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
+    let mut facts = vec![
+        ("Events", study.profile.buckets.events.to_string()),
+        ("Allocations", program.allocs().to_string()),
+        ("Streams", program.streams.len().to_string()),
+        ("Most requested", Bytes(study.profile.peak.bytes).to_string()),
+    ];
+    facts.extend(
+        program
+            .options
+            .as_ref()
+            .filter(|options| !options.is_empty())
+            .map(|options| ("Options of the recording", options.clone())),
+    );
+    facts
+}
+
+fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
+    let refusal = &exhausted.refusal;
+    let finishing: Vec<&str> = study.finishing(exhausted).map(|case| &*case.manager.id).collect();
+    let is_other = |case: &&Case| study.usual().is_none_or(|usual| usual.manager.id != case.manager.id);
+    let others = study.cases.iter().filter(is_other).map(|case| Other {
+        name: &case.manager.name,
+        finishes: finishing.contains(&&*case.manager.id),
+        smallest_device: case.smallest_device,
+    });
+    Oom {
+        allocator: study.usual().map_or("", |usual| &usual.manager.id),
+        device: exhausted.device_bytes,
+        event: refusal.event,
+        bucket: study.profile.buckets.of(refusal.event),
+        requested: refusal.refusal.bytes,
+        report: refusal.refusal.report.as_ref().map_or_else(String::new, ToString::to_string),
+        live: refusal.map.figures().live,
+        free: exhausted.free(),
+        largest_free: exhausted.largest_free(),
+        space: Row::of(&refusal.map),
+        others: others.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+    use crate::input;
+
+    #[test]
+    fn the_page_holds_the_data_and_nothing_in_them_ends_it() {
+        let text = "# name: </script><b>\na 1 5000000 0\na 2 3000000 3\nf 1 0\nf 2 3\n";
+        let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
+        let session = Session::new(&Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() }).unwrap();
+        let data = data(&session.unchecked(), program).unwrap();
+        let page = page(&[data.clone(), data]);
+        for (place, _) in CHARTS {
+            assert!(!page.contains(place), "{place}");
+        }
+        assert!(!page.contains("/*DATA*/") && !page.contains("</script><b>"));
+        let from = page.find("id=\"data\">").unwrap() + "id=\"data\">".len();
+        let to = from + page[from..].find("</script>").unwrap();
+        let read: serde_json::Value = serde_json::from_str(&page[from..to]).unwrap();
+        assert_eq!(read[1]["title"], "</script><b>");
+        assert_eq!(read[0]["peak"]["bytes"], 8_000_000);
+        assert_eq!(read[0]["allocators"].as_array().unwrap().len(), 3);
+        assert_eq!(read[0]["allocators"][0]["space"]["rows"][1].as_str().unwrap().len(), 1536);
+    }
+}

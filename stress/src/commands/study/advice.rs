@@ -1,0 +1,421 @@
+//! What wastes memory in a recorded program, and what would help: options, found by replaying the
+//! program under them, and changes of the program, found in its events.
+
+use std::collections::HashMap;
+
+use serde::Serialize;
+
+use super::{Case, Manager, Study, try_all};
+use crate::exit::Failure;
+use crate::input::{Event, Program, Site};
+use crate::profile::{Profile, headline};
+use crate::session::Session;
+use crate::table::optional;
+use crate::text::Bytes;
+
+/// Options of PyTorch that are tried besides expandable segments.
+const PYTORCH_OPTIONS: [&str; 6] = [
+    "roundup_power2_divisions:4",
+    "roundup_power2_divisions:8",
+    "roundup_power2_divisions:16",
+    "max_split_size_mb:64",
+    "max_split_size_mb:256",
+    "max_split_size_mb:1024",
+];
+
+/// Options of this project that trade memory for driver calls.
+const OWN_OPTIONS: [&str; 3] = ["frame_mb:16", "frame_mb:64", "granule_mb:8,frame_mb:32"];
+
+/// What must be saved for advice, in parts of the memory held: 2 %. Less is within what a program's
+/// own variation brings.
+const WORTH: u64 = 50;
+
+/// Driver time that matters, in microseconds.
+const MATTERS_US: f64 = 20e3;
+
+/// A piece of advice.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Advice {
+    pub title: String,
+    pub text: String,
+    /// Bytes that are held less, if that is known.
+    pub saves: Option<u64>,
+    /// The options to set, if any, and what the program takes and fits on with them.
+    #[serde(flatten)]
+    pub figures: Option<Figures>,
+}
+
+/// What a program takes with some options.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Figures {
+    pub config: String,
+    pub peak_reserved_bytes: u64,
+    pub smallest_device_bytes: Option<u64>,
+    pub driver_time_modelled_us: Option<f64>,
+}
+
+impl Figures {
+    fn of(case: &Case) -> Figures {
+        Figures {
+            config: case.manager.config.text.clone(),
+            peak_reserved_bytes: case.sampled.peak_reserved,
+            smallest_device_bytes: case.smallest_device,
+            driver_time_modelled_us: case.sampled.driver_us,
+        }
+    }
+}
+
+/// Looks for what would help a program, compared with the study's usual case.
+///
+/// # Errors
+/// None in particular: options that cannot be tried are noted.
+pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -> Result<Vec<Advice>, Failure> {
+    let Some(usual) = study.usual() else { return Ok(Vec::new()) };
+    let pytorch = PYTORCH_OPTIONS.iter().filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
+    // They would replace the user's options.
+    let is_default = study.own().is_some_and(|own| own.manager.options.is_empty());
+    let own =
+        OWN_OPTIONS.iter().filter(|_| is_default).filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
+    let (managers, mut notes) = (pytorch.chain(own).collect(), Vec::new());
+    let tried = try_all(session, name, program, &study.profile, managers, None, &mut notes)?;
+    notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
+    let (pytorch, own): (Vec<&Case>, Vec<&Case>) = tried.iter().partition(|case| case.manager.is_pytorch);
+    let pytorch: Vec<&Case> = study.cases.iter().filter(|case| case.manager.is_pytorch).chain(pytorch).collect();
+    let mut advice = Vec::new();
+    if let Some(best) = best(usual, &pytorch) {
+        let title = match &*best.manager.options {
+            "" => "In PyTorch, leave PYTORCH_ALLOC_CONF out".to_owned(),
+            options => format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
+        };
+        advice.push(Advice::option(title, best, usual));
+    }
+    if let Some(best) = study.own().and_then(|own| best(usual, &[own])) {
+        let options = match &*best.manager.options {
+            "" => String::new(),
+            options => format!(" with AQUIFER_ALLOC_CONF={options}"),
+        };
+        advice.push(Advice::option(format!("Use Aquifer{options}"), best, usual));
+    }
+    advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
+    advice.extend(growing(program));
+    let wasted = usual.sampled.peak_reserved.saturating_sub(study.profile.peak.bytes);
+    if wasted >= usual.sampled.peak_reserved / WORTH {
+        advice.extend(outliving(program));
+    }
+    advice.extend(separate_streams(program, &study.profile));
+    advice.extend(many_sizes(program, usual, &pytorch));
+    Ok(advice)
+}
+
+impl Advice {
+    fn option(title: String, case: &Case, usual: &Case) -> Advice {
+        let device = |case: &Case| optional(case.smallest_device.map(Bytes));
+        let (new, old) = (case.sampled.peak_reserved, usual.sampled.peak_reserved);
+        let finishes = format!("It finishes on a device of {} instead of {}", device(case), device(usual));
+        let comparable = case.finishes() && usual.finishes();
+        let text = match () {
+            () if !comparable => format!("{finishes}."),
+            () if new <= old => format!("{finishes}, and takes {} instead of {}.", Bytes(new), Bytes(old)),
+            () => format!("{finishes}. Where there is more memory, it takes {} instead of {}.", Bytes(new), Bytes(old)),
+        };
+        let saves = old.checked_sub(new).filter(|_| comparable);
+        Advice { title, text, saves, figures: Some(Figures::of(case)) }
+    }
+
+    fn of_code(title: String, text: String) -> Advice {
+        Advice { title, text, saves: None, figures: None }
+    }
+}
+
+/// Of the cases that finish on the smallest device or on one of 1 % more, the one that takes least,
+/// if that saves enough to be worth a change.
+fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
+    let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
+    let is_less = |new: u64, old: u64| new < old && old - new >= old / WORTH;
+    let is_worth = |case: &Case| {
+        let takes_less = is_less(case.sampled.peak_reserved, usual.sampled.peak_reserved);
+        is_less(device(case), device(usual))
+            || (device(case) <= device(usual) && takes_less && case.finishes() && usual.finishes())
+    };
+    let worth = || cases.iter().copied().filter(|case| is_worth(case));
+    let smallest = worth().map(device).min()?;
+    let near = worth().filter(|case| device(case) - smallest <= smallest / 100);
+    near.min_by_key(|case| case.sampled.peak_reserved)
+}
+
+/// Options of this project that save a third of the driver's time for at most 1 % more memory.
+fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
+    let time = usual.sampled.driver_us.filter(|&us| us >= MATTERS_US)?;
+    let most = usual.sampled.peak_reserved + usual.sampled.peak_reserved / 100;
+    let time_of = |case: &Case| case.sampled.driver_us.unwrap_or(f64::INFINITY);
+    let is_worth =
+        |case: &&&Case| case.finishes() && case.sampled.peak_reserved <= most && time_of(case) <= time * 2.0 / 3.0;
+    let best = others.iter().filter(is_worth).min_by(|one, other| time_of(one).total_cmp(&time_of(other)))?;
+    Some(Advice {
+        title: format!("With Aquifer, if driver calls matter, set AQUIFER_ALLOC_CONF={}", best.manager.options),
+        text: format!(
+            "Driver calls take {:.0} ms instead of {:.0} ms. It takes {} instead of {}.",
+            time_of(best) / 1e3,
+            time / 1e3,
+            Bytes(best.sampled.peak_reserved),
+            Bytes(usual.sampled.peak_reserved)
+        ),
+        saves: None,
+        figures: Some(Figures::of(best)),
+    })
+}
+
+/// The least size of a block that matters here. Smaller ones are kept apart from larger ones.
+const LARGE: u64 = 1 << 20;
+/// Allocations between a block and the one that replaces it.
+const NEAR: u64 = 8;
+/// How often a block is replaced by a larger one before it is said to grow.
+const STEPS: u32 = 8;
+
+/// A live block, as far as growth is concerned.
+#[derive(Clone, Copy, Default)]
+struct Grown {
+    bytes: u64,
+    /// The number of its allocation.
+    at: u64,
+    /// How many smaller blocks it followed.
+    steps: u32,
+    site: Site,
+    /// Whether a block that it replaces has been found.
+    follows: bool,
+}
+
+/// Blocks that are replaced by slightly larger ones again and again, as when tensors are
+/// concatenated in each step.
+fn growing(program: &Program) -> Option<Advice> {
+    let mut slots = vec![Grown::default(); program.slots as usize];
+    let mut latest: Vec<u32> = Vec::new();
+    let (mut sites, mut at) = (program.sites.iter(), 0);
+    // By call stack and tag: replacements, bytes that were copied, and the largest block.
+    let mut found: HashMap<(u32, u32), (u64, u64, u64)> = HashMap::new();
+    for event in &program.events {
+        match *event {
+            Event::Alloc { slot, bytes, .. } => {
+                at += 1;
+                let site = sites.next().copied().unwrap_or_default();
+                slots[slot as usize] = Grown { bytes, at, steps: 0, site, follows: false };
+                if bytes >= LARGE {
+                    latest.push(slot);
+                }
+            }
+            Event::Free { slot } => {
+                let old = std::mem::take(&mut slots[slot as usize]);
+                if old.bytes < LARGE {
+                    continue;
+                }
+                latest.retain(|&slot| slots[slot as usize].bytes > 0 && slots[slot as usize].at + NEAR > at);
+                let replaces = |new: &Grown| {
+                    new.at > old.at && !new.follows && new.bytes > old.bytes && new.bytes - old.bytes <= old.bytes / 4
+                };
+                let new = latest.iter().copied().filter(|&slot| replaces(&slots[slot as usize]));
+                let Some(new) = new.min_by_key(|&slot| slots[slot as usize].bytes) else { continue };
+                let new = &mut slots[new as usize];
+                (new.steps, new.follows) = (old.steps + 1, true);
+                if new.steps >= STEPS {
+                    let steps = if new.steps == STEPS { u64::from(STEPS) } else { 1 };
+                    let (count, copied, largest) = found.entry((new.site.stack, new.site.tag)).or_default();
+                    *count += steps;
+                    *copied = copied.saturating_add(old.bytes.saturating_mul(steps));
+                    *largest = new.bytes.max(*largest);
+                }
+            }
+            _ => {}
+        }
+    }
+    let (&(stack, _), &(count, copied, largest)) = found.iter().max_by_key(|&(key, &(_, copied, _))| (copied, key))?;
+    let place = if stack == 0 { String::new() } else { format!(" at {}", headline(&program.labels, stack)) };
+    Some(Advice::of_code(
+        format!("Allocate arrays that grow once, at their final size{place}"),
+        format!(
+            "{count} times a block was replaced by one that is at most a quarter larger, up to {}. {} were copied, and \
+             old and new block were live together. A cache of the final size, or memory that grows in place \
+             (`Growable` in Aquifer), avoids that.",
+            Bytes(largest),
+            Bytes(copied)
+        ),
+    ))
+}
+
+/// Large blocks that are allocated in an iteration and freed in one of the next, between blocks of
+/// their own iteration. Those that live for most of the program, such as an optimizer's state, are
+/// none.
+fn outliving(program: &Program) -> Option<Advice> {
+    let iterations = program.events.iter().filter(|event| matches!(event, Event::Iteration(_))).count();
+    let mut slots = vec![(0, 0); program.slots as usize];
+    let (mut iteration, mut blocks, mut bytes_in_all, mut longest) = (0, 0, 0_u64, 0);
+    for event in &program.events {
+        match *event {
+            Event::Iteration(_) => iteration += 1,
+            Event::Alloc { slot, bytes, .. } => slots[slot as usize] = (iteration, bytes),
+            Event::Free { slot } => {
+                let (begun, bytes) = slots[slot as usize];
+                let lived = iteration - begun;
+                if begun > 0 && lived > 0 && lived < iterations / 2 && iteration < iterations && bytes >= LARGE {
+                    (blocks, longest) = (blocks + 1, longest.max(lived));
+                    bytes_in_all = bytes_in_all.saturating_add(bytes);
+                }
+            }
+            Event::RecordStream { .. } => {}
+        }
+    }
+    (iterations >= 4 && blocks * 2 >= iterations).then(|| {
+        Advice::of_code(
+            "Free what an iteration allocates before the next, or allocate it before the first".to_owned(),
+            format!(
+                "{blocks} blocks of at least 1 MiB, of {} in all, live on into later iterations, for up to {longest} of \
+                 them. Where memory does not move, such a block can keep what is free around it from serving a \
+                 larger request.",
+                Bytes(bytes_in_all)
+            ),
+        )
+    })
+}
+
+/// Streams that use most memory at different times: caches that are not shared hold the sum.
+fn separate_streams(program: &Program, profile: &Profile) -> Option<Advice> {
+    let mut live = vec![(0_u64, 0_u64); program.streams.len()];
+    let mut slots = vec![(0, 0); program.slots as usize];
+    for event in &program.events {
+        match *event {
+            Event::Alloc { slot, bytes, stream } => {
+                slots[slot as usize] = (stream, bytes);
+                let (now, most) = &mut live[usize::from(stream)];
+                *now += bytes;
+                *most = (*most).max(*now);
+            }
+            Event::Free { slot } => {
+                let (stream, bytes) = slots[slot as usize];
+                live[usize::from(stream)].0 -= bytes;
+            }
+            _ => {}
+        }
+    }
+    let sum: u64 = live.iter().map(|&(_, most)| most).fold(0, u64::saturating_add);
+    let used = live.iter().filter(|&&(_, most)| most >= LARGE).count();
+    let peak = profile.peak.bytes;
+    (used > 1 && sum > peak.saturating_add(peak / 10)).then(|| {
+        Advice::of_code(
+            format!("Let fewer streams allocate: {used} do"),
+            format!(
+                "They use most at different times: their peaks add up to {}, and the program's own peak is {}. \
+                 PyTorch gives a stream's free memory to no other stream until memory runs out, so its cache grows to \
+                 at least the sum. Allocate on one stream and use `record_stream`, or use an allocator whose streams \
+                 share memory.",
+                Bytes(sum),
+                Bytes(peak)
+            ),
+        )
+    })
+}
+
+/// Sizes that hardly repeat, of which each needs a place of its own, if rounding them helps.
+fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advice> {
+    let mut counts: HashMap<u64, u64> = HashMap::new();
+    for event in &program.events {
+        if let Event::Alloc { bytes: bytes @ LARGE.., .. } = *event {
+            *counts.entry(bytes).or_default() += 1;
+        }
+    }
+    let (sizes, allocs) = (counts.len() as u64, counts.values().sum::<u64>());
+    let rounded = pytorch.iter().copied().filter(|case| case.manager.options.starts_with("roundup_power2_divisions"));
+    let rounded = best(usual, &rounded.collect::<Vec<_>>())?;
+    (sizes >= 100 && sizes * 20 >= allocs).then(|| {
+        Advice::of_code(
+            "Pad lengths to a few sizes".to_owned(),
+            format!(
+                "{allocs} blocks of 1 MiB and more have {sizes} different sizes, so a freed block rarely fits the next \
+                 request. If all sizes are rounded up ({}), PyTorch takes {} and finishes on {}.",
+                rounded.manager.options,
+                Bytes(rounded.sampled.peak_reserved),
+                optional(rounded.smallest_device.map(Bytes))
+            ),
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sampled::sample;
+    use super::*;
+    use crate::cli::Global;
+    use crate::input;
+
+    fn advice(text: &str) -> Vec<Advice> {
+        let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
+        let session =
+            Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
+        let session = session.unchecked();
+        let study = Study::of(&session, "p", program, 0).unwrap();
+        advise(&session, "p", program, &study).unwrap()
+    }
+
+    fn titles(advice: &[Advice]) -> String {
+        advice.iter().map(|advice| format!("{}\n{}\n", advice.title, advice.text)).collect()
+    }
+
+    #[test]
+    fn arrays_that_grow_are_found() {
+        let mut text = String::from("a 0 4194304 0\n");
+        for step in 1..100_u64 {
+            text += &format!("a {step} {} 0\nf {} 0\n", (4 << 20) + step * 100_000, step - 1);
+        }
+        let found = titles(&advice(&text));
+        assert!(found.contains("Allocate arrays that grow once"), "{found}");
+        assert!(found.contains("99 times a block was replaced"), "{found}");
+        let same: String = (0..100).map(|id| format!("a {id} 4194304 0\nf {id} 0\n")).collect();
+        assert!(!titles(&advice(&same)).contains("grow"), "nothing grows");
+    }
+
+    #[test]
+    fn blocks_that_outlive_their_step_are_found() {
+        let mut text = String::new();
+        for step in 0..20 {
+            text += &format!("i {step}\na {step}0 8388608 0\na {step}1 2097152 0\nf {step}0 0\n");
+            if step > 0 {
+                text += &format!("f {}1 0\n", step - 1);
+            }
+        }
+        let found = titles(&advice(&text));
+        assert!(found.contains("Free what an iteration allocates"), "{found}");
+        assert!(found.contains("18 blocks of at least 1 MiB, of 36.00 MiB in all, live on"), "{found}");
+        assert!(!found.contains("  "), "{found}");
+    }
+
+    #[test]
+    fn streams_that_take_turns_are_found() {
+        let text: String = (0..8).map(|id| format!("a {id} 41943040 {id}\nf {id} {id}\n")).collect();
+        let found = titles(&advice(&text));
+        assert!(found.contains("Let fewer streams allocate: 8 do"), "{found}");
+        assert!(found.contains("add up to 320.00 MiB, and the program's own peak is 40.00 MiB"), "{found}");
+        assert!(found.contains("Use Aquifer"), "{found}");
+    }
+
+    #[test]
+    fn advised_options_bring_the_figures_that_are_named() {
+        let mut text = String::new();
+        for id in 0..300_u64 {
+            text += &format!("a {id} {} 0\na {id}9999 600000 0\n", (2 << 20) + id * 70_000);
+            if id > 3 {
+                text += &format!("f {} 0\n", id - 3);
+            }
+        }
+        let advice = advice(&text);
+        let option = advice.iter().find(|advice| advice.title.starts_with("In PyTorch")).unwrap();
+        let figures = option.figures.as_ref().unwrap();
+        let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
+        let session =
+            Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
+        let config = figures.config.parse().unwrap();
+        let profile = Profile::of(program);
+        let sampled = sample(&session, program, &config, &profile.buckets, None).unwrap();
+        assert_eq!(sampled.peak_reserved, figures.peak_reserved_bytes);
+        assert!(option.text.contains(&Bytes(sampled.peak_reserved).to_string()), "{}", option.text);
+    }
+}

@@ -1,0 +1,341 @@
+//! A recorded program under several allocators, for `explain`, `report` and `advise`.
+
+pub mod advice;
+pub mod sampled;
+
+use aquifer_device::sim::CAPACITY_BYTES_MAX;
+
+use crate::cli::ConfigArg;
+use crate::commands::fit::{Job, fit_all};
+use crate::exit::Failure;
+use crate::input::Program;
+use crate::observe::FirstRefusal;
+use crate::profile::Profile;
+use crate::session::Session;
+use sampled::{Sampled, sample};
+
+/// PyTorch's allocator with its default options.
+const PYTORCH: &str = "backing:segments,cross_stream:off";
+/// PyTorch's allocator with expandable segments and no other option.
+const EXPANDABLE: &str = "backing:expandable";
+
+/// Memory of the small device beyond the program's peak, in parts of the peak: 2 %.
+const SPARE: u64 = 50;
+/// Sizes of devices are multiples of this.
+const STEP: u64 = 2 << 20;
+
+/// An allocator that a program is tried with.
+#[derive(Debug, Clone)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Manager {
+    pub id: String,
+    pub name: String,
+    /// Its options in the words of its users.
+    pub options: String,
+    pub config: ConfigArg,
+    /// Whether it is PyTorch's.
+    pub is_pytorch: bool,
+    /// Whether the recording names these options.
+    pub is_recorded: bool,
+}
+
+impl Manager {
+    /// This project's allocator.
+    pub fn aquifer(config: ConfigArg) -> Manager {
+        Manager {
+            id: format!("aquifer {}", config.text).trim_end().to_owned(),
+            name: "Aquifer".to_owned(),
+            options: config.text.clone(),
+            config,
+            is_pytorch: false,
+            is_recorded: false,
+        }
+    }
+
+    /// PyTorch's allocator with options as in `PYTORCH_ALLOC_CONF`.
+    ///
+    /// # Errors
+    /// When there are no such options, or not in this combination.
+    pub fn pytorch(id: &str, name: &str, options: &str) -> Result<Manager, String> {
+        let mut set = options.split(',').map(str::trim).filter(|option| !option.is_empty());
+        let expandable = set.clone().any(|option| option == "expandable_segments:True");
+        let config = match (expandable, set.next()) {
+            (true, _) if set.next().is_none() => EXPANDABLE.to_owned(),
+            (true, _) => return Err("expandable segments are reproduced without other options".to_owned()),
+            (false, None) => PYTORCH.to_owned(),
+            (false, Some(_)) => format!("{PYTORCH},{options}"),
+        };
+        Ok(Manager {
+            id: id.to_owned(),
+            name: name.to_owned(),
+            options: options.to_owned(),
+            config: config.parse::<ConfigArg>().map_err(|error| error.to_string())?,
+            is_pytorch: true,
+            is_recorded: false,
+        })
+    }
+
+    fn recorded(self) -> Manager {
+        Manager { is_recorded: true, ..self }
+    }
+}
+
+/// A program under an allocator.
+#[derive(Debug, Clone)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Case {
+    pub manager: Manager,
+    pub sampled: Sampled,
+    /// The smallest device on which it finishes, if it does on any.
+    pub smallest_device: Option<u64>,
+}
+
+impl Case {
+    /// Whether every request was served. Otherwise what it takes says little.
+    pub fn finishes(&self) -> bool {
+        self.sampled.refused_at.is_empty()
+    }
+}
+
+/// How a program runs out of memory.
+#[derive(Debug, Clone)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Exhausted {
+    pub device_bytes: u64,
+    /// Whether the device has 2 % more than the program ever uses, because the user named none.
+    pub is_tight: bool,
+    pub refusal: FirstRefusal,
+}
+
+impl Exhausted {
+    /// Free memory, in the cache and on the device.
+    pub fn free(&self) -> u64 {
+        self.refusal.map.figures().free + self.device_free()
+    }
+
+    /// The largest piece of it.
+    pub fn largest_free(&self) -> u64 {
+        self.refusal.map.figures().largest_free.max(self.device_free())
+    }
+
+    fn device_free(&self) -> u64 {
+        let report = self.refusal.refusal.report.as_ref();
+        report.and_then(|report| report.memory).map_or(0, |memory| memory.free)
+    }
+}
+
+/// A program under several allocators.
+#[derive(Debug, Clone)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Study {
+    pub profile: Profile,
+    /// PyTorch's default, the options of the recording, expandable segments, and this project's.
+    pub cases: Vec<Case>,
+    /// How the program runs out of memory in the usual case.
+    pub exhausted: Option<Exhausted>,
+    /// Why allocators were left out.
+    pub notes: Vec<String>,
+}
+
+impl Study {
+    /// Tries a program. Maps are taken when most is held and in at most `maps` buckets.
+    ///
+    /// # Errors
+    /// When PyTorch's default allocator fails for another reason than lack of memory.
+    pub fn of(session: &Session, name: &str, program: &Program, maps: usize) -> Result<Study, Failure> {
+        let profile = Profile::of(program);
+        let mut notes = Vec::new();
+        let managers = managers(session, program, &mut notes);
+        let cases = try_all(session, name, program, &profile, managers, Some(maps), &mut notes)?;
+        notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
+        let mut study = Study { profile, cases, exhausted: None, notes };
+        study.exhausted = exhausted(session, program, &study)?;
+        Ok(study)
+    }
+
+    /// The case to compare with: that of the recording's options, or of PyTorch's default.
+    pub fn usual(&self) -> Option<&Case> {
+        self.cases.iter().find(|case| case.manager.is_recorded).or(self.cases.first())
+    }
+
+    /// The first case of this project's allocator.
+    pub fn own(&self) -> Option<&Case> {
+        self.cases.iter().find(|case| !case.manager.is_pytorch)
+    }
+
+    /// The cases that finish on the device where the usual one does not.
+    pub fn finishing(&self, exhausted: &Exhausted) -> impl Iterator<Item = &Case> {
+        let device = exhausted.device_bytes;
+        self.cases.iter().filter(move |case| case.smallest_device.is_some_and(|smallest| smallest <= device))
+    }
+}
+
+/// Tries a program with some allocators. Maps are taken when most is held and in at most `maps`
+/// buckets; without, figures suffice, and the smallest device is a rough one. Allocators that fail
+/// are noted and left out, unless the first one does.
+///
+/// # Errors
+/// When the first allocator fails for another reason than lack of memory.
+fn try_all(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    profile: &Profile,
+    managers: Vec<Manager>,
+    maps: Option<usize>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Case>, Failure> {
+    let roomy = roomy(session, program);
+    let moments = maps.map(|maps| moments(profile, maps));
+    let jobs = managers.iter().map(|manager| {
+        let job = Job::new(name, program, &manager.config);
+        if maps.is_some() { job } else { job.roughly() }
+    });
+    let fits = fit_all(session, &jobs.collect::<Vec<_>>());
+    let bar = session.progress(managers.len() as u64, name);
+    let mut cases = Vec::new();
+    for (manager, fit) in managers.into_iter().zip(fits) {
+        bar.inc(1);
+        let smallest_device = match fit {
+            Ok(fit) => Ok(Some(fit.smallest_device_bytes)),
+            Err(Failure::OutOfMemory(_)) => Ok(None),
+            Err(failure) => Err(failure),
+        };
+        let sampled = || sample(&roomy, program, &manager.config, &profile.buckets, moments.as_deref());
+        match smallest_device.and_then(|smallest| Ok((smallest, sampled()?))) {
+            Ok((smallest_device, sampled)) => cases.push(Case { manager, sampled, smallest_device }),
+            Err(failure) if cases.is_empty() && maps.is_some() => return Err(failure),
+            Err(failure) => notes.push(format!("{} is left out: {failure}", manager.name)),
+        }
+    }
+    bar.finish_and_clear();
+    Ok(cases)
+}
+
+/// The first refusal on the user's device, or else on one with little more than the program needs.
+fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Option<Exhausted>, Failure> {
+    let Some(usual) = study.usual() else { return Ok(None) };
+    if let Some(refusal) = &usual.sampled.first_refusal {
+        let device_bytes = roomy(session, program).sim().map_or(0, |sim| sim.capacity_bytes);
+        return Ok(Some(Exhausted { device_bytes, is_tight: false, refusal: refusal.clone() }));
+    }
+    let peak = program.peak_requested_bytes;
+    let device_bytes = rounded(peak.saturating_add(peak / SPARE), STEP);
+    if usual.smallest_device.is_some_and(|smallest| smallest <= device_bytes) {
+        return Ok(None);
+    }
+    let tight = session.resized(device_bytes);
+    let sampled = sample(&tight, program, &usual.manager.config, &study.profile.buckets, None)?;
+    Ok(sampled.first_refusal.map(|refusal| Exhausted { device_bytes, is_tight: true, refusal }))
+}
+
+/// The allocators to try: PyTorch's, with its default options, with those of the recording and with
+/// expandable segments, and this project's with the user's options.
+fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Vec<Manager> {
+    let mut all: Vec<Manager> = Vec::new();
+    all.extend(Manager::pytorch("pytorch", "PyTorch", ""));
+    let options = program.options.as_deref().unwrap_or_default();
+    let recorded = Manager::pytorch("recorded", "PyTorch, as recorded", options).map(Manager::recorded);
+    match recorded {
+        Ok(recorded) if recorded.config.text != PYTORCH => all.push(recorded),
+        Ok(_) => {}
+        Err(why) => notes.push(format!("the options of the recording, {options}, are not tried: {why}")),
+    }
+    if all.iter().all(|manager| !manager.config.is_expandable()) {
+        all.extend(Manager::pytorch("expandable", "PyTorch, expandable segments", "expandable_segments:True"));
+    }
+    for config in session.configs() {
+        if all.iter().all(|known| known.config.text != config.text) {
+            all.push(Manager::aquifer(config.clone()));
+        }
+    }
+    all
+}
+
+/// The session on the user's device, or else on one with plenty of memory, below the size at which
+/// granules get larger.
+fn roomy(session: &Session, program: &Program) -> Session {
+    let peak = program.peak_requested_bytes;
+    let plenty = peak.saturating_mul(64).min(512 << 30).max(peak.saturating_mul(4));
+    session.resized(if session.is_default_device() {
+        rounded(plenty, 1 << 30)
+    } else {
+        session.sim().map_or(plenty, |sim| sim.capacity_bytes)
+    })
+}
+
+/// A size rounded up to a multiple of `step`, at most that of the largest device.
+fn rounded(bytes: u64, step: u64) -> u64 {
+    bytes.max(1).checked_next_multiple_of(step).unwrap_or(u64::MAX).min(CAPACITY_BYTES_MAX)
+}
+
+/// The buckets in which maps are taken: evenly spread, with that of the peak.
+fn moments(profile: &Profile, most: usize) -> Vec<usize> {
+    let n = profile.buckets.n;
+    if most == 0 || n == 0 {
+        return Vec::new();
+    }
+    let step = n.div_ceil(most).max(1);
+    let mut moments: Vec<usize> = (0..n).step_by(step).chain([profile.peak.bucket, n - 1]).collect();
+    moments.sort_unstable();
+    moments.dedup();
+    moments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+    use crate::input;
+
+    fn study(device: Option<&str>, text: &str, options: Option<&str>) -> Study {
+        let program = input::read("p.trace".as_ref(), text.as_bytes()).unwrap().remove(0);
+        let program = Program { options: options.map(str::to_owned), ..program };
+        let device = device.map(|device| device.parse().unwrap());
+        let session = Session::new(&Global { device, ..Global::default() }).unwrap().unchecked();
+        Study::of(&session, "p", &program, 4).unwrap()
+    }
+
+    fn names(study: &Study) -> Vec<&str> {
+        study.cases.iter().map(|case| &*case.manager.name).collect()
+    }
+
+    const PROGRAM: &str = "a 1 30000000 0\na 2 1000 0\nf 1 0\na 3 50000000 0\nf 3 0\nf 2 0\n";
+
+    #[test]
+    fn the_recordings_options_are_the_usual_case() {
+        let usual = study(None, PROGRAM, None);
+        assert_eq!(names(&usual), ["PyTorch", "PyTorch, expandable segments", "Aquifer"]);
+        assert_eq!(usual.usual().unwrap().manager.id, "pytorch");
+        let recorded = study(None, PROGRAM, Some("max_split_size_mb:64"));
+        let all = ["PyTorch", "PyTorch, as recorded", "PyTorch, expandable segments", "Aquifer"];
+        assert_eq!(names(&recorded), all);
+        assert_eq!(recorded.usual().unwrap().manager.options, "max_split_size_mb:64");
+        let expandable = study(None, PROGRAM, Some("expandable_segments:True"));
+        assert_eq!(names(&expandable), ["PyTorch", "PyTorch, as recorded", "Aquifer"]);
+        for odd in ["expandable_segments:True,max_split_size_mb:64", "no_such_option:1"] {
+            let odd = study(None, PROGRAM, Some(odd));
+            assert_eq!(names(&odd), names(&usual));
+            assert!(odd.notes[0].contains("are not tried"), "{:?}", odd.notes);
+        }
+    }
+
+    #[test]
+    fn devices_have_a_size_whatever_the_program_uses() {
+        for bytes in [1, 600 << 20, 1 << 40, 1 << 52, (1 << 63) - 1] {
+            let study = study(None, &format!("a 1 {bytes} 0\nf 1 0\n"), None);
+            assert_eq!(study.profile.peak.bytes, bytes);
+            if let Some(exhausted) = &study.exhausted {
+                assert!(exhausted.device_bytes >= STEP, "{bytes}");
+                assert!(!exhausted.is_tight || exhausted.device_bytes > bytes, "{bytes}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_lacks_memory_on_the_users_device_is_told_of_that_device() {
+        let study = study(Some("sim:48MiB"), PROGRAM, None);
+        let exhausted = study.exhausted.unwrap();
+        assert_eq!((exhausted.device_bytes, exhausted.is_tight, exhausted.refusal.event), (48 << 20, false, 4));
+    }
+}

@@ -1,0 +1,285 @@
+//! A recorded program under an allocator: what it held over time, and what lay where.
+
+use serde::Serialize;
+
+use crate::cli::ConfigArg;
+use crate::commands::us;
+use crate::exit::Failure;
+use crate::expandable::Expandable;
+use crate::harness::{OnOom, Player};
+use crate::input::Program;
+use crate::map::{Figures, Map};
+use crate::observe::{FirstRefusal, Observed};
+use crate::profile::{Buckets, Range};
+use crate::session::Session;
+use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
+
+/// Cells of a row of the map.
+const COLUMNS: usize = 1536;
+
+/// What a program's allocator held over time.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Sampled {
+    /// Bytes held from the device.
+    pub reserved: Range,
+    /// Allocated bytes, after rounding.
+    pub allocated: Range,
+    /// The most that was held.
+    pub peak_reserved: u64,
+    /// The numbers of the requests that were refused, from 1.
+    pub refused_at: Vec<u64>,
+    /// The first of them.
+    pub first_refusal: Option<FirstRefusal>,
+    /// Driver calls.
+    pub calls: u64,
+    /// Their modelled time in microseconds; `None` on a real device.
+    pub driver_us: Option<f64>,
+    /// What lay where when most was held.
+    pub fullest: Option<Map>,
+    /// What lay where at the buckets asked for.
+    pub moments: Vec<(usize, Map)>,
+}
+
+/// What lay where over time, for the page: see [`Map::row`].
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the page's schema")]
+pub struct Space {
+    pub cell: u64,
+    pub columns: usize,
+    pub buckets: Vec<usize>,
+    pub rows: Vec<String>,
+    pub live: Vec<u64>,
+    pub free: Vec<u64>,
+    pub largest_free: Vec<u64>,
+    pub waiting: Vec<u64>,
+    pub parts: Vec<u64>,
+}
+
+impl Space {
+    /// What lay where at these buckets; `None` if there are none.
+    pub fn of(moments: &[(usize, Map)]) -> Option<Space> {
+        let figures: Vec<Figures> = moments.iter().map(|(_, map)| map.figures()).collect();
+        let held = |figures: &Figures| figures.live + figures.free + figures.waiting;
+        let most = figures.iter().map(held).max()?;
+        let cell = cell(most);
+        let each = |of: fn(&Figures) -> u64| figures.iter().map(of).collect();
+        Some(Space {
+            cell,
+            columns: COLUMNS,
+            buckets: moments.iter().map(|&(bucket, _)| bucket).collect(),
+            rows: moments.iter().map(|(_, map)| map.row(cell, COLUMNS)).collect(),
+            live: each(|figures| figures.live),
+            free: each(|figures| figures.free),
+            largest_free: each(|figures| figures.largest_free),
+            waiting: each(|figures| figures.waiting),
+            parts: each(|figures| figures.segments),
+        })
+    }
+}
+
+/// A row of a map alone.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the page's schema")]
+pub struct Row {
+    pub cell: u64,
+    pub columns: usize,
+    pub row: String,
+}
+
+impl Row {
+    /// The row of a map.
+    pub fn of(map: &Map) -> Row {
+        let Figures { live, free, waiting, .. } = map.figures();
+        let cell = cell(live + free + waiting);
+        Row { cell, columns: COLUMNS, row: map.row(cell, COLUMNS) }
+    }
+}
+
+/// The bytes of a cell when a row shows this many.
+fn cell(bytes: u64) -> u64 {
+    bytes.div_ceil(COLUMNS as u64).next_multiple_of(512).max(512)
+}
+
+/// Plays a program under these options on the session's device and samples it. With `moments`,
+/// buckets in ascending order, it is played again to take maps: when most is held, and at the
+/// events of these buckets.
+///
+/// # Errors
+/// When the device cannot be opened, or the allocator fails for another reason than lack of memory.
+pub fn sample(
+    session: &Session,
+    program: &Program,
+    config: &ConfigArg,
+    buckets: &Buckets,
+    moments: Option<&[usize]>,
+) -> Result<Sampled, Failure> {
+    let config = &config.of_one_thread();
+    if config.is_expandable() {
+        sample_on::<Expandable>(session, program, config, buckets, moments)
+    } else {
+        sample_on::<Aquifer>(session, program, config, buckets, moments)
+    }
+}
+
+fn sample_on<S: Measured>(
+    session: &Session,
+    program: &Program,
+    config: &ConfigArg,
+    buckets: &Buckets,
+    moments: Option<&[usize]>,
+) -> Result<Sampled, Failure> {
+    let play = |events: Vec<u64>| {
+        let mut observed = Observed::<S>::new(session, config, program.streams.len(), 0)?;
+        let (sampler, costs) = observed.pass(|observed| {
+            let mut sampler = Sampler::new(observed, buckets, events);
+            let mut player = Player::new(program);
+            player.play(&mut sampler, OnOom::Skip)?;
+            sampler.ended();
+            let Sampler { failed, samples, .. } = sampler;
+            failed.map_or(Ok(samples), Err)
+        })?;
+        Ok::<_, Failure>((sampler, costs, observed.take_first_refusal()?))
+    };
+    let (first, costs, first_refusal) = play(Vec::new())?;
+    let at = |bucket: &usize| buckets.at.get(*bucket).copied();
+    let maps = match moments {
+        Some(moments) => {
+            let mut events: Vec<u64> = moments.iter().filter_map(at).chain([first.peak_reserved.1]).collect();
+            events.sort_unstable();
+            events.dedup();
+            play(events)?.0.maps
+        }
+        None => Vec::new(),
+    };
+    let map_at = |event| maps.iter().find(|(at, _)| *at == event).map(|(_, map)| map.clone());
+    let moments = moments.unwrap_or_default().iter();
+    Ok(Sampled {
+        reserved: first.reserved,
+        allocated: first.allocated,
+        peak_reserved: first.peak_reserved.0,
+        refused_at: first.refused_at,
+        calls: costs.calls.total(),
+        driver_us: costs.modelled.map(|modelled| us(modelled.total_ns)),
+        fullest: map_at(first.peak_reserved.1),
+        moments: moments.filter_map(|bucket| Some((*bucket, map_at(at(bucket)?)?))).collect(),
+        first_refusal,
+    })
+}
+
+/// Samples of a pass.
+#[derive(Debug)]
+struct Samples {
+    reserved: Range,
+    allocated: Range,
+    /// The most that was held, and the first event after which it was.
+    peak_reserved: (u64, u64),
+    refused_at: Vec<u64>,
+    /// By event.
+    maps: Vec<(u64, Map)>,
+}
+
+/// A subject that samples another after each event.
+struct Sampler<'a, S> {
+    observed: &'a mut Observed<S>,
+    buckets: &'a Buckets,
+    /// Events after which a map is taken; the next one is the last.
+    events: Vec<u64>,
+    /// The number of the event under way, from 1; 0 before the first.
+    event: u64,
+    samples: Samples,
+    failed: Option<Failure>,
+}
+
+impl<'a, S: Measured> Sampler<'a, S> {
+    fn new(observed: &'a mut Observed<S>, buckets: &'a Buckets, mut events: Vec<u64>) -> Sampler<'a, S> {
+        events.reverse();
+        let samples = Samples {
+            reserved: Range::new(buckets.n),
+            allocated: Range::new(buckets.n),
+            peak_reserved: (0, 0),
+            refused_at: Vec::new(),
+            maps: Vec::new(),
+        };
+        Sampler { observed, buckets, events, event: 0, samples, failed: None }
+    }
+
+    /// The event under way has ended.
+    fn ended(&mut self) {
+        if self.event == 0 {
+            return;
+        }
+        let (reserved, allocated) = self.observed.held();
+        let bucket = self.buckets.of(self.event);
+        self.samples.reserved.add(bucket, reserved);
+        self.samples.allocated.add(bucket, allocated);
+        if reserved > self.samples.peak_reserved.0 {
+            self.samples.peak_reserved = (reserved, self.event);
+        }
+        if self.events.last() == Some(&self.event) {
+            self.events.pop();
+            match self.observed.map() {
+                Ok(map) => self.samples.maps.push((self.event, map)),
+                Err(failure) => self.failed = self.failed.take().or(Some(failure)),
+            }
+        }
+    }
+}
+
+impl<S: Measured> Subject for Sampler<'_, S> {
+    type Handle = S::Handle;
+
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<S::Handle, Refused> {
+        self.observed.alloc(bytes, stream)
+    }
+
+    fn free(&mut self, handle: S::Handle) {
+        self.observed.free(handle);
+    }
+
+    fn record_stream(&mut self, handle: &mut S::Handle, stream: u16) -> Result<(), Refused> {
+        self.observed.record_stream(handle, stream)
+    }
+
+    fn begin_event(&mut self) {
+        self.ended();
+        self.event += 1;
+        self.observed.begin_event();
+    }
+
+    fn refused(&mut self, refusal: Refusal) {
+        self.samples.refused_at.push(self.event);
+        self.observed.refused(refusal);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+    use crate::input;
+    use crate::profile::Profile;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn samples_show_what_is_held_refused_and_where() {
+        let text = "a 1 20971520 0\na 2 20971520 0\nf 1 0\na 3 20971520 1\na 4 83886080 0\nf 2 0\nf 3 1\n";
+        let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
+        let buckets = Profile::of(program).buckets;
+        let global = Global { device: Some("sim:100MiB".parse().unwrap()), ..Global::default() };
+        let session = Session::new(&global).unwrap();
+        for config in ["backing:segments,cross_stream:off", "backing:expandable"] {
+            let sampled = sample(&session, program, &config.parse().unwrap(), &buckets, Some(&[1, 3])).unwrap();
+            assert_eq!(sampled.reserved.max[..4], [20, 40, 40, 60].map(|mib| mib * MIB), "{config}");
+            assert_eq!(sampled.allocated.max, [20, 40, 20, 40, 40, 20, 0].map(|mib| mib * MIB), "{config}");
+            assert_eq!((sampled.peak_reserved, &sampled.refused_at[..]), (60 * MIB, &[5][..]), "{config}");
+            let first = sampled.first_refusal.unwrap();
+            assert_eq!((first.event, first.refusal.bytes), (5, 80 * MIB), "{config}");
+            assert_eq!(first.refusal.report.is_some(), config.contains("segments"));
+            let live: Vec<u64> = sampled.moments.iter().map(|(_, map)| map.figures().live / MIB).collect();
+            assert_eq!(live, [40, 40], "{config}");
+            assert_eq!(sampled.fullest.unwrap().figures().live, 40 * MIB, "{config}");
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! `explain`, `advise` and `report`.
+
+use super::*;
+
+/// An empty folder of a test.
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+#[test]
+fn explain_tells_what_is_alive_what_allocators_take_and_how_memory_runs_out() {
+    let file = data("gnn_random_graphs.trace.gz");
+    let row = &rows(0, &["explain", &file])[0];
+    assert_eq!(row["trace"], "gnn_random_graphs");
+    let peak = bytes(row, "peak_requested_bytes");
+    let by_size = row["alive"].as_array().unwrap().iter().filter(|group| group["by"] == "size");
+    assert_eq!(by_size.map(|group| bytes(group, "bytes")).sum::<u64>(), peak);
+    let allocators = row["allocators"].as_array().unwrap();
+    let names: Vec<&str> = allocators.iter().map(|one| one["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["PyTorch", "PyTorch, expandable segments", "Aquifer"]);
+    let oom = &row["oom"];
+    assert!(bytes(oom, "device_bytes") < bytes(&allocators[0], "smallest_device_bytes"));
+    assert!(bytes(oom, "free_bytes") >= bytes(oom, "requested_bytes"), "the cause is fragmentation: {oom}");
+    assert!(oom["report"].as_str().unwrap().starts_with("out of memory. Tried to allocate"));
+    assert!(oom["finishes_with"].as_array().unwrap().contains(&"Aquifer".into()));
+    // The figures are those of the other commands.
+    for (config, one) in [("backing:segments,cross_stream:off", 0), ("backing:expandable", 1), ("", 2)] {
+        let fit = &rows(0, &["fit", "--config", config, &file])[0];
+        assert_eq!(fit["smallest_device_bytes"], allocators[one]["smallest_device_bytes"], "{config}");
+        let device = ["--device", "sim:512GiB"];
+        let replay = &rows(0, &[&["replay", "--repeat", "1", "--config", config, &file][..], &device].concat())[0];
+        assert_eq!(replay["peak_reserved_bytes"], allocators[one]["peak_reserved_bytes"], "{config}");
+    }
+    let text = stress(&["explain", "--ascii", &file]);
+    assert_eq!(text.status.code(), Some(0));
+    let text = String::from_utf8(text.stdout).unwrap();
+    for part in ["uses at most 19.76 GiB", "What allocators take", "What fragmentation costs", "What helps"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+#[test]
+fn explain_shows_the_first_refusal_on_the_users_device() {
+    let row = &rows(0, &["explain", "--device", "sim:40GiB", &data("gnn_random_graphs.trace.gz")])[0];
+    let device = bytes(&row["oom"], "device_bytes") as f64 / bytes(row, "peak_requested_bytes") as f64;
+    assert!((1.019..1.021).contains(&device), "it finishes on 40 GiB");
+    let row = &rows(0, &["explain", "--device", "sim:20GiB", &data("gnn_random_graphs.trace.gz")])[0];
+    assert_eq!(bytes(&row["oom"], "device_bytes"), 20 << 30);
+    assert_ne!(bytes(&row["allocators"][0], "ooms"), 0);
+}
+
+#[test]
+fn a_folder_is_read_as_one_job() {
+    let folder = folder("job");
+    for rank in [2, 10, 1] {
+        let text = format!("a 1 {} 0\na 2 5000000 0\nf 1 0\nf 2 0\n", rank * 10_000_000);
+        std::fs::write(folder.join(format!("rank{rank}.trace")), text).unwrap();
+    }
+    std::fs::write(folder.join(".hidden"), "not a trace").unwrap();
+    let path = folder.to_str().unwrap();
+    let rows = rows(0, &["explain", path]);
+    let names: Vec<&str> = rows.iter().map(|row| row["trace"].as_str().unwrap()).collect();
+    assert_eq!(names, ["rank1", "rank2", "rank10"]);
+    let text = String::from_utf8(stress(&["explain", path]).stdout).unwrap();
+    assert!(text.contains("3 programs, of which rank10 needs most"), "{text}");
+}
+
+#[test]
+fn advice_has_figures_and_can_be_followed() {
+    let file = data("gnn_random_graphs.trace.gz");
+    let rows_of = |name: &str, rows: &[Value]| {
+        rows.iter().find(|row| row["title"].as_str().unwrap().starts_with(name)).cloned().unwrap()
+    };
+    let advice = rows(0, &["advise", &file]);
+    let pytorch = rows_of("In PyTorch, set PYTORCH_ALLOC_CONF=expandable_segments:True", &advice);
+    assert_eq!(pytorch["config"], "backing:expandable");
+    let replay = &rows(0, &["replay", "--repeat", "1", "--config", "backing:expandable", &file])[0];
+    assert_eq!(replay["peak_reserved_bytes"], pytorch["peak_reserved_bytes"]);
+    assert!(rows_of("Use Aquifer", &advice)["saves"].as_u64().unwrap() > 40 << 30);
+}
+
+#[test]
+fn a_report_is_one_page_that_loads_nothing() {
+    let folder = folder("report");
+    let out = folder.join("page.html");
+    let out = out.to_str().unwrap();
+    let output = stress(&["report", "-o", out, &data("gnn_random_graphs.trace.gz"), &data("gpt2_fp32.trace.gz")]);
+    assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+    let page = std::fs::read_to_string(out).unwrap();
+    assert!(page.starts_with("<!doctype html>") && page.len() < 5 << 20, "{}", page.len());
+    assert!(page.contains("default-src 'none'"), "nothing may be loaded");
+    let data = page.split_once("id=\"data\">").unwrap().1.split_once("</script>").unwrap().0;
+    let data: Value = serde_json::from_str(data).unwrap();
+    let titles: Vec<&str> = data.as_array().unwrap().iter().map(|one| one["title"].as_str().unwrap()).collect();
+    assert_eq!(titles, ["gnn_random_graphs", "gpt2_fp32"]);
+    let (at, peak) = (&data[0]["buckets"]["at"], &data[0]["peak"]);
+    let bucket = usize::try_from(peak["bucket"].as_u64().unwrap()).unwrap();
+    assert_eq!(at[bucket], peak["event"]);
+}
+
+#[test]
+fn files_that_cannot_be_used_are_errors() {
+    let folder = folder("broken");
+    let broken = folder.join("broken.pickle");
+    std::fs::write(&broken, b"\x80\x04}").unwrap();
+    let broken = broken.to_str().unwrap();
+    for command in ["explain", "advise", "report"] {
+        let output = stress(&[command, broken]);
+        assert_eq!(output.status.code(), Some(4), "{command}: {}", errors(&output));
+        assert!(errors(&output).contains("broken.pickle"), "{}", errors(&output));
+        assert_eq!(stress(&[command]).status.code(), Some(2), "{command}");
+    }
+    let nowhere = folder.join("missing/page.html");
+    let output = stress(&["report", "-o", nowhere.to_str().unwrap(), &data("fsdp_start.trace")]);
+    assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
+    assert!(errors(&output).contains("missing/page.html"), "{}", errors(&output));
+}
+
+#[test]
+fn a_snapshot_without_history_shows_its_segments() {
+    let folder = folder("no_history");
+    let file = folder.join("snapshot.json");
+    let block =
+        |size: u64, state: &str| format!("{{\"size\": {size}, \"requested_size\": {size}, \"state\": \"{state}\"}}");
+    let segment = |address: u64, blocks: [String; 3]| {
+        format!("{{\"device\": 0, \"address\": {address}, \"stream\": 0, \"blocks\": [{}]}}", blocks.join(", "))
+    };
+    let segments = [
+        segment(
+            1 << 30,
+            [block(3 << 20, "active_allocated"), block(5 << 20, "inactive"), block(4 << 20, "active_allocated")],
+        ),
+        segment(
+            2 << 30,
+            [block(1 << 20, "active_pending_free"), block(7 << 20, "inactive"), block(512, "active_allocated")],
+        ),
+    ];
+    let list = format!("[{}]", segments.join(", "));
+    for text in [format!("{{\"segments\": {list}, \"device_traces\": [[]]}}"), list] {
+        std::fs::write(&file, text).unwrap();
+        let file = file.to_str().unwrap();
+        let output = stress(&["explain", "--ascii", file]);
+        assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+        let text = String::from_utf8(output.stdout).unwrap();
+        let held = "When the snapshot was taken, 20.00 MiB were held";
+        let live =
+            "In 2 segments, 7.00 MiB were live and 12.00 MiB free, the largest piece of them 7.00 MiB. 1.00 MiB had";
+        let words: Vec<&str> = text.split_whitespace().collect();
+        assert!(text.contains(held) && words.join(" ").contains(live), "{text}");
+        assert!(text.contains("has no history"), "{text}");
+        let output = stress(&["replay", file]);
+        assert_eq!(output.status.code(), Some(4));
+        assert!(errors(&output).contains("no history"), "{}", errors(&output));
+        let page = folder.join("page.html");
+        assert_eq!(stress(&["report", "-o", page.to_str().unwrap(), file]).status.code(), Some(0));
+        assert!(std::fs::read_to_string(page).unwrap().contains("In the snapshot"));
+    }
+}
