@@ -372,7 +372,7 @@ impl Session {
 
     /// A progress bar on standard error, invisible if that is not a terminal.
     pub fn progress(&self, steps: u64, what: &str) -> ProgressBar {
-        let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len} {msg}");
+        let style = ProgressStyle::with_template("{prefix} {wide_bar} {pos}/{len}, {eta} left {msg}");
         let bar = ProgressBar::new(steps).with_prefix(what.to_owned());
         if let Ok(style) = style { bar.with_style(style) } else { bar }
     }

@@ -16,6 +16,11 @@ impl fmt::Display for Bytes {
     }
 }
 
+/// A count with its noun.
+pub fn plural(count: u64, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
 /// The width of a text in a terminal: one column per character, which holds for all text of this
 /// program.
 pub fn columns(text: &str) -> usize {

@@ -16,7 +16,7 @@ use crate::map::{Figures, Map, Style};
 use crate::profile::{Group, Grouping, OTHERS, Peak};
 use crate::session::Session;
 use crate::table::{number, optional, table};
-use crate::text::{Bytes, wrap};
+use crate::text::{Bytes, plural, wrap};
 
 /// Groups that are listed of each grouping.
 const LISTED: usize = 8;
@@ -233,17 +233,14 @@ impl Printer<'_> {
         self.heading(&format!("{name} uses at most {}", Bytes(bytes)))?;
         let what = program.headers.iter().find(|(key, _)| key == "what");
         let what = what.map_or_else(String::new, |(_, value)| format!("It is {value}. "));
-        let streams = match program.streams.len() {
-            1 => "one stream".to_owned(),
-            several => format!("{several} streams"),
-        };
+        let streams = plural(program.streams.len() as u64, "stream");
         let during =
             if profile.buckets.iteration.is_some() { format!(", in iteration {iteration}") } else { String::new() };
         self.say(&format!(
-            "{what}The recording has {} events on {streams}. Most is in use after event {event}{during}: {} in {blocks} \
-             blocks.",
+            "{what}The recording has {} events on {streams}. Most is in use after event {event}{during}: {} in {}.",
             profile.buckets.events,
-            Bytes(bytes)
+            Bytes(bytes),
+            plural(blocks, "block")
         ))?;
         self.session.show("Live then:")?;
         profile.groups.iter().try_for_each(|grouping| self.alive(grouping, bytes))
@@ -286,7 +283,8 @@ impl Printer<'_> {
             bytes => format!(" {} had been given back and were still in use by a stream.", Bytes(bytes)),
         };
         self.say(&format!(
-            "In {segments} segments, {} were live and {} free, the largest piece of them {}.{waiting}",
+            "In {}, {} were live and {} free, the largest piece of them {}.{waiting}",
+            plural(segments, "segment"),
             Bytes(live),
             Bytes(free),
             Bytes(largest_free)
@@ -324,11 +322,12 @@ impl Printer<'_> {
         let unused = usual.sampled.peak_reserved.saturating_sub(peak);
         self.heading(&format!("What fragmentation costs: {}", Bytes(unused)))?;
         self.say(&format!(
-            "{} holds most when it has {} in {segments} segments. Of these, {} are live, with what sizes are rounded \
+            "{} holds most when it has {} in {}. Of these, {} are live, with what sizes are rounded \
              up by, and {} are free in its cache. The program never needed more than {}. A request takes new memory \
              if no free piece is large enough.",
             usual.manager.name,
             Bytes(usual.sampled.peak_reserved),
+            plural(segments, "segment"),
             Bytes(live),
             Bytes(free),
             Bytes(peak)

@@ -15,9 +15,10 @@ use crate::table::{number, optional, table};
 use crate::text::Bytes;
 use summary::{Summary, summaries};
 
-/// The options that are compared by default: PyTorch's, memory that streams share, and mapped
-/// memory.
-const CONFIGS: [&str; 3] = ["backing:segments,cross_stream:off", "backing:segments", "backing:paged"];
+/// The options that are compared by default: PyTorch's, with expandable segments, memory that
+/// streams share, and mapped memory.
+const CONFIGS: [&str; 4] =
+    ["backing:segments,cross_stream:off", "backing:expandable", "backing:segments", "backing:paged"];
 
 /// A program under some options, or in PyTorch. `compare --help` explains the fields.
 #[derive(Debug, Clone, Default, Serialize)]
