@@ -223,7 +223,7 @@ async function checkLegend(page) {
 async function checkMap(page, data) {
   if (!data.allocators[0]?.space?.rows.length) return;
   const map = await page.place("#space-map canvas");
-  await page.mouse("mouseMoved", map.left + 70, map.top + 6);
+  await page.mouse("mouseMoved", map.left + 90, map.top + 6);
   await page.settle();
   const told = await page.value(`document.querySelector("#space-map .told").textContent`);
   page.check(/ to .*: /.test(told), "the map does not tell of the cell under the pointer");
