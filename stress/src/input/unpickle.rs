@@ -1,7 +1,8 @@
 //! A pickle machine for data, protocols 2 to 5.
 //!
-//! Snapshots are mostly call stacks, which repeat: [`Arena`] lists the values that are kept. Everything else is skipped, including objects of classes: no class is looked up
-//! and no code runs. The machine never recurses.
+//! Snapshots are mostly call stacks, which repeat: [`Arena`] lists the values that are kept.
+//! Everything else is skipped, including objects of classes: no class is looked up and no code
+//! runs. The machine never recurses.
 
 use std::io::BufRead;
 

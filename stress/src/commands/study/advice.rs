@@ -269,8 +269,8 @@ fn outliving(program: &Program) -> Option<Advice> {
         Advice::of_code(
             "Free what an iteration allocates before the next, or allocate it before the first".to_owned(),
             format!(
-                "{blocks} blocks of at least 1 MiB, of {} in all, live on into later iterations, for up to {longest} of \
-                 them. Where memory does not move, such a block can keep what is free around it from serving a \
+                "{blocks} blocks of at least 1 MiB, of {} in all, live on into later iterations, for up to {longest} \
+                 of them. Where memory does not move, such a block can keep what is free around it from serving a \
                  larger request.",
                 Bytes(bytes_in_all)
             ),
