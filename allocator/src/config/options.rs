@@ -10,7 +10,6 @@ use super::keys::Key;
 use super::parse::{Pair, Value};
 use super::values::{Reader, divisions, reserve};
 use super::{Backing, Config, CrossStream, SplitFrames, TagSource};
-use crate::snapshot::FileFormat;
 
 /// An option that was given, is valid, and has no effect: [`Config::ignored`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -165,7 +164,10 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         }
         Key::OomSnapshot => {
             let path = PathBuf::from(word()?.text());
-            FileFormat::of(&path).or_else(|_| Err(word()?.invalid()))?;
+            let ends_in = |ending: &&str| path.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending));
+            if !["pickle", "pkl", "json"].iter().any(ends_in) {
+                return Err(word()?.invalid());
+            }
             config.oom_snapshot = Some(path);
         }
         Key::Tags => config.tags = word()?.choice(TagSource::ALL, TagSource::name)?,
