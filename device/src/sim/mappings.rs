@@ -101,8 +101,7 @@ impl Mappings {
         Ok(count)
     }
 
-    /// Maps physical memory, which is mapped nowhere, if there is room for it. No device may touch
-    /// it yet.
+    /// Maps physical memory, if there is room for it. No device may touch it there yet.
     pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !start.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{start:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));

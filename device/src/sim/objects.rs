@@ -70,8 +70,8 @@ pub(super) struct Physical {
     pub(super) bytes: u64,
     pub(super) options: PhysicalOptions,
     pub(super) store: StoreId,
-    /// The address that it is mapped at.
-    pub(super) mapped_at: Option<u64>,
+    /// Number of addresses that it is mapped at.
+    pub(super) mappings: u32,
     /// False once its handle was released. It lives on while it is mapped.
     pub(super) has_handle: bool,
     /// Work that was not known complete when it was last unmapped.

@@ -180,8 +180,8 @@ impl Machine {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));
         }
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
-        let (mapped_at, unfinished) = (None, Vec::new());
-        let physical = Physical { bytes, options, store, mapped_at, has_handle: true, unfinished };
+        let (mappings, unfinished) = (0, Vec::new());
+        let physical = Physical { bytes, options, store, mappings, has_handle: true, unfinished };
         let number = self.physicals.live.insert(physical);
         Ok(RawPhysical(self.physicals.handles.insert(number)))
     }
@@ -192,7 +192,7 @@ impl Machine {
         self.physicals.handles.remove(handle.0);
         if let Some(physical) = self.physicals.live.get_mut(number) {
             physical.has_handle = false;
-            if physical.mapped_at.is_none() {
+            if physical.mappings == 0 {
                 self.end_physical(number);
             }
         }
@@ -220,12 +220,9 @@ impl Machine {
         if physical.bytes != bytes {
             return Err(Refused::value(format!("{bytes} bytes are not all {} bytes of the memory", physical.bytes)));
         }
-        if let Some(at) = physical.mapped_at {
-            return Err(Refused::value(format!("the memory is already mapped at {at:#x}")));
-        }
         self.address.mappings.map(ptr.0, bytes, number, physical.store)?;
         if let Some(physical) = self.physicals.live.get_mut(number) {
-            physical.mapped_at = Some(ptr.0);
+            physical.mappings += 1;
         }
         Ok(())
     }
@@ -269,10 +266,9 @@ impl Machine {
                 self.detector.device.clear(range);
             }
             let Some(physical) = self.physicals.live.get_mut(mapping.physical) else { continue };
-            physical.mapped_at = None;
-            if physical.has_handle {
-                physical.unfinished = unfinished;
-            } else {
+            physical.mappings -= 1;
+            physical.unfinished.extend(unfinished);
+            if !physical.has_handle && physical.mappings == 0 {
                 self.end_physical(mapping.physical);
             }
         }

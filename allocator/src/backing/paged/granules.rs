@@ -14,6 +14,7 @@ use crate::backing::paged::deferred_release::DeferredReleases;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::backing::paged::internal_fragmentation::InternalFragmentation;
+use crate::backing::paged::lingering::Lingering;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::recurrence::Recurrence;
@@ -58,6 +59,8 @@ pub(crate) struct Paged {
     pub(crate) spares: LooseFrames,
     /// Mappings that cannot be used and that the driver has not unmapped so far.
     pub(crate) stuck: VecDeque<Stuck>,
+    /// Addresses at which frames are mapped that moved elsewhere.
+    pub(crate) lingering: Vec<Lingering>,
     /// Granules of spare frames that operations are working with.
     pub(crate) in_hands: u64,
     /// Bytes mapped for small and for large pools.
@@ -165,6 +168,7 @@ impl Paged {
             host_buffers: Vec::new(),
             spares,
             stuck: VecDeque::new(),
+            lingering: Vec::new(),
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
@@ -202,7 +206,8 @@ impl Paged {
     /// Bytes held from the device that are not behind usable addresses.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let stuck: u64 = self.stuck.iter().map(Stuck::bytes).sum();
-        (self.spares.granules() + self.in_hands) * self.granule + stuck
+        let unmoved: u64 = self.lingering.iter().map(|lingering| granules_of(&lingering.unmoved)).sum();
+        (self.spares.granules() + self.in_hands + unmoved) * self.granule + stuck
     }
 
     /// Number of reservations.
@@ -422,12 +427,16 @@ impl Paged {
         for (addr, reserved) in self.reservations {
             let mapped = reserved.places.all().map(|(place, frame)| {
                 let ptr = DevicePtr(addr + place as u64 * reserved.granule);
-                (ptr, frame.granules() * reserved.granule, frame.physical)
+                (ptr, frame.granules() * reserved.granule, Some(frame.physical))
             });
-            let mapped = mapped.collect();
+            let within = |range: &Range<u64>| addr <= range.start && range.start < addr + reserved.bytes;
+            let lingering = self.lingering.iter().map(|lingering| lingering.range.clone()).filter(within);
+            let lingering = lingering.map(|range| (DevicePtr(range.start), range.end - range.start, None));
+            let mapped = mapped.chain(lingering).collect();
             device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
-        self.spares.iter().for_each(|frame| device.release_later(frame.physical));
+        let unmoved = self.lingering.iter().flat_map(|lingering| lingering.unmoved.iter().copied());
+        self.spares.iter().chain(unmoved).for_each(|frame| device.release_later(frame.physical));
     }
 }
 

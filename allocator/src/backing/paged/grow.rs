@@ -2,9 +2,10 @@
 //! makes the driver calls, and accounts for the result.
 //!
 //! Whether memory may move depends on how far streams got. The host asks first, which waits for
-//! nothing. Then one of two things happens: the request waits, if growing would exceed the peak of
-//! memory in use by too much; or it takes memory from the device. Where memory would be refused
-//! otherwise, the host waits in any case.
+//! nothing. Then one of three things happens. If growing would exceed the peak of memory in use by
+//! too much, the request uses memory of its own stream before the device is done with it
+//! (`lingering.rs`), or it waits. Otherwise it takes memory from the device. Where memory would be
+//! refused otherwise, the host waits in any case.
 
 use std::sync::Arc;
 
@@ -18,8 +19,9 @@ use crate::backing::headroom::{Room, buyable, room};
 use crate::backing::paged::addresses::reserve_addresses;
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::draft::{Draft, draft};
+use crate::backing::paged::draft::{Draft, draft, reuse_unfinished};
 use crate::backing::paged::granules::Paged;
+use crate::backing::paged::lingering::unmap_lingering;
 use crate::backing::paged::plan::{Plan, Planned, Purchase, Terms, plan};
 use crate::backing::paged::settle::settle_plan;
 use crate::backing::paged::wait::{
@@ -76,6 +78,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
     let mut allowed = Allowed { ask: true, order: may_wait, stalls, purchase: Purchase::InsteadOfMoving };
     for _ in 0..ROUNDS {
         recycle_deferred_releases(allocator)?;
+        unmap_lingering(allocator)?;
         match next_step(allocator, request, &allowed)? {
             Next::Finished(growth) => return Ok(growth),
             Next::Ask(ticks) => {
@@ -132,13 +135,13 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
         return Ok(Next::Finished(Growth::Refused(refusal)));
     }
     let buyable_instead = if allowed.purchase >= Purchase::InsteadOfMoving { buyable } else { 0 };
-    let Some(draft) = draft(&mut guard, request, buyable_instead) else { return Ok(Next::Reserve) };
-    if let Some(next) = before_buying(allocator, &mut guard, request, &draft, allowed) {
+    let Some(mut draft) = draft(&mut guard, request, buyable_instead) else { return Ok(Next::Reserve) };
+    if let Some(next) = instead_of_buying(allocator, &mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
     let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
     Ok(match plan(&mut guard, request, draft, &terms) {
-        Planned::Ready(plan) => Next::CarryOut(Box::new(plan), gate),
+        Planned::Ready(plan) => Next::CarryOut(plan, gate),
         Planned::NoAddresses => Next::Reserve,
         Planned::Short { missing, not_done, refusal } => match first_enough(&guard, &not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
@@ -148,13 +151,14 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     })
 }
 
-/// The step that is worth trying before memory is bought from the device: to ask whether more work
-/// is done, or to wait for it. `None` if there is none.
-fn before_buying(
+/// What is worth trying before memory is bought from the device: to ask whether more work is done;
+/// to use memory of the request's own stream before the device is done with it, which changes the
+/// draft; to wait. Returns the step to take first, if there is one.
+fn instead_of_buying(
     allocator: &Allocator,
     guard: &mut StateGuard,
     request: &Request,
-    draft: &Draft,
+    draft: &mut Draft,
     allowed: &Allowed,
 ) -> Option<Next<'static>> {
     if draft.buy == 0 {
@@ -169,6 +173,11 @@ fn before_buying(
     if draft.bought_though_movable {
         return None;
     }
+    over_peak(guard, draft)?;
+    reuse_unfinished(guard, request, draft);
+    if draft.buy == 0 {
+        return None;
+    }
     let excess = over_peak(guard, draft)?;
     if allowed.order
         && allocator.config().cross_stream != CrossStream::Off
@@ -176,7 +185,7 @@ fn before_buying(
     {
         return Some(Next::Order(order));
     }
-    let stall = if allowed.stalls > 0 { worth_stalling(guard, draft, excess) } else { None };
+    let stall = if allowed.stalls > 0 { worth_stalling(guard, request, draft, excess) } else { None };
     stall.map(|(timeline, after)| Next::Wait(timeline, after))
 }
 
@@ -191,14 +200,14 @@ fn carry_out_plan(
 ) -> Result<Option<Growth>, AllocError> {
     let purchased = plan.purchase;
     let (work, held) = plan.into_parts();
-    let done = carry_out(allocator.device(), allocator.hooks(), work);
+    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
     if done.unmapped > 0 {
         let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
         let (stream, bytes) = (request.slot, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
     let mut guard = allocator.state().lock(Some(request.slot));
-    if let Some(window) = settle_plan(&mut guard, request, held, &done) {
+    if let Some(window) = settle_plan(&mut guard, request, held, &mut done) {
         return Ok(Some(Growth::Grown(guard.arena(request.slot).take(request, window))));
     }
     drop(guard);

@@ -61,7 +61,7 @@ fn map_one(
         let unmapped = device.unmap(ptr, granule);
         if unmapped.is_err() {
             *still_mapped = true;
-            reservation.mapped.push((ptr, granule, physical));
+            reservation.mapped.push((ptr, granule, Some(physical)));
         }
         // While a stream captures, it goes back later.
         accessed.and(unless_capturing(unmapped))

@@ -18,6 +18,7 @@ use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
 use crate::backing::paged::frames::{Frame, LooseFrames};
+use crate::backing::paged::lingering::{has_lingering, unmap_lingering_at_gate};
 use crate::backing::paged::plan::hold_all;
 use crate::cross_stream::progress::synchronize_all;
 use crate::error::AllocError;
@@ -62,6 +63,7 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
         return Ok(0);
     }
     drop(shared);
+    unmap_lingering_at_gate(allocator)?;
     let mut leaving = Leaving::default();
     let mut below = Some(u64::MAX);
     while below.is_some() {
@@ -82,10 +84,12 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
     }
     let (released, failed) = release_frames(allocator, &mut leaving.loose, failed);
     settle_trim(allocator, leaving, unmapped);
+    // A frame that was released exists as long as it is mapped anywhere.
+    let lingering = unmap_lingering_at_gate(allocator);
     let addresses = give_addresses_back(allocator, if spares_too { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),
-        None => stuck.and(addresses).map(|()| released * granule),
+        None => stuck.and(lingering).and(addresses).map(|()| released * granule),
     }
 }
 
@@ -112,9 +116,14 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
 }
 
 /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become
-/// spare. Mappings that it still refuses to unmap stay stuck.
+/// spare. Such a frame may also be mapped where it was before, so mappings that linger go first, and
+/// while there are any, nothing is taken back. Mappings that it still refuses to unmap stay stuck.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
+    unmap_lingering_at_gate(allocator)?;
+    if has_lingering(allocator) {
+        return Ok(());
+    }
     let count = allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.stuck.len());
     (0..count).map(|_| take_one_back(allocator)).fold(Ok(()), Result::and)
 }

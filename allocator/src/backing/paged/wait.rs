@@ -1,7 +1,8 @@
 //! Waiting instead of growing: when it pays, and for what.
 //!
-//! Where reserved memory would exceed the peak of memory in use by more than a share, there are two
-//! ways to wait, each within a budget:
+//! Where reserved memory would exceed the peak of memory in use by more than a share, and the
+//! request's own stream has no memory that it may use at once (`lingering.rs`), there are two ways
+//! to wait, each within a budget:
 //! * the request's stream is made to wait for another stream, and gets that stream's memory, or
 //!   blocks of its own that the other stream used; this stalls only the request's stream;
 //! * the host waits, which stalls the program.
@@ -32,6 +33,10 @@ const STALL_SLACK_SHARE: u64 = 80;
 /// The host waits for at most one allocation in this many, and for a few more at the start:
 /// [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
+/// If only the request's own stream has memory to wait for, most of which it can use without a
+/// wait (`lingering.rs`), the host waits for at most one allocation in this many, those at the
+/// start included.
+const OWN_STALL_SPACING: u64 = 1000;
 /// How often the host may wait at the start, however little memory that saves.
 const STALL_ADVANCE: u64 = 2;
 /// How often it may wait in addition if that saves a quarter of the peak in use; in proportion if
@@ -72,7 +77,7 @@ pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u6
 }
 
 /// True if an event for these ticks was due; recording it may have failed.
-fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
+pub(super) fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
     guard.timeline(slot).is_some_and(|timeline| after <= timeline.now())
 }
 
@@ -118,7 +123,12 @@ pub(super) fn worth_ordering(guard: &mut StateGuard, request: &Request) -> Optio
 
 /// What the host should wait for, rather than let reserved memory exceed the peak in use by
 /// `excess` bytes. `None` if it waited too often or if there is nothing to wait for.
-pub(super) fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
+pub(super) fn worth_stalling(
+    guard: &StateGuard,
+    request: &Request,
+    draft: &Draft,
+    excess: u64,
+) -> Option<(Arc<Timeline>, u64)> {
     let paged = guard.paged.as_ref()?;
     let peak = paged.in_use_peak.max(draft.point.in_use);
     if excess <= peak / STALL_SLACK_SHARE {
@@ -126,12 +136,17 @@ pub(super) fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> 
     }
     let quarter = (peak / 4).max(1);
     let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
-    if paged.stalls >= STALL_ADVANCE + more + guard.searches() / STALL_SPACING {
+    let (few, searches) = (STALL_ADVANCE + more, guard.searches());
+    if paged.stalls >= few + searches / STALL_SPACING {
         return None;
     }
     let mut not_done = draft.donors.not_done.clone();
     for (tick, bytes) in awaited(guard) {
         *not_done.entry(tick).or_default() += bytes / paged.granule;
+    }
+    let only_own = not_done.keys().all(|&(slot, _)| slot == request.slot);
+    if only_own && paged.stalls >= few.max(searches / OWN_STALL_SPACING) {
+        return None;
     }
     first_enough(guard, &not_done, draft.buy.max(guard.reserved / STALL_SHARE / paged.granule))
 }
