@@ -161,16 +161,20 @@ impl Lagging {
         self.stalls.load(Ordering::Relaxed)
     }
 
-    /// The program got `bytes` bytes at `ptr` and uses them from now on.
+    /// The program got `bytes` bytes at `ptr` and uses them from now on. Neither these addresses nor
+    /// others of the same physical memory may be live.
     pub fn allocated(&self, ptr: DevicePtr, bytes: u64) {
+        let range = ptr.range(bytes);
+        let aliases = self.inner.aliases(&range);
         let mut state = self.state.lock();
         let now = self.now();
-        let range = ptr.range(bytes);
-        let overlapped = state.uses.overlapping(range.clone()).find(|(_, other)| other.live);
-        if let Some(start) = overlapped.map(|(other, _)| other.start) {
-            state.report(format!(
-                "{bytes} bytes at {ptr} were given out at event {now}, while those at {start:#x} are live"
-            ));
+        for place in [range.clone()].into_iter().chain(aliases) {
+            let overlapped = state.uses.overlapping(place).find(|(_, other)| other.live);
+            if let Some(start) = overlapped.map(|(other, _)| other.start) {
+                state.report(format!(
+                    "{bytes} bytes at {ptr} were given out at event {now}, while those at {start:#x} are live"
+                ));
+            }
         }
         state.uses.insert(range, Use { start: ptr.0, last: now, live: true });
     }
