@@ -96,7 +96,7 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, instead_of_moving
 /// again at once although the device is not done with it (`lingering.rs`). Frames stay where they
 /// are that would be too large for the request's pool if they moved.
 pub(super) fn reuse_unfinished(guard: &mut StateGuard, request: &Request, draft: &mut Draft) {
-    let Some(paged) = guard.paged.as_ref().filter(|_| request.pool < 2) else { return };
+    let Some(paged) = guard.paged.as_ref().filter(|paged| paged.may_alias && request.pool < 2) else { return };
     let (granule, block) = (paged.granule, BlockLength::new(request.size, paged.granule));
     let pool = paged.mapped_bytes[kind_of(request.pool) as usize] / granule;
     let largest = Largest::in_region(paged.frame_size.largest(pool, block, Prospect::Moves)).kept();

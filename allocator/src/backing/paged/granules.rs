@@ -17,6 +17,7 @@ use crate::backing::paged::internal_fragmentation::InternalFragmentation;
 use crate::backing::paged::lingering::Lingering;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
+use crate::backing::paged::probe::Ability;
 use crate::backing::paged::recurrence::Recurrence;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
@@ -31,6 +32,8 @@ pub(crate) struct Paged {
     pub(crate) frame_size: FrameSize,
     /// Properties that frames are created with.
     pub(crate) options: PhysicalOptions,
+    /// True if the driver maps a frame at several addresses at once.
+    pub(crate) may_alias: bool,
     /// Ordinals of the devices that have access to every mapping: this one first, then its peers.
     pub(crate) access: Vec<u32>,
     /// Reservations, by their first address.
@@ -146,13 +149,14 @@ impl Mapped {
 impl Paged {
     /// No memory yet. `frame` is the number of granules of the largest frames, if the configuration
     /// says so.
-    pub(crate) fn new(granule: u64, frame: Option<u32>, options: PhysicalOptions, ordinal: u32) -> Paged {
+    pub(crate) fn new(granule: u64, frame: Option<u32>, ability: Ability, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
         let (reservations, spares) = (BTreeMap::new(), LooseFrames::default());
         Paged {
             granule,
             frame_size: FrameSize::new(frame),
-            options,
+            options: ability.options,
+            may_alias: ability.may_alias,
             access: vec![ordinal],
             reservations,
             heap_addresses: 0,
@@ -513,7 +517,7 @@ mod tests {
     #[test]
     fn what_belongs_to_cut_frames_is_stranded() {
         const G: u64 = 1 << 21;
-        let mut paged = Paged::new(G, None, PhysicalOptions::default(), 0);
+        let mut paged = Paged::new(G, None, Ability { options: PhysicalOptions::default(), may_alias: true }, 0);
         let base = 64 * G;
         paged.add_reservation(base, 64 * G, PoolKind::Large, Purpose::Heap);
         let frames = [4, 4, 2, 1].map(|granules| Frame::new(RawPhysical(1), granules));
