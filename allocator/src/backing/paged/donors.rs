@@ -142,13 +142,14 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
 /// broken, which does not free their memory as long as they are mapped where they were. Memory of
 /// private pools stays.
 pub(super) fn add_reusable(
-    guard: &StateGuard,
+    guard: &mut StateGuard,
     slot: u32,
     mut wanted: u64,
     window: &Window,
     mut room: FrameRoom,
     donors: &mut Donors,
 ) {
+    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
     let Some(paged) = guard.paged.as_ref().filter(|_| !is_capturing(guard)) else { return };
     let granule = paged.granule;
     let window = window.start / granule * granule..window.end.next_multiple_of(granule);

@@ -20,12 +20,14 @@ use crate::backing::paged::addresses::reserve_addresses;
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::draft::{Draft, draft, reuse_unfinished};
+use crate::backing::paged::frames::granules_of;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::lingering::unmap_lingering;
 use crate::backing::paged::plan::{Plan, Planned, Purchase, Terms, plan};
 use crate::backing::paged::settle::settle_plan;
 use crate::backing::paged::wait::{
-    Order, STALLS_PER_REQUEST, askable, first_enough, order_after, over_peak, stall_for, worth_ordering, worth_stalling,
+    Order, REUSE_LEAST, SLACK_LEAST, STALLS_PER_REQUEST, askable, first_enough, order_after, over_peak, stall_for,
+    worth_ordering, worth_stalling,
 };
 use crate::config::CrossStream;
 use crate::cross_stream::lending::borrow_waiting;
@@ -78,7 +80,9 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
     let mut allowed = Allowed { ask: true, order: may_wait, stalls, purchase: Purchase::InsteadOfMoving };
     for _ in 0..ROUNDS {
         recycle_deferred_releases(allocator)?;
-        unmap_lingering(allocator)?;
+        if let Err(error) = unmap_lingering(allocator) {
+            tracing::warn!(%error, "memory stays mapped at addresses that it moved away from");
+        }
         match next_step(allocator, request, &allowed)? {
             Next::Finished(growth) => return Ok(growth),
             Next::Ask(ticks) => {
@@ -173,12 +177,12 @@ fn instead_of_buying(
     if draft.bought_though_movable {
         return None;
     }
-    over_peak(guard, draft)?;
+    over_peak(guard, draft, REUSE_LEAST)?;
     reuse_unfinished(guard, request, draft);
     if draft.buy == 0 {
         return None;
     }
-    let excess = over_peak(guard, draft)?;
+    let excess = over_peak(guard, draft, SLACK_LEAST)?;
     if allowed.order
         && allocator.config().cross_stream != CrossStream::Off
         && let Some(order) = worth_ordering(guard, request)
@@ -200,9 +204,13 @@ fn carry_out_plan(
 ) -> Result<Option<Growth>, AllocError> {
     let purchased = plan.purchase;
     let (work, held) = plan.into_parts();
+    let granule = work.granule;
     let mut done = carry_out(allocator.device(), allocator.hooks(), work);
-    if done.unmapped > 0 {
-        let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
+    let unmapped = held.donors[..done.unmapped].iter().map(|donor| donor.bytes);
+    let reused = held.reused.iter().zip(&done.unmoved);
+    let moved =
+        unmapped.chain(reused.map(|(donor, unmoved)| donor.bytes - granules_of(unmoved) * granule)).sum::<u64>();
+    if moved > 0 {
         let (stream, bytes) = (request.slot, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }

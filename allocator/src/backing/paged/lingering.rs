@@ -15,7 +15,7 @@ use std::ops::Range;
 use crate::allocator::Allocator;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
-use crate::backing::paged::donors::Donor;
+use crate::backing::paged::donors::{BATCH, Donor};
 use crate::backing::paged::frames::{Frame, granules_of};
 use crate::error::AllocError;
 use crate::heap::{BlockId, kind_of};
@@ -71,23 +71,37 @@ pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
     unmap_lingering_at_gate(allocator)
 }
 
-/// As [`unmap_lingering`]; the caller has the gate.
+/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger on.
+/// Returns the first error once all others are unmapped.
 pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
-    while let Some(lingering) = take_done(allocator) {
-        let unmapped = unmap_range(allocator.device(), allocator.hooks(), &lingering.range);
+    let done = take_done(allocator);
+    let mut failed = Ok(());
+    let mut unmapped = Vec::with_capacity(done.len());
+    for lingering in done {
+        // A capture that began meanwhile is no error.
+        let outcome = unmap_range(allocator.device(), allocator.hooks(), &lingering.range);
+        unmapped.push((lingering, outcome.is_ok()));
+        failed = failed.and(unless_capturing(outcome));
+    }
+    let mut unmapped = unmapped.into_iter().peekable();
+    while unmapped.peek().is_some() {
         let mut guard = allocator.state().lock(None);
-        let Some(paged) = guard.paged.as_mut() else { return Ok(()) };
-        paged.in_hands -= granules_of(&lingering.unmoved);
-        if let Err(error) = unmapped {
-            paged.lingering.push(lingering);
-            // A capture that began meanwhile.
-            return Ok(unless_capturing(Err(error))?);
-        }
-        paged.spares.extend(lingering.unmoved);
-        guard.arena(lingering.arena).heap.unhold_as_hole(lingering.block);
+        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| settle_unmapped(&mut guard, lingering, gone));
         account_for_granules(&mut guard);
     }
-    Ok(())
+    Ok(failed?)
+}
+
+/// Accounts for a mapping that was taken off the list: it is gone, or lingers on.
+fn settle_unmapped(guard: &mut StateGuard, lingering: Lingering, gone: bool) {
+    let Some(paged) = guard.paged.as_mut() else { return };
+    paged.in_hands -= granules_of(&lingering.unmoved);
+    if gone {
+        paged.spares.extend(lingering.unmoved);
+        guard.arena(lingering.arena).heap.unhold_as_hole(lingering.block);
+    } else {
+        paged.lingering.push(lingering);
+    }
 }
 
 /// True if there are such mappings, done or not.
@@ -95,19 +109,33 @@ pub(crate) fn has_lingering(allocator: &Allocator) -> bool {
     allocator.state().shared().paged.as_ref().is_some_and(|paged| !paged.lingering.is_empty())
 }
 
-/// Takes a mapping off the list that the device is known to be done with. `None` while a stream
+/// The ticks that such mappings wait for, each with its stream.
+pub(crate) fn lingering_not_done(guard: &StateGuard) -> Vec<(u32, u64)> {
+    let all = guard.paged.iter().flat_map(|paged| &paged.lingering).map(|one| (one.slot, one.after));
+    all.filter(|&(slot, after)| !guard.is_known_done(slot, after)).collect()
+}
+
+/// True if the device may be using memory through such a mapping.
+pub(crate) fn may_be_in_use(allocator: &Allocator) -> bool {
+    let shared = allocator.state().shared();
+    let is_done = |one: &Lingering| shared.is_known_done(one.slot, one.after);
+    shared.paged.as_ref().is_some_and(|paged| !paged.lingering.iter().all(is_done))
+}
+
+/// Takes the mappings off the list that the device is known to be done with; none while a stream
 /// captures.
-fn take_done(allocator: &Allocator) -> Option<Lingering> {
+fn take_done(allocator: &Allocator) -> Vec<Lingering> {
     if allocator.device().is_capturing() {
-        return None;
+        return Vec::new();
     }
     let mut shared = allocator.state().shared();
-    let all = &shared.paged.as_ref()?.lingering;
-    let done = all.iter().position(|one| shared.is_known_done(one.slot, one.after))?;
-    let paged = shared.paged.as_mut()?;
-    let taken = paged.lingering.swap_remove(done);
-    paged.in_hands += granules_of(&taken.unmoved);
-    Some(taken)
+    let all = shared.paged.as_mut().map(|paged| std::mem::take(&mut paged.lingering)).unwrap_or_default();
+    let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| shared.is_known_done(one.slot, one.after));
+    if let Some(paged) = shared.paged.as_mut() {
+        paged.lingering = rest;
+        paged.in_hands += done.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
+    }
+    done
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]
@@ -115,7 +143,7 @@ fn take_done(allocator: &Allocator) -> Option<Lingering> {
 mod tests {
     use std::sync::Arc;
 
-    use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver};
+    use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver, ViolationKind};
     use aquifer_device::{Code, Device, Driver, Operation};
 
     use super::*;
@@ -134,7 +162,11 @@ mod tests {
 
     impl Bench {
         fn new(lag: u64) -> Bench {
-            let sim = SimDriver::new(SimConfig::new(CAPACITY));
+            Bench::on(SimConfig::new(CAPACITY), lag)
+        }
+
+        fn on(config: SimConfig, lag: u64) -> Bench {
+            let sim = SimDriver::new(config);
             let lagging = Lagging::new(sim.clone(), lag);
             let device = Device::new(lagging.clone());
             let allocator = Allocator::new(&device, "").unwrap();
@@ -160,6 +192,15 @@ mod tests {
             let [low, between, high] = [64, 4, 64].map(|mib| self.alloc(mib));
             [low, high].into_iter().for_each(|block| self.free(block));
             between
+        }
+
+        /// Leaves two mappings that linger. Returns the block whose memory was there, and two others.
+        fn with_two_lingering(&self) -> [Allocation; 3] {
+            let [low, one, middle, other, high] = [64, 4, 64, 4, 64].map(|mib| self.alloc(mib));
+            [low, middle, high].into_iter().for_each(|block| self.free(block));
+            let block = self.alloc(192);
+            assert_eq!((self.lingering(), self.lagging.stalls()), (2, 0));
+            [block, one, other]
         }
 
         fn lingering(&self) -> usize {
@@ -221,16 +262,86 @@ mod tests {
     }
 
     #[test]
+    fn work_of_another_stream_at_the_new_address_must_wait_for_work_at_the_old_one() {
+        let bench = Bench::new(1000);
+        let _between = {
+            let [low, between, high] = [64, 4, 64].map(|mib| bench.alloc(mib));
+            bench.device.default_stream().fill(low.ptr(), 1, 64 * MIB).unwrap();
+            [low, high].into_iter().for_each(|block| bench.free(block));
+            between
+        };
+        let (block, side) = (bench.alloc(128), bench.device.stream().unwrap());
+        assert!(bench.lingering() > 0);
+        let at = block.ptr();
+        bench.free(block);
+        assert_eq!(bench.sim.take_violations(), []);
+        side.fill(at, 2, 128 * MIB).unwrap();
+        let found = bench.sim.take_violations();
+        assert!(found.iter().any(|violation| violation.kind == ViolationKind::WriteWrite), "{found:?}");
+    }
+
+    #[test]
     fn a_move_that_fails_leaves_nothing_behind() {
-        for operation in [Operation::Map, Operation::SetAccess, Operation::CreatePhysical] {
-            for nth in [1, 2, 9, 17] {
-                let bench = Bench::new(1000);
-                let between = bench.with_gap();
-                bench.sim.inject(Fault::Nth { operation: Some(operation), nth, code: Code::OUT_OF_MEMORY });
-                let block = bench.alloc(128);
-                [block, between].into_iter().for_each(|block| bench.free(block));
-                bench.check_empty();
-            }
+        let maps = [1, 2, 9, 17].map(|nth| (Operation::Map, nth));
+        for (operation, nth) in maps.into_iter().chain([(Operation::SetAccess, 1), (Operation::CreatePhysical, 1)]) {
+            let bench = Bench::new(1000);
+            let between = bench.with_gap();
+            let calls = || bench.device.driver_calls().of(operation);
+            let before = calls();
+            bench.sim.inject(Fault::Nth { operation: Some(operation), nth, code: Code::OUT_OF_MEMORY });
+            // A little more than there is, so that memory is created, too.
+            let block = bench.alloc(132);
+            assert!(calls() - before >= nth, "{operation:?} {nth}: {} calls", calls() - before);
+            [block, between].into_iter().for_each(|block| bench.free(block));
+            bench.check_empty();
+        }
+    }
+
+    #[test]
+    fn a_mapping_that_cannot_be_unmapped_lingers_until_a_later_try() {
+        for nth in [1, 2] {
+            let bench = Bench::new(1000);
+            let blocks = bench.with_two_lingering();
+            let reserved = bench.allocator.memory_reserved();
+            bench.device.synchronize().unwrap();
+            bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth, code: Code(999) });
+            let other = bench.alloc(200);
+            assert_eq!(bench.lingering(), 1, "the other mapping went, and the request was served");
+            assert_eq!(bench.allocator.memory_reserved(), reserved + 200 * MIB);
+            bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+            bench.allocator.empty_cache().unwrap_err();
+            assert_eq!(bench.lingering(), 0, "a trim tries again at its end");
+            blocks.into_iter().chain([other]).for_each(|block| bench.free(block));
+            bench.check_empty();
+        }
+    }
+
+    #[test]
+    fn a_trim_releases_what_it_can_while_a_mapping_cannot_be_unmapped() {
+        let bench = Bench::new(1000);
+        let blocks = bench.with_two_lingering();
+        blocks.into_iter().for_each(|block| bench.free(block));
+        bench.device.synchronize().unwrap();
+        for nth in [1, 2] {
+            bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth, code: Code(999) });
+        }
+        bench.allocator.empty_cache().unwrap_err();
+        assert_eq!(bench.allocator.memory_reserved(), 0);
+        bench.check_empty();
+    }
+
+    #[test]
+    fn nothing_moves_early_where_the_driver_maps_memory_only_once() {
+        // The second mapping of the probe is refused.
+        for operation in [Operation::Map, Operation::SetAccess] {
+            let fault = Fault::Nth { operation: Some(operation), nth: 2, code: Code::NOT_SUPPORTED };
+            let bench = Bench::on(SimConfig::new(CAPACITY).fault(fault), 1000);
+            assert_eq!(bench.allocator.why_segments(), None);
+            let between = bench.with_gap();
+            let block = bench.alloc(128);
+            assert_eq!(bench.lingering(), 0);
+            [block, between].into_iter().for_each(|block| bench.free(block));
+            bench.check_empty();
         }
     }
 

@@ -26,7 +26,10 @@ use crate::state::guard::StateGuard;
 /// peak divided by this, and by more than [`SLACK_LEAST`]. For less it is not worth it.
 const SLACK_SHARE: u64 = 128;
 /// In bytes: see [`SLACK_SHARE`].
-const SLACK_LEAST: u64 = 32 << 20;
+pub(super) const SLACK_LEAST: u64 = 32 << 20;
+/// As [`SLACK_LEAST`], for memory to be used before the device is done with it (`lingering.rs`). Less
+/// in debug builds, so that small random programs get there.
+pub(super) const REUSE_LEAST: u64 = if cfg!(debug_assertions) { 2 << 20 } else { SLACK_LEAST };
 /// The host waits only if reserved memory would exceed the peak in use by more than that peak
 /// divided by this: it may not wait often.
 const STALL_SLACK_SHARE: u64 = 80;
@@ -34,7 +37,7 @@ const STALL_SLACK_SHARE: u64 = 80;
 /// [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
 /// If only the request's own stream has memory to wait for, most of which it can use without a
-/// wait (`lingering.rs`), the host waits for at most one allocation in this many, those at the
+/// wait (`lingering.rs`) where the driver maps memory twice, the host waits for at most one allocation in this many, those at the
 /// start included.
 const OWN_STALL_SPACING: u64 = 1000;
 /// How often the host may wait at the start, however little memory that saves.
@@ -91,12 +94,12 @@ fn note_questions(guard: &mut StateGuard, ticks: &[(u32, u64)]) {
 }
 
 /// Bytes by which reserved memory would exceed the peak in use; `None` if that is within
-/// [`SLACK_SHARE`] and [`SLACK_LEAST`].
-pub(super) fn over_peak(guard: &StateGuard, draft: &Draft) -> Option<u64> {
+/// [`SLACK_SHARE`] and `least`.
+pub(super) fn over_peak(guard: &StateGuard, draft: &Draft, least: u64) -> Option<u64> {
     let paged = guard.paged.as_ref()?;
     let grown = guard.reserved + guard.growing.now() + draft.buy * paged.granule;
     let peak = paged.in_use_peak.max(draft.point.in_use);
-    grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
+    grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(least))
 }
 
 /// What the request's stream should wait for: other streams' uses of a block of its own, or another
@@ -145,7 +148,7 @@ pub(super) fn worth_stalling(
         *not_done.entry(tick).or_default() += bytes / paged.granule;
     }
     let only_own = not_done.keys().all(|&(slot, _)| slot == request.slot);
-    if only_own && paged.stalls >= few.max(searches / OWN_STALL_SPACING) {
+    if only_own && paged.may_alias && paged.stalls >= few.max(searches / OWN_STALL_SPACING) {
         return None;
     }
     first_enough(guard, &not_done, draft.buy.max(guard.reserved / STALL_SHARE / paged.granule))
