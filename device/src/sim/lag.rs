@@ -6,8 +6,8 @@
 //! addresses its allocations cover and when each was last used. The device reports a hazard, as the
 //! race detector reports a violation (`take_violation`), when memory is unmapped that is live or
 //! whose last use the device has not reached, when plain memory is freed that is live, and when the
-//! same address is given out twice. Releasing physical memory needs no check of its own, because
-//! memory is gone only once it is unmapped.
+//! same memory is given out twice, at one address or at two. Releasing physical memory needs no
+//! check of its own, because memory is gone only once it is unmapped.
 //!
 //! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under
 //! it.
