@@ -37,8 +37,8 @@ const STALL_SLACK_SHARE: u64 = 80;
 /// [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
 /// If only the request's own stream has memory to wait for, most of which it can use without a
-/// wait (`lingering.rs`) where the driver maps memory twice, the host waits for at most one allocation in this many, those at the
-/// start included.
+/// wait (`lingering.rs`) where the driver maps memory twice, the host waits for at most one
+/// allocation in this many, those at the start included.
 const OWN_STALL_SPACING: u64 = 1000;
 /// How often the host may wait at the start, however little memory that saves.
 const STALL_ADVANCE: u64 = 2;
