@@ -108,8 +108,9 @@ pub struct Reservation {
     pub ptr: DevicePtr,
     /// Length in bytes.
     pub bytes: u64,
-    /// Mappings: first address, length in bytes, and the physical memory mapped there.
-    pub mapped: Vec<(DevicePtr, u64, RawPhysical)>,
+    /// Mappings: first address, length in bytes, and the physical memory to be released after that
+    /// is unmapped; `None` if it is mapped elsewhere, too, and released there.
+    pub mapped: Vec<(DevicePtr, u64, Option<RawPhysical>)>,
 }
 
 /// The owner of registered memory, which keeps it where it is.
@@ -351,7 +352,7 @@ impl ReleaseQueue {
         while let Some(&(ptr, bytes, physical)) = reservation.mapped.last() {
             self.driver.unmap(ptr, bytes)?;
             reservation.mapped.pop();
-            self.add(Object::Physical(physical));
+            physical.into_iter().for_each(|physical| self.add(Object::Physical(physical)));
         }
         self.driver.unreserve(reservation.ptr, reservation.bytes)
     }

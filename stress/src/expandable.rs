@@ -461,7 +461,7 @@ impl Drop for Expandable {
     fn drop(&mut self) {
         for &(ptr, bytes) in &self.segments {
             let pages = self.pages.range(ptr.0..ptr.0 + bytes);
-            let mapped = pages.map(|(&at, &(physical, page))| (DevicePtr(at), page, physical)).collect();
+            let mapped = pages.map(|(&at, &(physical, page))| (DevicePtr(at), page, Some(physical))).collect();
             self.device.unreserve_later(Reservation { ptr, bytes, mapped });
         }
         self.device.settle();

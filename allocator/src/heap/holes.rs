@@ -190,12 +190,21 @@ impl Heap {
     /// Ends the holding of a block that has memory now, or still: it becomes free and merges.
     /// Memory that was a hole is done for every stream.
     pub(crate) fn unhold_as_free(&mut self, id: BlockId) -> BlockId {
+        self.unhold_as_used(id, 0)
+    }
+
+    /// As [`Heap::unhold_as_free`]. Memory that was a hole was used by the home stream until the
+    /// tick `until`, at other addresses; 0 if it is done for every stream.
+    pub(crate) fn unhold_as_used(&mut self, id: BlockId, until: u64) -> BlockId {
         let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
         let (owner, after) = if state == State::Filling {
             self.hole_bytes -= size;
             let region = self.region_mut(region);
             region.granules.forget(addr - region.addr, size);
-            (self.home, 0)
+            if until > 0 {
+                region.granules.note(addr - region.addr, size, until);
+            }
+            (self.home, until)
         } else {
             debug_assert_eq!(state, State::Held);
             self.held_bytes -= size;
@@ -205,8 +214,8 @@ impl Heap {
         self.give(id, owner, after).0
     }
 
-    /// Has a held block count as one without memory: the driver is about to take it away. All uses
-    /// of it are done.
+    /// Has a held block count as one without memory: the driver is about to take it away, or it moved
+    /// before its uses were done.
     pub(crate) fn empty_held(&mut self, id: BlockId) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, State::Held);
@@ -288,6 +297,17 @@ mod tests {
         heap.add_pools();
         heap.add_reservation(BASE, granules * GRANULE, 0, GRANULE);
         heap
+    }
+
+    #[test]
+    fn memory_that_was_used_elsewhere_keeps_its_last_use() {
+        let mut heap = heap(4);
+        let held = heap.hold(hole_at(&heap, BASE), BASE, BASE + 2 * GRANULE).id;
+        let free = heap.unhold_as_used(held, 7);
+        assert_eq!((heap.blocks[free].after, heap.blocks[free].owner), (7, heap.home));
+        let uses = heap.last_uses_of(&heap.blocks[free]);
+        assert_eq!(uses.highest_run(&(BASE..BASE + 2 * GRANULE)), (7, BASE));
+        assert_eq!(heap.check(), Ok(()));
     }
 
     fn hole_at(heap: &Heap, addr: u64) -> BlockId {

@@ -111,7 +111,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Maps all of `physical` at `ptr`, inside one reservation, where nothing is mapped yet.
     /// `bytes` must be its whole size. Does not wait for work. No device has access before
-    /// [`Driver::set_access`]. The simulated device refuses physical memory that is mapped already.
+    /// [`Driver::set_access`]. Physical memory may be mapped at several addresses at once, unless the
+    /// driver refuses that; work on one of them is then ordered against work on the others as if it
+    /// used the same address.
     fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()>;
 
     /// Unmaps `bytes` bytes at `ptr`, which whole mappings must tile. Does not wait for work: the

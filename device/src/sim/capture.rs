@@ -14,7 +14,7 @@ use super::clock::{OpClock, StreamKey};
 use super::machine::Machine;
 use super::objects::{CaptureState, Membership};
 use super::queue::LEGACY;
-use super::race::{Epoch, Space};
+use super::race::{Conflict, Epoch, Space};
 use super::refused::{Answer, Refused};
 use super::violation::Violation;
 use super::work::Body;
@@ -261,6 +261,7 @@ impl Machine {
         let key = self.streams.key(id);
         let touches = body.touches();
         let needed = if is_new { self.check_blocks(op, &touches) } else { Vec::new() };
+        let (physicals, mappings) = (&self.physicals, &self.address.mappings);
         let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
         member.clock.raise(key, member.seq);
@@ -269,7 +270,12 @@ impl Machine {
         for touch in touches {
             let shadow = if touch.space == Space::Device { &mut capture.device } else { &mut capture.host };
             let ordered = |earlier: &Epoch| member.clock.get(earlier.stream) >= earlier.seq;
-            for conflict in shadow.access(touch.range, touch.kind, epoch, ordered) {
+            let mut conflicts: Vec<Conflict> = Vec::new();
+            for alias in touch.aliases(physicals, mappings) {
+                conflicts.extend(shadow.conflicts(alias, touch.kind, ordered));
+            }
+            conflicts.extend(shadow.access(touch.range, touch.kind, epoch, ordered));
+            for conflict in conflicts {
                 self.detector.conflict(touch.space, &conflict, op);
             }
         }

@@ -213,6 +213,21 @@ impl Checks {
         Ok((!block.is_for_graphs).then_some((block.shown.ptr.0, block.number, range.end)))
     }
 
+    /// Checks that no live block but the one that holds `range` holds `alias`, a range of other
+    /// addresses of the same physical memory.
+    pub(super) fn check_alias(&self, range: &Range<u64>, alias: &Range<u64>) -> Option<Box<Misuse>> {
+        if thread::moves_contents() {
+            return None;
+        }
+        let state = self.state.lock();
+        let own = state.blocks.at(range.start, u64::MAX).0;
+        let is_other = |block: &Block| block.is_live() && own.is_none_or(|own| own.number != block.number);
+        let other = state.blocks.overlapping(alias.clone()).map(|(_, block)| block).find(|block| is_other(block))?;
+        let why = format!("the same physical memory is mapped in {}", other.shown);
+        let block = own.map(|block| block.shown.clone());
+        Some(Box::new(Misuse { kind: ViolationKind::Aliased, at: range.start, block, why }))
+    }
+
     /// Checks that blocks which a graph needs are live.
     pub(super) fn check_needed(&self, needed: impl IntoIterator<Item = Needed>) -> Option<Misuse> {
         let state = self.state.lock();

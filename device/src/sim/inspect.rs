@@ -55,6 +55,12 @@ impl SimDriver {
         self.machine.lock().address.allocation_at(ptr.0)
     }
 
+    /// The other addresses of the physical memory that is mapped in a range.
+    pub(super) fn aliases(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let machine = self.machine.lock();
+        machine.physicals.aliases(&machine.address.mappings, range)
+    }
+
     /// The reservation that holds an address, whether or not anything is mapped there.
     pub fn reservation_at(&self, ptr: DevicePtr) -> Option<Range<u64>> {
         self.machine.lock().address.mappings.reservation_holding(ptr.0)

@@ -6,8 +6,8 @@
 //! addresses its allocations cover and when each was last used. The device reports a hazard, as the
 //! race detector reports a violation (`take_violation`), when memory is unmapped that is live or
 //! whose last use the device has not reached, when plain memory is freed that is live, and when the
-//! same address is given out twice. Releasing physical memory needs no check of its own, because
-//! memory is gone only once it is unmapped.
+//! same memory is given out twice, at one address or at two. Releasing physical memory needs no
+//! check of its own, because memory is gone only once it is unmapped.
 //!
 //! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under
 //! it.
@@ -161,16 +161,20 @@ impl Lagging {
         self.stalls.load(Ordering::Relaxed)
     }
 
-    /// The program got `bytes` bytes at `ptr` and uses them from now on.
+    /// The program got `bytes` bytes at `ptr` and uses them from now on. Neither these addresses nor
+    /// others of the same physical memory may be live.
     pub fn allocated(&self, ptr: DevicePtr, bytes: u64) {
+        let range = ptr.range(bytes);
+        let aliases = self.inner.aliases(&range);
         let mut state = self.state.lock();
         let now = self.now();
-        let range = ptr.range(bytes);
-        let overlapped = state.uses.overlapping(range.clone()).find(|(_, other)| other.live);
-        if let Some(start) = overlapped.map(|(other, _)| other.start) {
-            state.report(format!(
-                "{bytes} bytes at {ptr} were given out at event {now}, while those at {start:#x} are live"
-            ));
+        for place in [range.clone()].into_iter().chain(aliases) {
+            let overlapped = state.uses.overlapping(place).find(|(_, other)| other.live);
+            if let Some(start) = overlapped.map(|(other, _)| other.start) {
+                state.report(format!(
+                    "{bytes} bytes at {ptr} were given out at event {now}, while those at {start:#x} are live"
+                ));
+            }
         }
         state.uses.insert(range, Use { start: ptr.0, last: now, live: true });
     }

@@ -289,19 +289,19 @@ impl Machine {
         self.detector.checks.as_ref()
     }
 
-    /// Checks that each range of device memory lies in one live block. Returns the blocks that a
-    /// graph of this work needs.
+    /// Checks that each range of device memory lies in one live block, and that no other live block is
+    /// mapped to the same physical memory. Returns the blocks that a graph of this work needs.
     pub(super) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
         let Some(checks) = self.checks().cloned() else { return Vec::new() };
         let mut needed = Vec::new();
         for touch in touches.iter().filter(|touch| touch.space == Space::Device) {
-            match checks.check(&touch.range) {
-                Ok(block) => needed.extend(block),
-                Err(misuse) => {
-                    let Misuse { kind, at, block, why } = *misuse;
-                    let range = at..touch.range.end;
-                    self.detector.report(Violation { kind, first: None, second: op, range, missing: why, block });
-                }
+            let aliases = touch.aliases(&self.physicals, &self.address.mappings);
+            let checked = checks.check(&touch.range).map(|block| needed.extend(block)).err();
+            let aliased = aliases.iter().filter_map(|alias| checks.check_alias(&touch.range, alias));
+            for misuse in checked.into_iter().chain(aliased) {
+                let Misuse { kind, at, block, why } = *misuse;
+                let range = at..touch.range.end;
+                self.detector.report(Violation { kind, first: None, second: op, range, missing: why, block });
             }
         }
         needed
@@ -372,7 +372,8 @@ impl Machine {
             unwritten = self.check_written(op, &body);
             let clock = &self.streams.get(id)?.clock;
             for touch in touches {
-                self.detector.access(touch.space, touch.range, touch.kind, epoch, clock);
+                let aliases = touch.aliases(&self.physicals, &self.address.mappings);
+                self.detector.access(touch, &aliases, epoch, clock);
             }
         }
         let now = self.now;

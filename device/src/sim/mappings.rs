@@ -80,6 +80,12 @@ impl Mappings {
         holding(&self.mapped, at, |mapping| mapping.bytes).map(|(_, mapping)| mapping)
     }
 
+    /// The mappings that overlap a range, by address.
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = &Mapping> {
+        let from = self.at(range.start).map_or(range.start, |mapping| mapping.start);
+        self.mapped.range(from..range.end.max(from)).map(|(_, mapping)| mapping)
+    }
+
     /// Checks that whole mappings tile a range, and counts them.
     pub(super) fn count_tiles(&self, start: u64, bytes: u64) -> Answer<u64> {
         let end = start.checked_add(bytes).filter(|_| bytes > 0);
@@ -101,8 +107,7 @@ impl Mappings {
         Ok(count)
     }
 
-    /// Maps physical memory, which is mapped nowhere, if there is room for it. No device may touch
-    /// it yet.
+    /// Maps physical memory, if there is room for it. No device may touch it there yet.
     pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !start.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{start:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));

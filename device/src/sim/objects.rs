@@ -2,11 +2,13 @@
 //! physical memory.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::checks::Needed;
 use super::clock::OpClock;
 use super::handle::HandleTable;
+use super::mappings::Mappings;
 use super::memory::StoreId;
 use super::race::{Epoch, Shadow};
 use super::refused::{Answer, Refused};
@@ -70,8 +72,8 @@ pub(super) struct Physical {
     pub(super) bytes: u64,
     pub(super) options: PhysicalOptions,
     pub(super) store: StoreId,
-    /// The address that it is mapped at.
-    pub(super) mapped_at: Option<u64>,
+    /// The addresses that it is mapped at.
+    pub(super) mapped_at: Vec<u64>,
     /// False once its handle was released. It lives on while it is mapped.
     pub(super) has_handle: bool,
     /// Work that was not known complete when it was last unmapped.
@@ -83,16 +85,49 @@ pub(super) struct Physical {
 pub(super) struct PhysicalTable {
     pub(super) handles: HandleTable<u64>,
     pub(super) live: HandleTable<Physical>,
+    /// Number of pieces that are mapped at more than one address.
+    aliased: usize,
 }
 
 impl PhysicalTable {
     pub(super) fn new(first_handle: u64) -> Self {
-        PhysicalTable { handles: HandleTable::new(first_handle), live: HandleTable::new(0) }
+        PhysicalTable { handles: HandleTable::new(first_handle), live: HandleTable::new(0), aliased: 0 }
     }
 
     pub(super) fn get(&self, handle: RawPhysical) -> Answer<(u64, &Physical)> {
         let number = self.handles.get(handle.0).copied();
         let physical = number.and_then(|number| Some((number, self.live.get(number)?)));
         physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
+    }
+
+    /// Notes that the memory with this number is mapped at an address.
+    pub(super) fn note_mapped(&mut self, number: u64, at: u64) {
+        if let Some(physical) = self.live.get_mut(number) {
+            physical.mapped_at.push(at);
+            self.aliased += usize::from(physical.mapped_at.len() == 2);
+        }
+    }
+
+    /// Notes that the memory with this number is not mapped at an address any more, and returns it.
+    pub(super) fn note_unmapped(&mut self, number: u64, at: u64) -> Option<&mut Physical> {
+        let physical = self.live.get_mut(number)?;
+        physical.mapped_at.retain(|&other| other != at);
+        self.aliased -= usize::from(physical.mapped_at.len() == 1);
+        Some(physical)
+    }
+
+    /// The other addresses of the memory that is mapped in a range.
+    pub(super) fn aliases(&self, mappings: &Mappings, range: &Range<u64>) -> Vec<Range<u64>> {
+        let mut found = Vec::new();
+        if self.aliased == 0 {
+            return found;
+        }
+        for mapping in mappings.overlapping(range) {
+            let Some(physical) = self.live.get(mapping.physical) else { continue };
+            let (start, end) = (range.start.max(mapping.start), range.end.min(mapping.end()));
+            let others = physical.mapped_at.iter().filter(|&&at| at != mapping.start);
+            found.extend(others.map(|at| at + (start - mapping.start)..at + (end - mapping.start)));
+        }
+        found
     }
 }

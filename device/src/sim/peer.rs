@@ -182,9 +182,10 @@ fn read_by_peer(machine: &mut Machine, from: Range<u64>, copy: Enqueued, illegal
     // Asked again: another thread may have taken the memory away since.
     match illegal.map_or_else(|| machine.address.check(from.clone()), Err) {
         Ok(()) => {
-            let touch = Touch { space: Space::Device, range: from.clone(), kind: AccessKind::Read };
-            machine.check_blocks(epoch.op, &[touch]);
-            machine.detector.access(Space::Device, from, AccessKind::Read, epoch, &clock);
+            let touch = Touch { space: Space::Device, range: from, kind: AccessKind::Read };
+            machine.check_blocks(epoch.op, std::slice::from_ref(&touch));
+            let aliases = touch.aliases(&machine.physicals, &machine.address.mappings);
+            machine.detector.access(touch, &aliases, epoch, &clock);
         }
         Err(illegal) => {
             machine.detector.report(illegal.violation(epoch.op, &from));

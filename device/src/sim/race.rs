@@ -6,6 +6,8 @@
 //! last write and the reads since. An access must be ordered after the accesses it conflicts with:
 //! their operation numbers must be within the clock of its stream, or known to the host. Work of
 //! another device that reads memory of this one is noted here, with the clock that it has there.
+//! Accesses are noted by address; where physical memory is mapped at several addresses, an access at
+//! one of them is checked against those at all of them.
 //!
 //! Invariants: a cell's reads are pairwise unordered and all later than its write, so a cell holds
 //! at most one read per stream; dropping a cell that the host knows complete changes no verdict;
@@ -20,6 +22,7 @@ use super::clock::{OpClock, StreamKey};
 use super::interval::IntervalMap;
 use super::known::Known;
 use super::violation::{BlockRef, OpRef, Violation, ViolationKind};
+use super::work::Touch;
 use crate::launch::AccessKind;
 
 /// Most violations that are kept until they are taken; more of them are only counted.
@@ -63,12 +66,12 @@ pub(super) struct Shadow {
 }
 
 impl Shadow {
-    /// Notes an access and returns the earlier ones that `ordered` does not place before it.
-    pub(super) fn access(
-        &mut self,
+    /// The earlier accesses of `range` that conflict with an access and that `ordered` does not place
+    /// before it.
+    pub(super) fn conflicts(
+        &self,
         range: Range<u64>,
         kind: AccessKind,
-        epoch: Epoch,
         ordered: impl Fn(&Epoch) -> bool,
     ) -> Vec<Conflict> {
         let mut conflicts = Vec::new();
@@ -77,13 +80,25 @@ impl Shadow {
                 conflicts.push(Conflict { kind, first: *first, range: range.clone() });
             }
         };
-        for (piece, cell) in self.cells.overlapping(range.clone()) {
+        for (piece, cell) in self.cells.overlapping(range) {
             let on_write = if kind == AccessKind::Write { ViolationKind::WriteWrite } else { ViolationKind::WriteRead };
             cell.write.iter().for_each(|write| meets(on_write, write, &piece));
             if kind == AccessKind::Write {
                 cell.reads.iter().for_each(|read| meets(ViolationKind::ReadWrite, read, &piece));
             }
         }
+        conflicts
+    }
+
+    /// Notes an access and returns its [`Shadow::conflicts`].
+    pub(super) fn access(
+        &mut self,
+        range: Range<u64>,
+        kind: AccessKind,
+        epoch: Epoch,
+        ordered: impl Fn(&Epoch) -> bool,
+    ) -> Vec<Conflict> {
+        let conflicts = self.conflicts(range.clone(), kind, &ordered);
         match kind {
             AccessKind::Write => self.cells.insert(range, LastAccesses { write: Some(epoch), reads: Vec::new() }),
             AccessKind::Read => self.cells.update(range, |_, held| {
@@ -205,8 +220,11 @@ impl Detector {
         clock.forget_unless(|stream, seq| !self.known.knows(stream, seq));
     }
 
-    /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`.
-    pub(super) fn access(&mut self, space: Space, range: Range<u64>, kind: AccessKind, epoch: Epoch, clock: &OpClock) {
+    /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`. The memory is also
+    /// mapped at `aliases`. The access is not noted there, so that these can be unmapped before it is
+    /// done.
+    pub(super) fn access(&mut self, touch: Touch, aliases: &[Range<u64>], epoch: Epoch, clock: &OpClock) {
+        let Touch { space, range, kind } = touch;
         let known = &self.known;
         self.foreign |= epoch.stream.device != known.device;
         let ordered =
@@ -215,7 +233,10 @@ impl Detector {
             Space::Device => &mut self.device,
             Space::Host => &mut self.host,
         };
-        let conflicts = shadow.access(range, kind, epoch, ordered);
+        let mut conflicts = shadow.access(range, kind, epoch, ordered);
+        for alias in aliases {
+            conflicts.extend(shadow.conflicts(alias.clone(), kind, ordered));
+        }
         shadow.sweep(|epoch| known.knows(epoch.stream, epoch.seq));
         for conflict in conflicts {
             self.conflict(space, &conflict, epoch.op);

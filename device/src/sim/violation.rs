@@ -159,6 +159,8 @@ pub enum ViolationKind {
     UseAfterFree,
     /// Memory of an allocator was touched beyond the requested bytes of a block.
     OutOfBounds,
+    /// Physical memory was touched that is mapped in two live blocks.
+    Aliased,
     /// A kernel or a download read bytes that nothing had written.
     NeverWritten,
     /// Memory was touched that was never allocated, or past the end of an allocation.
@@ -179,6 +181,7 @@ impl fmt::Display for ViolationKind {
             ViolationKind::PendingWork => "memory taken away from pending work",
             ViolationKind::UseAfterFree => "use after free",
             ViolationKind::OutOfBounds => "access beyond the bounds of a block",
+            ViolationKind::Aliased => "two live blocks with the same physical memory",
             ViolationKind::NeverWritten => "read of memory that was never written",
             ViolationKind::NotAllocated => "access outside any allocation",
             ViolationKind::NoAccess => "access to mapped memory without access rights",
@@ -190,8 +193,8 @@ impl fmt::Display for ViolationKind {
 impl ViolationKind {
     /// True if the call that enqueues the work finds it: a wrong pointer or length.
     pub(super) fn is_of_the_call(self) -> bool {
-        use ViolationKind::{NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
-        matches!(self, UseAfterFree | OutOfBounds | NotAllocated | NoAccess)
+        use ViolationKind::{Aliased, NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
+        matches!(self, UseAfterFree | OutOfBounds | Aliased | NotAllocated | NoAccess)
     }
 }
 
@@ -225,7 +228,7 @@ impl Violation {
     /// Advice.
     pub fn remedy(&self) -> String {
         use ViolationKind::{
-            HostAccess, NeverWritten, NoAccess, NotAllocated, OutOfBounds, PendingWork, ReadWrite, Undeclared,
+            Aliased, HostAccess, NeverWritten, NoAccess, NotAllocated, OutOfBounds, PendingWork, ReadWrite, Undeclared,
             UseAfterFree, WriteRead, WriteWrite,
         };
         let text = match self.kind {
@@ -250,6 +253,7 @@ impl Violation {
                 "drop the memory after the last call that uses it; work enqueued before the drop may still run"
             }
             OutOfBounds => "allocate more, or pass the length of the block: one range touches one block",
+            Aliased => "this is an error of the allocator: report it",
             NeverWritten => {
                 "write the memory first, for example with `Stream::fill` or `Allocator::alloc_bytes_zeroed`"
             }

@@ -1,9 +1,9 @@
 //! Memory calls: plain allocations, the driver's pool, and physical memory mapped at reserved
 //! addresses.
 //!
-//! The rules of mapping are enforced as the driver has them: one mapping a handle, whole handles,
-//! whole mappings, no access before it is given, and no waiting for work. Invariant: a piece of
-//! physical memory lives while its handle or its mapping does.
+//! The rules of mapping are enforced as the driver has them: whole handles, whole mappings, no access
+//! before it is given, and no waiting for work. A handle may be mapped at several addresses.
+//! Invariant: a piece of physical memory lives while its handle or one of its mappings does.
 
 use std::collections::BTreeSet;
 
@@ -180,7 +180,7 @@ impl Machine {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));
         }
         let store = self.memory.create(bytes, self.faults.bytes_max())?;
-        let (mapped_at, unfinished) = (None, Vec::new());
+        let (mapped_at, unfinished) = (Vec::new(), Vec::new());
         let physical = Physical { bytes, options, store, mapped_at, has_handle: true, unfinished };
         let number = self.physicals.live.insert(physical);
         Ok(RawPhysical(self.physicals.handles.insert(number)))
@@ -192,7 +192,7 @@ impl Machine {
         self.physicals.handles.remove(handle.0);
         if let Some(physical) = self.physicals.live.get_mut(number) {
             physical.has_handle = false;
-            if physical.mapped_at.is_none() {
+            if physical.mapped_at.is_empty() {
                 self.end_physical(number);
             }
         }
@@ -220,13 +220,8 @@ impl Machine {
         if physical.bytes != bytes {
             return Err(Refused::value(format!("{bytes} bytes are not all {} bytes of the memory", physical.bytes)));
         }
-        if let Some(at) = physical.mapped_at {
-            return Err(Refused::value(format!("the memory is already mapped at {at:#x}")));
-        }
         self.address.mappings.map(ptr.0, bytes, number, physical.store)?;
-        if let Some(physical) = self.physicals.live.get_mut(number) {
-            physical.mapped_at = Some(ptr.0);
-        }
+        self.physicals.note_mapped(number, ptr.0);
         Ok(())
     }
 
@@ -268,11 +263,9 @@ impl Machine {
                 unfinished = self.detector.check_known(Space::Device, range.clone(), false, kind, op);
                 self.detector.device.clear(range);
             }
-            let Some(physical) = self.physicals.live.get_mut(mapping.physical) else { continue };
-            physical.mapped_at = None;
-            if physical.has_handle {
-                physical.unfinished = unfinished;
-            } else {
+            let Some(physical) = self.physicals.note_unmapped(mapping.physical, mapping.start) else { continue };
+            physical.unfinished.extend(unfinished);
+            if !physical.has_handle && physical.mapped_at.is_empty() {
                 self.end_physical(mapping.physical);
             }
         }

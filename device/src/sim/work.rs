@@ -9,7 +9,9 @@ use super::checks::{Origin, Unwritten};
 use super::engine::{Cost, Unit};
 use super::host::HostBlock;
 use super::interval::IntervalMap;
+use super::mappings::Mappings;
 use super::memory::{Content, Memory};
+use super::objects::PhysicalTable;
 use super::race::Space;
 use super::violation::{OpRef, Violation, ViolationKind};
 use crate::driver::DevicePtr;
@@ -115,6 +117,11 @@ pub(super) struct Touch {
 impl Touch {
     fn device(range: &Range<u64>, kind: AccessKind) -> Touch {
         Touch { space: Space::Device, range: range.clone(), kind }
+    }
+
+    /// The other addresses of the physical memory that it touches.
+    pub(super) fn aliases(&self, physicals: &PhysicalTable, mappings: &Mappings) -> Vec<Range<u64>> {
+        if self.space == Space::Device { physicals.aliases(mappings, &self.range) } else { Vec::new() }
     }
 }
 

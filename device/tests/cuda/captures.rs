@@ -109,7 +109,7 @@ fn a_device_that_goes_while_another_of_its_context_captures_takes_nothing_from_p
     unsafe { stream.download(host, ptr, 4096) }.unwrap();
     // SAFETY: allocated above, and nothing else uses it.
     unsafe { going.host_free_later(host, 4096, vec![stream.tick()]) };
-    going.unreserve_later(Reservation { ptr, bytes: granule, mapped: vec![(ptr, granule, physical)] });
+    going.unreserve_later(Reservation { ptr, bytes: granule, mapped: vec![(ptr, granule, Some(physical))] });
     let capture = capturing.begin_capture().unwrap();
     drop((stream, going));
     bench.assert_no_violation();

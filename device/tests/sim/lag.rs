@@ -182,6 +182,22 @@ fn live_memory_that_is_freed_or_given_out_again_is_a_hazard() {
 }
 
 #[test]
+fn live_memory_that_is_given_out_again_at_another_address_is_a_hazard() {
+    let driver = lagging(0);
+    let (first, physical) = driver.mapped();
+    let second = driver.reserve(GRANULE, 0).unwrap();
+    driver.map(second, GRANULE, physical).unwrap();
+    driver.allocated(first, 1024);
+    driver.allocated(second.offset(1024), 8);
+    assert_eq!(hazards(&driver), [""; 0], "other bytes");
+    driver.allocated(second.offset(512), 8);
+    assert_eq!(hazards(&driver).len(), 1);
+    driver.freed(first);
+    driver.allocated(second, 8);
+    assert_eq!(hazards(&driver), [""; 0]);
+}
+
+#[test]
 fn violations_of_the_inner_device_are_reported() {
     let driver = lagging(3);
     let (one, two, memory) = (driver.stream(), driver.stream(), driver.alloc(GRANULE).unwrap());

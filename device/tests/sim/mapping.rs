@@ -1,6 +1,6 @@
 //! The rules of physical memory, reservations and mappings.
 
-use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
+use aquifer_device::sim::{NewBlock, SimConfig, SimDriver, ViolationKind};
 use aquifer_device::{Attribute, Code, DevicePtr, Driver, ErrorKind, HandleKind, PhysicalOptions, RawPhysical};
 
 use crate::common::{GRANULE, Short, code, device};
@@ -287,4 +287,73 @@ fn waiting_is_not_time_in_calls() {
     driver.free(memory).unwrap();
     assert!(driver.now_ns() - before.0 >= 1_000_000_000);
     assert!((50_000..1_000_000).contains(&(driver.time_in_calls_ns() - before.1)));
+}
+
+/// Two mappings of one granule, both with access.
+fn mapped_twice(driver: &SimDriver) -> [DevicePtr; 2] {
+    let (first, physical) = driver.mapped();
+    let second = driver.reserve(GRANULE, 0).unwrap();
+    driver.map(second, GRANULE, physical).unwrap();
+    driver.set_access(second, GRANULE, &[0]).unwrap();
+    [first, second]
+}
+
+#[test]
+fn work_at_two_addresses_of_the_same_memory_must_be_ordered() {
+    for ordered in [false, true] {
+        let driver = device(0);
+        let ([first, second], one, two) = (mapped_twice(&driver), driver.stream(), driver.stream());
+        driver.memset(first, 1, GRANULE, one).unwrap();
+        if ordered {
+            driver.order(one, two);
+        }
+        driver.memset(second.offset(64), 2, 64, two).unwrap();
+        let found: Vec<_> = driver.take_violations().into_iter().map(|found| (found.kind, found.range)).collect();
+        let met = (first.0 + 64)..(first.0 + 128);
+        let expected = if ordered { Vec::new() } else { vec![(ViolationKind::WriteWrite, met)] };
+        assert_eq!(found, expected);
+        assert_eq!(driver.get(first.offset(64), 1, two).unwrap(), [2], "one piece of memory");
+    }
+}
+
+#[test]
+fn an_address_may_go_while_work_uses_the_memory_at_another_one() {
+    let driver = device(0);
+    let ([first, second], one, two) = (mapped_twice(&driver), driver.stream(), driver.stream());
+    driver.memset(first, 1, GRANULE, one).unwrap();
+    driver.synchronize_stream(one).unwrap();
+    driver.memset(second, 2, GRANULE, one).unwrap();
+    driver.unmap(first, GRANULE).unwrap();
+    assert_eq!(driver.take_violations(), []);
+    driver.memset(second, 3, GRANULE, two).unwrap();
+    assert_eq!(driver.take_violations().len(), 1);
+}
+
+#[test]
+fn unordered_work_of_one_graph_at_two_addresses_is_found() {
+    let driver = device(0);
+    let ([first, second], one, two) = (mapped_twice(&driver), driver.stream(), driver.stream());
+    driver.begin_capture(one).unwrap();
+    driver.order(one, two);
+    driver.memset(first, 1, GRANULE, one).unwrap();
+    driver.memset(second, 2, GRANULE, two).unwrap();
+    assert_eq!(driver.take_violations().len(), 1);
+}
+
+#[test]
+fn live_blocks_share_no_physical_memory() {
+    let driver = device(0);
+    let ([first, second], stream) = (mapped_twice(&driver), driver.stream());
+    let checks = driver.checks().unwrap();
+    let block = |ptr| NewBlock { ptr, bytes: 64, tag: None, is_for_graphs: false, at: None };
+    [first, second].into_iter().for_each(|ptr| checks.manage(ptr.range(GRANULE)));
+    checks.allocated(block(first));
+    checks.dropped(first, None);
+    checks.allocated(block(second));
+    driver.memset(second, 1, 64, stream).unwrap();
+    assert_eq!(driver.take_violations(), []);
+    checks.allocated(block(first));
+    driver.memset(second, 1, 64, stream).unwrap();
+    let found: Vec<ViolationKind> = driver.take_violations().into_iter().map(|found| found.kind).collect();
+    assert_eq!(found, [ViolationKind::Aliased]);
 }

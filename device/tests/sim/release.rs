@@ -154,7 +154,11 @@ fn an_object_that_cannot_be_released_at_the_end_does_not_keep_the_others() {
                 let ptr = device.driver().reserve(granule, 0).unwrap();
                 let physical = device.driver().create_physical(granule, PhysicalOptions::default()).unwrap();
                 device.driver().map(ptr, granule, physical).unwrap();
-                device.unreserve_later(Reservation { ptr, bytes: granule, mapped: vec![(ptr, granule, physical)] });
+                device.unreserve_later(Reservation {
+                    ptr,
+                    bytes: granule,
+                    mapped: vec![(ptr, granule, Some(physical))],
+                });
             }
             sim.inject(Fault::Nth { operation: Some(failing), nth, code: Code(999) });
             drop((stream, device));

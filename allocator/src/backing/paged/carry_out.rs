@@ -5,11 +5,13 @@
 //! nothing has to be undone. If a later call fails, frames that are unmapped already become spare,
 //! and frames that are mapped but cannot be accessed are unmapped again. Breaking
 //! a frame (`layout.rs`) releases its memory before smaller frames are created; if another program
-//! takes it first, the remap fails.
+//! takes it first, the remap fails. Frames that are reused stay mapped where they are
+//! (`lingering.rs`).
 
+use std::collections::HashSet;
 use std::ops::Range;
 
-use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions};
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical};
 
 use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::backing::paged::layout::{Largest, Layout};
@@ -32,10 +34,33 @@ pub(crate) struct Work {
     pub(crate) largest: Largest,
     /// Mapped ranges to unmap, and the frames that are mapped there.
     pub(crate) unmap: Vec<(Range<u64>, Vec<Frame>)>,
+    /// Mapped ranges whose frames are mapped elsewhere in addition, and these frames.
+    pub(crate) reused: Vec<(Range<u64>, Vec<Frame>)>,
     /// Spare frames to map.
     pub(crate) spares: LooseFrames,
     /// Ranges to map frames at.
     pub(crate) fill: Vec<Range<u64>>,
+}
+
+/// Frames to map.
+#[derive(Debug, Default)]
+struct Stock {
+    /// Frames that are mapped elsewhere and stay so.
+    reused: LooseFrames,
+    /// Frames that are mapped nowhere.
+    spares: LooseFrames,
+}
+
+impl Stock {
+    /// Takes out a frame of this size. Returns whether it is reused, too.
+    fn take_sized(&mut self, size: u32) -> Option<(Frame, bool)> {
+        let reused = self.reused.take_sized(size).map(|frame| (frame, true));
+        reused.or_else(|| self.spares.take_sized(size).map(|frame| (frame, false)))
+    }
+
+    fn put_back(&mut self, frame: Frame, reused: bool) {
+        if reused { self.reused.add(frame) } else { self.spares.add(frame) }
+    }
 }
 
 /// The result of the work. Every frame of the work that was not broken, and every one created, is
@@ -52,6 +77,8 @@ pub(crate) struct Done {
     pub(crate) unmapped: usize,
     /// Frames of the other ranges to unmap, by range.
     pub(crate) still_mapped: Vec<Vec<Frame>>,
+    /// The frames of each range of [`Work::reused`] that are mapped only there.
+    pub(crate) unmoved: Vec<Vec<Frame>>,
     /// The ranges at which frames are mapped now.
     pub(crate) filled: Vec<Filled>,
     /// Frames that are mapped nowhere.
@@ -70,24 +97,39 @@ pub(crate) struct Filled {
 
 /// Does the work until it is finished or a driver call fails.
 pub(crate) fn carry_out(device: &Device, hooks: &Hooks, mut work: Work) -> Done {
-    let layout = layout(&work);
+    let reused = frames_of(&work.reused);
+    let layout = layout(&work, &reused);
     let mut done = Done { spares: std::mem::take(&mut work.spares), ..Done::default() };
+    let mut stock = Stock { reused, spares: LooseFrames::default() };
     let steps = create(device, &work, &layout.first, &mut done)
         .and_then(|()| unmap(device, hooks, &work.unmap, &mut done))
         .and_then(|()| break_frames(device, &work, &layout, &mut done))
-        .and_then(|()| map(device, hooks, &work, &layout, &mut done));
+        .and_then(|()| {
+            stock.spares = std::mem::take(&mut done.spares);
+            map(device, hooks, &work, &layout, &mut stock, &mut done)
+        });
+    done.spares.extend(stock.spares.iter());
     done.error = steps.err();
     done.still_mapped = work.unmap.into_iter().skip(done.unmapped).map(|(_, frames)| frames).collect();
+    let unmoved: HashSet<RawPhysical> = stock.reused.iter().map(|frame| frame.physical).collect();
+    let is_unmoved = |frame: &Frame| unmoved.contains(&frame.physical);
+    done.unmoved = work.reused.into_iter().map(|(_, frames)| frames.into_iter().filter(is_unmoved).collect()).collect();
     done
 }
 
+/// All frames of some ranges.
+fn frames_of(ranges: &[(Range<u64>, Vec<Frame>)]) -> LooseFrames {
+    let mut all = LooseFrames::default();
+    all.extend(ranges.iter().flat_map(|(_, frames)| frames).copied());
+    all
+}
+
 /// Which frames fill which range.
-fn layout(work: &Work) -> Layout {
-    let mut there = LooseFrames::default();
+fn layout(work: &Work, reused: &LooseFrames) -> Layout {
+    let mut there = frames_of(&work.unmap);
     there.extend(work.spares.iter());
-    there.extend(work.unmap.iter().flat_map(|(_, frames)| frames).copied());
     let lengths: Vec<u64> = work.fill.iter().map(|range| (range.end - range.start) / work.granule).collect();
-    Layout::new(&there, &lengths, work.create, work.largest)
+    Layout::new(reused, &there, &lengths, work.create, work.largest)
 }
 
 /// Creates frames of these sizes. If one fails, releases those created before it.
@@ -183,49 +225,65 @@ pub(crate) fn unmap_range(device: &Device, hooks: &Hooks, range: &Range<u64>) ->
     device.unmap(DevicePtr(range.start), bytes).inspect_err(|_| hooks.mapped(range.start, bytes))
 }
 
-fn map(device: &Device, hooks: &Hooks, work: &Work, layout: &Layout, done: &mut Done) -> Result<(), DeviceError> {
+fn map(
+    device: &Device,
+    hooks: &Hooks,
+    work: &Work,
+    layout: &Layout,
+    stock: &mut Stock,
+    done: &mut Done,
+) -> Result<(), DeviceError> {
     for (range, sizes) in work.fill.iter().zip(&layout.ranges) {
-        let mut frames = Vec::with_capacity(sizes.len());
-        if let Err(error) = map_range(device, work, range, sizes, &mut done.spares, &mut frames) {
-            unmap_again(device, work.granule, range.start, frames, done);
+        let mut mapped = Vec::with_capacity(sizes.len());
+        if let Err(error) = map_range(device, work, range, sizes, stock, &mut mapped) {
+            unmap_again(device, work.granule, range.start, mapped, stock, done);
             return Err(error);
         }
         hooks.mapped(range.start, range.end - range.start);
+        let frames = mapped.into_iter().map(|(frame, _)| frame).collect();
         done.filled.push(Filled { range: range.clone(), frames, usable: true });
     }
     Ok(())
 }
 
 /// Maps frames of these sizes at a range, and gives access to all of it with one call. Mapped
-/// frames move from one list to the other.
+/// frames move from the stock to the list, with whether they are reused.
 fn map_range(
     device: &Device,
     work: &Work,
     range: &Range<u64>,
     sizes: &[u32],
-    spares: &mut LooseFrames,
-    mapped: &mut Vec<Frame>,
+    stock: &mut Stock,
+    mapped: &mut Vec<(Frame, bool)>,
 ) -> Result<(), DeviceError> {
     let mut at = range.start;
     for &size in sizes {
-        let Some(frame) = spares.take_sized(size) else { break };
+        let Some((frame, reused)) = stock.take_sized(size) else { break };
         let bytes = u64::from(size) * work.granule;
-        device.driver().map(DevicePtr(at), bytes, frame.physical).inspect_err(|_| spares.add(frame))?;
-        mapped.push(frame);
+        let result = device.driver().map(DevicePtr(at), bytes, frame.physical);
+        result.inspect_err(|_| stock.put_back(frame, reused))?;
+        mapped.push((frame, reused));
         at += bytes;
     }
     device.driver().set_access(DevicePtr(range.start), range.end - range.start, &work.access)
 }
 
 /// Unmaps the frames mapped from `start` on, which cannot be accessed.
-fn unmap_again(device: &Device, granule: u64, start: u64, mapped: Vec<Frame>, done: &mut Done) {
+fn unmap_again(
+    device: &Device,
+    granule: u64,
+    start: u64,
+    mapped: Vec<(Frame, bool)>,
+    stock: &mut Stock,
+    done: &mut Done,
+) {
     let mut failed: Option<(DeviceError, u64)> = None;
     let mut at = start;
-    for frame in mapped {
+    for (frame, reused) in mapped {
         let range = at..at + frame.granules() * granule;
         at = range.end;
         match device.unmap(DevicePtr(range.start), range.end - range.start) {
-            Ok(()) => done.spares.add(frame),
+            Ok(()) => stock.put_back(frame, reused),
             Err(error) => {
                 failed.get_or_insert((error, 0)).1 += 1;
                 done.filled.push(Filled { range, frames: vec![frame], usable: false });

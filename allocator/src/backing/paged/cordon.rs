@@ -44,6 +44,7 @@ pub(crate) fn put_up(guard: &mut StateGuard) {
                         block: id,
                         addr: part.start,
                         bytes: part.end - part.start,
+                        after: 0,
                     })),
                     _ => {}
                 }

@@ -3,8 +3,9 @@
 //! Frames at the highest addresses are chosen first, so that memory in use gathers at low
 //! addresses, and steady programs find their memory where they left it; those larger than what is
 //! still wanted are passed over, unless nothing else helps. Granules whose last use is not known
-//! done are counted by the tick that would let them move. While a stream captures, nothing moves:
-//! unmapping might break the capture.
+//! done are counted by the tick that would let them move; those of the request's own stream may
+//! serve it before that (`lingering.rs`). While a stream captures, nothing moves: unmapping might
+//! break the capture.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -13,6 +14,8 @@ use std::ops::Range;
 use crate::backing::paged::dedicated::add_deferred_release;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::internal_fragmentation::InternalFragmentation;
+use crate::backing::paged::layout::FrameRoom;
+use crate::backing::paged::wait::may_be_covered;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
 use crate::pools::lookup::{heaps_with, look_for_in};
@@ -34,6 +37,9 @@ pub(crate) struct Donor {
     pub(crate) block: BlockId,
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
+    /// 0 if the frames may be unmapped. Else the tick that their owner's timeline must reach first;
+    /// the owner may use them at other addresses at once.
+    pub(crate) after: u64,
 }
 
 /// Frames that may move, and granules that could once ticks are done.
@@ -73,7 +79,8 @@ impl Donors {
             match joined.last_mut() {
                 Some(last)
                     if (last.arena, last.block) == (donor.arena, donor.block)
-                        && last.addr == donor.addr + donor.bytes =>
+                        && last.addr == donor.addr + donor.bytes
+                        && last.after == donor.after =>
                 {
                     last.addr = donor.addr;
                     last.bytes += donor.bytes;
@@ -129,6 +136,49 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
     donors
 }
 
+/// Adds frames of up to `wanted` granules that a stream used last and that are not done, as far as
+/// the host was told when it last asked: an event covers their last use. The stream may use them at
+/// other addresses at once. Only frames that there is room for are added: others would have to be
+/// broken, which does not free their memory as long as they are mapped where they were. Memory of
+/// private pools stays.
+pub(super) fn add_reusable(
+    guard: &mut StateGuard,
+    slot: u32,
+    mut wanted: u64,
+    window: &Window,
+    mut room: FrameRoom,
+    donors: &mut Donors,
+) {
+    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
+    let Some(paged) = guard.paged.as_ref().filter(|_| !is_capturing(guard)) else { return };
+    let granule = paged.granule;
+    let window = window.start / granule * granule..window.end.next_multiple_of(granule);
+    for candidate in candidates(guard, paged, Which::Unpromised) {
+        let heap = guard.heap_of(candidate.arena);
+        let block = &heap.blocks[candidate.block];
+        if block.owner != slot || block.pool >= 2 || guard.is_known_done(slot, block.after) {
+            continue;
+        }
+        let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
+        let mut last_use = LastUse::of(heap.last_uses_of(block), frames.range());
+        for frame in frames {
+            let (addr, bytes, after) = (frame.start, frame.end - frame.start, last_use.of_frame(&frame));
+            let is_in_window = frame.start < window.end && window.start < frame.end;
+            let asked = !guard.is_known_done(slot, after) && may_be_covered(guard, slot, after);
+            let stays = is_in_window || guard.pins.are_in(frame) || !asked;
+            if stays || bytes / granule > wanted || !room.take(bytes / granule) {
+                continue;
+            }
+            wanted -= bytes / granule;
+            donors.granules += bytes / granule;
+            donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes, after });
+        }
+        if wanted == 0 {
+            return;
+        }
+    }
+}
+
 /// As [`donors`], from at most [`BATCH`] blocks that begin below an address, and
 /// without frames of more granules than are wanted. Frames side by side may be one donor. Returns
 /// the address below which to go on; `None` if there are no more such blocks.
@@ -174,7 +224,7 @@ fn choose_all_of(
     }
     let (addr, bytes) = (range.start, range.end - range.start);
     donors.granules += granules;
-    donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes });
+    donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes, after: 0 });
     true
 }
 
@@ -213,7 +263,7 @@ pub(crate) fn free_granules(guard: &mut StateGuard, from: Which) -> Vec<Donor> {
         let Range { start, end } = block.range();
         let (addr, end) = (start.next_multiple_of(granule), end / granule * granule);
         if addr < end {
-            found.push(Donor { arena: heap.home, block: id, addr, bytes: end - addr });
+            found.push(Donor { arena: heap.home, block: id, addr, bytes: end - addr, after: 0 });
         }
     });
     found
@@ -266,7 +316,7 @@ fn choose_in(
             *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
             continue;
         }
-        let donor = Donor { arena: candidate.arena, block: candidate.block, addr: frame.start, bytes };
+        let donor = Donor { arena: candidate.arena, block: candidate.block, addr: frame.start, bytes, after: 0 };
         if donors.granules + bytes / granule <= wanted {
             donors.granules += bytes / granule;
             donors.chosen.push(donor);

@@ -2,7 +2,9 @@
 //! device. Nothing is changed or held yet.
 
 use crate::backing::paged::dedicated::in_use;
-use crate::backing::paged::donors::{Donors, donors};
+use crate::backing::paged::donors::{Donors, add_reusable, donors};
+use crate::backing::paged::frame_size::{BlockLength, Prospect};
+use crate::backing::paged::layout::{FrameRoom, Largest};
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::{self, Window};
 use crate::cross_stream::waiting::waiting_held;
@@ -88,6 +90,20 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, instead_of_moving
     let ahead = donors.granules.saturating_sub(need).min(room(&window, granule));
     let buy = need.saturating_sub(donors.granules);
     Some(Draft { window, point, donors, spares, buy, bought_though_movable: false, ahead })
+}
+
+/// Serves what a draft would take from the device from memory that the request's own stream may use
+/// again at once although the device is not done with it (`lingering.rs`). Frames stay where they
+/// are that would be too large for the request's pool if they moved.
+pub(super) fn reuse_unfinished(guard: &mut StateGuard, request: &Request, draft: &mut Draft) {
+    let Some(paged) = guard.paged.as_ref().filter(|paged| paged.may_alias && request.pool < 2) else { return };
+    let (granule, block) = (paged.granule, BlockLength::new(request.size, paged.granule));
+    let pool = paged.mapped_bytes[kind_of(request.pool) as usize] / granule;
+    let largest = Largest::in_region(paged.frame_size.largest(pool, block, Prospect::Moves)).kept();
+    let room = FrameRoom::new(&draft.window.holes(guard.heap_of(request.slot), granule), largest);
+    let before = draft.donors.granules;
+    add_reusable(guard, request.slot, draft.buy, &draft.window, room, &mut draft.donors);
+    draft.buy -= draft.donors.granules - before;
 }
 
 /// Bytes that the device must give for a request beyond the free memory here that may move. `None`

@@ -219,7 +219,7 @@ fn map_exportable(
             Ok((ptr, physical))
         }
         Err(error) => {
-            let mapped = if mapped.is_ok() { vec![(ptr, size, physical)] } else { Vec::new() };
+            let mapped = if mapped.is_ok() { vec![(ptr, size, Some(physical))] } else { Vec::new() };
             if mapped.is_empty() {
                 release(allocator, physical);
             }

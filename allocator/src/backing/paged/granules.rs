@@ -14,8 +14,10 @@ use crate::backing::paged::deferred_release::DeferredReleases;
 use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::backing::paged::internal_fragmentation::InternalFragmentation;
+use crate::backing::paged::lingering::Lingering;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
+use crate::backing::paged::probe::Ability;
 use crate::backing::paged::recurrence::Recurrence;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
@@ -30,6 +32,8 @@ pub(crate) struct Paged {
     pub(crate) frame_size: FrameSize,
     /// Properties that frames are created with.
     pub(crate) options: PhysicalOptions,
+    /// True if the driver maps a frame at several addresses at once.
+    pub(crate) may_alias: bool,
     /// Ordinals of the devices that have access to every mapping: this one first, then its peers.
     pub(crate) access: Vec<u32>,
     /// Reservations, by their first address.
@@ -58,6 +62,8 @@ pub(crate) struct Paged {
     pub(crate) spares: LooseFrames,
     /// Mappings that cannot be used and that the driver has not unmapped so far.
     pub(crate) stuck: VecDeque<Stuck>,
+    /// Addresses at which frames are mapped that moved elsewhere.
+    pub(crate) lingering: Vec<Lingering>,
     /// Granules of spare frames that operations are working with.
     pub(crate) in_hands: u64,
     /// Bytes mapped for small and for large pools.
@@ -143,13 +149,14 @@ impl Mapped {
 impl Paged {
     /// No memory yet. `frame` is the number of granules of the largest frames, if the configuration
     /// says so.
-    pub(crate) fn new(granule: u64, frame: Option<u32>, options: PhysicalOptions, ordinal: u32) -> Paged {
+    pub(crate) fn new(granule: u64, frame: Option<u32>, ability: Ability, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
         let (reservations, spares) = (BTreeMap::new(), LooseFrames::default());
         Paged {
             granule,
             frame_size: FrameSize::new(frame),
-            options,
+            options: ability.options,
+            may_alias: ability.may_alias,
             access: vec![ordinal],
             reservations,
             heap_addresses: 0,
@@ -165,6 +172,7 @@ impl Paged {
             host_buffers: Vec::new(),
             spares,
             stuck: VecDeque::new(),
+            lingering: Vec::new(),
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
@@ -202,7 +210,8 @@ impl Paged {
     /// Bytes held from the device that are not behind usable addresses.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let stuck: u64 = self.stuck.iter().map(Stuck::bytes).sum();
-        (self.spares.granules() + self.in_hands) * self.granule + stuck
+        let unmoved: u64 = self.lingering.iter().map(|lingering| granules_of(&lingering.unmoved)).sum();
+        (self.spares.granules() + self.in_hands + unmoved) * self.granule + stuck
     }
 
     /// Number of reservations.
@@ -422,12 +431,16 @@ impl Paged {
         for (addr, reserved) in self.reservations {
             let mapped = reserved.places.all().map(|(place, frame)| {
                 let ptr = DevicePtr(addr + place as u64 * reserved.granule);
-                (ptr, frame.granules() * reserved.granule, frame.physical)
+                (ptr, frame.granules() * reserved.granule, Some(frame.physical))
             });
-            let mapped = mapped.collect();
+            let within = |range: &Range<u64>| addr <= range.start && range.start < addr + reserved.bytes;
+            let lingering = self.lingering.iter().map(|lingering| lingering.range.clone()).filter(within);
+            let lingering = lingering.map(|range| (DevicePtr(range.start), range.end - range.start, None));
+            let mapped = mapped.chain(lingering).collect();
             device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
-        self.spares.iter().for_each(|frame| device.release_later(frame.physical));
+        let unmoved = self.lingering.iter().flat_map(|lingering| lingering.unmoved.iter().copied());
+        self.spares.iter().chain(unmoved).for_each(|frame| device.release_later(frame.physical));
     }
 }
 
@@ -504,7 +517,7 @@ mod tests {
     #[test]
     fn what_belongs_to_cut_frames_is_stranded() {
         const G: u64 = 1 << 21;
-        let mut paged = Paged::new(G, None, PhysicalOptions::default(), 0);
+        let mut paged = Paged::new(G, None, Ability { options: PhysicalOptions::default(), may_alias: true }, 0);
         let base = 64 * G;
         paged.add_reservation(base, 64 * G, PoolKind::Large, Purpose::Heap);
         let frames = [4, 4, 2, 1].map(|granules| Frame::new(RawPhysical(1), granules));

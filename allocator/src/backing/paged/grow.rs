@@ -2,9 +2,10 @@
 //! makes the driver calls, and accounts for the result.
 //!
 //! Whether memory may move depends on how far streams got. The host asks first, which waits for
-//! nothing. Then one of two things happens: the request waits, if growing would exceed the peak of
-//! memory in use by too much; or it takes memory from the device. Where memory would be refused
-//! otherwise, the host waits in any case.
+//! nothing. Then one of three things happens. If growing would exceed the peak of memory in use by
+//! too much, the request uses memory of its own stream before the device is done with it
+//! (`lingering.rs`), or it waits. Otherwise it takes memory from the device. Where memory would be
+//! refused otherwise, the host waits in any case.
 
 use std::sync::Arc;
 
@@ -18,12 +19,15 @@ use crate::backing::headroom::{Room, buyable, room};
 use crate::backing::paged::addresses::reserve_addresses;
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::draft::{Draft, draft};
+use crate::backing::paged::draft::{Draft, draft, reuse_unfinished};
+use crate::backing::paged::frames::granules_of;
 use crate::backing::paged::granules::Paged;
+use crate::backing::paged::lingering::unmap_lingering;
 use crate::backing::paged::plan::{Plan, Planned, Purchase, Terms, plan};
 use crate::backing::paged::settle::settle_plan;
 use crate::backing::paged::wait::{
-    Order, STALLS_PER_REQUEST, askable, first_enough, order_after, over_peak, stall_for, worth_ordering, worth_stalling,
+    Order, REUSE_LEAST, SLACK_LEAST, STALLS_PER_REQUEST, askable, first_enough, order_after, over_peak, stall_for,
+    worth_ordering, worth_stalling,
 };
 use crate::config::CrossStream;
 use crate::cross_stream::lending::borrow_waiting;
@@ -76,6 +80,9 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
     let mut allowed = Allowed { ask: true, order: may_wait, stalls, purchase: Purchase::InsteadOfMoving };
     for _ in 0..ROUNDS {
         recycle_deferred_releases(allocator)?;
+        if let Err(error) = unmap_lingering(allocator) {
+            tracing::warn!(%error, "memory stays mapped at addresses that it moved away from");
+        }
         match next_step(allocator, request, &allowed)? {
             Next::Finished(growth) => return Ok(growth),
             Next::Ask(ticks) => {
@@ -132,13 +139,13 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
         return Ok(Next::Finished(Growth::Refused(refusal)));
     }
     let buyable_instead = if allowed.purchase >= Purchase::InsteadOfMoving { buyable } else { 0 };
-    let Some(draft) = draft(&mut guard, request, buyable_instead) else { return Ok(Next::Reserve) };
-    if let Some(next) = before_buying(allocator, &mut guard, request, &draft, allowed) {
+    let Some(mut draft) = draft(&mut guard, request, buyable_instead) else { return Ok(Next::Reserve) };
+    if let Some(next) = instead_of_buying(allocator, &mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
     let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
     Ok(match plan(&mut guard, request, draft, &terms) {
-        Planned::Ready(plan) => Next::CarryOut(Box::new(plan), gate),
+        Planned::Ready(plan) => Next::CarryOut(plan, gate),
         Planned::NoAddresses => Next::Reserve,
         Planned::Short { missing, not_done, refusal } => match first_enough(&guard, &not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
@@ -148,13 +155,14 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     })
 }
 
-/// The step that is worth trying before memory is bought from the device: to ask whether more work
-/// is done, or to wait for it. `None` if there is none.
-fn before_buying(
+/// What is worth trying before memory is bought from the device: to ask whether more work is done;
+/// to use memory of the request's own stream before the device is done with it, which changes the
+/// draft; to wait. Returns the step to take first, if there is one.
+fn instead_of_buying(
     allocator: &Allocator,
     guard: &mut StateGuard,
     request: &Request,
-    draft: &Draft,
+    draft: &mut Draft,
     allowed: &Allowed,
 ) -> Option<Next<'static>> {
     if draft.buy == 0 {
@@ -169,14 +177,19 @@ fn before_buying(
     if draft.bought_though_movable {
         return None;
     }
-    let excess = over_peak(guard, draft)?;
+    over_peak(guard, draft, REUSE_LEAST)?;
+    reuse_unfinished(guard, request, draft);
+    if draft.buy == 0 {
+        return None;
+    }
+    let excess = over_peak(guard, draft, SLACK_LEAST)?;
     if allowed.order
         && allocator.config().cross_stream != CrossStream::Off
         && let Some(order) = worth_ordering(guard, request)
     {
         return Some(Next::Order(order));
     }
-    let stall = if allowed.stalls > 0 { worth_stalling(guard, draft, excess) } else { None };
+    let stall = if allowed.stalls > 0 { worth_stalling(guard, request, draft, excess) } else { None };
     stall.map(|(timeline, after)| Next::Wait(timeline, after))
 }
 
@@ -191,14 +204,18 @@ fn carry_out_plan(
 ) -> Result<Option<Growth>, AllocError> {
     let purchased = plan.purchase;
     let (work, held) = plan.into_parts();
-    let done = carry_out(allocator.device(), allocator.hooks(), work);
-    if done.unmapped > 0 {
-        let moved: u64 = held.donors[..done.unmapped].iter().map(|donor| donor.bytes).sum();
+    let granule = work.granule;
+    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
+    let unmapped = held.donors[..done.unmapped].iter().map(|donor| donor.bytes);
+    let reused = held.reused.iter().zip(&done.unmoved);
+    let moved =
+        unmapped.chain(reused.map(|(donor, unmoved)| donor.bytes - granules_of(unmoved) * granule)).sum::<u64>();
+    if moved > 0 {
         let (stream, bytes) = (request.slot, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
     let mut guard = allocator.state().lock(Some(request.slot));
-    if let Some(window) = settle_plan(&mut guard, request, held, &done) {
+    if let Some(window) = settle_plan(&mut guard, request, held, &mut done) {
         return Ok(Some(Growth::Grown(guard.arena(request.slot).take(request, window))));
     }
     drop(guard);

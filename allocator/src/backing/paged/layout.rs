@@ -7,6 +7,9 @@
 //! from frames that fit nowhere: those are *broken*, that is, released, and others made of the
 //! memory. Each remap breaks some into smaller ones so; where memory is expected to move again,
 //! small frames are therefore *joined*: they are broken, too, and larger ones made of them.
+//!
+//! Frames that are still mapped elsewhere (`lingering.rs`) are never broken. They come before all
+//! others, whatever their size; only those are chosen that have room ([`FrameRoom`]).
 
 use super::frames::{LooseFrames, sizes};
 
@@ -32,6 +35,11 @@ impl Largest {
     /// For a heap's region, where new frames are at most so large.
     pub(crate) fn in_region(made: u32) -> Largest {
         Largest { made, kept: made.saturating_mul(KEPT), joined: 0 }
+    }
+
+    /// Granules of the largest frames that are mapped as they are.
+    pub(super) fn kept(self) -> u32 {
+        self.kept
     }
 
     /// The same, and smaller frames are joined to such.
@@ -63,16 +71,32 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Fills ranges, given by their lengths in granules, with frames that there are and with
-    /// `create` granules from the device. Together they suffice. No frame is larger than `largest`
-    /// allows.
-    pub(super) fn new(there: &LooseFrames, lengths: &[u64], create: u64, largest: Largest) -> Layout {
+    /// Fills ranges, given by their lengths in granules, with frames that there are, first with the
+    /// `unbroken` ones, and with `create` granules from the device. Together they suffice. No frame
+    /// is larger than `largest` allows, but for unbroken ones.
+    pub(super) fn new(
+        unbroken: &LooseFrames,
+        there: &LooseFrames,
+        lengths: &[u64],
+        create: u64,
+        largest: Largest,
+    ) -> Layout {
         let Largest { made, kept, joined } = largest;
         // Sizes are powers of two, so frames that are not joined leave the remainder by `made` as
         // it is.
         let room = |size: u32, left: u64| if size <= joined { left % u64::from(made) } else { left };
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
+        let mut sizes_of_unbroken: Vec<(u32, usize)> = unbroken.counts().collect();
+        for (size, count) in sizes_of_unbroken.iter_mut().rev() {
+            for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
+                while *count > 0 && *left >= u64::from(*size) {
+                    frames.push(*size);
+                    *left -= u64::from(*size);
+                    *count -= 1;
+                }
+            }
+        }
         let mut unused: Vec<(u32, usize)> = there.counts().collect();
         for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
             for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
@@ -115,6 +139,37 @@ impl Layout {
     }
 }
 
+/// The room that ranges have for frames that are not broken.
+///
+/// Sizes are powers of two, so frames can be placed, the largest first, if for each size those of at
+/// least that size have no more granules than the ranges have in whole multiples of it.
+#[derive(Debug)]
+pub(crate) struct FrameRoom {
+    /// For each power of two, by its logarithm: granules in whole multiples of it.
+    left: [u64; u32::BITS as usize],
+}
+
+impl FrameRoom {
+    /// The room of empty ranges of these lengths, in granules, for frames of up to `largest`
+    /// granules.
+    pub(super) fn new(lengths: &[u64], largest: u32) -> FrameRoom {
+        let multiples = |log2: usize| lengths.iter().map(|length| length >> log2 << log2).sum();
+        let left = |log2: usize| if largest >> log2 > 0 { multiples(log2) } else { 0 };
+        FrameRoom { left: std::array::from_fn(left) }
+    }
+
+    /// Takes the room for a frame, if there is any.
+    pub(super) fn take(&mut self, granules: u64) -> bool {
+        let log2 = granules.trailing_zeros() as usize;
+        let Some(affected) = self.left.get_mut(..=log2).filter(|_| granules.is_power_of_two()) else { return false };
+        let fits = affected.iter().all(|&left| left >= granules);
+        if fits {
+            affected.iter_mut().for_each(|left| *left -= granules);
+        }
+        fits
+    }
+}
+
 /// How many granules frames of these sizes have together.
 fn total(sizes: &[u32]) -> u64 {
     sizes.iter().map(|&size| u64::from(size)).sum()
@@ -134,26 +189,37 @@ mod tests {
         there
     }
 
+    fn laid_out(there: &LooseFrames, lengths: &[u64], create: u64, largest: Largest) -> Layout {
+        Layout::new(&LooseFrames::default(), there, lengths, create, largest)
+    }
+
+    #[test]
+    fn frames_that_are_not_broken_come_first_at_any_size() {
+        let layout = Layout::new(&there(&[8]), &there(&[4]), &[3, 11], 2, Largest::in_region(1));
+        assert_eq!(layout.ranges, [vec![1, 1, 1], vec![8, 1, 1, 1]]);
+        assert_eq!((layout.broken, layout.first.len(), layout.then.len()), (vec![4], 2, 4));
+    }
+
     #[test]
     fn large_frames_come_first_and_new_ones_fill_up() {
-        let layout = Layout::new(&there(&[8, 2]), &[11, 4], 5, Largest::in_region(32));
+        let layout = laid_out(&there(&[8, 2]), &[11, 4], 5, Largest::in_region(32));
         assert_eq!(layout.ranges, [vec![8, 2, 1], vec![4]]);
         assert_eq!((layout.first, layout.broken, layout.then), (vec![4, 1], vec![], vec![]));
     }
 
     #[test]
     fn a_frame_that_fits_nowhere_is_broken() {
-        let layout = Layout::new(&there(&[8]), &[3], 0, Largest::in_region(32));
+        let layout = laid_out(&there(&[8]), &[3], 0, Largest::in_region(32));
         assert_eq!(layout.ranges, [vec![2, 1]]);
         assert_eq!((layout.broken, layout.then, layout.surplus), (vec![8], vec![2, 1], vec![4, 1]));
     }
 
     #[test]
     fn frames_that_became_too_large_are_broken() {
-        let layout = Layout::new(&there(&[8]), &[8], 0, Largest::in_region(2));
+        let layout = laid_out(&there(&[8]), &[8], 0, Largest::in_region(2));
         assert_eq!((layout.broken, layout.then), (vec![8], vec![2, 2, 2, 2]));
-        assert_eq!(Layout::new(&there(&[8]), &[8], 0, Largest::in_region(4)).ranges, [vec![8]], "not by much");
-        let layout = Layout::new(&there(&[2, 1]), &[3], 0, Largest::GRANULE);
+        assert_eq!(laid_out(&there(&[8]), &[8], 0, Largest::in_region(4)).ranges, [vec![8]], "not by much");
+        let layout = laid_out(&there(&[2, 1]), &[3], 0, Largest::GRANULE);
         assert_eq!(
             (layout.ranges, layout.broken),
             (vec![vec![1, 1, 1]], vec![2]),
@@ -164,13 +230,13 @@ mod tests {
     #[test]
     fn small_frames_are_joined_where_memory_will_move_again() {
         let ones = there(&[2, 1, 1, 1, 1, 1, 1, 1]);
-        let as_they_are = Layout::new(&ones, &[9], 0, Largest::in_region(4));
+        let as_they_are = laid_out(&ones, &[9], 0, Largest::in_region(4));
         assert_eq!(as_they_are.ranges, [vec![2, 1, 1, 1, 1, 1, 1, 1]]);
-        let layout = Layout::new(&ones, &[9], 0, Largest::in_region(4).joining());
+        let layout = laid_out(&ones, &[9], 0, Largest::in_region(4).joining());
         assert_eq!((layout.ranges, layout.then), (vec![vec![1, 4, 4]], vec![4, 4]), "what is left over stays as it is");
         assert_eq!((layout.broken, layout.surplus), (vec![1, 1, 1, 1, 1, 1, 2], vec![]));
         let granule = Largest::in_region(1).joining();
-        let joined = Layout::new(&there(&[1, 1]), &[2], 0, granule);
+        let joined = laid_out(&there(&[1, 1]), &[2], 0, granule);
         assert!(joined.broken.is_empty(), "granules cannot be joined to granules");
     }
 
@@ -178,6 +244,7 @@ mod tests {
         #[test]
         fn everything_is_filled_and_nothing_is_lost(
             powers in prop::collection::vec(0..6_u32, 0..12),
+            unbroken in prop::collection::vec(0..6_u32, 0..12),
             lengths in prop::collection::vec(1..90_u64, 0..6),
             more in 0..20_u64,
             largest in 0..6_u32,
@@ -186,7 +253,10 @@ mod tests {
         ) {
             let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
             let (there, largest) = (there(&sizes), 1 << largest);
-            let fill: u64 = lengths.iter().sum();
+            let mut room = FrameRoom::new(&lengths, 1 << 5);
+            let unbroken = unbroken.into_iter().map(|power| 1 << power).filter(|&size| room.take(u64::from(size)));
+            let unbroken: Vec<u32> = unbroken.collect();
+            let fill = lengths.iter().sum::<u64>() - total(&unbroken);
             // As plans are: either frames suffice, with some to spare, or the device gives what
             // they lack.
             let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
@@ -194,11 +264,16 @@ mod tests {
             let in_region = Largest::in_region(largest);
             let bounds = if joining { in_region.joining() } else { in_region };
             let bounds = if by_granule { Largest::GRANULE } else { bounds };
-            let layout = Layout::new(&there, &lengths, create, bounds);
+            let mut layout = Layout::new(&self::there(&unbroken), &there, &lengths, create, bounds);
             for (frames, &length) in layout.ranges.iter().zip(&lengths) {
                 prop_assert_eq!(total(frames), length);
-                prop_assert!(frames.iter().all(|&size| size <= bounds.kept));
             }
+            for size in unbroken {
+                let holds = |frames: &&mut Vec<u32>| frames.contains(&size);
+                let frames = layout.ranges.iter_mut().find(holds).unwrap();
+                frames.remove(frames.iter().position(|&other| other == size).unwrap());
+            }
+            prop_assert!(layout.ranges.iter().flatten().all(|&size| size <= bounds.kept));
             prop_assert!(total(&layout.first) <= create);
             let spent = total(&layout.first) + total(&layout.then) + total(&layout.surplus);
             prop_assert!(spent <= create + total(&layout.broken), "no more is created than there is");

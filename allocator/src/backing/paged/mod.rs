@@ -25,6 +25,7 @@
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
 //! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, settles, and tries again |
+//! | `lingering.rs` | memory that moves before the device is done with it |
 //! | `wait.rs` | waiting instead of growing: when it pays, and for what |
 //! | `addresses.rs` | reserving addresses, and giving them back |
 //! | `gate.rs` | who may change mappings at a time |
@@ -43,15 +44,17 @@
 //! | `absent.rs` | memory that is gone until it wakes up |
 //! | `contents.rs`, `saved.rs` | its contents |
 //! | `cordon.rs` | what keeps it apart from memory in use |
-//! | `probe.rs` | whether the device can map memory at all |
+//! | `probe.rs` | whether the device can map memory at all, and at several addresses at once |
 //!
 //! Invariants, in addition to those of holes in the heap:
-//! * **P1** A frame is unmapped only when its last use is known done on the host, and when it is
-//!   neither pinned nor in an open private pool, whose free memory a graph may use. Trimming the
-//!   pool itself is the exception.
+//! * **P1** A mapping is unmapped only when the last use through it is known done on the host, and
+//!   when its frame is neither pinned nor in an open private pool, whose free memory a graph may
+//!   use. Trimming the pool itself is the exception.
 //! * **P2** A frame is in one place: mapped in one reservation, among the spares, or held by one
-//!   operation. While the allocator sleeps, nothing is mapped but what others know, and all other
-//!   operations on mappings wait or are refused.
+//!   operation. A frame that its stream reused before the device was done with it may also be mapped
+//!   where it was before, at addresses that stay held until they are unmapped (`lingering.rs`).
+//!   While the allocator sleeps, nothing is mapped but what others know, and all other operations on
+//!   mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in
 //!   flight.
 //! * **P4** While the driver is asked to change what is behind some addresses, they are held in the
@@ -85,6 +88,7 @@ pub(crate) mod grow;
 pub(crate) mod growable;
 pub(crate) mod internal_fragmentation;
 pub(crate) mod layout;
+pub(crate) mod lingering;
 pub(crate) mod milestones;
 pub(crate) mod peers;
 pub(crate) mod pin;

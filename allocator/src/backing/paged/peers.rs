@@ -27,7 +27,7 @@ pub(crate) fn enable_peer_access(allocator: &Allocator, ordinal: u32) -> Result<
     if ranges.is_empty() {
         // Better now than at the first growth. A device that is just full is taken to be able.
         let tried = try_mapping(allocator.device(), granule, options, &[allocator.device().info().ordinal, ordinal]);
-        tried.or_else(|error| if error.is_out_of_memory() { Ok(()) } else { Err(error) })?;
+        tried.map(|_| ()).or_else(|error| if error.is_out_of_memory() { Ok(()) } else { Err(error) })?;
     }
     for range in ranges {
         allocator.device().driver().set_access(DevicePtr(range.start), range.end - range.start, &[ordinal])?;

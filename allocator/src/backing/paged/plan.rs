@@ -12,6 +12,7 @@ use crate::backing::paged::carry_out::Work;
 use crate::backing::paged::donors::{Donor, Donors, internal_fragmentation};
 use crate::backing::paged::draft::{Draft, bought_ahead, peak_has_settled};
 use crate::backing::paged::frame_size::{BlockLength, Prospect};
+use crate::backing::paged::frames::Frame;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
@@ -75,6 +76,8 @@ pub(crate) struct Held {
     /// Pieces of the window, by address.
     pub(super) window: Vec<BlockId>,
     pub(super) donors: Vec<Donor>,
+    /// Donors that stay mapped where they are until the device is done with them.
+    pub(super) reused: Vec<Donor>,
     /// Number of granules to create.
     pub(super) create: u64,
     /// True if they are created although frames might move.
@@ -91,7 +94,7 @@ pub(crate) struct Held {
 #[derive(Debug)]
 pub(crate) enum Planned {
     /// A plan to carry out.
-    Ready(Plan),
+    Ready(Box<Plan>),
     /// No run of free blocks and holes is long enough.
     NoAddresses,
     /// `missing` granules are lacking beyond those that may move and those that the device may
@@ -123,13 +126,15 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
         largest_in_region(guard, request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
     let (held, fill, changed) = hold_window(guard, request.slot, &window, (ahead + bought_ahead) * granule);
     let donors = hold_donors(guard, request.slot, donors.into_joined(), &changed, window.end);
-    let work = work(guard, &donors, (spares, create), fill, largest);
+    let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(|donor| donor.after == 0);
+    let mut work = work(guard, &donors, (spares, create), fill, largest);
+    work.reused = mappings_of(guard, &reused);
     let spares = work.spares.granules();
-    Planned::Ready(Plan {
+    Planned::Ready(Box::new(Plan {
         work,
-        held: Held { window: held, donors, create, bought_though_movable, spares, point, is_remap },
+        held: Held { window: held, donors, reused, create, bought_though_movable, spares, point, is_remap },
         purchase,
-    })
+    }))
 }
 
 /// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The
@@ -176,14 +181,20 @@ pub(crate) fn work(
     fill: Vec<Range<u64>>,
     largest: Largest,
 ) -> Work {
+    let unmap = mappings_of(guard, donors);
     let Some(paged) = guard.paged.as_mut() else { return Work::default() };
-    let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
-    let unmap = donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect();
     let spares = paged.spares.take(spares);
     paged.in_hands += spares.granules();
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     guard.growing.begin(create * granule);
-    Work { granule, options, access, create, largest, unmap, spares, fill }
+    Work { granule, options, access, create, largest, unmap, reused: Vec::new(), spares, fill }
+}
+
+/// Takes the frames of donors out of the table of what is mapped where.
+fn mappings_of(guard: &mut StateGuard, donors: &[Donor]) -> Vec<(Range<u64>, Vec<Frame>)> {
+    let Some(paged) = guard.paged.as_mut() else { return Vec::new() };
+    let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
+    donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect()
 }
 
 /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to

@@ -8,6 +8,7 @@ use crate::backing::paged::carry_out::{Done, Filled};
 use crate::backing::paged::donors::Donor;
 use crate::backing::paged::draft::{note_in_use, peak_has_settled};
 use crate::backing::paged::granules::Stuck;
+use crate::backing::paged::lingering::settle_reused;
 use crate::backing::paged::plan::Held;
 use crate::heap::{BlockId, State, kind_of};
 use crate::history::Action;
@@ -16,7 +17,7 @@ use crate::state::guard::StateGuard;
 
 /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free
 /// block that the window became, if all went well.
-pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held, done: &Done) -> Option<BlockId> {
+pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held, done: &mut Done) -> Option<BlockId> {
     // Noted only now: a request that is refused raises no peak, and if it is planned again, it is
     // not taken for one that recurs.
     if done.error.is_none() {
@@ -27,6 +28,9 @@ pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held,
         guard.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
     }
     settle_work(guard, &held.donors, (held.spares, held.create), request.pool, done);
+    let moved = settle_reused(guard, request.slot, &held.reused, std::mem::take(&mut done.unmoved));
+    note_moved(guard, moved, done.unmapped > 0);
+    let used_until = held.reused.iter().map(|donor| donor.after).max().unwrap_or(0);
     if let (Some(paged), true, None) = (&mut guard.paged, held.bought_though_movable, &done.error) {
         paged.bought_instead += held.create * paged.granule;
     }
@@ -37,7 +41,8 @@ pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held,
         paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
     }
     // The pieces merge as they are released, so the block of the last one is the whole window.
-    let last = held.window.iter().filter_map(|&id| release_piece(guard, request, id, &usable, &stuck)).last();
+    let last =
+        held.window.iter().filter_map(|&id| release_piece(guard, request, (id, used_until), &usable, &stuck)).last();
     account_for_granules(guard);
     last.filter(|_| done.error.is_none())
 }
@@ -71,6 +76,13 @@ pub(crate) fn settle_work(
     }
 }
 
+/// Counts memory that moved without being unmapped. `counted` is true if the remap counts already.
+fn note_moved(guard: &StateGuard, bytes: u64, counted: bool) {
+    let Some(paged) = guard.paged.as_ref().filter(|_| bytes > 0) else { return };
+    guard.counters().remaps.add(u64::from(!counted));
+    guard.counters().granules_moved.add(bytes / paged.granule);
+}
+
 fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
     let mut still_mapped = done.still_mapped.iter();
     for (at, donor) in donors.iter().enumerate() {
@@ -93,12 +105,13 @@ fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
     }
 }
 
-/// Releases a piece of the window to the heap. Returns the free block that it is in now, if it is
-/// in one.
+/// Releases a piece of the window to the heap. The request's stream may be using the memory that it
+/// got, at other addresses, until the tick `used_until`. Returns the free block that it is in now,
+/// if it is in one.
 fn release_piece(
     guard: &mut StateGuard,
     request: &Request,
-    id: BlockId,
+    (id, used_until): (BlockId, u64),
     usable: &[&Filled],
     stuck: &[&Filled],
 ) -> Option<BlockId> {
@@ -123,7 +136,7 @@ fn release_piece(
         guard.arena(request.slot).heap.unhold_as_hole(id);
         return None;
     }
-    let free = guard.arena(request.slot).heap.unhold_as_free(id);
+    let free = guard.arena(request.slot).heap.unhold_as_used(id, used_until);
     note_mapping(guard, Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
     Some(free)
 }

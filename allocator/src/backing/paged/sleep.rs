@@ -29,6 +29,7 @@ use crate::backing::paged::asleep::{Falling, begin, divide, forget_free};
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::cordon;
 use crate::backing::paged::frames::{Frame, granules_of, sizes};
+use crate::backing::paged::lingering::{has_lingering, unmap_lingering_at_gate};
 use crate::backing::paged::saved::{Mover, UsedBuffers};
 use crate::backing::paged::sleep_options::{Part, SleepOptions};
 use crate::backing::trim::trim_to;
@@ -89,6 +90,11 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
         given = trim_to(allocator, 0)?;
     }
     let _alone = allocator.gate()?.exclusive();
+    if has_lingering(allocator) {
+        // A frame that is released exists as long as it is mapped anywhere.
+        allocator.device().synchronize()?;
+        unmap_lingering_at_gate(allocator)?;
+    }
     let falling = fall_asleep(allocator, options).map_err(|kept| kept_awake(allocator, kept))?;
     match give_back(allocator, &falling) {
         Ok(released) => Ok(given + released),

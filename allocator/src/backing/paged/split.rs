@@ -299,13 +299,13 @@ impl SplitWork<'_> {
         to: DevicePtr,
         live: &[&Range<u64>],
         created: &[Frame],
-        mapped: &mut Vec<(DevicePtr, u64, RawPhysical)>,
+        mapped: &mut Vec<(DevicePtr, u64, Option<RawPhysical>)>,
     ) -> Result<(), DeviceError> {
         let driver = self.device.driver();
         let mut at = to;
         for frame in created {
             driver.map(at, self.granule, frame.physical)?;
-            mapped.push((at, self.granule, frame.physical));
+            mapped.push((at, self.granule, Some(frame.physical)));
             at = at.offset(self.granule);
         }
         driver.set_access(to, at.0 - to.0, &self.access[..1])?;

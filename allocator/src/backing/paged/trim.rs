@@ -18,6 +18,7 @@ use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
 use crate::backing::paged::frames::{Frame, LooseFrames};
+use crate::backing::paged::lingering::{lingering_not_done, may_be_in_use, unmap_lingering_at_gate};
 use crate::backing::paged::plan::hold_all;
 use crate::cross_stream::progress::synchronize_all;
 use crate::error::AllocError;
@@ -25,6 +26,7 @@ use crate::heap::kind_of;
 use crate::history::Action;
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
+use crate::recovery::oom::seen::is_capturing;
 use crate::state::guard::StateGuard;
 
 /// Frames on their way back to the device.
@@ -82,10 +84,12 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
     }
     let (released, failed) = release_frames(allocator, &mut leaving.loose, failed);
     settle_trim(allocator, leaving, unmapped);
+    // A frame that was released exists as long as it is mapped anywhere.
+    let lingering = unmap_lingering_at_gate(allocator);
     let addresses = give_addresses_back(allocator, if spares_too { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),
-        None => stuck.and(addresses).map(|()| released * granule),
+        None => stuck.and(lingering).and(addresses).map(|()| released * granule),
     }
 }
 
@@ -112,11 +116,17 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
 }
 
 /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become
-/// spare. Mappings that it still refuses to unmap stay stuck.
+/// spare. Such a frame may also be mapped where it was before, so mappings that linger go first, and
+/// nothing is taken back while the device may use memory through one. Mappings that the driver still
+/// refuses to unmap stay as they are. Returns the first error.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
+    let lingering = unmap_lingering_at_gate(allocator);
+    if may_be_in_use(allocator) {
+        return lingering;
+    }
     let count = allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.stuck.len());
-    (0..count).map(|_| take_one_back(allocator)).fold(Ok(()), Result::and)
+    (0..count).map(|_| take_one_back(allocator)).fold(lingering, Result::and)
 }
 
 /// Unmaps the mappings that have been stuck for longest.
@@ -186,13 +196,17 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
-/// The streams that free memory in some pools waits for, each with the tick that its timeline must
-/// reach.
+/// The streams that free memory in some pools, and mappings that linger, wait for, each with the tick
+/// that its timeline must reach.
 pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Vec<(Arc<Timeline>, u64)> {
-    let mut latest = BTreeMap::new();
-    donors(guard, u64::MAX, None, which).not_done.into_keys().for_each(|(slot, after)| {
-        latest.insert(slot, after);
-    });
+    let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+    let free = donors(guard, u64::MAX, None, which).not_done;
+    let may_unmap = which.has_default() && !is_capturing(guard);
+    let lingering = if may_unmap { lingering_not_done(guard) } else { Vec::new() };
+    for (slot, after) in free.into_keys().chain(lingering) {
+        let tick = latest.entry(slot).or_default();
+        *tick = after.max(*tick);
+    }
     latest.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
 }
 

@@ -1,7 +1,8 @@
 //! Waiting instead of growing: when it pays, and for what.
 //!
-//! Where reserved memory would exceed the peak of memory in use by more than a share, there are two
-//! ways to wait, each within a budget:
+//! Where reserved memory would exceed the peak of memory in use by more than a share, and the
+//! request's own stream has no memory that it may use at once (`lingering.rs`), there are two ways
+//! to wait, each within a budget:
 //! * the request's stream is made to wait for another stream, and gets that stream's memory, or
 //!   blocks of its own that the other stream used; this stalls only the request's stream;
 //! * the host waits, which stalls the program.
@@ -25,13 +26,20 @@ use crate::state::guard::StateGuard;
 /// peak divided by this, and by more than [`SLACK_LEAST`]. For less it is not worth it.
 const SLACK_SHARE: u64 = 128;
 /// In bytes: see [`SLACK_SHARE`].
-const SLACK_LEAST: u64 = 32 << 20;
+pub(super) const SLACK_LEAST: u64 = 32 << 20;
+/// As [`SLACK_LEAST`], for memory to be used before the device is done with it (`lingering.rs`). Less
+/// in debug builds, so that small random programs get there.
+pub(super) const REUSE_LEAST: u64 = if cfg!(debug_assertions) { 2 << 20 } else { SLACK_LEAST };
 /// The host waits only if reserved memory would exceed the peak in use by more than that peak
 /// divided by this: it may not wait often.
 const STALL_SLACK_SHARE: u64 = 80;
 /// The host waits for at most one allocation in this many, and for a few more at the start:
 /// [`STALL_ADVANCE`], and up to [`STALL_MORE`].
 const STALL_SPACING: u64 = 600;
+/// If only the request's own stream has memory to wait for, most of which it can use without a
+/// wait (`lingering.rs`) where the driver maps memory twice, the host waits for at most one
+/// allocation in this many, those at the start included.
+const OWN_STALL_SPACING: u64 = 1000;
 /// How often the host may wait at the start, however little memory that saves.
 const STALL_ADVANCE: u64 = 2;
 /// How often it may wait in addition if that saves a quarter of the peak in use; in proportion if
@@ -72,7 +80,7 @@ pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u6
 }
 
 /// True if an event for these ticks was due; recording it may have failed.
-fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
+pub(super) fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
     guard.timeline(slot).is_some_and(|timeline| after <= timeline.now())
 }
 
@@ -86,12 +94,12 @@ fn note_questions(guard: &mut StateGuard, ticks: &[(u32, u64)]) {
 }
 
 /// Bytes by which reserved memory would exceed the peak in use; `None` if that is within
-/// [`SLACK_SHARE`] and [`SLACK_LEAST`].
-pub(super) fn over_peak(guard: &StateGuard, draft: &Draft) -> Option<u64> {
+/// [`SLACK_SHARE`] and `least`.
+pub(super) fn over_peak(guard: &StateGuard, draft: &Draft, least: u64) -> Option<u64> {
     let paged = guard.paged.as_ref()?;
     let grown = guard.reserved + guard.growing.now() + draft.buy * paged.granule;
     let peak = paged.in_use_peak.max(draft.point.in_use);
-    grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(SLACK_LEAST))
+    grown.checked_sub(peak).filter(|&excess| excess > (peak / SLACK_SHARE).max(least))
 }
 
 /// What the request's stream should wait for: other streams' uses of a block of its own, or another
@@ -118,7 +126,12 @@ pub(super) fn worth_ordering(guard: &mut StateGuard, request: &Request) -> Optio
 
 /// What the host should wait for, rather than let reserved memory exceed the peak in use by
 /// `excess` bytes. `None` if it waited too often or if there is nothing to wait for.
-pub(super) fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> Option<(Arc<Timeline>, u64)> {
+pub(super) fn worth_stalling(
+    guard: &StateGuard,
+    request: &Request,
+    draft: &Draft,
+    excess: u64,
+) -> Option<(Arc<Timeline>, u64)> {
     let paged = guard.paged.as_ref()?;
     let peak = paged.in_use_peak.max(draft.point.in_use);
     if excess <= peak / STALL_SLACK_SHARE {
@@ -126,12 +139,17 @@ pub(super) fn worth_stalling(guard: &StateGuard, draft: &Draft, excess: u64) -> 
     }
     let quarter = (peak / 4).max(1);
     let more = excess.min(quarter).saturating_mul(STALL_MORE) / quarter;
-    if paged.stalls >= STALL_ADVANCE + more + guard.searches() / STALL_SPACING {
+    let (few, searches) = (STALL_ADVANCE + more, guard.searches());
+    if paged.stalls >= few + searches / STALL_SPACING {
         return None;
     }
     let mut not_done = draft.donors.not_done.clone();
     for (tick, bytes) in awaited(guard) {
         *not_done.entry(tick).or_default() += bytes / paged.granule;
+    }
+    let only_own = not_done.keys().all(|&(slot, _)| slot == request.slot);
+    if only_own && paged.may_alias && paged.stalls >= few.max(searches / OWN_STALL_SPACING) {
+        return None;
     }
     first_enough(guard, &not_done, draft.buy.max(guard.reserved / STALL_SHARE / paged.granule))
 }

@@ -22,6 +22,15 @@ pub(crate) struct Window {
     pub(crate) room: Option<u64>,
 }
 
+impl Window {
+    /// Lengths of its holes, in the granules that they lack, by address.
+    pub(crate) fn holes(&self, heap: &Heap, granule: u64) -> Vec<u64> {
+        let holes = self.pieces.iter().map(|&id| &heap.blocks[id]).filter(|block| block.state == State::Hole);
+        let (start, end) = (self.start / granule * granule, self.end.next_multiple_of(granule));
+        holes.map(|hole| ((hole.addr + hole.size).min(end) - hole.addr.max(start)) / granule).collect()
+    }
+}
+
 /// A piece of a run: a free block or a hole.
 #[derive(Clone, Copy)]
 struct Piece {

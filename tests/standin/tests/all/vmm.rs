@@ -72,7 +72,9 @@ fn rules_of_mapping_are_enforced() {
     assert_eq!(call!(cuMemMap(ptr + 4096, GRANULE, 0, physical, 0)), 1, "between granules");
     assert_eq!(call!(cuMemMap(4096, GRANULE, 0, physical, 0)), 1, "outside of a reservation");
     assert_eq!(call!(cuMemMap(ptr, GRANULE, 0, physical, 0)), 0);
-    assert_eq!(call!(cuMemMap(ptr + GRANULE as u64, GRANULE, 0, physical, 0)), 1, "mapped twice");
+    assert_eq!(call!(cuMemMap(ptr, GRANULE, 0, physical, 0)), 1, "over another mapping");
+    assert_eq!(call!(cuMemMap(ptr + GRANULE as u64, GRANULE, 0, physical, 0)), 0, "at a second address");
+    assert_eq!(call!(cuMemUnmap(ptr + GRANULE as u64, GRANULE)), 0);
     assert_eq!(call!(cuMemUnmap(ptr, GRANULE / 2)), 1, "half a mapping");
     assert_eq!(call!(cuMemAddressFree(ptr, 2 * GRANULE)), 1, "with a mapping in it");
     assert_eq!(call!(cuMemSetAccess(ptr, GRANULE, &access(4095), 1)), 101);

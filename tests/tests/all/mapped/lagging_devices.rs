@@ -59,8 +59,10 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
                 stats.reserved_bytes.all.peak / MIB,
                 stats.allocated_bytes.all.peak / MIB,
             );
-            // At the start there are 32 more events for each of two reasons on each stream.
-            assert!(recorded <= operations / spacing + 2 * 33 * streams, "{recorded} events");
+            // At the start there are 32 more events for each of two reasons on each stream. A wait of
+            // the host may record one, too.
+            let most = operations / spacing + 2 * 33 * streams + driver.stalls();
+            assert!(recorded <= most, "{recorded} events");
             assert!(stats.granules_moved > 0);
         }
     }

@@ -1,0 +1,369 @@
+//! Memory that moves before the device is done with it.
+//!
+//! A stream may use its own free memory again at once, because its later work runs after the last
+//! use. Only the addresses have to wait: they may be unmapped once the host knows that the last use
+//! is done (P1). So where a request lacks memory and its own stream has free frames that are not
+//! done, these are mapped at the window in addition. Their earlier mappings *linger*: the addresses
+//! stay held in the heap, and later operations unmap them. Neither the host nor a stream waits, and
+//! nothing is taken from the device.
+//!
+//! The frames carry the tick of their last use to the new addresses, so they become free for other
+//! streams, or move once more, no earlier than before.
+
+use std::ops::Range;
+
+use crate::allocator::Allocator;
+use crate::backing::paged::account::{account_for_granules, note_mapping};
+use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::donors::{BATCH, Donor};
+use crate::backing::paged::frames::{Frame, granules_of};
+use crate::error::AllocError;
+use crate::heap::{BlockId, kind_of};
+use crate::history::Action;
+use crate::state::guard::StateGuard;
+
+/// Addresses at which frames are mapped that moved elsewhere.
+#[derive(Debug)]
+pub(crate) struct Lingering {
+    /// The stream in whose arena they are held.
+    arena: u32,
+    block: BlockId,
+    pub(crate) range: Range<u64>,
+    /// The stream that used them last, and the tick that its timeline must reach.
+    slot: u32,
+    after: u64,
+    /// Frames there that did not move, because the remap failed. They become spare.
+    pub(crate) unmoved: Vec<Frame>,
+}
+
+/// Accounts for donors that the device was not done with. `unmoved` has the frames of each that are
+/// mapped nowhere else. Returns how many bytes left their addresses.
+pub(crate) fn settle_reused(guard: &mut StateGuard, slot: u32, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
+    let mut left = 0;
+    for (donor, unmoved) in donors.iter().zip(unmoved) {
+        let range = donor.addr..donor.addr + donor.bytes;
+        let heap = &mut guard.arena(donor.arena).heap;
+        let pool = heap.blocks[donor.block].pool;
+        let Some(paged) = guard.paged.as_mut() else { continue };
+        if granules_of(&unmoved) * paged.granule == donor.bytes {
+            paged.put_all(donor.addr, &unmoved);
+            guard.arena(donor.arena).heap.unhold_as_free(donor.block);
+            continue;
+        }
+        paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+        paged.leave(&range);
+        let Donor { arena, block, after, .. } = *donor;
+        guard.arena(arena).heap.empty_held(block);
+        let Some(paged) = guard.paged.as_mut() else { continue };
+        paged.lingering.push(Lingering { arena, block, range, slot, after, unmoved });
+        note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+        left += donor.bytes;
+    }
+    left
+}
+
+/// Unmaps the mappings that linger although the device is known to be done with them.
+pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
+    if !has_lingering(allocator) {
+        return Ok(());
+    }
+    let _gate = allocator.gate()?.shared();
+    unmap_lingering_at_gate(allocator)
+}
+
+/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger on.
+/// Returns the first error once all others are unmapped.
+pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
+    let done = take_done(allocator);
+    let mut failed = Ok(());
+    let mut unmapped = Vec::with_capacity(done.len());
+    for lingering in done {
+        // A capture that began meanwhile is no error.
+        let outcome = unmap_range(allocator.device(), allocator.hooks(), &lingering.range);
+        unmapped.push((lingering, outcome.is_ok()));
+        failed = failed.and(unless_capturing(outcome));
+    }
+    let mut unmapped = unmapped.into_iter().peekable();
+    while unmapped.peek().is_some() {
+        let mut guard = allocator.state().lock(None);
+        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| settle_unmapped(&mut guard, lingering, gone));
+        account_for_granules(&mut guard);
+    }
+    Ok(failed?)
+}
+
+/// Accounts for a mapping that was taken off the list: it is gone, or lingers on.
+fn settle_unmapped(guard: &mut StateGuard, lingering: Lingering, gone: bool) {
+    let Some(paged) = guard.paged.as_mut() else { return };
+    paged.in_hands -= granules_of(&lingering.unmoved);
+    if gone {
+        paged.spares.extend(lingering.unmoved);
+        guard.arena(lingering.arena).heap.unhold_as_hole(lingering.block);
+    } else {
+        paged.lingering.push(lingering);
+    }
+}
+
+/// True if there are such mappings, done or not.
+pub(crate) fn has_lingering(allocator: &Allocator) -> bool {
+    allocator.state().shared().paged.as_ref().is_some_and(|paged| !paged.lingering.is_empty())
+}
+
+/// The ticks that such mappings wait for, each with its stream.
+pub(crate) fn lingering_not_done(guard: &StateGuard) -> Vec<(u32, u64)> {
+    let all = guard.paged.iter().flat_map(|paged| &paged.lingering).map(|one| (one.slot, one.after));
+    all.filter(|&(slot, after)| !guard.is_known_done(slot, after)).collect()
+}
+
+/// True if the device may be using memory through such a mapping.
+pub(crate) fn may_be_in_use(allocator: &Allocator) -> bool {
+    let shared = allocator.state().shared();
+    let is_done = |one: &Lingering| shared.is_known_done(one.slot, one.after);
+    shared.paged.as_ref().is_some_and(|paged| !paged.lingering.iter().all(is_done))
+}
+
+/// Takes the mappings off the list that the device is known to be done with; none while a stream
+/// captures.
+fn take_done(allocator: &Allocator) -> Vec<Lingering> {
+    if allocator.device().is_capturing() {
+        return Vec::new();
+    }
+    let mut shared = allocator.state().shared();
+    let all = shared.paged.as_mut().map(|paged| std::mem::take(&mut paged.lingering)).unwrap_or_default();
+    let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| shared.is_known_done(one.slot, one.after));
+    if let Some(paged) = shared.paged.as_mut() {
+        paged.lingering = rest;
+        paged.in_hands += done.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
+    }
+    done
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests {
+    use std::sync::Arc;
+
+    use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver, ViolationKind};
+    use aquifer_device::{Code, Device, Driver, Operation};
+
+    use super::*;
+    use crate::{Allocation, Contents};
+
+    const MIB: u64 = 1 << 20;
+    const CAPACITY: u64 = 1 << 30;
+
+    /// A program on a device that lags.
+    struct Bench {
+        sim: Arc<SimDriver>,
+        lagging: Arc<Lagging>,
+        device: Device,
+        allocator: Allocator,
+    }
+
+    impl Bench {
+        fn new(lag: u64) -> Bench {
+            Bench::on(SimConfig::new(CAPACITY), lag)
+        }
+
+        fn on(config: SimConfig, lag: u64) -> Bench {
+            let sim = SimDriver::new(config);
+            let lagging = Lagging::new(sim.clone(), lag);
+            let device = Device::new(lagging.clone());
+            let allocator = Allocator::new(&device, "").unwrap();
+            Bench { sim, lagging, device, allocator }
+        }
+
+        fn alloc(&self, mib: u64) -> Allocation {
+            self.lagging.advance();
+            let block = self.allocator.alloc_bytes(mib * MIB, self.device.default_stream()).unwrap();
+            self.lagging.allocated(block.ptr(), mib * MIB);
+            block
+        }
+
+        fn free(&self, block: Allocation) {
+            self.lagging.advance();
+            self.lagging.freed(block.ptr());
+            drop(block);
+        }
+
+        /// Leaves two free blocks of 64 MiB that the device is using and that a live block
+        /// separates.
+        fn with_gap(&self) -> Allocation {
+            let [low, between, high] = [64, 4, 64].map(|mib| self.alloc(mib));
+            [low, high].into_iter().for_each(|block| self.free(block));
+            between
+        }
+
+        /// Leaves two mappings that linger. Returns the block whose memory was there, and two others.
+        fn with_two_lingering(&self) -> [Allocation; 3] {
+            let [low, one, middle, other, high] = [64, 4, 64, 4, 64].map(|mib| self.alloc(mib));
+            [low, middle, high].into_iter().for_each(|block| self.free(block));
+            let block = self.alloc(192);
+            assert_eq!((self.lingering(), self.lagging.stalls()), (2, 0));
+            [block, one, other]
+        }
+
+        fn lingering(&self) -> usize {
+            self.allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.lingering.len())
+        }
+
+        fn free_bytes(&self) -> u64 {
+            self.device.memory_info().unwrap().free
+        }
+
+        /// Nothing is held once the allocator gave its memory back, and nothing went too early.
+        fn check_empty(self) {
+            self.device.synchronize().unwrap();
+            self.allocator.empty_cache().unwrap();
+            assert_eq!((self.allocator.memory_reserved(), self.lingering(), self.free_bytes()), (0, 0, CAPACITY));
+            assert_eq!(self.lagging.take_violation(), None);
+        }
+    }
+
+    #[test]
+    fn a_stream_uses_its_memory_elsewhere_before_the_device_is_done_with_it() {
+        let bench = Bench::new(1000);
+        let between = bench.with_gap();
+        let reserved = bench.allocator.memory_reserved();
+        let block = bench.alloc(128);
+        assert_eq!((bench.allocator.memory_reserved(), bench.lagging.stalls()), (reserved, 0));
+        assert!(bench.lingering() > 0 && bench.allocator.stats().remaps == 1);
+        assert_eq!(bench.free_bytes(), CAPACITY - reserved);
+        [block, between].into_iter().for_each(|block| bench.free(block));
+        bench.check_empty();
+    }
+
+    #[test]
+    fn earlier_mappings_go_once_the_device_is_done() {
+        let bench = Bench::new(50);
+        let _between = bench.with_gap();
+        let block = bench.alloc(128);
+        assert!(bench.lingering() > 0);
+        // A milestone covers the uses, and the device gets there.
+        bench.free(block);
+        (0..200).for_each(|_| bench.lagging.advance());
+        bench.device.default_stream().tick().cover().unwrap();
+        bench.free(bench.alloc(200));
+        assert_eq!(bench.lingering(), 0);
+        assert_eq!(bench.lagging.take_violation(), None);
+    }
+
+    #[test]
+    fn another_stream_does_not_get_it_before_the_device_is_done_with_it() {
+        let bench = Bench::new(1000);
+        let _between = bench.with_gap();
+        let block = bench.alloc(128);
+        bench.free(block);
+        let side = bench.device.stream().unwrap();
+        bench.lagging.advance();
+        let other = bench.allocator.alloc_bytes(128 * MIB, &side).unwrap();
+        bench.lagging.allocated(other.ptr(), 128 * MIB);
+        assert_eq!(bench.lagging.take_violation(), None, "unmapped too early, or given out twice");
+    }
+
+    #[test]
+    fn work_of_another_stream_at_the_new_address_must_wait_for_work_at_the_old_one() {
+        let bench = Bench::new(1000);
+        let _between = {
+            let [low, between, high] = [64, 4, 64].map(|mib| bench.alloc(mib));
+            bench.device.default_stream().fill(low.ptr(), 1, 64 * MIB).unwrap();
+            [low, high].into_iter().for_each(|block| bench.free(block));
+            between
+        };
+        let (block, side) = (bench.alloc(128), bench.device.stream().unwrap());
+        assert!(bench.lingering() > 0);
+        let at = block.ptr();
+        bench.free(block);
+        assert_eq!(bench.sim.take_violations(), []);
+        side.fill(at, 2, 128 * MIB).unwrap();
+        let found = bench.sim.take_violations();
+        assert!(found.iter().any(|violation| violation.kind == ViolationKind::WriteWrite), "{found:?}");
+    }
+
+    #[test]
+    fn a_move_that_fails_leaves_nothing_behind() {
+        let maps = [1, 2, 9, 17].map(|nth| (Operation::Map, nth));
+        for (operation, nth) in maps.into_iter().chain([(Operation::SetAccess, 1), (Operation::CreatePhysical, 1)]) {
+            let bench = Bench::new(1000);
+            let between = bench.with_gap();
+            let calls = || bench.device.driver_calls().of(operation);
+            let before = calls();
+            bench.sim.inject(Fault::Nth { operation: Some(operation), nth, code: Code::OUT_OF_MEMORY });
+            // A little more than there is, so that memory is created, too.
+            let block = bench.alloc(132);
+            assert!(calls() - before >= nth, "{operation:?} {nth}: {} calls", calls() - before);
+            [block, between].into_iter().for_each(|block| bench.free(block));
+            bench.check_empty();
+        }
+    }
+
+    #[test]
+    fn a_mapping_that_cannot_be_unmapped_lingers_until_a_later_try() {
+        for nth in [1, 2] {
+            let bench = Bench::new(1000);
+            let blocks = bench.with_two_lingering();
+            let reserved = bench.allocator.memory_reserved();
+            bench.device.synchronize().unwrap();
+            bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth, code: Code(999) });
+            let other = bench.alloc(200);
+            assert_eq!(bench.lingering(), 1, "the other mapping went, and the request was served");
+            assert_eq!(bench.allocator.memory_reserved(), reserved + 200 * MIB);
+            bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
+            bench.allocator.empty_cache().unwrap_err();
+            assert_eq!(bench.lingering(), 0, "a trim tries again at its end");
+            blocks.into_iter().chain([other]).for_each(|block| bench.free(block));
+            bench.check_empty();
+        }
+    }
+
+    #[test]
+    fn a_trim_releases_what_it_can_while_a_mapping_cannot_be_unmapped() {
+        let bench = Bench::new(1000);
+        let blocks = bench.with_two_lingering();
+        blocks.into_iter().for_each(|block| bench.free(block));
+        bench.device.synchronize().unwrap();
+        for nth in [1, 2] {
+            bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth, code: Code(999) });
+        }
+        bench.allocator.empty_cache().unwrap_err();
+        assert_eq!(bench.allocator.memory_reserved(), 0);
+        bench.check_empty();
+    }
+
+    #[test]
+    fn nothing_moves_early_where_the_driver_maps_memory_only_once() {
+        // The second mapping of the probe is refused.
+        for operation in [Operation::Map, Operation::SetAccess] {
+            let fault = Fault::Nth { operation: Some(operation), nth: 2, code: Code::NOT_SUPPORTED };
+            let bench = Bench::on(SimConfig::new(CAPACITY).fault(fault), 1000);
+            assert_eq!(bench.allocator.why_segments(), None);
+            let between = bench.with_gap();
+            let block = bench.alloc(128);
+            assert_eq!(bench.lingering(), 0);
+            [block, between].into_iter().for_each(|block| bench.free(block));
+            bench.check_empty();
+        }
+    }
+
+    #[test]
+    fn sleep_and_an_end_of_the_allocator_leave_no_earlier_mapping() {
+        for sleeps in [true, false] {
+            let bench = Bench::new(1000);
+            let between = bench.with_gap();
+            let block = bench.alloc(128);
+            assert!(bench.lingering() > 0);
+            if sleeps {
+                bench.allocator.sleep(Contents::Discard).unwrap();
+                assert_eq!((bench.free_bytes(), bench.lingering()), (CAPACITY, 0));
+                bench.allocator.wake().unwrap();
+            }
+            [block, between].into_iter().for_each(|block| bench.free(block));
+            let Bench { lagging, device, allocator, .. } = bench;
+            drop(allocator);
+            device.settle();
+            assert_eq!(device.memory_info().unwrap().free, CAPACITY);
+            // Sleep unmaps live memory, which the device takes for a hazard.
+            assert!(sleeps || lagging.take_violation().is_none());
+        }
+    }
+}
