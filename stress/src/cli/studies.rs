@@ -44,8 +44,9 @@ JSON keys, per program:
                             device, the event, what it requested, what was free and the largest
                             piece of that, the report, and the allocators that finish there; null
                             if it finishes
-  advice                    as of `advise`, without the name of the program; null for all programs of
-                            a file or folder but the one that needs most, and without a history";
+  advice                    as of `advise`, without the name of the program; null without a
+                            history, and for all programs of a file or folder but the one that needs
+                            most";
 
 /// Arguments of `advise`.
 #[derive(Debug, Args)]

@@ -1,7 +1,5 @@
 //! The out-of-memory ladder: each rung alone serves a request, and the report advises a remedy.
 
-use std::path::Path;
-
 use aquifer_tests::prelude::*;
 
 /// Allocates, uses and gives back a block; the stream is busy with it for 10 ms.
@@ -312,9 +310,15 @@ fn the_padding_of_an_alignment_is_reported() {
 
 #[test]
 fn the_first_refusal_saves_a_snapshot_if_asked_to() {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("first_refusal.json");
-    let _ = std::fs::remove_file(&path);
-    let bench = Bench::new(64 * MIB, &format!("history:100,oom_snapshot:{}", path.display()));
+    // Other processes run this test at the same time.
+    let name = format!("first_refusal_{}", std::process::id());
+    let folder = std::env::temp_dir();
+    let asked = folder.join(&name).with_extension("json");
+    let bench = Bench::new(64 * MIB, &format!("history:100,oom_snapshot:{}", asked.display()));
+    let path = match bench.device.info().ordinal {
+        0 => asked,
+        ordinal => folder.join(format!("{name}.{ordinal}.json")),
+    };
     let held = bench.alloc(40 * MIB);
     let refuse = || bench.allocator.alloc_bytes(40 * MIB, bench.device.default_stream()).unwrap_err();
     assert!(refuse().is_out_of_memory());
