@@ -60,9 +60,9 @@ pub struct AdviseArgs {
 const ADVISE_KEYS: &str = "\
 Options are tried by replaying the program with each. An option is advised if it saves at least 2 %
 of what the options of the snapshot take, or else PyTorch's default options. Changes of the program
-are found in its events: arrays that are replaced by larger ones again and again, blocks that outlive
-their iteration (in recordings with iterations), streams that use most at different times, and sizes
-that hardly repeat.
+are found in its events: arrays that are replaced by larger ones again and again, blocks that
+outlive their iteration (in recordings with iterations), streams that use most at different times,
+and sizes that hardly repeat.
 
 JSON keys, per piece of advice:
   trace, title, text        the program, what to do, and the evidence
