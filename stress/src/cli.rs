@@ -92,9 +92,9 @@ pub struct Global {
     ///
     /// Presets: h100, h200, a100, rtx4090. Examples: sim:80GiB, sim:h100,
     /// sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is one, else
-    /// sim:80GiB. The commands fit, compare and demo need devices of several sizes, so their
-    /// default is always sim:80GiB; on a GPU, fit and compare use limits of several sizes. The
-    /// choice is reported.
+    /// sim:80GiB. The commands explain, advise, report, fit, compare and demo need devices of several
+    /// sizes, so their default is always sim:80GiB; on a GPU, fit and compare use limits of several
+    /// sizes. The choice is reported.
     ///
     /// `aquifer-stress --help` lists the settings of simulated devices.
     #[arg(long, global = true, value_name = "SPEC")]
@@ -103,9 +103,9 @@ pub struct Global {
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
     /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The commands
-    /// replay, fit, compare, fragmentation and demo use each in turn; other commands take only one.
-    /// With 'backing:expandable', replay, fit and compare reproduce PyTorch's allocator with
-    /// expandable segments. The environment is not read: to use its options, pass them with --config
+    /// explain, report, replay, fit, compare, fragmentation and demo use each in turn; other commands
+    /// take only one. With 'backing:expandable', explain, report, replay, fit and compare reproduce
+    /// PyTorch's allocator with expandable segments. The environment is not read: to use its options, pass them with --config
     /// "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
