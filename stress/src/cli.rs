@@ -105,8 +105,9 @@ pub struct Global {
     /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The commands
     /// explain, report, replay, fit, compare, fragmentation and demo use each in turn; other commands
     /// take only one. With 'backing:expandable', explain, report, replay, fit and compare reproduce
-    /// PyTorch's allocator with expandable segments. The environment is not read: to use its options, pass them with --config
-    /// "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
+    /// PyTorch's allocator with expandable segments. The environment is not read: to use its
+    /// options, pass them with --config "$PYTORCH_ALLOC_CONF". Options without effect are named in
+    /// a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 

@@ -11,7 +11,7 @@ use crate::content::Filled;
 use crate::exit::Failure;
 use crate::inputs::Inputs;
 use crate::session::Session;
-use crate::subject::{Refused, Subject, streams_of};
+use crate::subject::{Refusal, Refused, Subject, streams_of};
 
 /// An allocator with streams that write to every new block.
 ///
@@ -130,12 +130,7 @@ impl Subject for Stage {
     fn alloc(&mut self, bytes: u64, number: u16) -> Result<Self::Handle, Refused> {
         let stream = &self.streams[usize::from(number)];
         self.requests += 1;
-        let block =
-            self.allocator.alloc(usize::try_from(bytes).unwrap_or(usize::MAX), stream).inspect_err(|error| {
-                if let (None, Some(report)) = (&self.first_oom, error.report()) {
-                    self.first_oom = Some(Box::new(report.clone()));
-                }
-            })?;
+        let block = self.allocator.alloc(usize::try_from(bytes).unwrap_or(usize::MAX), stream)?;
         let reserved = self.allocator.memory_reserved();
         if reserved > self.most_reserved.0 {
             self.most_reserved = (reserved, self.requests);
@@ -157,6 +152,10 @@ impl Subject for Stage {
                 }
             }
         }
+    }
+
+    fn refused(&mut self, refusal: Refusal) {
+        self.first_oom = self.first_oom.take().or(refusal.report);
     }
 
     fn record_stream(&mut self, (block, _): &mut Self::Handle, stream: u16) -> Result<(), Refused> {

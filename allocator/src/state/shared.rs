@@ -141,6 +141,11 @@ impl SharedState {
         after <= self.done_until(slot)
     }
 
+    /// True if an event after `after` was due on the stream; recording it may have failed.
+    pub(crate) fn may_be_covered(&self, slot: u32, after: u64) -> bool {
+        self.timeline(slot).is_some_and(|timeline| after <= timeline.now())
+    }
+
     /// The tick that the stream's timeline is known to have reached. A stream that was never
     /// registered has no work to be waited for.
     pub(crate) fn done_until(&self, slot: u32) -> u64 {

@@ -161,17 +161,17 @@ void aquifer_on_oom(aquifer_oom_callback callback,
 int aquifer_enable_peer_access(int device, int peer);
 
 // Gives all memory of a device back to it until `aquifer_wake`, with `AQUIFER_SLEEP_DISCARD`,
-// `AQUIFER_SLEEP_SAVE` or `AQUIFER_SLEEP_ZERO`. Live allocations keep their addresses, and may be freed. Waits for the
-// device. Until they wake up, no work may use them, and allocations fail with `AQUIFER_INVALID`. It needs mapped memory,
-// and fails at once while an access guard or a transfer uses some.
+// `AQUIFER_SLEEP_SAVE` or `AQUIFER_SLEEP_ZERO`. Live allocations keep their addresses, and may be freed. Waits for
+// the device. Until they wake up, no work may use them, and allocations fail with `AQUIFER_INVALID`. It needs mapped
+// memory, and fails at once while an access guard or a transfer uses some.
 int aquifer_sleep(int device, int contents);
 
 // Ends `aquifer_sleep`, and `aquifer_pool_sleep` of all pools of the device. If the device lacks memory, everything
 // sleeps on, and this can be tried again.
 int aquifer_wake(int device);
 
-// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be used
-// meanwhile.
+// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be
+// used meanwhile.
 int aquifer_pool_sleep(uint64_t pool, int contents);
 
 // Ends `aquifer_pool_sleep`. After `aquifer_sleep`, the pool and later allocations can be used, and the rest sleeps on.

@@ -275,9 +275,9 @@ fn contents(contents: c_int) -> Result<Contents, Failure> {
 }
 
 /// Gives all memory of a device back to it until `aquifer_wake`, with `AQUIFER_SLEEP_DISCARD`,
-/// `AQUIFER_SLEEP_SAVE` or `AQUIFER_SLEEP_ZERO`. Live allocations keep their addresses, and may be freed. Waits for the
-/// device. Until they wake up, no work may use them, and allocations fail with `AQUIFER_INVALID`. It needs mapped memory,
-/// and fails at once while an access guard or a transfer uses some.
+/// `AQUIFER_SLEEP_SAVE` or `AQUIFER_SLEEP_ZERO`. Live allocations keep their addresses, and may be freed. Waits for
+/// the device. Until they wake up, no work may use them, and allocations fail with `AQUIFER_INVALID`. It needs mapped
+/// memory, and fails at once while an access guard or a transfer uses some.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_sleep(device: c_int, contents: c_int) -> c_int {
     status(|| Ok(Gpu::here(device)?.memory.sleep(self::contents(contents)?).map(drop)?))
@@ -290,8 +290,8 @@ pub extern "C" fn aquifer_wake(device: c_int) -> c_int {
     status(|| Ok(Gpu::here(device)?.memory.wake()?))
 }
 
-/// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be used
-/// meanwhile.
+/// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be
+/// used meanwhile.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_pool_sleep(pool: u64, contents: c_int) -> c_int {
     status(|| pools::sleep(pool, self::contents(contents)?))

@@ -29,7 +29,7 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     for (name, program) in &all_programs(session, &args.files, &mut outcome) {
         let study = Study::of(session, name, program, 0);
-        match study.and_then(|study| advise(session, name, program, &study)) {
+        match study.map(|study| advise(session, name, program, &study)) {
             Ok(advice) => {
                 session.show(format_args!("{name}\n"))?;
                 advice.iter().try_for_each(|advice| session.row(&Row { trace: name, advice }))?;

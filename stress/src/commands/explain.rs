@@ -178,7 +178,7 @@ impl Printer<'_> {
         for job @ (name, program, study) in studies {
             let in_detail = std::ptr::eq(job, most);
             let advise_it = in_detail && program.has_history;
-            let advice = advise_it.then(|| advise(self.session, name, program, study)).transpose()?;
+            let advice = advise_it.then(|| advise(self.session, name, program, study));
             self.session.row(&row(name, program, study, advice.as_deref()))?;
             if in_detail {
                 self.detail(name, program, study, advice.as_deref().unwrap_or_default())?;

@@ -146,17 +146,15 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     let stream = stage.streams[usize::from(setup.probe_stream)].clone();
     let room = Room::of(&stage.allocator, &stream)?;
     let map = Map::of(&stage.allocator, &stage.streams)?;
-    stage.first_oom = None;
-    let probe_fits = match stage.alloc(setup.probe, setup.probe_stream) {
+    // Whether it fits, and else the memory that it would have taken from the device.
+    let (probe_fits, growth) = match stage.alloc(setup.probe, setup.probe_stream) {
         Ok(probe) => {
             stage.free(probe);
-            true
+            (true, 0)
         }
-        Err(Refused::OutOfMemory(_)) => false,
+        Err(Refused::OutOfMemory(report)) => (false, report.map_or(0, |report| report.growth)),
         Err(Refused::Failed(error)) => return Err(*error),
     };
-    // The memory that it would have taken from the device.
-    let growth = stage.first_oom.take().map_or(0, |report| report.growth);
     let after = stage.allocator.stats();
     let (inputs, inputs_damaged) = stage.inputs()?;
     let largest = room.largest_served(setup.probe, probe_fits, |bytes| serves(&stage.allocator, bytes, &stream))?;

@@ -448,7 +448,8 @@ mod tests {
         };
         let json = format!(
             "{{\"allocator_settings\": {{\"PYTORCH_CUDA_ALLOC_CONF\": \"max_split_size_mb:128\"}}, \"device_traces\": \
-             [[{{\"frames\": [{}, {}], \"action\": \"alloc\", \"addr\": 512, \"size\": 100, \"user_metadata\": \"step 3\"}}]]}}",
+             [[{{\"frames\": [{}, {}], \"action\": \"alloc\", \"addr\": 512, \"size\": 100, \
+             \"user_metadata\": \"step 3\"}}]]}}",
             frame("forward", 31),
             frame("main", 7)
         );

@@ -15,7 +15,6 @@ use crate::backing::paged::dedicated::add_deferred_release;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::internal_fragmentation::InternalFragmentation;
 use crate::backing::paged::layout::FrameRoom;
-use crate::backing::paged::wait::may_be_covered;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
 use crate::pools::lookup::{heaps_with, look_for_in};
@@ -164,8 +163,8 @@ pub(super) fn add_reusable(
         for frame in frames {
             let (addr, bytes, after) = (frame.start, frame.end - frame.start, last_use.of_frame(&frame));
             let is_in_window = frame.start < window.end && window.start < frame.end;
-            let asked = !guard.is_known_done(slot, after) && may_be_covered(guard, slot, after);
-            let stays = is_in_window || guard.pins.are_in(frame) || !asked;
+            let is_covered = !guard.is_known_done(slot, after) && guard.may_be_covered(slot, after);
+            let stays = is_in_window || guard.pins.are_in(frame) || !is_covered;
             if stays || bytes / granule > wanted || !room.take(bytes / granule) {
                 continue;
             }

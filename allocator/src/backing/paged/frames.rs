@@ -9,8 +9,11 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::ops::Range;
 
 use aquifer_device::RawPhysical;
+
+use crate::heap::BlockId;
 
 /// Physical memory with one handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +31,20 @@ impl Frame {
     pub(crate) fn granules(self) -> u64 {
         self.granules.get().into()
     }
+}
+
+/// Addresses at which frames are mapped that moved elsewhere (`lingering.rs`).
+#[derive(Debug)]
+pub(crate) struct Lingering {
+    /// The stream in whose arena they are held.
+    pub(crate) arena: u32,
+    pub(crate) block: BlockId,
+    pub(crate) range: Range<u64>,
+    /// The stream that used them last, and the tick that its timeline must reach.
+    pub(crate) slot: u32,
+    pub(crate) after: u64,
+    /// Frames there that did not move, because the remap failed. They become spare.
+    pub(crate) unmoved: Vec<Frame>,
 }
 
 /// How many granules some frames have together.

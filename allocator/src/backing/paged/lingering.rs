@@ -10,31 +10,15 @@
 //! The frames carry the tick of their last use to the new addresses, so they become free for other
 //! streams, or move once more, no earlier than before.
 
-use std::ops::Range;
-
 use crate::allocator::Allocator;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::donors::{BATCH, Donor};
-use crate::backing::paged::frames::{Frame, granules_of};
+use crate::backing::paged::frames::{Frame, Lingering, granules_of};
 use crate::error::AllocError;
-use crate::heap::{BlockId, kind_of};
+use crate::heap::kind_of;
 use crate::history::Action;
 use crate::state::guard::StateGuard;
-
-/// Addresses at which frames are mapped that moved elsewhere.
-#[derive(Debug)]
-pub(crate) struct Lingering {
-    /// The stream in whose arena they are held.
-    arena: u32,
-    block: BlockId,
-    pub(crate) range: Range<u64>,
-    /// The stream that used them last, and the tick that its timeline must reach.
-    slot: u32,
-    after: u64,
-    /// Frames there that did not move, because the remap failed. They become spare.
-    pub(crate) unmoved: Vec<Frame>,
-}
 
 /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that are
 /// mapped nowhere else. Returns how many bytes left their addresses.
@@ -71,8 +55,8 @@ pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
     unmap_lingering_at_gate(allocator)
 }
 
-/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger on.
-/// Returns the first error once all others are unmapped.
+/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger
+/// on. Returns the first error once all others are unmapped.
 pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
     let done = take_done(allocator);
     let mut failed = Ok(());

@@ -70,7 +70,7 @@ pub(super) enum Order {
 pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u64>) -> Pending {
     let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
     for &(slot, after) in not_done.keys() {
-        if may_be_covered(guard, slot, after) || may_record(guard, slot, Reason::Question) {
+        if guard.may_be_covered(slot, after) || may_record(guard, slot, Reason::Question) {
             latest.insert(slot, after);
         }
     }
@@ -79,15 +79,10 @@ pub(crate) fn askable(guard: &mut StateGuard, not_done: &BTreeMap<(u32, u64), u6
     ticks.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
 }
 
-/// True if an event for these ticks was due; recording it may have failed.
-pub(super) fn may_be_covered(guard: &StateGuard, slot: u32, after: u64) -> bool {
-    guard.timeline(slot).is_some_and(|timeline| after <= timeline.now())
-}
-
 /// Counts the events that will be recorded by asking about these ticks or by waiting for them.
 fn note_questions(guard: &mut StateGuard, ticks: &[(u32, u64)]) {
     for &(slot, after) in ticks {
-        if !may_be_covered(guard, slot, after) {
+        if !guard.may_be_covered(slot, after) {
             note_recorded(guard, slot, Reason::Question);
         }
     }
@@ -110,7 +105,7 @@ pub(super) fn worth_ordering(guard: &mut StateGuard, request: &Request) -> Optio
     let searches = guard.searches();
     let few = guard.paged.as_ref()?.orders < ORDER_ADVANCE + searches / ORDER_SPACING;
     let known = |guard: &mut StateGuard, &(slot, after): &(u32, u64)| {
-        may_be_covered(guard, slot, after) || may_record(guard, slot, Reason::Question)
+        guard.may_be_covered(slot, after) || may_record(guard, slot, Reason::Question)
     };
     if !few || !ticks.iter().all(|tick| known(guard, tick)) {
         return None;

@@ -6,7 +6,6 @@ use std::collections::HashMap;
 use serde::Serialize;
 
 use super::{Case, Manager, Study, try_all};
-use crate::exit::Failure;
 use crate::input::{Event, Program, Site};
 use crate::profile::{Profile, headline};
 use crate::session::Session;
@@ -67,20 +66,22 @@ impl Figures {
     }
 }
 
-/// Looks for what would help a program, compared with the study's usual case.
-///
-/// # Errors
-/// None in particular: options that cannot be tried are noted.
-pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -> Result<Vec<Advice>, Failure> {
-    let Some(usual) = study.usual() else { return Ok(Vec::new()) };
+/// Looks for what would help a program, compared with the study's usual case. Options that cannot be
+/// tried are reported.
+pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -> Vec<Advice> {
+    let Some(usual) = study.usual() else { return Vec::new() };
     let pytorch = PYTORCH_OPTIONS.iter().filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
     // They would replace the user's options.
     let is_default = study.own().is_some_and(|own| own.manager.options.is_empty());
-    let own =
-        OWN_OPTIONS.iter().filter(|_| is_default).filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
-    let (managers, mut notes) = (pytorch.chain(own).collect(), Vec::new());
-    let tried = try_all(session, name, program, &study.profile, managers, None, &mut notes)?;
-    notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
+    let own = OWN_OPTIONS.iter().filter(|_| is_default);
+    let own = own.filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
+    let mut tried = Vec::new();
+    for one in try_all(session, name, program, &study.profile, pytorch.chain(own).collect(), None) {
+        match one {
+            Ok(case) => tried.push(case),
+            Err((who, failure)) => session.message(format_args!("note: {name}: {who} is left out: {failure}")),
+        }
+    }
     let (pytorch, own): (Vec<&Case>, Vec<&Case>) = tried.iter().partition(|case| case.manager.is_pytorch);
     let pytorch: Vec<&Case> = study.cases.iter().filter(|case| case.manager.is_pytorch).chain(pytorch).collect();
     let mut advice = Vec::new();
@@ -106,7 +107,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     }
     advice.extend(separate_streams(program, &study.profile));
     advice.extend(many_sizes(program, usual, &pytorch));
-    Ok(advice)
+    advice
 }
 
 impl Advice {
@@ -353,7 +354,7 @@ mod tests {
             Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
         let session = session.unchecked();
         let study = Study::of(&session, "p", program, 0).unwrap();
-        advise(&session, "p", program, &study).unwrap()
+        advise(&session, "p", program, &study)
     }
 
     fn titles(advice: &[Advice]) -> String {

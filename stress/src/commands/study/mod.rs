@@ -146,7 +146,14 @@ impl Study {
         let profile = Profile::of(program);
         let mut notes = Vec::new();
         let managers = managers(session, program, &mut notes);
-        let cases = try_all(session, name, program, &profile, managers, Some(maps), &mut notes)?;
+        let mut cases = Vec::new();
+        for tried in try_all(session, name, program, &profile, managers, Some(maps)) {
+            match tried {
+                Ok(case) => cases.push(case),
+                Err((_, failure)) if cases.is_empty() => return Err(failure),
+                Err((name, failure)) => notes.push(format!("{name} is left out: {failure}")),
+            }
+        }
         notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
         let mut study = Study { profile, cases, exhausted: None, notes };
         study.exhausted = exhausted(session, program, &study)?;
@@ -171,11 +178,8 @@ impl Study {
 }
 
 /// Tries a program with some allocators. Maps are taken when most is held and in at most `maps`
-/// buckets; without, figures suffice, and the smallest device is a rough one. Allocators that fail
-/// are noted and left out, unless the first one does.
-///
-/// # Errors
-/// When the first allocator fails for another reason than lack of memory.
+/// buckets; without, figures suffice, and the smallest device is a rough one. An allocator that fails
+/// for another reason than lack of memory is named with its error.
 fn try_all(
     session: &Session,
     name: &str,
@@ -183,8 +187,7 @@ fn try_all(
     profile: &Profile,
     managers: Vec<Manager>,
     maps: Option<usize>,
-    notes: &mut Vec<String>,
-) -> Result<Vec<Case>, Failure> {
+) -> Vec<Result<Case, (String, Failure)>> {
     let roomy = roomy(session, program);
     let moments = maps.map(|maps| moments(profile, maps));
     let jobs = managers.iter().map(|manager| {
@@ -203,13 +206,12 @@ fn try_all(
         };
         let sampled = || sample(&roomy, program, &manager.config, &profile.buckets, moments.as_deref());
         match smallest_device.and_then(|smallest| Ok((smallest, sampled()?))) {
-            Ok((smallest_device, sampled)) => cases.push(Case { manager, sampled, smallest_device }),
-            Err(failure) if cases.is_empty() && maps.is_some() => return Err(failure),
-            Err(failure) => notes.push(format!("{} is left out: {failure}", manager.name)),
+            Ok((smallest_device, sampled)) => cases.push(Ok(Case { manager, sampled, smallest_device })),
+            Err(failure) => cases.push(Err((manager.name, failure))),
         }
     }
     bar.finish_and_clear();
-    Ok(cases)
+    cases
 }
 
 /// The first refusal on the user's device, or else on one with little more than the program needs.
