@@ -84,7 +84,7 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
     }
     let (released, failed) = release_frames(allocator, &mut leaving.loose, failed);
     settle_trim(allocator, leaving, unmapped);
-    // A frame that was released exists as long as it is mapped anywhere.
+    // The device gets released memory back only once it is mapped nowhere.
     let lingering = unmap_lingering_at_gate(allocator);
     let addresses = give_addresses_back(allocator, if spares_too { Which::All } else { which });
     match failed {
