@@ -333,6 +333,10 @@ pub struct BenchArgs {
     /// another thread takes meanwhile.
     #[arg(long)]
     pub scale: bool,
+
+    /// Also draw the times as OUT, an .svg file.
+    #[arg(long, value_name = "OUT", value_parser = svg_path())]
+    pub plot: Option<PathBuf>,
 }
 
 const BENCH_KEYS: &str = "\
@@ -393,6 +397,14 @@ JSON keys, per series, operation and n:
 /// Paths with the extension of a snapshot format, so that others are refused before anything runs.
 fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path| FileFormat::of(&path).map(|_| path))
+}
+
+/// Paths of plots.
+fn svg_path() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| {
+        let is_svg = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg"));
+        if is_svg { Ok(path) } else { Err("plots are written as .svg files") }
+    })
 }
 
 /// A device, with its text.

@@ -25,6 +25,7 @@ pub mod inputs;
 pub mod lag_bound;
 pub mod map;
 pub mod observe;
+pub mod plot;
 pub mod profile;
 pub mod random;
 pub mod room;

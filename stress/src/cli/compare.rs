@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{FILES, PassArgs};
+use super::{FILES, PassArgs, svg_path};
 
 /// Arguments of `compare`.
 #[derive(Debug, Args)]
@@ -25,6 +25,10 @@ pub struct CompareArgs {
     /// smallest_device_bytes and ns_per_op_torch_2_15.
     #[arg(long, value_name = "FILE")]
     pub pytorch: Option<PathBuf>,
+
+    /// Also draw what programs take, fit on and spend in driver calls as OUT, an .svg file.
+    #[arg(long, value_name = "OUT", value_parser = svg_path())]
+    pub plot: Option<PathBuf>,
 }
 
 const COMPARE_KEYS: &str = "\

@@ -103,3 +103,23 @@ fn bench_scale_prints_a_table_and_lists_its_series() {
     assert_eq!(output.status.code(), Some(2));
     assert!(errors(&output).contains("there are nothing, streams, pools"), "{}", errors(&output));
 }
+
+#[test]
+fn bench_draws_its_rows_and_series() {
+    for (args, words) in [
+        (&["bench", "--quick", "--filter", "hot_1mib"][..], ["hot_1mib", "ns per pair"]),
+        (&["bench", "--scale", "--quick", "--filter", "pools"], ["pair in turn", "snapshot after"]),
+    ] {
+        let plot = Scratch::new("plot.svg", b"");
+        let output = stress(&[args, &["--plot", plot.path()]].concat());
+        assert!(output.status.success() && errors(&output).contains(plot.path()), "{}", errors(&output));
+        let svg = std::fs::read_to_string(plot.path()).unwrap();
+        assert!(words.iter().all(|word| svg.contains(word)), "{svg}");
+    }
+    let output = stress(&["bench", "--quick", "--filter", "hot_1mib", "--plot", "/no/such/folder/plot.svg"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(errors(&output).contains("/no/such/folder/plot.svg"), "{}", errors(&output));
+    let output = stress(&["bench", "--plot", "plot.png"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(errors(&output).contains("plots are written as .svg files"), "{}", errors(&output));
+}

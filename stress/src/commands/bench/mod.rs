@@ -9,6 +9,7 @@ mod handover;
 mod scale;
 mod team;
 
+use std::path::Path;
 use std::sync::Mutex;
 
 use aquifer::Device;
@@ -19,6 +20,7 @@ use crate::cli::{BenchArgs, ConfigArg};
 use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::harness::Times;
+use crate::plot::{Axis, Dots, Panel, save_dots};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Raw, Subject};
 use crate::table::{Column, Table, table};
@@ -125,8 +127,26 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let (outcome, rows) = measure_all(session, config, &chosen, |benchmark| benchmark.name, measure)?;
     if !rows.is_empty() {
         session.show(tabulate(&rows))?;
+        args.plot.as_ref().map_or(Ok(()), |path| plot(session, &rows, path))?;
     }
     Ok(outcome)
+}
+
+/// Draws the times of both.
+fn plot(session: &Session, rows: &[Row], path: &Path) -> Result<(), Failure> {
+    let (pairs, _) = rows.as_chunks::<2>();
+    let values = |of: fn(&[Row; 2]) -> f64| pairs.iter().map(|pair| Some(of(pair))).collect();
+    let axis = Axis { name: "ns per pair of an allocation and a free", is_logarithmic: true, from: None };
+    let dots = Dots {
+        title: &format!("aquifer-stress bench on {}", session.device_text()),
+        rows: pairs.iter().map(|[ours, _]| ours.benchmark).collect(),
+        names: vec!["aquifer", "yardstick: offset-allocator; for raw_ benchmarks, aquifer with handles"],
+        panels: vec![Panel {
+            axis,
+            values: vec![values(|[ours, _]| ours.ns_per_pair), values(|[_, theirs]| theirs.ns_per_pair)],
+        }],
+    };
+    save_dots(session, &dots, path)
 }
 
 /// Measures one after the other and writes the rows. After a failure the others are still measured.

@@ -1,6 +1,7 @@
 //! `bench --scale`: how the time of operations grows with the number of streams, pools, blocks and
 //! others, and how long a cached allocation on another stream waits meanwhile.
 
+use std::path::Path;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -15,6 +16,7 @@ use super::{KIB, MIB, measure_all, open};
 use crate::cli::{BenchArgs, ConfigArg};
 use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome, is_refusal};
+use crate::plot::{Axis, Curves, save_curves};
 use crate::random::Random;
 use crate::session::Session;
 use crate::table::{Column, Table, number, table};
@@ -94,8 +96,25 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
     let (outcome, rows) = measure_all(session, config, &chosen, |series| series.name, measure)?;
     if !rows.is_empty() {
         session.show(tabulate(&rows))?;
+        args.plot.as_ref().map_or(Ok(()), |path| plot(session, &rows, path))?;
     }
     Ok(outcome)
+}
+
+/// Draws how the times grow, a panel for each series.
+fn plot(session: &Session, rows: &[ScaleRow], path: &Path) -> Result<(), Failure> {
+    let up = Axis { name: "ns", is_logarithmic: true, from: None };
+    let panel = |rows: &'_ [ScaleRow]| {
+        let operations = rows.chunk_by(|one, other| one.operation == other.operation);
+        let points = |rows: &[ScaleRow]| rows.iter().map(|row| (row.n.into(), row.ns_per_operation)).collect();
+        let lines = operations.map(|rows| (rows[0].operation, points(rows))).collect();
+        Curves { title: rows[0].series, across: "n", up, lines }
+    };
+    let title = format!("aquifer-stress bench --scale on {}: time of an operation", session.device_text());
+    let grows = |rows: &&[ScaleRow]| rows.iter().any(|row| row.exponent.is_some());
+    let panels: Vec<Curves<'_>> =
+        rows.chunk_by(|one, other| one.series == other.series).filter(grows).map(panel).collect();
+    save_curves(session, &title, &panels, path)
 }
 
 /// The rows of a series, by operation, in the order of their first measurement.

@@ -3,6 +3,8 @@
 mod pytorch;
 mod summary;
 
+use std::path::Path;
+
 use serde::Serialize;
 
 use crate::cli::{CompareArgs, ConfigArg};
@@ -10,6 +12,7 @@ use crate::commands::fit::{Job, fit_all};
 use crate::commands::{all_programs, options, out_of_memory, ratio, replay};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
+use crate::plot::{Axis, Dots, Panel, save_dots};
 use crate::session::Session;
 use crate::table::{number, optional, table};
 use crate::text::Bytes;
@@ -118,8 +121,32 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
         let tables = rows.chunk_by(|one, other| one.trace == other.trace).map(tabulate);
         let tables: Vec<String> = tables.chain([summary::tabulate(&means)]).collect();
         session.show(tables.join("\n\n"))?;
+        args.plot.as_ref().map_or(Ok(()), |path| plot(session, &rows, &means, path))?;
     }
     Ok(outcome)
+}
+
+/// Draws the memory that each program takes and fits on, and its time in driver calls.
+fn plot(session: &Session, rows: &[Row], means: &[Summary], path: &Path) -> Result<(), Failure> {
+    let traces: Vec<&[Row]> = rows.chunk_by(|one, other| one.trace == other.trace).collect();
+    let panel = |name, is_logarithmic, from, figure: fn(&Row) -> Option<f64>| {
+        let of = |mean: &Summary, rows: &&[Row]| rows.iter().find(|row| row.config == mean.config).and_then(figure);
+        let values = means.iter().map(|mean| traces.iter().map(|rows| of(mean, rows)).collect()).collect();
+        Panel { axis: Axis { name, is_logarithmic, from }, values }
+    };
+    let dots = Dots {
+        title: "aquifer-stress compare: memory over what programs request at most",
+        rows: traces.iter().map(|rows| &*rows[0].trace).collect(),
+        names: means.iter().map(|mean| options(&mean.config)).collect(),
+        panels: vec![
+            panel("takes, ratio", false, Some(1.0), |row| row.reserved_over_requested.filter(|_| row.finished())),
+            panel("fits on, ratio", false, Some(1.0), |row| row.smallest_over_requested),
+            panel("driver ms, modelled", true, None, |row| {
+                row.driver_time_modelled_us.filter(|_| row.finished()).map(|us| us / 1e3)
+            }),
+        ],
+    };
+    save_dots(session, &dots, path)
 }
 
 impl Row {

@@ -10,7 +10,7 @@ use crate::table::{number, table};
 /// explains the fields.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Summary {
-    config: String,
+    pub(super) config: String,
     traces: usize,
     finished: usize,
     reserved_over_requested: Option<f64>,

@@ -1,0 +1,396 @@
+//! Figures as plots, in SVG files.
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_precision_loss,
+    reason = "pixels, and counts of what a figure shows"
+)]
+
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+
+use plotters::coord::Shift;
+use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
+use plotters::element::{DynElement, IntoDynElement};
+use plotters::prelude::*;
+
+use crate::exit::Failure;
+use crate::session::Session;
+
+/// An axis of values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Axis {
+    /// What it shows, and in which unit.
+    pub(crate) name: &'static str,
+    /// Whether equal distances are equal ratios. Then only positive values are shown.
+    pub(crate) is_logarithmic: bool,
+    /// A value that the axis shows even if no mark is there.
+    pub(crate) from: Option<f64>,
+}
+
+/// Marks of several things in several rows.
+#[derive(Debug)]
+pub(crate) struct Dots<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) rows: Vec<&'a str>,
+    pub(crate) names: Vec<&'a str>,
+    pub(crate) panels: Vec<Panel>,
+}
+
+/// One figure of all things in all rows.
+#[derive(Debug)]
+pub(crate) struct Panel {
+    pub(crate) axis: Axis,
+    /// The values by the thing, then by the row.
+    pub(crate) values: Vec<Vec<Option<f64>>>,
+}
+
+/// Lines over a common logarithmic axis, in a panel of their own.
+#[derive(Debug)]
+pub(crate) struct Curves<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) across: &'static str,
+    pub(crate) up: Axis,
+    pub(crate) lines: Vec<(&'a str, Vec<(f64, f64)>)>,
+}
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Drawn = Result<(), DrawingAreaErrorKind<io::Error>>;
+
+/// Colours that the colour-blind can tell apart (by Okabe and Ito).
+const COLOURS: [RGBColor; 7] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(230, 159, 0),
+    RGBColor(90, 90, 90),
+];
+const FONT: &str = "sans-serif";
+const TEXT: u32 = 14;
+/// Pixels of a line of text.
+const LINE: u32 = 20;
+const MARGIN: u32 = 12;
+
+/// Writes marks as a plot.
+///
+/// # Errors
+/// When the file cannot be written.
+pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Result<(), Failure> {
+    // The row of a mark is recognized up to some ten names.
+    let row_height = (dots.names.len() as u32 * 8).clamp(LINE, 96);
+    let labels = label_width(&dots.rows);
+    let legend = LINE * (dots.names.len() as u32 + 2);
+    let size = (
+        labels + (320 * dots.panels.len() as u32).max(480) + 2 * MARGIN,
+        legend + row_height * dots.rows.len() as u32 + 80,
+    );
+    save(session, path, dots.title, size, |area| {
+        let (head, body) = area.split_vertically(legend);
+        let head = titled(&head, dots.title)?;
+        draw_legend(&head, &dots.names)?;
+        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / dots.panels.len().max(1) as u32;
+        let (left, rest) = body.split_horizontally(first);
+        let areas = [vec![left], rest.split_evenly((1, dots.panels.len().saturating_sub(1).max(1)))].concat();
+        for (number, (panel, area)) in dots.panels.iter().zip(&areas).enumerate() {
+            draw_dots(panel, &dots.rows, if number == 0 { labels } else { 0 }, area)?;
+        }
+        Ok(())
+    })
+}
+
+/// Writes lines as a plot, two panels a row.
+///
+/// # Errors
+/// When the file cannot be written.
+pub(crate) fn save_curves(session: &Session, title: &str, panels: &[Curves<'_>], path: &Path) -> Result<(), Failure> {
+    let rows = panels.len().div_ceil(2);
+    save(session, path, title, (1160, 2 * LINE + 320 * rows as u32), |area| {
+        let body = titled(area, title)?;
+        for (panel, area) in panels.iter().zip(body.split_evenly((rows, 2))) {
+            draw_curves(panel, &area)?;
+        }
+        Ok(())
+    })
+}
+
+/// Draws on white and writes what is drawn.
+fn save(
+    session: &Session,
+    path: &Path,
+    title: &str,
+    size: (u32, u32),
+    draw: impl FnOnce(&Area<'_>) -> Drawn,
+) -> Result<(), Failure> {
+    let mut svg = String::new();
+    let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
+    let drawn = area.fill(&WHITE).and_then(|()| draw(&area)).and_then(|()| area.present());
+    drop(area);
+    drawn.map_err(|error| Failure::Output(io::Error::other(error.to_string())))?;
+    // Screen readers say the title.
+    let title = title.replace('&', "&amp;").replace('<', "&lt;");
+    let svg = svg.replacen('>', &format!(" role=\"img\"><title>{title}</title>"), 1);
+    std::fs::write(path, svg).map_err(|cause| Failure::File { path: path.to_owned(), cause })?;
+    session.message(format_args!("plot: {}", path.display()));
+    Ok(())
+}
+
+/// Writes the title and returns the area below it.
+fn titled<'a>(area: &Area<'a>, title: &str) -> Result<Area<'a>, DrawingAreaErrorKind<io::Error>> {
+    let (top, below) = area.split_vertically(2 * LINE);
+    top.draw(&Text::new(title.to_owned(), (MARGIN as i32, MARGIN as i32), (FONT, TEXT + 4).into_font()))?;
+    Ok(below)
+}
+
+/// About the width of the longest of these texts.
+fn label_width(texts: &[&str]) -> u32 {
+    texts.iter().map(|text| text.chars().count() as u32).max().unwrap_or(0) * TEXT * 6 / 10 + MARGIN
+}
+
+fn colour(number: usize) -> RGBColor {
+    COLOURS[number % COLOURS.len()]
+}
+
+/// A mark in the colour and shape of this number.
+fn mark<'a, C: Clone + 'static>(at: C, number: usize) -> DynElement<'static, SVGBackend<'a>, C>
+where
+    Circle<C, i32>: IntoDynElement<'static, SVGBackend<'a>, C>,
+    TriangleMarker<C, i32>: IntoDynElement<'static, SVGBackend<'a>, C>,
+    Cross<C, i32>: IntoDynElement<'static, SVGBackend<'a>, C>,
+{
+    let colour = colour(number);
+    match number % 3 {
+        0 => Circle::new(at, 4, colour.filled()).into_dyn(),
+        1 => TriangleMarker::new(at, 5, colour.filled()).into_dyn(),
+        _ => Cross::new(at, 4, colour.stroke_width(2)).into_dyn(),
+    }
+}
+
+/// The names with their marks, one below the other.
+fn draw_legend(area: &Area<'_>, names: &[&str]) -> Drawn {
+    for (number, name) in names.iter().enumerate() {
+        let y = (LINE * number as u32 + LINE / 2) as i32;
+        area.draw(&mark((2 * MARGIN as i32, y), number))?;
+        area.draw(&Text::new((*name).to_owned(), (3 * MARGIN as i32, y - 8), (FONT, TEXT).into_font()))?;
+    }
+    Ok(())
+}
+
+fn draw_dots(panel: &Panel, rows: &[&str], labels: u32, area: &Area<'_>) -> Drawn {
+    let axis = panel.axis;
+    let shown = |value: &Option<f64>| value.and_then(|value| axis.place(value));
+    let Some(scale) = axis.scale(panel.values.iter().flatten().filter_map(shown)) else { return Ok(()) };
+    let middles: Vec<f64> = (0..rows.len()).rev().map(|row| row as f64 + 0.5).collect();
+    let named =
+        middles.iter().zip(rows).map(|(y, row)| (*y, if labels > 0 { (*row).to_owned() } else { String::new() }));
+    let mut chart = ChartBuilder::on(area)
+        .margin_right(MARGIN)
+        .caption(axis.name, (FONT, TEXT))
+        .x_label_area_size(2 * LINE)
+        .y_label_area_size(labels.max(1))
+        .build_cartesian_2d(scale, Scale { range: 0.0..rows.len() as f64, ticks: named.collect() })?;
+    chart
+        .configure_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(BLACK.mix(0.12))
+        .label_style((FONT, TEXT))
+        .draw()?;
+    let of = panel.values.len() as f64;
+    for (number, values) in panel.values.iter().enumerate() {
+        // Marks of one row stand below each other, so that none hides another.
+        let lower = 0.8 * ((number as f64 + 0.5) / of - 0.5);
+        let marks = values.iter().zip(&middles).filter_map(|(value, y)| Some(mark((shown(value)?, y - lower), number)));
+        chart.draw_series(marks)?;
+    }
+    Ok(())
+}
+
+fn draw_curves(panel: &Curves<'_>, area: &Area<'_>) -> Drawn {
+    let across = Axis { name: panel.across, is_logarithmic: true, from: None };
+    let place = |&(x, y): &(f64, f64)| Some((across.place(x)?, panel.up.place(y)?));
+    let points = || panel.lines.iter().flat_map(|(_, points)| points).filter_map(place);
+    let (Some(mut xs), Some(ys)) = (across.scale(points().map(|at| at.0)), panel.up.scale(points().map(|at| at.1)))
+    else {
+        return Ok(());
+    };
+    let mut at: Vec<f64> = points().map(|at| at.0).collect();
+    at.sort_by(f64::total_cmp);
+    at.dedup();
+    xs.ticks = at.into_iter().map(|at| (at, across.label(at))).collect();
+    let names: Vec<&str> = panel.lines.iter().map(|(name, _)| *name).collect();
+    let width = area.dim_in_pixel().0;
+    let (left, right) = area.split_horizontally(width.saturating_sub(label_width(&names) + 3 * MARGIN));
+    draw_legend(&right.margin(2 * LINE, 0, 0, 0), &names)?;
+    let mut chart = ChartBuilder::on(&left)
+        .margin(MARGIN)
+        .caption(panel.title, (FONT, TEXT + 2))
+        .x_label_area_size(2 * LINE)
+        .y_label_area_size(60)
+        .build_cartesian_2d(xs, ys)?;
+    chart
+        .configure_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(BLACK.mix(0.12))
+        .x_desc(across.name)
+        .y_desc(panel.up.name)
+        .label_style((FONT, TEXT))
+        .draw()?;
+    for (number, (_, points)) in panel.lines.iter().enumerate() {
+        let points: Vec<(f64, f64)> = points.iter().filter_map(place).collect();
+        chart.draw_series(LineSeries::new(points.iter().copied(), colour(number).stroke_width(2)))?;
+        chart.draw_series(points.iter().map(|at| mark(*at, number)))?;
+    }
+    Ok(())
+}
+
+impl Axis {
+    /// Where the value is on the axis.
+    fn place(self, value: f64) -> Option<f64> {
+        let place = if self.is_logarithmic { value.log10() } else { value };
+        place.is_finite().then_some(place)
+    }
+
+    /// From the least to the greatest place, with some room. `None` without places.
+    fn scale(self, places: impl Iterator<Item = f64>) -> Option<Scale> {
+        let from = self.from.and_then(|from| self.place(from));
+        let (least, most) = places.fold(None, |range: Option<(f64, f64)>, place| {
+            let (least, most) = range.unwrap_or((place, place));
+            Some((least.min(place), most.max(place)))
+        })?;
+        let (least, most) = (from.map_or(least, |from| from.min(least)), from.map_or(most, |from| from.max(most)));
+        let room = ((most - least) * 0.05).max(if self.is_logarithmic { 0.1 } else { most.abs().max(1e-3) * 0.01 });
+        let range = least - room..most + room;
+        let ticks = self.ticks(&range).into_iter().map(|tick| (tick, self.label(tick))).collect();
+        Some(Scale { range, ticks })
+    }
+
+    /// Places of round values in the range.
+    fn ticks(self, range: &Range<f64>) -> Vec<f64> {
+        let span = range.end - range.start;
+        if self.is_logarithmic {
+            let steps: &[f64] = if span < 2.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+            let decades = range.start.floor() as i32..=range.end.floor() as i32;
+            let ticks = decades.flat_map(|decade| steps.iter().map(move |step| f64::from(decade) + step.log10()));
+            return ticks.filter(|tick| range.contains(tick)).collect();
+        }
+        let decade = 10_f64.powf((span / 3.0).log10().floor());
+        let step =
+            [5.0, 2.0, 1.0].map(|step| step * decade).into_iter().find(|step| span / step >= 3.0).unwrap_or(decade);
+        let first = (range.start / step).ceil() as i64;
+        let last = (range.end / step).floor() as i64;
+        (first..=last).map(|number| number as f64 * step).collect()
+    }
+
+    /// The value at a place.
+    fn label(self, place: f64) -> String {
+        let value = if self.is_logarithmic { 10_f64.powf(place) } else { place };
+        // Rounded to four digits, as places are not exact.
+        let digits = 10_f64.powf(3.0 - value.abs().max(1e-9).log10().floor());
+        let value = (value * digits).round() / digits;
+        match value.abs() {
+            1e9.. => format!("{} G", value / 1e9),
+            1e6.. => format!("{} M", value / 1e6),
+            1e4.. => format!("{} k", value / 1e3),
+            _ => value.to_string(),
+        }
+    }
+}
+
+/// Places from the left or bottom to the right or top, with the labels of some.
+struct Scale {
+    range: Range<f64>,
+    ticks: Vec<(f64, String)>,
+}
+
+impl Ranged for Scale {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, place: &f64, (from, to): (i32, i32)) -> i32 {
+        let share = (place - self.range.start) / (self.range.end - self.range.start);
+        from + (share * f64::from(to - from)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, _: Hint) -> Vec<f64> {
+        self.ticks.iter().map(|tick| tick.0).collect()
+    }
+
+    fn range(&self) -> Range<f64> {
+        self.range.clone()
+    }
+}
+
+impl ValueFormatter<f64> for Scale {
+    fn format_ext(&self, place: &f64) -> String {
+        self.ticks.iter().find(|tick| tick.0 == *place).map_or_else(String::new, |tick| tick.1.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Global;
+
+    const LINEAR: Axis = Axis { name: "ratio", is_logarithmic: false, from: Some(1.0) };
+    const LOGARITHMIC: Axis = Axis { name: "ns", is_logarithmic: true, from: None };
+
+    fn drawn(draw: impl FnOnce(&Session, &Path) -> Result<(), Failure>) -> String {
+        let path = std::env::temp_dir().join(format!(
+            "aquifer-plot-{}-{:?}.svg",
+            std::process::id(),
+            std::thread::current().id()
+        ));
+        draw(&Session::without_device(&Global::default()).unwrap(), &path).unwrap();
+        let svg = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        svg
+    }
+
+    fn labels(axis: Axis, places: &[f64]) -> Vec<String> {
+        axis.scale(places.iter().copied()).unwrap().ticks.into_iter().map(|tick| tick.1).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_values_in_the_range() {
+        assert_eq!(labels(LINEAR, &[1.02, 1.27]), ["1", "1.05", "1.1", "1.15", "1.2", "1.25"]);
+        assert_eq!(labels(LINEAR, &[4.9]), ["1", "2", "3", "4", "5"]);
+        assert_eq!(labels(LINEAR, &[1.0]), ["0.99", "0.995", "1", "1.005", "1.01"]);
+        assert_eq!(labels(LOGARITHMIC, &[1.5, 2.7]), ["50", "100", "200", "500"]);
+        assert_eq!(labels(LOGARITHMIC, &[0.0, 7.0]), ["1", "10", "100", "1000", "10 k", "100 k", "1 M", "10 M"]);
+        assert!(LINEAR.scale([].into_iter()).is_none());
+    }
+
+    #[test]
+    fn a_mark_is_drawn_for_each_known_value() {
+        let values = vec![vec![Some(1.5), None, Some(f64::NAN)], vec![Some(2.0), Some(0.0), Some(3.0)]];
+        let count = |axis| {
+            let panels = vec![Panel { axis, values: values.clone() }];
+            let dots = Dots { title: "a < b & c", rows: vec!["x", "<y>", "z"], names: vec!["one", "two"], panels };
+            let svg = drawn(|session, path| save_dots(session, &dots, path));
+            assert!(svg.contains("role=\"img\"><title>a &lt; b &amp; c</title>"), "{svg}");
+            assert!(svg.contains("&lt;y&gt;") && !svg.contains("<y>"), "{svg}");
+            // One of each is in the legend.
+            (svg.matches("<circle").count() - 1, svg.matches("<polygon").count() - 1)
+        };
+        assert_eq!((count(LINEAR), count(LOGARITHMIC)), ((1, 3), (1, 2)), "no logarithm of 0");
+    }
+
+    #[test]
+    fn lines_have_a_mark_at_each_point() {
+        let lines = vec![("pair", vec![(8.0, 100.0), (32.0, 90.0)]), ("miss", vec![(8.0, 1e4)]), ("none", Vec::new())];
+        let panels = [Curves { title: "pools", across: "n", up: LOGARITHMIC, lines }];
+        let svg = drawn(|session, path| save_curves(session, "title", &panels, path));
+        assert_eq!((svg.matches("<circle").count(), svg.matches("<polygon").count()), (3, 2), "{svg}");
+        assert!([">32<", ">10 k<", ">pools<"].iter().all(|text| svg.replace('\n', "").contains(text)), "{svg}");
+    }
+
+    #[test]
+    fn nothing_to_draw_is_an_empty_plot() {
+        let svg = drawn(|session, path| save_curves(session, "title", &[], path));
+        assert!(svg.contains("title"));
+        let dots = Dots { title: "t", rows: vec![], names: vec![], panels: vec![] };
+        assert!(drawn(|session, path| save_dots(session, &dots, path)).contains("</svg>"));
+    }
+}
