@@ -23,6 +23,7 @@ pub mod harness;
 pub mod input;
 pub mod inputs;
 pub mod lag_bound;
+mod live;
 pub mod map;
 pub mod observe;
 pub mod plot;

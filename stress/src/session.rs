@@ -5,18 +5,20 @@
 
 use std::fmt::Display;
 use std::io::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::device::{DeviceSpec, DriverKind};
 use aquifer::{Allocator, Device};
 use aquifer_device::available;
 use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging};
+use crossbeam::channel::Sender;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, DeviceArg, Global};
 use crate::exit::Failure;
+use crate::live::Said;
 use crate::warnings::Reported;
 
 /// The device, the options and the output of a command.
@@ -28,8 +30,9 @@ pub struct Session {
     /// The user's configs, or else the default one.
     configs: Vec<ConfigArg>,
     reported: Reported,
-    /// Held while a row or a message is written, so that lines never mix.
-    output: Mutex<()>,
+    /// Held while a row or a message is written, so that lines never mix; where messages go instead
+    /// of standard error.
+    output: Mutex<Option<Sender<Said>>>,
 }
 
 /// The default device if there is no GPU.
@@ -363,11 +366,19 @@ impl Session {
         Ok(out.flush()?)
     }
 
-    /// Writes a message to standard error.
+    /// Writes a message to standard error, or where messages were diverted to.
     pub fn message(&self, text: impl Display) {
-        let _lines_do_not_mix = self.output.lock();
-        // If standard error is closed, there is no other place for messages.
-        let _ = writeln!(std::io::stderr(), "{text}");
+        let output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
+        let diverted = output.as_ref().is_some_and(|view| view.send(Said::Line(text.to_string())).is_ok());
+        if !diverted {
+            // If standard error is closed, there is no other place for messages.
+            let _ = writeln!(std::io::stderr(), "{text}");
+        }
+    }
+
+    /// Diverts messages to a view, or no longer.
+    pub(crate) fn divert(&self, view: Option<Sender<Said>>) {
+        *self.output.lock().unwrap_or_else(PoisonError::into_inner) = view;
     }
 
     /// A progress bar on standard error, invisible if that is not a terminal.

@@ -10,6 +10,7 @@ use aquifer_device::{Device, DevicePtr, RawStream, Stream, cuda};
 
 use crate::answer::{Instead, Served, check};
 use crate::driver::{Handle, INVALID_VALUE, NAME, driver};
+use crate::live;
 use crate::report::{self, Why};
 
 /// A GPU whose memory is served: that of its primary context.
@@ -96,7 +97,9 @@ fn open(context: Handle) -> Served<&'static Gpu> {
         allocator.record_history(HistoryOptions { entries: 1_000_000, ..HistoryOptions::default() });
     }
     let (pool, is_reset) = (default_pool(device), AtomicBool::new(false));
-    Ok(place.get_or_init(|| Gpu { context, ordinal, device: opened, allocator, pool, is_reset }))
+    let gpu = place.get_or_init(|| Gpu { context, ordinal, device: opened, allocator, pool, is_reset });
+    live::begin();
+    Ok(gpu)
 }
 
 /// The device of a context.

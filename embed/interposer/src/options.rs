@@ -10,6 +10,8 @@ const PASS: &str = "AQUIFER_PASS";
 const REPORT: &str = "AQUIFER_REPORT";
 /// The file that a snapshot is saved to when the process ends.
 const SNAPSHOT: &str = "AQUIFER_SNAPSHOT";
+/// The folder of a file with readings while the process runs.
+const LIVE: &str = "AQUIFER_LIVE";
 
 /// Functions that allocate, without their suffixes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +49,7 @@ pub(crate) struct Options {
     pass: Vec<Family>,
     pub(crate) report: Option<Report>,
     pub(crate) snapshot: Option<PathBuf>,
+    pub(crate) live: Option<PathBuf>,
 }
 
 impl Options {
@@ -74,7 +77,8 @@ pub(crate) fn options() -> &'static Options {
         let variable = |name| env::var_os(name).filter(|value| !value.is_empty());
         let report = variable(REPORT).map(|to| if to == "stderr" { Report::Stderr } else { Report::File(to.into()) });
         let pass = variable(PASS).map_or_else(Vec::new, |names| parse_pass(&names.to_string_lossy()));
-        Options { pass, report, snapshot: variable(SNAPSHOT).map(PathBuf::from) }
+        let path = |name| variable(name).map(PathBuf::from);
+        Options { pass, report, snapshot: path(SNAPSHOT), live: path(LIVE) }
     })
 }
 

@@ -38,11 +38,13 @@ impl Folder {
 
     /// Runs a program, which must end with 0; what it wrote, and the report.
     fn run(&self, command: &mut Command, pass: &str) -> (Output, String) {
-        let report = self.0.join("report");
+        let (report, live) = (self.0.join("report"), self.0.join("live"));
+        fs::create_dir_all(&live).unwrap();
         let output = command
             .env("LD_LIBRARY_PATH", &self.0)
             .env("AQUIFER_REPORT", &report)
             .env("AQUIFER_SNAPSHOT", self.0.join("snapshot.json"))
+            .env("AQUIFER_LIVE", live)
             .env("AQUIFER_PASS", pass)
             .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5;1GiB")
             .output()
@@ -104,6 +106,16 @@ fn a_program_of_cudarc_is_served() {
     assert!(!report.contains("left to the driver"), "{report}");
     let snapshot = fs::read_to_string(folder.0.join("snapshot.json")).unwrap();
     assert!(snapshot.matches("\"alloc\"").count() >= 200);
+    let files: Vec<PathBuf> = fs::read_dir(folder.0.join("live")).unwrap().map(|file| file.unwrap().path()).collect();
+    let [file] = &files[..] else { panic!("one process, not {files:?}") };
+    let readings = fs::read_to_string(file).unwrap();
+    let [ordinal, total, reserved, allocated, external, allocations, ooms] =
+        readings.split_whitespace().map(|figure| figure.parse::<f64>().unwrap()).collect::<Vec<_>>()[..]
+    else {
+        panic!("seven figures of one device, not {readings}")
+    };
+    assert_eq!((ordinal, total, ooms), (0.0, f64::from(1 << 30), 0.0), "{readings}");
+    assert!(allocated <= reserved && (0.0..=1.0).contains(&external) && allocations <= 200.0, "{readings}");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! `soak`: memory under load, verified by the device itself.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer::{Allocator, Device};
@@ -9,6 +11,7 @@ use serde::Serialize;
 use crate::cli::SoakArgs;
 use crate::commands::{hazards, hundredths, record_history, save};
 use crate::exit::{Failure, Outcome};
+use crate::live::{self, Now, Reading};
 use crate::session::Session;
 use crate::soak::{self, Counts, Plan};
 use crate::text::Bytes;
@@ -65,16 +68,24 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
         streams: args.streams,
         ..Row::default()
     };
-    let bar = session.progress(args.seeds, "soak");
     // A time beyond the range of the clock means no end.
     let end = |share: f64| args.minutes.and_then(|m| start.checked_add(Duration::from_secs_f64(m * 60.0 * share)));
-    while row.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
-        let seed = session.seed().wrapping_add(row.seeds);
-        let until = end(share(row.seeds + 1, args.seeds));
-        one(session, args, seed, operations, until, &mut row)?;
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
+    let seen = Seen::default();
+    let done = || match (args.minutes, operations) {
+        (Some(minutes), _) => Some(start.elapsed().as_secs_f64() / (minutes * 60.0)),
+        (None, operations) => {
+            operations.map(|all| share(seen.begun.load(Ordering::Relaxed), all.saturating_mul(args.seeds)))
+        }
+    };
+    let now = || Now { readings: seen.reading(session.device_text()), done: done() };
+    live::watch(session, "soak", now, |_| {
+        while row.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
+            let seed = session.seed().wrapping_add(row.seeds);
+            let until = end(share(row.seeds + 1, args.seeds));
+            one(session, args, seed, operations, until, &mut row, &seen)?;
+        }
+        Ok::<(), Failure>(())
+    })?;
     for mismatch in &row.counts.mismatches {
         session.message(format_args!("mismatch: {mismatch}"));
     }
@@ -88,10 +99,40 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     })
 }
 
-/// The share of the time after which this many seeds end.
-#[expect(clippy::cast_precision_loss, reason = "a share of minutes")]
-fn share(done: u64, seeds: u64) -> f64 {
-    done as f64 / seeds as f64
+/// What is seen of a soak while it runs.
+#[derive(Debug, Default)]
+struct Seen {
+    allocator: Mutex<Option<Allocator>>,
+    /// Operations that have begun, of all seeds.
+    begun: AtomicU64,
+}
+
+impl Seen {
+    fn see(&self, allocator: Option<Allocator>) {
+        *self.allocator.lock().unwrap_or_else(PoisonError::into_inner) = allocator;
+    }
+
+    fn reading(&self, device: &str) -> Vec<Reading> {
+        let allocator = self.allocator.lock().unwrap_or_else(PoisonError::into_inner);
+        let reading = allocator.as_ref().map(|allocator| {
+            let (stats, external) = (allocator.stats(), allocator.fragmentation(0).external);
+            Reading {
+                name: device.to_owned(),
+                limit: allocator.limit().unwrap_or_else(|| allocator.device().info().total_bytes),
+                reserved: stats.reserved_bytes.all.current,
+                allocated: stats.allocated_bytes.all.current,
+                external,
+                allocations: stats.allocation.all.allocated,
+                ooms: stats.num_ooms,
+            }
+        });
+        reading.into_iter().collect()
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a share of minutes, or of work")]
+fn share(done: u64, all: u64) -> f64 {
+    done as f64 / all as f64
 }
 
 /// Soaks a new allocator; on a new device if it is a simulated one.
@@ -102,6 +143,7 @@ fn one(
     operations: Option<u64>,
     until: Option<Instant>,
     row: &mut Row,
+    seen: &Seen,
 ) -> Result<(), Failure> {
     let (device, config) = (session.open_with_seed(seed)?, session.config()?);
     let allocator = session.allocator(&device, config)?;
@@ -110,7 +152,10 @@ fn one(
     if args.snapshot.is_some() {
         record_history(&allocator, HISTORY_ENTRIES);
     }
-    let soaked = soak::run(&allocator, &plan).inspect_err(|_| session.message(format_args!("seed {seed}:")));
+    seen.see(Some(allocator.clone()));
+    let soaked = soak::run(&allocator, &plan, &seen.begun);
+    seen.see(None);
+    let soaked = soaked.inspect_err(|_| session.message(format_args!("seed {seed}:")));
     // The snapshot matters most after a failure.
     let saved = args.snapshot.as_ref().map_or(Ok(()), |path| save(session, &allocator.snapshot(), path));
     row.counts.add(soaked?);

@@ -63,6 +63,8 @@ struct Shared<'a> {
     outboxes: Vec<Sender<Block>>,
     /// Operations that have begun.
     begun: AtomicU64,
+    /// Operations that have begun, those of earlier runs included.
+    counted: &'a AtomicU64,
     /// A worker failed.
     failed: AtomicBool,
 }
@@ -74,17 +76,18 @@ impl Shared<'_> {
             return None;
         }
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
+        self.counted.fetch_add(1, Ordering::Relaxed);
         self.plan.operations.is_none_or(|operations| number < operations).then_some(number)
     }
 }
 
 /// Runs a soak on an allocator without other users, and sets its limit. All memory is freed in the
-/// end.
+/// end. Operations are counted in `begun` while they begin.
 ///
 /// # Errors
 /// When something fails for another reason than lack of memory. Damage is not an error: it is in
 /// the counts.
-pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Counts, Failure> {
+pub fn run(allocator: &Allocator, plan: &Plan, begun: &AtomicU64) -> Result<Counts, Failure> {
     let device = allocator.device();
     let streams = streams_of(device, plan.streams.into())?;
     allocator.set_limit(Some(plan.limit));
@@ -97,6 +100,7 @@ pub fn run(allocator: &Allocator, plan: &Plan) -> Result<Counts, Failure> {
         streams,
         outboxes,
         begun: AtomicU64::new(0),
+        counted: begun,
         failed: AtomicBool::new(false),
     };
     let workers = inboxes.into_iter().enumerate().map(|(number, inbox)| Worker::new(&shared, number, inbox));
@@ -127,7 +131,7 @@ mod tests {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).seed(seed)));
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let plan = Plan { seed, threads, streams: 3, limit: 16 << 20, operations: Some(600), until: None };
-        (run(&allocator, &plan).unwrap(), allocator)
+        (run(&allocator, &plan, &AtomicU64::new(0)).unwrap(), allocator)
     }
 
     #[test]
