@@ -57,6 +57,8 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   export=off            memory cannot be exported
   checks=off            work beyond a block or after its end, or that reads memory never written,
                         is not detected; the default of bench, replay, fit, compare and transfer
+  reuse=off             plain allocations get addresses that were never used; the default of the
+                        same commands, explain, advise and report
   violations=panic      a race or misuse of memory ends the program
   fault=CALL#N:CODE     the Nth of these calls fails: cuMemAlloc#3:out_of_memory; CALL may be any
   fault_rate=[CALL:]RATE[:CODE]
@@ -178,7 +180,8 @@ Missing information is inferred and noted, or only noted:
   - Memory that is allocated again, or released to the device, was freed just before.
   - Without free_requested entries, blocks are freed when free_completed.
   - A free that other streams delayed is replayed as a use on the stream that most likely did.
-  - Refused requests are not replayed; a note has their number and the largest size.
+  - Refused requests are not replayed, except those after which nothing was allocated: they are
+    replayed as blocks that are freed at once. Notes have their number and the largest size.
   - A history of one entry, or one that max_entries has probably cut off, is noted.
 
 A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be

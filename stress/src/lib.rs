@@ -97,7 +97,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
-        Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?, args),
+        Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?.unchecked(), args),
         Some(Command::Options) => commands::options::run(&Session::without_device(global)?),
     }
 }

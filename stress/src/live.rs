@@ -116,8 +116,11 @@ fn in_terminal<B: Backend>(mut terminal: Terminal<B>, title: &str, now: impl Fn(
         let _ = terminal.draw(|frame| view.draw(frame));
         while let Ok(heard) = said.recv_deadline(next) {
             if view.hear(&mut terminal, heard) {
+                // What is written next begins where the view was.
+                let top = terminal.get_frame().area().as_position();
                 let _ = terminal.clear();
-                let _ = terminal.show_cursor();
+                let _ = terminal.set_cursor_position(top);
+                let _ = terminal.backend_mut().flush();
                 return;
             }
             // What else was said is shown before the view is drawn again.
@@ -174,7 +177,7 @@ impl View<'_> {
     fn add(&mut self, now: Now, at: Duration) {
         let allocations = now.sum(|reading| reading.allocations);
         // A new allocator begins at 0.
-        let more = allocations.saturating_sub(self.now.sum(|reading| reading.allocations));
+        let more = allocations.checked_sub(self.now.sum(|reading| reading.allocations)).unwrap_or(allocations);
         self.rate = more as f64 / (at - self.at).as_secs_f64().max(1e-3);
         self.trend.add([now.sum(|reading| reading.reserved), now.sum(|reading| reading.allocated)]);
         (self.now, self.at) = (now, at);

@@ -107,14 +107,20 @@ impl Session {
         Ok(self)
     }
 
-    /// The same session without checks of memory accesses, unless the user asked for them: for
-    /// commands that measure.
+    /// The same session without checks of memory accesses, and with new addresses for each plain
+    /// allocation, unless the user asked for them: for commands that measure. Of equally large free
+    /// blocks, PyTorch takes that in the oldest segment, which then has the lowest address.
     #[must_use]
     pub fn unchecked(mut self) -> Session {
         if let DeviceSpec::Sim(sim) = &mut self.device.spec
             && !self.device.text.contains("checks=")
         {
             sim.checks = false;
+        }
+        if let DeviceSpec::Sim(sim) = &mut self.device.spec
+            && !self.device.text.contains("reuse=")
+        {
+            sim.reuse = false;
         }
         self
     }

@@ -1,7 +1,7 @@
 //! The device's address space: plain allocations, and reservations with the mappings in them.
 //!
 //! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that
-//! is free; so do reservations in theirs. A range is live while the *program* may use it: one freed
+//! is free or, if asked for, that was never used; reservations in theirs, at the lowest that is free. A range is live while the *program* may use it: one freed
 //! on a stream is marked at the call, and goes when the stream gets there.
 //!
 //! Invariants: nothing overlaps; every mapping lies in one reservation; every allocation and
@@ -40,13 +40,13 @@ fn zone(base: u64) -> Zone {
     free
 }
 
-/// Takes `bytes` at the lowest free multiple of `alignment`.
-fn take(free: &mut Zone, bytes: u64, alignment: u64) -> Option<u64> {
+/// Takes `bytes` at the lowest free multiple of `alignment` from an address on.
+fn take(free: &mut Zone, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
     let fits = |(range, ()): (Range<u64>, &())| {
-        let at = range.start.checked_next_multiple_of(alignment)?;
+        let at = range.start.max(from).checked_next_multiple_of(alignment)?;
         (at.checked_add(bytes)? <= range.end).then_some(at)
     };
-    let at = free.overlapping(0..u64::MAX).find_map(fits)?;
+    let at = free.overlapping(from..u64::MAX).find_map(fits)?;
     free.remove(at..at + bytes);
     Some(at)
 }
@@ -75,6 +75,8 @@ pub(super) struct Illegal {
 pub(super) struct AddressSpace {
     ordinal: u32,
     plain: Zone,
+    /// Where plain allocations begin that are to get new addresses.
+    unused: Option<u64>,
     reserved: Zone,
     reservable: u64,
     allocations: BTreeMap<u64, Allocation>,
@@ -86,11 +88,12 @@ pub(super) struct AddressSpace {
 
 impl AddressSpace {
     /// The empty address space of a device with `capacity` bytes.
-    pub(super) fn new(ordinal: u32, capacity: u64) -> Self {
+    pub(super) fn new(ordinal: u32, capacity: u64, reuse: bool) -> Self {
         let device = u64::from(ordinal & 0xfff) << DEVICE_SHIFT;
         AddressSpace {
             ordinal,
             plain: zone(PLAIN_BASE + device),
+            unused: (!reuse).then_some(0),
             reserved: zone(RESERVED_BASE + device),
             reservable: capacity.next_multiple_of(GRANULARITY).saturating_mul(ADDRESSES_FOR_MEMORY).min(ZONE_BYTES),
             allocations: BTreeMap::new(),
@@ -99,9 +102,13 @@ impl AddressSpace {
         }
     }
 
-    /// Adds a plain allocation at the lowest free address. `None` when the zone is full.
+    /// Adds a plain allocation at the lowest free address, or at a new one. `None` when the zone is
+    /// full.
     pub(super) fn allocate(&mut self, bytes: u64, store: StoreId, pool: bool) -> Option<u64> {
-        let ptr = take(&mut self.plain, bytes.checked_next_multiple_of(GRANULARITY)?, GRANULARITY)?;
+        let rounded = bytes.checked_next_multiple_of(GRANULARITY)?;
+        let unused = self.unused.and_then(|unused| take(&mut self.plain, unused, rounded, GRANULARITY));
+        let ptr = unused.or_else(|| take(&mut self.plain, 0, rounded, GRANULARITY))?;
+        self.unused = self.unused.map(|unused| unused.max(ptr + rounded));
         self.gone.remove(ptr..ptr + bytes);
         self.allocations.insert(ptr, Allocation { bytes, store, pool, freed: None });
         Some(ptr)
@@ -152,7 +159,7 @@ impl AddressSpace {
         if bytes > self.reservable {
             return Err(out(self.reservable));
         }
-        let ptr = take(&mut self.reserved, bytes, alignment.max(GRANULARITY)).ok_or_else(|| out(self.reservable))?;
+        let ptr = take(&mut self.reserved, 0, bytes, alignment.max(GRANULARITY)).ok_or_else(|| out(self.reservable))?;
         self.reservable -= bytes;
         self.mappings.reserve(ptr, bytes);
         self.gone.remove(ptr..ptr + bytes);

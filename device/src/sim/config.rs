@@ -54,6 +54,10 @@ pub struct SimConfig {
     /// reads of memory that was never written. On by default; programs that measure time turn it
     /// off. The race detector works without.
     pub checks: bool,
+    /// Whether freed addresses serve later plain allocations, at the lowest that is free. Otherwise
+    /// each gets addresses above those of all earlier ones while there are any, so that the oldest
+    /// has the lowest.
+    pub reuse: bool,
     /// Faults to inject from the start.
     pub faults: Vec<Fault>,
 }
@@ -65,7 +69,7 @@ impl fmt::Display for SimConfig {
         write!(f, "{},size={},seed={}", self.preset.name(), self.capacity_bytes, self.seed)?;
         write!(f, ",jitter={},vmm={},export={}", switch(self.jitter), switch(self.vmm), switch(self.export))?;
         let violations = if self.panic_on_violation { "panic" } else { "report" };
-        write!(f, ",checks={},violations={violations}", switch(self.checks))?;
+        write!(f, ",checks={},reuse={},violations={violations}", switch(self.checks), switch(self.reuse))?;
         write!(f, ",other={}", self.other_process_bytes)?;
         if self.ordinal > 0 {
             write!(f, ",ordinal={}", self.ordinal)?;
@@ -105,6 +109,7 @@ impl SimConfig {
             other_process_bytes: 0,
             panic_on_violation: false,
             checks: true,
+            reuse: true,
             faults: Vec::new(),
         }
     }
@@ -119,7 +124,7 @@ impl SimConfig {
     /// | --- | --- | --- |
     /// | `size` | size | memory of the device, when the first part names a preset |
     /// | `seed` | number | see [`SimConfig::seed`] |
-    /// | `jitter`, `vmm`, `export`, `checks` | `on` or `off` | see the fields of the same names |
+    /// | `jitter`, `vmm`, `export`, `checks`, `reuse` | `on` or `off` | see the fields of the same names |
     /// | `violations` | `report` or `panic` | see [`SimConfig::panic_on_violation`] |
     /// | `link` | number | see [`SimConfig::link_gb_s`] |
     /// | `other` | size | bytes held by another process |
@@ -212,6 +217,13 @@ impl SimConfig {
     #[must_use]
     pub fn checks(mut self, checks: bool) -> Self {
         self.checks = checks;
+        self
+    }
+
+    /// Sets [`SimConfig::reuse`].
+    #[must_use]
+    pub fn reuse(mut self, reuse: bool) -> Self {
+        self.reuse = reuse;
         self
     }
 

@@ -32,7 +32,7 @@ fn of_file(file: &Option<String>) -> String {
 
 type Result<T> = std::result::Result<T, SimConfigError>;
 
-const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, violations, link, other, \
+const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, reuse, violations, link, other, \
     fault, fault_rate, oom_at, lost_at, spike, faults";
 /// Snapshots have a list for each lower ordinal, too.
 const ORDINALS: u32 = 4096;
@@ -201,6 +201,7 @@ fn setting(config: &mut SimConfig, key: TextPart<'_>, value: TextPart<'_>) -> Re
         "vmm" => config.vmm = value.either("on", "off")?,
         "export" => config.export = value.either("on", "off")?,
         "checks" => config.checks = value.either("on", "off")?,
+        "reuse" => config.reuse = value.either("on", "off")?,
         "violations" => config.panic_on_violation = value.either("panic", "report")?,
         "link" => config.link_gb_s = Some(value.number(1)?),
         "other" => config.other_process_bytes = value.size()?,
@@ -311,8 +312,8 @@ mod tests {
         assert_eq!(full.faults[2], Fault::Spike { rate: 0.001, duration: Duration::from_millis(5) });
         let strict = config("24GiB,violations=panic").unwrap();
         assert_eq!((strict.panic_on_violation, strict.checks), (true, true));
-        let loose = config("24GiB,violations=report,checks=off").unwrap();
-        assert_eq!((loose.panic_on_violation, loose.checks), (false, false));
+        let loose = config("24GiB,violations=report,checks=off,reuse=off").unwrap();
+        assert_eq!((loose.panic_on_violation, loose.checks, loose.reuse), (false, false, false));
         assert_eq!(config("seed=3").unwrap(), SimConfig::default().seed(3));
     }
 
@@ -335,7 +336,7 @@ mod tests {
 
     #[test]
     fn the_text_of_a_configuration_reads_as_the_same_configuration() {
-        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,violations=panic,\
+        let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,reuse=off,violations=panic,\
                     link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,fault_rate=any:0.25:1,\
                     fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {

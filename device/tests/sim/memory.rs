@@ -29,6 +29,23 @@ fn all_of_the_capacity_can_be_allocated_at_the_lowest_addresses() {
 }
 
 #[test]
+fn without_reuse_addresses_are_new_until_none_is_left() {
+    let half = 1 << 48;
+    let driver = SimDriver::new(SimConfig::new(64 << 40).reuse(false));
+    let first = driver.alloc(MIB).unwrap();
+    driver.free(first).unwrap();
+    let mut last = first;
+    // The zone has twice as many addresses.
+    for _ in 0..(2 * half) >> 45 {
+        let next = driver.alloc(32 << 40).unwrap();
+        assert!(next > last || next == first, "{next} after {last}");
+        driver.free(next).unwrap();
+        last = next;
+    }
+    assert_eq!(last, first);
+}
+
+#[test]
 fn bad_frees_are_refused_with_a_reason() {
     let driver = device(0);
     let memory = driver.alloc(MIB).unwrap();

@@ -19,6 +19,16 @@ pub struct RunArgs {
     #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
     pub snapshot: Option<PathBuf>,
 
+    /// Write a page about the program's memory as OUT when it ends, as `report` does with a
+    /// snapshot; not with --snapshot.
+    #[arg(long, value_name = "OUT", conflicts_with = "snapshot")]
+    pub report: Option<PathBuf>,
+
+    /// Show memory while the program runs: in a terminal a chart below its output, else lines that
+    /// grow rarer, on standard error.
+    #[arg(long)]
+    pub live: bool,
+
     /// Leave a function to the driver; may be given several times.
     #[arg(long, value_name = "NAME", value_parser = FUNCTIONS)]
     pub pass: Vec<String>,
@@ -51,6 +61,8 @@ The allocator is configured by --config or, without it, by AQUIFER_ALLOC_CONF, e
 variables. --device and --json have no effect: the program chooses its GPUs, and standard output is
 the program's. The report goes to standard error: for each process that allocated, peaks, memory
 left at the end, refusals, and allocations that the driver made and why.
+
+With --live in a terminal, the program's output is no terminal, and its colours are left out.
 
 The exit code is the program's, or 128 and the number of the signal that ended it. There is no
 report of a process that ends by a signal or by _exit, nor of a program that loads the driver by its

@@ -6,11 +6,16 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crossbeam::channel::{self, Sender};
 
 use crate::cli::RunArgs;
+use crate::commands::{files_in, report};
 use crate::exit::{Failure, Outcome};
+use crate::input;
+use crate::live::{self, Now, Reading, Said};
 use crate::session::Session;
 
 const LIBRARY: &str = "libaquifer_interposer.so";
@@ -51,20 +56,154 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if !args.pass.is_empty() {
         command.env("AQUIFER_PASS", args.pass.join(","));
     }
+    let name = Path::new(program).file_name().unwrap_or(program).to_string_lossy();
+    let [snapshots, readings_of] = ["snapshots", "live"].map(|name| folder.0.join(name));
+    for path in [&snapshots, &readings_of] {
+        fs::create_dir(path).map_err(|cause| failed(path, cause))?;
+    }
     if let Some(path) = &args.snapshot {
         command.env("AQUIFER_SNAPSHOT", std::path::absolute(path).map_err(|cause| failed(path, cause))?);
+    } else if args.report.is_some() {
+        command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
-    let mut child = command.spawn().map_err(|cause| failed(Path::new(program), cause))?;
-    #[cfg(unix)]
-    outlive(&child).map_err(|cause| failed(Path::new(program), cause))?;
-    let status = child.wait().map_err(|cause| failed(Path::new(program), cause))?;
+    let status = if args.live {
+        command.env("AQUIFER_LIVE", &readings_of);
+        let now = || Now { readings: readings(&readings_of), done: None };
+        live::watch(session, &name, now, |said| watched(command, said))
+    } else {
+        ended(command)
+    };
+    let status = status.map_err(|cause| failed(Path::new(program), cause))?;
     match fs::read_to_string(&report) {
         Ok(text) => session.message(text.trim_end()),
         Err(_) => {
             session.message("no report: the interposer served no allocation, or the program ended without `exit`")
         }
     }
+    if let Some(page) = &args.report {
+        write_page(session, &name, &snapshots, page)?;
+    }
     Ok(Outcome::Program(code(status)))
+}
+
+/// Runs a program.
+fn ended(mut command: Command) -> io::Result<ExitStatus> {
+    let mut child = command.spawn()?;
+    #[cfg(unix)]
+    outlive(&child)?;
+    child.wait()
+}
+
+/// Runs a program. In a terminal, passes on what it says.
+fn watched(mut command: Command, said: &Sender<Said>) -> io::Result<ExitStatus> {
+    if !live::has_terminal() {
+        return ended(command);
+    }
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let (open, all_closed) = channel::bounded::<()>(0);
+    let outputs: [Option<Box<dyn io::Read + Send>>; 2] = [
+        child.stdout.take().map(|output| Box::new(output) as _),
+        child.stderr.take().map(|output| Box::new(output) as _),
+    ];
+    for output in outputs.into_iter().flatten() {
+        let (said, open) = (said.clone(), open.clone());
+        std::thread::spawn(move || {
+            // An output that cannot be read has ended.
+            let _ = pass_on(output, &said);
+            drop(open);
+        });
+    }
+    drop(open);
+    #[cfg(unix)]
+    outlive(&child)?;
+    let status = child.wait()?;
+    // Other processes may keep the outputs open, and write to them later.
+    let _ = all_closed.recv_timeout(LAST_WORDS);
+    Ok(status)
+}
+
+/// The time after a program's end in which what it said last is read.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Passes on what a program says, line by line, and the starts of lines, such as questions. A
+/// carriage return begins the line anew.
+fn pass_on(mut output: impl io::Read, said: &Sender<Said>) -> io::Result<()> {
+    let (mut line, mut buffer) = (Vec::new(), [0; 4096]);
+    let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
+    loop {
+        let length = match output.read(&mut buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            read => read?,
+        };
+        if length == 0 {
+            break;
+        }
+        for byte in &buffer[..length] {
+            match byte {
+                b'\n' => {
+                    let whole = std::mem::take(&mut line);
+                    // Fails if the view has ended.
+                    let _ = said.send(Said::Line(text(whole.strip_suffix(b"\r").unwrap_or(&whole))));
+                }
+                _ if line.last() == Some(&b'\r') => line = vec![*byte],
+                _ => line.push(*byte),
+            }
+        }
+        let _ = said.send(Said::Unfinished(text(&line)));
+    }
+    if !line.is_empty() {
+        let _ = said.send(Said::Line(text(&line)));
+    }
+    Ok(())
+}
+
+/// The readings of all processes that run.
+fn readings(folder: &Path) -> Vec<Reading> {
+    let mut processes: Vec<u32> = fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .filter_map(|file| file.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|process: &u32| Path::new("/proc").join(process.to_string()).exists())
+        .collect();
+    processes.sort_unstable();
+    let of = |process: u32| {
+        let text = fs::read_to_string(folder.join(process.to_string())).unwrap_or_default();
+        text.lines().filter_map(|line| reading(process, line)).collect::<Vec<_>>()
+    };
+    processes.into_iter().flat_map(of).collect()
+}
+
+/// The reading of a line that the interposer wrote.
+fn reading(process: u32, line: &str) -> Option<Reading> {
+    let figures: Vec<&str> = line.split(' ').collect();
+    let [ordinal, limit, reserved, allocated, external, allocations, ooms] = figures[..] else { return None };
+    Some(Reading {
+        name: format!("{process} cuda:{ordinal}"),
+        limit: limit.parse().ok()?,
+        reserved: reserved.parse().ok()?,
+        allocated: allocated.parse().ok()?,
+        external: external.parse().ok()?,
+        allocations: allocations.parse().ok()?,
+        ooms: ooms.parse().ok()?,
+    })
+}
+
+/// Writes a page about the snapshots that the program left in a folder: one for each device.
+fn write_page(session: &Session, name: &str, folder: &Path, page: &Path) -> Result<(), Failure> {
+    let mut programs = Vec::new();
+    for file in files_in(folder).iter().filter(|file| file.is_file()) {
+        programs.extend(input::load_with_states(file)?);
+    }
+    if programs.is_empty() {
+        session.message("no report page: the program left no snapshot");
+        return Ok(());
+    }
+    let several = programs.len() > 1;
+    for (number, program) in programs.iter_mut().enumerate() {
+        program.name = if several { format!("{name}, device {number}") } else { name.to_owned() };
+    }
+    report::write(session, &programs, page)?;
+    Ok(())
 }
 
 /// Lets signals end the program and not this process, which then reports and removes its folder. A
@@ -184,5 +323,39 @@ impl Folder {
 impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_is_passed_on_by_lines_and_their_starts() {
+        let (said, heard) = channel::unbounded();
+        // What a read returns may end anywhere.
+        let text = &b"one\r\ntwo\n 1%\r 2%\r50%"[..];
+        pass_on(io::Read::chain(&text[..12], &text[12..]), &said).unwrap();
+        let heard: Vec<String> = heard.try_iter().map(|said| format!("{said:?}")).collect();
+        assert_eq!(
+            heard,
+            ["Line(\"one\")", "Line(\"two\")", "Unfinished(\" 1%\")", "Unfinished(\"50%\")", "Line(\"50%\")"]
+        );
+    }
+
+    #[test]
+    fn readings_are_of_processes_that_run() {
+        let folder = Folder::new().unwrap();
+        let own = std::process::id();
+        fs::write(folder.0.join(own.to_string()), "0 100 60 50 0.2500 7 1\n3 100 damaged\n1 9 8 7 0.0000 6 5\n")
+            .unwrap();
+        fs::write(folder.0.join("4194305"), "0 100 60 50 0.2500 7 1\n").unwrap();
+        fs::write(folder.0.join(format!("{own}.new")), "0 100 60").unwrap();
+        let all = readings(&folder.0);
+        assert_eq!(all.len(), if cfg!(target_os = "linux") { 2 } else { 0 }, "{all:?}");
+        let Some(first) = all.first() else { return };
+        assert_eq!((first.reserved, first.allocated, first.allocations, first.ooms), (60, 50, 7, 1));
+        assert_eq!((first.name.clone(), first.external), (format!("{own} cuda:0"), 0.25));
+        assert!(readings(Path::new("/no/such/folder")).is_empty());
     }
 }

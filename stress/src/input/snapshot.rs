@@ -101,12 +101,16 @@ pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<V
     if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
 }
 
+/// The key of a refused request. No block is at this address.
+const REFUSED: u64 = u64::MAX;
+
 fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> Result<Program, Fault> {
     let mut recording = Recording::new(Builder::new(name, device));
     recording.builder.describe(snapshot.labels.clone(), snapshot.options.clone());
     let mut streams = Streams::of(trace);
     let kinds = Kinds::of(trace);
     let mut counts = Counts::default();
+    let last_alloc = trace.iter().rposition(|entry| entry.action == Action::Alloc);
     for (index, entry) in trace.iter().enumerate() {
         let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
         match entry.action {
@@ -142,8 +146,17 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
                 }
             }
             Action::Oom => {
-                counts.refused += 1;
-                counts.largest_refused = counts.largest_refused.max(entry.size.filter(|size| size.cast_signed() >= 0));
+                let size = entry.size.filter(|size| size.cast_signed() >= 0);
+                if let Some(size) = size.filter(|_| last_alloc.is_none_or(|last| index > last)) {
+                    recording.builder.set_site(entry.site);
+                    recording.builder.alloc(REFUSED, size, entry.stream).map_err(fault)?;
+                    recording.builder.free(REFUSED).map_err(fault)?;
+                    counts.ended += 1;
+                    counts.largest_ended = counts.largest_ended.max(Some(size));
+                } else {
+                    counts.refused += 1;
+                    counts.largest_refused = counts.largest_refused.max(size);
+                }
             }
             Action::SegmentAlloc | Action::Remark => {}
             Action::Unknown => counts.unknown += 1,
@@ -228,6 +241,9 @@ struct Counts {
     refused: u64,
     /// The largest refused request, if sizes are known.
     largest_refused: Option<u64>,
+    /// Refused requests after which nothing was allocated: the program ended with them.
+    ended: u64,
+    largest_ended: Option<u64>,
     unknown: u64,
 }
 
@@ -237,6 +253,8 @@ impl Counts {
         builder.note(self.completed_only, "frees that were completed without a request in the history");
         builder.note(self.private, "allocations of private pools, replayed in the default pool");
         builder.note_sizes(self.refused, self.largest_refused, "requests refused for lack of memory, skipped");
+        let ended = "requests refused for lack of memory at the end, replayed as blocks that are freed at once";
+        builder.note_sizes(self.ended, self.largest_ended, ended);
         builder.note(self.unknown, "entries of unknown kinds, skipped");
     }
 }
@@ -496,6 +514,30 @@ mod tests {
             [format!("{what}: 3; the largest: 1073741824 bytes")]
         );
         assert_eq!(notes(&[refused(None)]), [format!("{what}: 1")]);
+    }
+
+    #[test]
+    fn the_request_that_ended_the_program_is_replayed() {
+        let refused = |size| Entry { addr: Some(3), size, ..entry(Action::Oom, 0, 0, 0, 0) };
+        let block = |action| Entry { size: Some(40), ..entry(action, 1, 0, 0, 0) };
+        let trace = vec![
+            refused(Some(90)),
+            block(Alloc),
+            refused(Some(60)),
+            block(FreeRequested),
+            refused(Some(50)),
+            refused(None),
+        ];
+        let program = events(trace, Vec::new());
+        assert_eq!((program.operations(), program.peak_requested_bytes), (6, 100));
+        assert_eq!(
+            program.notes[..2],
+            [
+                "requests refused for lack of memory, skipped: 2; the largest: 90 bytes",
+                "requests refused for lack of memory at the end, replayed as blocks that are freed at once: 2; the \
+                 largest: 60 bytes"
+            ]
+        );
     }
 
     #[test]

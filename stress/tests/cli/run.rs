@@ -54,3 +54,24 @@ fn the_exit_code_is_that_of_the_program() {
     assert_eq!(run(&["--library", "/no/such/library"], &["true"]).status.code(), Some(1));
     assert_eq!(run(&["--pass", "cuMemFree"], &["true"]).status.code(), Some(2));
 }
+
+#[test]
+fn a_page_shows_the_memory_of_the_program() {
+    let (file, page) = (data("fsdp_start.trace"), Scratch::new("page.html", b""));
+    let replay = [THIS, "replay", "--json", "--repeat", "1", "--device", "cuda:0", "--driver-pool", &file];
+    let output = run(&["--report", page.path()], &replay);
+    assert!(output.status.success() && errors(&output).contains(page.path()), "{}", errors(&output));
+    let html = std::fs::read_to_string(page.path()).unwrap();
+    assert!(html.contains("\"title\":\"aquifer-stress\"") && html.contains("\"events\":"), "a page about the program");
+    let output = run(&["--report", page.path()], &["true"]);
+    assert!(output.status.success() && errors(&output).contains("the program left no snapshot"), "{}", errors(&output));
+    let output = run(&["--report", page.path(), "--snapshot", "x.pickle"], &["true"]);
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn readings_are_lines_where_there_is_no_terminal() {
+    let output = run(&["--live"], &["sh", "-c", "sleep 1.5; echo done; exit 3"]);
+    assert_eq!((output.status.code(), &output.stdout[..]), (Some(3), &b"done\n"[..]));
+    assert!(errors(&output).contains("sh: 1 s, 0 allocations/s, 0 OOMs: no memory yet\n"), "{}", errors(&output));
+}

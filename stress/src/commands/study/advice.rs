@@ -10,7 +10,7 @@ use crate::input::{Event, Program, Site};
 use crate::profile::{Profile, headline};
 use crate::session::Session;
 use crate::table::optional;
-use crate::text::Bytes;
+use crate::text::{Bytes, plural};
 
 /// Options of PyTorch that are tried besides expandable segments.
 const PYTORCH_OPTIONS: [&str; 6] = [
@@ -49,18 +49,26 @@ pub struct Advice {
 #[derive(Debug, Clone, Serialize)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Figures {
+    /// As for `--config`.
     pub config: String,
+    /// As for `PYTORCH_ALLOC_CONF` or `AQUIFER_ALLOC_CONF`.
+    pub options: String,
     pub peak_reserved_bytes: u64,
+    pub peak_reserved_bytes_before: u64,
     pub smallest_device_bytes: Option<u64>,
+    pub smallest_device_bytes_before: Option<u64>,
     pub driver_time_modelled_us: Option<f64>,
 }
 
 impl Figures {
-    fn of(case: &Case) -> Figures {
+    fn of(case: &Case, before: &Case) -> Figures {
         Figures {
             config: case.manager.config.text.clone(),
+            options: case.manager.options.clone(),
             peak_reserved_bytes: case.sampled.peak_reserved,
+            peak_reserved_bytes_before: before.sampled.peak_reserved,
             smallest_device_bytes: case.smallest_device,
+            smallest_device_bytes_before: before.smallest_device,
             driver_time_modelled_us: case.sampled.driver_us,
         }
     }
@@ -85,24 +93,34 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     let (pytorch, own): (Vec<&Case>, Vec<&Case>) = tried.iter().partition(|case| case.manager.is_pytorch);
     let pytorch: Vec<&Case> = study.cases.iter().filter(|case| case.manager.is_pytorch).chain(pytorch).collect();
     let mut advice = Vec::new();
-    if let Some(best) = best(usual, &pytorch) {
-        let title = match &*best.manager.options {
-            "" => "In PyTorch, leave PYTORCH_ALLOC_CONF out".to_owned(),
-            options => format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
+    let in_pytorch = best(usual, &pytorch);
+    if let Some(best) = in_pytorch {
+        let (title, how) = match (&*best.manager.options, &*usual.manager.options) {
+            ("", _) => ("In PyTorch, leave PYTORCH_ALLOC_CONF out".to_owned(), ""),
+            (options, "") => (
+                format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
+                " Older versions read PYTORCH_CUDA_ALLOC_CONF.",
+            ),
+            (options, _) => (
+                format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
+                " This replaces the recording's options. Older versions read PYTORCH_CUDA_ALLOC_CONF.",
+            ),
         };
-        advice.push(Advice::option(title, best, usual));
+        advice.push(Advice::option(title, how, best, usual));
     }
     if let Some(best) = study.own().and_then(|own| best(usual, &[own])) {
         let options = match &*best.manager.options {
             "" => String::new(),
             options => format!(" with AQUIFER_ALLOC_CONF={options}"),
         };
-        advice.push(Advice::option(format!("Use Aquifer{options}"), best, usual));
+        let how = " In PyTorch: `import aquifer_torch; aquifer_torch.enable()`.";
+        advice.push(Advice::option(format!("Use Aquifer{options}"), how, best, usual));
     }
     advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
     advice.extend(growing(program));
-    let wasted = usual.sampled.peak_reserved.saturating_sub(study.profile.peak.bytes);
-    if wasted >= usual.sampled.peak_reserved / WORTH {
+    // What options cure needs no other program.
+    let left = in_pytorch.unwrap_or(usual).sampled.peak_reserved;
+    if left.saturating_sub(study.profile.peak.bytes) >= left / WORTH {
         advice.extend(outliving(program));
     }
     advice.extend(separate_streams(program, &study.profile));
@@ -111,23 +129,39 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
 }
 
 impl Advice {
-    fn option(title: String, case: &Case, usual: &Case) -> Advice {
-        let device = |case: &Case| optional(case.smallest_device.map(Bytes));
+    /// `how` is a sentence about the options, or empty.
+    fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
         let (new, old) = (case.sampled.peak_reserved, usual.sampled.peak_reserved);
-        let finishes = format!("It finishes on a device of {} instead of {}", device(case), device(usual));
+        let device = match (case.smallest_device, usual.smallest_device) {
+            (Some(new), Some(old)) => instead(new, old),
+            (new, old) => format!("{} instead of {}", optional(new.map(Bytes)), optional(old.map(Bytes))),
+        };
+        let finishes = format!("It needs free device memory of {device}");
         let comparable = case.finishes() && usual.finishes();
         let text = match () {
-            () if !comparable => format!("{finishes}."),
-            () if new <= old => format!("{finishes}, and takes {} instead of {}.", Bytes(new), Bytes(old)),
-            () => format!("{finishes}. Where there is more memory, it takes {} instead of {}.", Bytes(new), Bytes(old)),
+            () if !comparable => format!("{finishes}.{how}"),
+            () if new <= old => format!("{finishes}, and takes {} where there is more.{how}", instead(new, old)),
+            () => format!("{finishes}. Where there is more, it takes {}.{how}", instead(new, old)),
         };
         let saves = old.checked_sub(new).filter(|_| comparable);
-        Advice { title, text, saves, figures: Some(Figures::of(case)) }
+        Advice { title, text, saves, figures: Some(Figures::of(case, usual)) }
     }
 
     fn of_code(title: String, text: String) -> Advice {
         Advice { title, text, saves: None, figures: None }
     }
+}
+
+/// Two sizes, in the same unit where both have one of their own.
+fn instead(new: u64, old: u64) -> String {
+    let [new_text, old_text] = [new, old].map(|bytes| Bytes(bytes).to_string());
+    if new_text == old_text {
+        return format!("{new_text} as before");
+    }
+    let is_of_gib = new.max(old) >= 1 << 30 && new.min(old) >= 100 << 20;
+    #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
+    let [new, old] = [new, old].map(|bytes| bytes as f64 / f64::from(1 << 30));
+    if is_of_gib { format!("{new:.2} instead of {old:.2} GiB") } else { format!("{new_text} instead of {old_text}") }
 }
 
 /// Of the cases that finish on the smallest device or on one of 1 % more, the one that takes least,
@@ -157,14 +191,13 @@ fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
     Some(Advice {
         title: format!("With Aquifer, if driver calls matter, set AQUIFER_ALLOC_CONF={}", best.manager.options),
         text: format!(
-            "Driver calls take {:.0} ms instead of {:.0} ms. It takes {} instead of {}.",
+            "Driver calls take {:.0} ms instead of {:.0} ms. It takes {}.",
             time_of(best) / 1e3,
             time / 1e3,
-            Bytes(best.sampled.peak_reserved),
-            Bytes(usual.sampled.peak_reserved)
+            instead(best.sampled.peak_reserved, usual.sampled.peak_reserved)
         ),
         saves: None,
-        figures: Some(Figures::of(best)),
+        figures: Some(Figures::of(best, usual)),
     })
 }
 
@@ -268,12 +301,14 @@ fn outliving(program: &Program) -> Option<Advice> {
     }
     (iterations >= 4 && blocks * 2 >= iterations).then(|| {
         Advice::of_code(
-            "Free what an iteration allocates before the next, or allocate it before the first".to_owned(),
+            "Where you can, free what an iteration allocates before the next, or allocate it before the first"
+                .to_owned(),
             format!(
-                "{blocks} blocks of at least 1 MiB, of {} in all, live on into later iterations, for up to {longest} \
-                 of them. Where memory does not move, such a block can keep what is free around it from serving a \
-                 larger request.",
-                Bytes(bytes_in_all)
+                "{blocks} blocks of at least 1 MiB ({} over the whole run) outlive the iteration that allocated them, \
+                 by up to {}. Where memory does not move, such a block can keep what is free around it from serving \
+                 a larger request.",
+                Bytes(bytes_in_all),
+                plural(longest as u64, "iteration")
             ),
         )
     })
@@ -327,15 +362,24 @@ fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advi
     let (sizes, allocs) = (counts.len() as u64, counts.values().sum::<u64>());
     let rounded = pytorch.iter().copied().filter(|case| case.manager.options.starts_with("roundup_power2_divisions"));
     let rounded = best(usual, &rounded.collect::<Vec<_>>())?;
+    // An option that brings as much is less work.
+    let is_as_good = |case: &&Case| {
+        let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
+        device(case) <= device(rounded) && case.sampled.peak_reserved <= rounded.sampled.peak_reserved
+    };
+    let others =
+        || pytorch.iter().copied().filter(|case| !case.manager.options.starts_with("roundup_power2_divisions"));
+    if others().any(|case| is_as_good(&case)) {
+        return None;
+    }
     (sizes >= 100 && sizes * 20 >= allocs).then(|| {
         Advice::of_code(
             "Pad lengths to a few sizes".to_owned(),
             format!(
                 "{allocs} blocks of 1 MiB and more have {sizes} different sizes, so a freed block rarely fits the next \
-                 request. If all sizes are rounded up ({}), PyTorch takes {} and finishes on {}.",
+                 request. If all sizes are rounded up ({}), PyTorch takes {}.",
                 rounded.manager.options,
-                Bytes(rounded.sampled.peak_reserved),
-                optional(rounded.smallest_device.map(Bytes))
+                instead(rounded.sampled.peak_reserved, usual.sampled.peak_reserved)
             ),
         )
     })
@@ -384,8 +428,9 @@ mod tests {
             }
         }
         let found = titles(&advice(&text));
-        assert!(found.contains("Free what an iteration allocates"), "{found}");
-        assert!(found.contains("18 blocks of at least 1 MiB, of 36.00 MiB in all, live on"), "{found}");
+        assert!(found.contains("free what an iteration allocates"), "{found}");
+        assert!(found.contains("18 blocks of at least 1 MiB (36.00 MiB over the whole run) outlive"), "{found}");
+        assert!(found.contains("by up to 1 iteration."), "{found}");
         assert!(!found.contains("  "), "{found}");
     }
 
@@ -417,6 +462,16 @@ mod tests {
         let profile = Profile::of(program);
         let sampled = sample(&session, program, &config, &profile.buckets, None).unwrap();
         assert_eq!(sampled.peak_reserved, figures.peak_reserved_bytes);
-        assert!(option.text.contains(&Bytes(sampled.peak_reserved).to_string()), "{}", option.text);
+        let before = figures.peak_reserved_bytes_before;
+        assert!(option.text.contains(&instead(sampled.peak_reserved, before)), "{}", option.text);
+        assert!(option.title.ends_with(&format!("={}", figures.options)), "{}", option.title);
+    }
+
+    #[test]
+    fn sizes_are_compared_in_one_unit() {
+        assert_eq!(instead(1020 << 20, 1055 << 20), "1.00 instead of 1.03 GiB");
+        assert_eq!(instead(12 << 20, 3 << 30), "12.00 MiB instead of 3.00 GiB");
+        assert_eq!(instead(5 << 20, 6 << 20), "5.00 MiB instead of 6.00 MiB");
+        assert_eq!(instead((3 << 30) + 1, 3 << 30), "3.00 GiB as before");
     }
 }

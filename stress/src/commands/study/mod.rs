@@ -19,6 +19,10 @@ const PYTORCH: &str = "backing:segments,cross_stream:off";
 /// PyTorch's allocator with expandable segments and no other option.
 const EXPANDABLE: &str = "backing:expandable";
 
+/// Options about what is recorded and saved, or about Aquifer alone. A replay must save nothing: the
+/// file may be the recording itself, or any other.
+const OF_RECORDING: [&str; 4] = ["oom_snapshot", "history", "tags", "split_frames"];
+
 /// Memory of the small device beyond the program's peak, in parts of the peak: 2 %.
 const SPARE: u64 = 50;
 /// Sizes of devices are multiples of this.
@@ -52,12 +56,17 @@ impl Manager {
         }
     }
 
-    /// PyTorch's allocator with options as in `PYTORCH_ALLOC_CONF`.
+    /// PyTorch's allocator with options as in `PYTORCH_ALLOC_CONF`, but for those of recording.
     ///
     /// # Errors
     /// When there are no such options, or not in this combination.
     pub fn pytorch(id: &str, name: &str, options: &str) -> Result<Manager, String> {
-        let mut set = options.split(',').map(str::trim).filter(|option| !option.is_empty());
+        let is_asked = |option: &&str| {
+            let name = option.split(':').next().unwrap_or_default();
+            !option.is_empty() && !OF_RECORDING.contains(&name)
+        };
+        let options = &*options.split(',').map(str::trim).filter(is_asked).collect::<Vec<_>>().join(",");
+        let mut set = options.split(',').filter(|option| !option.is_empty());
         let expandable = set.clone().any(|option| option == "expandable_segments:True");
         let config = match (expandable, set.next()) {
             (true, _) if set.next().is_none() => EXPANDABLE.to_owned(),
@@ -315,11 +324,22 @@ mod tests {
         assert_eq!(recorded.usual().unwrap().manager.options, "max_split_size_mb:64");
         let expandable = study(None, PROGRAM, Some("expandable_segments:True"));
         assert_eq!(names(&expandable), ["PyTorch", "PyTorch, as recorded", "Aquifer"]);
+        let own = study(None, PROGRAM, Some("history:9, tags:span,split_frames:on"));
+        assert_eq!(names(&own), names(&usual), "these options change nothing");
         for odd in ["expandable_segments:True,max_split_size_mb:64", "no_such_option:1"] {
             let odd = study(None, PROGRAM, Some(odd));
             assert_eq!(names(&odd), names(&usual));
             assert!(odd.notes[0].contains("are not tried"), "{:?}", odd.notes);
         }
+    }
+
+    #[test]
+    fn options_of_a_recording_save_nothing() {
+        let path = std::env::temp_dir().join(format!("aquifer-study-{}.pickle", std::process::id()));
+        let options = format!("max_split_size_mb:64,oom_snapshot:{}", path.display());
+        let study = study(Some("sim:48MiB"), PROGRAM, Some(&options));
+        assert!(study.exhausted.is_some() && !path.exists());
+        assert_eq!(study.usual().unwrap().manager.options, "max_split_size_mb:64");
     }
 
     #[test]
