@@ -316,7 +316,7 @@ JSON keys, per program and config:
 The device is simulated, even where there is a GPU, and its size is replaced. --device may name
 another simulated device, or a GPU: there the size is that of a limit on what the allocator holds,
 and the most that is tried is what is free. Whether a program finishes need not be monotonic in the
-size: smaller sizes were tried near this boundary, not everywhere.";
+size: smaller sizes were tried near this boundary, and 24 down to the peak, but not all.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]

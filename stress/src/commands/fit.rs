@@ -22,6 +22,9 @@ use crate::text::Bytes;
 
 /// The sizes of devices that are tried are multiples of this.
 const STEP: u64 = 2 << 20;
+/// Sizes between the peak and the first boundary that are tried, in equal steps. As many were tried
+/// for PyTorch's recorded figures.
+const SPREAD_SIZES: u64 = 24;
 /// How many sizes below a boundary are tried before it is taken for the lowest.
 const LOWER_SIZES: u64 = 64;
 
@@ -122,7 +125,7 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
 
 /// Searches for the smallest device. Whether a program finishes is not quite monotonic in the size:
 /// a larger device may let it fragment more. So bisection finds a boundary, and lower ones are
-/// searched near it.
+/// searched among sizes spread down to the peak, and near the lowest.
 fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failure> {
     let attempt = |bytes| {
         bar.set_message(format!("{} {}", job.name, Bytes(bytes)));
@@ -132,15 +135,30 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     let most = session.most_bytes()? / STEP * STEP;
     // Smaller than the live bytes at the peak.
     let least = (peak.saturating_sub(1) / STEP * STEP).min(most);
-    let Some((mut fails, mut fit)) = grow(least, most, attempt)? else {
+    let Some((fails, fit)) = grow(least, most, attempt)? else {
         return Err(Failure::OutOfMemory(fits_nowhere(session, job, most)));
     };
     let step = if job.roughly { (peak / 512).next_multiple_of(STEP) } else { STEP };
-    while fit.bytes - fails > step.max(STEP) {
-        let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
-        match attempt(middle)? {
-            Some(retries) => fit = Fit { bytes: middle, retries },
-            None => fails = middle,
+    let bisect = |mut fails, mut fit: Fit| -> Result<Fit, Failure> {
+        while fit.bytes - fails > step.max(STEP) {
+            let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
+            match attempt(middle)? {
+                Some(retries) => fit = Fit { bytes: middle, retries },
+                None => fails = middle,
+            }
+        }
+        Ok(fit)
+    };
+    let mut fit = bisect(fails, fit)?;
+    let (gap, mut fails) = (fit.bytes - least, least);
+    for part in 1..if job.roughly { 0 } else { SPREAD_SIZES } {
+        let bytes = least + gap / SPREAD_SIZES * part / STEP * STEP;
+        if bytes > fails {
+            if let Some(retries) = attempt(bytes)? {
+                fit = bisect(fails, Fit { bytes, retries })?;
+                break;
+            }
+            fails = bytes;
         }
     }
     // One step less is known to fail.
