@@ -56,9 +56,10 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   vmm=off               memory cannot be mapped
   export=off            memory cannot be exported
   checks=off            work beyond a block or after its end, or that reads memory never written,
-                        is not detected; the default of bench, replay, fit, compare and transfer
-  reuse=off             plain allocations get addresses that were never used; the default of the
-                        same commands, explain, advise and report
+                        is not detected; the default of bench, replay, fit, compare, transfer,
+                        explain, advise and report
+  reuse=off             a plain allocation gets the lowest address above all earlier ones, while
+                        there are any; the default of the same commands
   violations=panic      a race or misuse of memory ends the program
   fault=CALL#N:CODE     the Nth of these calls fails: cuMemAlloc#3:out_of_memory; CALL may be any
   fault_rate=[CALL:]RATE[:CODE]
@@ -316,7 +317,8 @@ JSON keys, per program and config:
 The device is simulated, even where there is a GPU, and its size is replaced. --device may name
 another simulated device, or a GPU: there the size is that of a limit on what the allocator holds,
 and the most that is tried is what is free. Whether a program finishes need not be monotonic in the
-size: smaller sizes were tried near this boundary, and 24 down to the peak, but not all.";
+size, so smaller sizes were tried: 23 evenly spread down to the peak, and the 64 just below the
+boundary.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]

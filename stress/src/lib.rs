@@ -79,17 +79,17 @@ fn reported(ended: Result<Outcome, Failure>) -> Outcome {
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
     let global = &cli.global;
-    let measuring = || Session::new(global).map(Session::unchecked);
+    let measuring = || Session::new(global).map(Session::for_measuring);
     let resizable = |command| Session::resizable(global, command);
     let listing = |list| if list { Session::without_device(global) } else { Session::new(global) };
     match &cli.command {
         None => commands::demo::run(&resizable("demo")?, &DemoArgs::default()),
         Some(Command::Demo(args)) => commands::demo::run(&resizable("demo")?, args),
-        Some(Command::Explain(args)) => commands::explain::run(&resizable("explain")?.unchecked(), args),
-        Some(Command::Advise(args)) => commands::advise::run(&resizable("advise")?.unchecked(), args),
-        Some(Command::Report(args)) => commands::report::run(&resizable("report")?.unchecked(), args),
-        Some(Command::Fit(args)) => commands::fit::run(&resizable("fit")?.unchecked(), args),
-        Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.unchecked(), args),
+        Some(Command::Explain(args)) => commands::explain::run(&resizable("explain")?.for_measuring(), args),
+        Some(Command::Advise(args)) => commands::advise::run(&resizable("advise")?.for_measuring(), args),
+        Some(Command::Report(args)) => commands::report::run(&resizable("report")?.for_measuring(), args),
+        Some(Command::Fit(args)) => commands::fit::run(&resizable("fit")?.for_measuring(), args),
+        Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.for_measuring(), args),
         Some(Command::Replay(args)) => commands::replay::run(&measuring()?, args),
         Some(Command::Bench(args)) => commands::bench::run(&measuring()?, args),
         Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?, args),
@@ -97,7 +97,8 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
-        Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?.unchecked(), args),
+        // Its page replays what was recorded.
+        Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?.for_measuring(), args),
         Some(Command::Options) => commands::options::run(&Session::without_device(global)?),
     }
 }

@@ -1,5 +1,5 @@
-//! What a long command shows while it runs: memory over time in a terminal, or else lines that grow
-//! rarer.
+//! What a long command shows while it runs: memory over time in a terminal, otherwise lines at growing
+//! intervals.
 
 use std::io::{self, BufWriter, IsTerminal, Stderr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -7,7 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{self, Receiver, RecvTimeoutError, Sender};
-use ratatui::layout::{Constraint, Layout};
+use ratatui::backend::{ClearType, WindowSize};
+use ratatui::buffer::Cell;
+use ratatui::layout::{Constraint, Layout, Rect, Size};
 use ratatui::prelude::{Backend, CrosstermBackend, Frame, Position, Style, Stylize, Terminal};
 use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
@@ -19,16 +21,20 @@ use crate::text::{Bytes, one_line, plural};
 
 /// The time between two readings.
 const INTERVAL: Duration = Duration::from_millis(500);
-/// The time before the first line where there is no terminal. Each later time is twice as long.
+/// The time before the first line where there is no view. Each later time is twice as long.
 const FIRST_LINE: Duration = Duration::from_secs(1);
 /// The longest time between two lines.
 const LINES_AT_LEAST: Duration = Duration::from_secs(60);
-/// Lines of the view.
+/// Rows of the view.
 const HEIGHT: u16 = 14;
-/// Devices that the view has a line for.
+/// Columns below which a terminal gets no view.
+const WIDTH_MIN: u16 = 20;
+/// Devices that the view has a row for.
 const DEVICES: usize = 3;
-/// Points of the chart, at most twice as many.
+/// The chart has at most twice as many points.
 const POINTS: usize = 256;
+/// Output that waits to be shown. Who writes more waits.
+const OUTPUTS: usize = 1024;
 
 /// The memory of an allocator at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -41,90 +47,163 @@ pub(crate) struct Reading {
     pub(crate) allocated: u64,
     /// External fragmentation, from 0 to 1.
     pub(crate) external: f64,
-    /// Allocations since the start.
+    /// Allocations of this allocator.
     pub(crate) allocations: u64,
-    /// Refusals since the start.
+    /// Refusals of this allocator.
     pub(crate) ooms: u64,
 }
 
 /// Readings of all allocators at one moment.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Now {
+pub(crate) struct Progress {
     pub(crate) readings: Vec<Reading>,
     /// The share of the work that is done, if known.
     pub(crate) done: Option<f64>,
 }
 
-/// What appears beside the readings.
+/// Output shown above or below the chart.
 #[derive(Debug)]
-pub(crate) enum Said {
+pub(crate) enum Output {
     /// A line, which scrolls away above the view.
     Line(String),
     /// The start of a line, which the view shows until the next one.
-    Unfinished(String),
+    Partial(String),
     /// The work is done.
     End,
 }
 
-/// Whether there is a terminal for a view: the view takes all of it, results included.
-pub(crate) fn has_terminal() -> bool {
-    let is_dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-    !is_dumb && io::stdout().is_terminal() && io::stderr().is_terminal()
-}
-
-/// Does the work, and shows readings meanwhile. In a terminal, the session's messages, and what the
-/// work sends, appear above the view.
+/// Does the work, and shows its progress meanwhile. Where there is a view, the session's messages
+/// appear above it, as does what the work sends; the work gets no sender where there is none.
 pub(crate) fn watch<T>(
     session: &Session,
     title: &str,
-    now: impl Fn() -> Now + Sync,
-    work: impl FnOnce(&Sender<Said>) -> T,
+    progress: impl Fn() -> Progress + Sync,
+    work: impl FnOnce(Option<&Sender<Output>>) -> T,
 ) -> T {
-    let (sender, said) = channel::unbounded();
-    let terminal = has_terminal().then(open).and_then(Result::ok);
+    let (sender, output) = channel::bounded(OUTPUTS);
+    let terminal = open();
+    let has_view = terminal.is_some();
     thread::scope(|scope| {
-        if terminal.is_some() {
+        if has_view {
             session.divert(Some(sender.clone()));
         }
-        let view = scope.spawn(|| match terminal {
-            Some(terminal) => in_terminal(terminal, title, &now, &said),
-            None => in_lines(session, title, &now, &said),
+        let progress = &progress;
+        // The view owns the receiver: if it panics, senders learn that nobody listens.
+        let view = scope.spawn(move || match terminal {
+            Some(terminal) => in_terminal(terminal, title, progress, &output),
+            None => in_lines(session, title, progress, &output),
         });
-        let done = catch_unwind(AssertUnwindSafe(|| work(&sender)));
+        let done = catch_unwind(AssertUnwindSafe(|| work(has_view.then_some(&sender))));
         session.divert(None);
-        // The view has ended only if it panicked.
-        let _ = sender.send(Said::End);
+        let _ = sender.send(Output::End);
         let _ = view.join();
         done.unwrap_or_else(|panic| resume_unwind(panic))
     })
 }
 
-fn open() -> io::Result<Terminal<CrosstermBackend<BufWriter<Stderr>>>> {
-    let backend = CrosstermBackend::new(BufWriter::new(io::stderr()));
-    Terminal::with_options(backend, TerminalOptions { viewport: Viewport::Inline(HEIGHT) })
+/// The terminal for a view, if standard output and standard error are one that can show it.
+fn open() -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
+    let is_capable = std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb") || cfg!(windows);
+    if !is_capable || !io::stdout().is_terminal() || !io::stderr().is_terminal() {
+        return None;
+    }
+    let mut backend = AtBottom(CrosstermBackend::new(BufWriter::new(io::stderr())));
+    let size = backend.size().ok()?;
+    if size.width < WIDTH_MIN || size.height <= HEIGHT {
+        return None;
+    }
+    let bottom = backend.get_cursor_position().ok()?;
+    backend.set_cursor_position(bottom).ok()?;
+    Terminal::with_options(backend, TerminalOptions { viewport: Viewport::Inline(HEIGHT) }).ok()
+}
+
+/// A terminal whose view is at the bottom. It is never asked where its cursor is: the answer would
+/// come between the keys that a program reads, and a process in the background may not ask.
+struct AtBottom<B>(B);
+
+impl<B: Backend> Backend for AtBottom<B> {
+    type Error = B::Error;
+
+    fn get_cursor_position(&mut self) -> Result<Position, B::Error> {
+        Ok(Position::new(0, self.0.size()?.height.saturating_sub(1)))
+    }
+
+    fn draw<'a, I: Iterator<Item = (u16, u16, &'a Cell)>>(&mut self, content: I) -> Result<(), B::Error> {
+        self.0.draw(content)
+    }
+
+    fn append_lines(&mut self, lines: u16) -> Result<(), B::Error> {
+        self.0.append_lines(lines)
+    }
+
+    fn hide_cursor(&mut self) -> Result<(), B::Error> {
+        self.0.hide_cursor()
+    }
+
+    fn show_cursor(&mut self) -> Result<(), B::Error> {
+        self.0.show_cursor()
+    }
+
+    fn set_cursor_position<P: Into<Position>>(&mut self, position: P) -> Result<(), B::Error> {
+        self.0.set_cursor_position(position)
+    }
+
+    fn clear(&mut self) -> Result<(), B::Error> {
+        self.0.clear()
+    }
+
+    fn clear_region(&mut self, region: ClearType) -> Result<(), B::Error> {
+        self.0.clear_region(region)
+    }
+
+    fn size(&self) -> Result<Size, B::Error> {
+        self.0.size()
+    }
+
+    fn window_size(&mut self) -> Result<WindowSize, B::Error> {
+        self.0.window_size()
+    }
+
+    fn flush(&mut self) -> Result<(), B::Error> {
+        self.0.flush()
+    }
+
+    fn scroll_region_up(&mut self, region: std::ops::Range<u16>, lines: u16) -> Result<(), B::Error> {
+        self.0.scroll_region_up(region, lines)
+    }
+
+    fn scroll_region_down(&mut self, region: std::ops::Range<u16>, lines: u16) -> Result<(), B::Error> {
+        self.0.scroll_region_down(region, lines)
+    }
 }
 
 /// Draws until the work ends. A terminal that fails shows no more.
-fn in_terminal<B: Backend>(mut terminal: Terminal<B>, title: &str, now: impl Fn() -> Now, said: &Receiver<Said>) {
+fn in_terminal<B: Backend>(
+    mut terminal: Terminal<B>,
+    title: &str,
+    progress: impl Fn() -> Progress,
+    output: &Receiver<Output>,
+) {
     let mut view = View::new(title);
     let mut next = Instant::now();
     loop {
         if Instant::now() >= next {
-            view.add(now(), view.start.elapsed());
+            view.add(progress(), view.start.elapsed());
             next = Instant::now() + INTERVAL;
         }
         let _ = terminal.draw(|frame| view.draw(frame));
-        while let Ok(heard) = said.recv_deadline(next) {
-            if view.hear(&mut terminal, heard) {
+        while let Ok(more) = output.recv_deadline(next) {
+            if view.show(&mut terminal, more) {
                 // What is written next begins where the view was.
                 let top = terminal.get_frame().area().as_position();
-                let _ = terminal.clear();
-                let _ = terminal.set_cursor_position(top);
-                let _ = terminal.backend_mut().flush();
+                let backend = terminal.backend_mut();
+                let _ = backend.set_cursor_position(top);
+                let _ = backend.clear_region(ClearType::AfterCursor);
+                let _ = backend.flush();
                 return;
             }
-            // What else was said is shown before the view is drawn again.
-            if said.is_empty() {
+            // Output that waits is written before the view is drawn again, but not for long.
+            if output.is_empty() || Instant::now() >= next {
                 break;
             }
         }
@@ -133,22 +212,36 @@ fn in_terminal<B: Backend>(mut terminal: Terminal<B>, title: &str, now: impl Fn(
 
 /// Writes text above the view.
 fn insert<B: Backend>(terminal: &mut Terminal<B>, text: &str) {
+    let width = usize::from(terminal.get_frame().area().width).max(1);
     for line in text.split('\n') {
         let line = one_line(&console::strip_ansi_codes(line).replace('\t', "    "), usize::MAX);
-        let width = terminal.size().map_or(80, |size| usize::from(size.width)).max(1);
-        let characters: Vec<char> = line.chars().collect();
-        let rows: Vec<Line<'_>> = characters.chunks(width).map(|row| row.iter().collect::<String>().into()).collect();
-        let height = u16::try_from(rows.len()).unwrap_or(u16::MAX).max(1);
+        let rows: Vec<Line<'_>> = rows(&line, width).into_iter().map(Line::from).collect();
+        let height = u16::try_from(rows.len()).unwrap_or(u16::MAX);
         let _ = terminal.insert_before(height, |buffer| Paragraph::new(rows).render(buffer.area, buffer));
     }
 }
 
+/// The text in rows of at most so many columns; at least one row.
+fn rows(text: &str, width: usize) -> Vec<String> {
+    let (mut rows, mut column) = (vec![String::new()], 0);
+    for char in text.chars() {
+        let columns = Span::raw(char.to_string()).width();
+        if column + columns > width && column > 0 {
+            rows.push(String::new());
+            column = 0;
+        }
+        rows.last_mut().into_iter().for_each(|row| row.push(char));
+        column += columns;
+    }
+    rows
+}
+
 /// Writes a line now and then until the work ends.
-fn in_lines(session: &Session, title: &str, now: impl Fn() -> Now, said: &Receiver<Said>) {
+fn in_lines(session: &Session, title: &str, progress: impl Fn() -> Progress, output: &Receiver<Output>) {
     let mut view = View::new(title);
     let mut wait = FIRST_LINE;
-    while let Err(RecvTimeoutError::Timeout) = said.recv_timeout(wait) {
-        view.add(now(), view.start.elapsed());
+    while let Err(RecvTimeoutError::Timeout) = output.recv_timeout(wait) {
+        view.add(progress(), view.start.elapsed());
         session.message(view.line());
         wait = (wait * 2).min(LINES_AT_LEAST);
     }
@@ -160,58 +253,60 @@ struct View<'a> {
     start: Instant,
     /// The time of the latest readings.
     at: Duration,
-    now: Now,
+    progress: Progress,
     /// Allocations a second since the readings before.
     rate: f64,
+    /// Refusals of all allocators so far.
+    ooms: u64,
     trend: Trend,
-    unfinished: String,
+    partial: String,
 }
 
 impl View<'_> {
     fn new(title: &str) -> View<'_> {
-        let (start, now, trend) = (Instant::now(), Now::default(), Trend::default());
-        View { title, start, at: Duration::ZERO, now, rate: 0.0, trend, unfinished: String::new() }
+        let (start, progress, trend) = (Instant::now(), Progress::default(), Trend::default());
+        View { title, start, at: Duration::ZERO, progress, rate: 0.0, ooms: 0, trend, partial: String::new() }
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a rate to display")]
-    fn add(&mut self, now: Now, at: Duration) {
-        let allocations = now.sum(|reading| reading.allocations);
-        // A new allocator begins at 0.
-        let more = allocations.checked_sub(self.now.sum(|reading| reading.allocations)).unwrap_or(allocations);
-        self.rate = more as f64 / (at - self.at).as_secs_f64().max(1e-3);
-        self.trend.add([now.sum(|reading| reading.reserved), now.sum(|reading| reading.allocated)]);
-        (self.now, self.at) = (now, at);
+    fn add(&mut self, progress: Progress, at: Duration) {
+        let more = |figure| progress.more_than(&self.progress, figure);
+        let (allocations, ooms) = (more(|reading| reading.allocations), more(|reading| reading.ooms));
+        self.rate = allocations as f64 / (at.saturating_sub(self.at)).as_secs_f64().max(1e-3);
+        self.ooms = self.ooms.saturating_add(ooms);
+        self.trend.add([progress.sum(|reading| reading.reserved), progress.sum(|reading| reading.allocated)]);
+        (self.progress, self.at) = (progress, at);
     }
 
-    /// Shows what was said; true if that is the end.
-    fn hear<B: Backend>(&mut self, terminal: &mut Terminal<B>, said: Said) -> bool {
-        match said {
-            Said::Line(line) => insert(terminal, &line),
-            Said::Unfinished(start) => self.unfinished = start,
-            Said::End => return true,
+    /// Shows output; true if that is the end.
+    fn show<B: Backend>(&mut self, terminal: &mut Terminal<B>, output: Output) -> bool {
+        match output {
+            Output::Line(line) => insert(terminal, &line),
+            Output::Partial(start) => self.partial = start,
+            Output::End => return true,
         }
         false
     }
 
     /// The time since the start, the time left, the rate and the refusals.
     fn pace(&self) -> String {
-        let left = self.now.done.filter(|done| (0.001..1.0).contains(done)).map(|done| {
+        let left = self.progress.done.filter(|done| (0.001..1.0).contains(done)).map(|done| {
             let left = self.at.as_secs_f64() * (1.0 - done) / done;
             format!(" ({} left)", seconds(Duration::try_from_secs_f64(left).unwrap_or(Duration::MAX)))
         });
-        let ooms = plural(self.now.sum(|reading| reading.ooms), "OOM");
+        let ooms = plural(self.ooms, "OOM");
         format!("{}{}, {:.0} allocations/s, {ooms}", seconds(self.at), left.unwrap_or_default(), self.rate)
     }
 
     /// All in a line.
     fn line(&self) -> String {
-        let devices: Vec<String> = self.now.readings.iter().map(ToString::to_string).collect();
+        let devices: Vec<String> = self.progress.readings.iter().map(ToString::to_string).collect();
         let devices = if devices.is_empty() { NOTHING_YET.to_owned() } else { devices.join("; ") };
         format!("{}: {}: {devices}", self.title, self.pace())
     }
 
     fn draw(&self, frame: &mut Frame<'_>) {
-        let shown = self.now.readings.len().clamp(1, DEVICES);
+        let shown = self.progress.readings.len().clamp(1, DEVICES);
         let devices = Constraint::Length(u16::try_from(shown).unwrap_or(1));
         let one = Constraint::Length(1);
         let [head, chart, devices, foot] =
@@ -219,23 +314,23 @@ impl View<'_> {
         frame.render_widget(Line::from(vec![self.title.bold(), "  ".into(), self.pace().into()]), head);
         self.draw_chart(frame, chart);
         let mut lines: Vec<Line<'_>> =
-            self.now.readings.iter().take(DEVICES).map(|reading| Line::from(reading.to_string())).collect();
-        match self.now.readings.len() {
+            self.progress.readings.iter().take(DEVICES).map(|reading| Line::from(reading.to_string())).collect();
+        match self.progress.readings.len() {
             0 => lines.push(NOTHING_YET.into()),
-            more @ DEVICES.. if more > DEVICES => {
+            more if more > DEVICES => {
                 lines[DEVICES - 1] = format!("and {} more", more - DEVICES + 1).into();
             }
             _ => {}
         }
         frame.render_widget(Paragraph::new(lines), devices);
-        let unfinished = console::strip_ansi_codes(&self.unfinished);
-        frame.render_widget(Span::from(one_line(&unfinished, usize::from(foot.width))), foot);
+        let partial = console::strip_ansi_codes(&self.partial);
+        frame.render_widget(Span::from(one_line(&partial, usize::from(foot.width))), foot);
         // A cursor that is shown stays visible if a signal ends this process.
         frame.set_cursor_position(Position::new(foot.x, foot.y));
     }
 
     #[expect(clippy::cast_precision_loss, reason = "points of a chart")]
-    fn draw_chart(&self, frame: &mut Frame<'_>, area: ratatui::layout::Rect) {
+    fn draw_chart(&self, frame: &mut Frame<'_>, area: Rect) {
         let [reserved, allocated] = [0, 1].map(|which| self.trend.line(which));
         let most = self.trend.points.iter().map(|point| point[0].max(point[1])).max().unwrap_or(0).max(1);
         let across = self.trend.points.len().max(2) as f64 - 1.0;
@@ -270,7 +365,16 @@ fn seconds(time: Duration) -> String {
     }
 }
 
-impl Now {
+impl Progress {
+    /// By how much a figure has grown. An allocator with fewer allocations than before is a new one.
+    fn more_than(&self, before: &Progress, figure: fn(&Reading) -> u64) -> u64 {
+        let more = |new: &Reading| {
+            let is_same = |old: &&Reading| old.name == new.name && old.allocations <= new.allocations;
+            figure(new).saturating_sub(before.readings.iter().find(is_same).map_or(0, figure))
+        };
+        self.readings.iter().map(more).fold(0, u64::saturating_add)
+    }
+
     fn sum(&self, figure: fn(&Reading) -> u64) -> u64 {
         self.readings.iter().map(figure).fold(0, u64::saturating_add)
     }
@@ -335,8 +439,8 @@ mod tests {
 
     fn view_of(readings: Vec<Reading>) -> View<'static> {
         let mut view = View::new("soak");
-        view.add(Now::default(), Duration::from_secs(60));
-        view.add(Now { readings, done: Some(0.25) }, Duration::from_secs(62));
+        view.add(Progress::default(), Duration::from_secs(60));
+        view.add(Progress { readings, done: Some(0.25) }, Duration::from_secs(62));
         view
     }
 
@@ -373,16 +477,68 @@ mod tests {
     }
 
     #[test]
+    fn a_view_fits_in_any_height() {
+        for height in 1..=HEIGHT {
+            let options = TerminalOptions { viewport: Viewport::Inline(height) };
+            let mut terminal = Terminal::with_options(AtBottom(TestBackend::new(50, height)), options).unwrap();
+            terminal.draw(|frame| view_of(vec![reading(10); 3]).draw(frame)).unwrap();
+        }
+    }
+
+    #[test]
+    fn rows_are_no_wider_than_the_view() {
+        assert_eq!(rows("abcdef", 3), ["abc", "def"]);
+        assert_eq!(rows("", 3), [""]);
+        assert_eq!(rows("漢字仮名", 5), ["漢字", "仮名"]);
+        assert_eq!(rows("漢", 1), ["漢"]);
+    }
+
+    #[test]
+    fn figures_add_up_over_allocators_that_come_and_go() {
+        let named = |name: &str, allocations, ooms| Reading { name: name.into(), ooms, ..reading(allocations) };
+        let mut view = View::new("run");
+        let mut add = |readings, second| {
+            view.add(Progress { readings, done: None }, Duration::from_secs(second));
+            (view.rate, view.ooms)
+        };
+        assert_eq!(add(vec![named("1", 1_000, 2), named("2", 2_000, 1)], 1), (3_000.0, 3));
+        assert_eq!(add(vec![named("2", 2_500, 1)], 2), (500.0, 3), "one has ended");
+        assert_eq!(add(vec![named("2", 30, 1), named("3", 5, 0)], 3), (35.0, 4), "one began anew");
+    }
+
+    #[test]
+    fn output_that_never_pauses_does_not_keep_readings_away() {
+        let (sender, output) = channel::bounded(OUTPUTS);
+        let asked = std::sync::atomic::AtomicUsize::new(0);
+        let progress = || {
+            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            Progress::default()
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                // Until there were two readings.
+                while asked.load(std::sync::atomic::Ordering::Relaxed) < 2 {
+                    let _ = sender.send(Output::Line("y".to_owned()));
+                }
+                let _ = sender.send(Output::End);
+            });
+            let options = TerminalOptions { viewport: Viewport::Inline(HEIGHT) };
+            let terminal = Terminal::with_options(AtBottom(TestBackend::new(40, HEIGHT + 4)), options).unwrap();
+            in_terminal(terminal, "yes", progress, &output);
+        });
+    }
+
+    #[test]
     fn lines_scroll_away_above_the_view_without_their_colours() {
         let options = TerminalOptions { viewport: Viewport::Inline(HEIGHT) };
         let mut terminal = Terminal::with_options(TestBackend::new(60, HEIGHT + 4), options).unwrap();
         let mut view = view_of(vec![]);
         for line in ["first", "\u{1b}[31mred\u{1b}[0m\tand\u{7} a bell", "one\ntwo"] {
-            assert!(!view.hear(&mut terminal, Said::Line(line.to_owned())));
+            assert!(!view.show(&mut terminal, Output::Line(line.to_owned())));
         }
-        assert!(!view.hear(&mut terminal, Said::Unfinished(" 3%|#".to_owned())));
+        assert!(!view.show(&mut terminal, Output::Partial(" 3%|#".to_owned())));
         terminal.draw(|frame| view.draw(frame)).unwrap();
-        assert!(view.hear(&mut terminal, Said::End));
+        assert!(view.show(&mut terminal, Output::End));
         let screen = terminal.backend().to_string();
         let lines: Vec<&str> = screen.lines().map(|line| line.trim_matches('"').trim_end()).collect();
         assert_eq!(lines[..4], ["first", "red    and\u{fffd} a bell", "one", "two"], "{screen}");

@@ -29,20 +29,20 @@ pub(crate) struct Axis {
     pub(crate) from: Option<f64>,
 }
 
-/// Marks of several things in several rows.
+/// A dot plot: in each row a mark for each series.
 #[derive(Debug)]
 pub(crate) struct Dots<'a> {
     pub(crate) title: &'a str,
     pub(crate) rows: Vec<&'a str>,
-    pub(crate) names: Vec<&'a str>,
+    pub(crate) series: Vec<&'a str>,
     pub(crate) panels: Vec<Panel>,
 }
 
-/// One figure of all things in all rows.
+/// One figure of all series in all rows.
 #[derive(Debug)]
 pub(crate) struct Panel {
     pub(crate) axis: Axis,
-    /// The values by the thing, then by the row.
+    /// The values by series, then by row.
     pub(crate) values: Vec<Vec<Option<f64>>>,
 }
 
@@ -79,10 +79,10 @@ const MARGIN: u32 = 12;
 /// # Errors
 /// When the file cannot be written.
 pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Result<(), Failure> {
-    // The row of a mark is recognized up to some ten names.
-    let row_height = (dots.names.len() as u32 * 8).clamp(LINE, 96);
+    // Eight pixels for each of up to twelve series.
+    let row_height = (dots.series.len() as u32 * 8).clamp(LINE, 96);
     let labels = label_width(&dots.rows);
-    let legend = LINE * (dots.names.len() as u32 + 2);
+    let legend = LINE * (dots.series.len() as u32 + 2);
     let size = (
         labels + (320 * dots.panels.len() as u32).max(480) + 2 * MARGIN,
         legend + row_height * dots.rows.len() as u32 + 80,
@@ -90,7 +90,7 @@ pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Resu
     save(session, path, dots.title, size, |area| {
         let (head, body) = area.split_vertically(legend);
         let head = titled(&head, dots.title)?;
-        draw_legend(&head, &dots.names)?;
+        draw_legend(&head, &dots.series)?;
         let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / dots.panels.len().max(1) as u32;
         let (left, rest) = body.split_horizontally(first);
         let areas = [vec![left], rest.split_evenly((1, dots.panels.len().saturating_sub(1).max(1)))].concat();
@@ -270,7 +270,11 @@ impl Axis {
     fn ticks(self, range: &Range<f64>) -> Vec<f64> {
         let span = range.end - range.start;
         if self.is_logarithmic {
-            let steps: &[f64] = if span < 2.0 { &[1.0, 2.0, 5.0] } else { &[1.0] };
+            let steps: &[f64] = match span {
+                ..0.7 => &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0],
+                ..2.0 => &[1.0, 2.0, 5.0],
+                _ => &[1.0],
+            };
             let decades = range.start.floor() as i32..=range.end.floor() as i32;
             let ticks = decades.flat_map(|decade| steps.iter().map(move |step| f64::from(decade) + step.log10()));
             return ticks.filter(|tick| range.contains(tick)).collect();
@@ -358,6 +362,7 @@ mod tests {
         assert_eq!(labels(LINEAR, &[4.9]), ["1", "2", "3", "4", "5"]);
         assert_eq!(labels(LINEAR, &[1.0]), ["0.99", "0.995", "1", "1.005", "1.01"]);
         assert_eq!(labels(LOGARITHMIC, &[1.5, 2.7]), ["50", "100", "200", "500"]);
+        assert_eq!(labels(LOGARITHMIC, &[1.45, 1.54]), ["30", "40"]);
         assert_eq!(labels(LOGARITHMIC, &[0.0, 7.0]), ["1", "10", "100", "1000", "10 k", "100 k", "1 M", "10 M"]);
         assert!(LINEAR.scale([].into_iter()).is_none());
     }
@@ -367,7 +372,7 @@ mod tests {
         let values = vec![vec![Some(1.5), None, Some(f64::NAN)], vec![Some(2.0), Some(0.0), Some(3.0)]];
         let count = |axis| {
             let panels = vec![Panel { axis, values: values.clone() }];
-            let dots = Dots { title: "a < b & c", rows: vec!["x", "<y>", "z"], names: vec!["one", "two"], panels };
+            let dots = Dots { title: "a < b & c", rows: vec!["x", "<y>", "z"], series: vec!["one", "two"], panels };
             let svg = drawn(|session, path| save_dots(session, &dots, path));
             assert!(svg.contains("role=\"img\"><title>a &lt; b &amp; c</title>"), "{svg}");
             assert!(svg.contains("&lt;y&gt;") && !svg.contains("<y>"), "{svg}");
@@ -390,7 +395,7 @@ mod tests {
     fn nothing_to_draw_is_an_empty_plot() {
         let svg = drawn(|session, path| save_curves(session, "title", &[], path));
         assert!(svg.contains("title"));
-        let dots = Dots { title: "t", rows: vec![], names: vec![], panels: vec![] };
+        let dots = Dots { title: "t", rows: vec![], series: vec![], panels: vec![] };
         assert!(drawn(|session, path| save_dots(session, &dots, path)).contains("</svg>"));
     }
 }

@@ -18,7 +18,7 @@ use serde::Serialize;
 
 use crate::cli::{ConfigArg, DeviceArg, Global};
 use crate::exit::Failure;
-use crate::live::Said;
+use crate::live::Output;
 use crate::warnings::Reported;
 
 /// The device, the options and the output of a command.
@@ -30,9 +30,9 @@ pub struct Session {
     /// The user's configs, or else the default one.
     configs: Vec<ConfigArg>,
     reported: Reported,
-    /// Held while a row or a message is written, so that lines never mix; where messages go instead
-    /// of standard error.
-    output: Mutex<Option<Sender<Said>>>,
+    /// Where messages go instead of standard error. Locked while a row or message is written, so that
+    /// lines never mix.
+    output: Mutex<Option<Sender<Output>>>,
 }
 
 /// The default device if there is no GPU.
@@ -107,20 +107,14 @@ impl Session {
         Ok(self)
     }
 
-    /// The same session without checks of memory accesses, and with new addresses for each plain
-    /// allocation, unless the user asked for them: for commands that measure. Of equally large free
-    /// blocks, PyTorch takes that in the oldest segment, which then has the lowest address.
+    /// The same session for commands that measure: without checks of memory accesses, and with new
+    /// addresses for each plain allocation, unless the user asked for them. Of equally large free
+    /// blocks, PyTorch takes the one in the oldest segment, which then has the lowest address.
     #[must_use]
-    pub fn unchecked(mut self) -> Session {
-        if let DeviceSpec::Sim(sim) = &mut self.device.spec
-            && !self.device.text.contains("checks=")
-        {
-            sim.checks = false;
-        }
-        if let DeviceSpec::Sim(sim) = &mut self.device.spec
-            && !self.device.text.contains("reuse=")
-        {
-            sim.reuse = false;
+    pub fn for_measuring(mut self) -> Session {
+        if let DeviceSpec::Sim(sim) = &mut self.device.spec {
+            sim.checks &= self.device.text.contains("checks=");
+            sim.reuse &= self.device.text.contains("reuse=");
         }
         self
     }
@@ -375,7 +369,7 @@ impl Session {
     /// Writes a message to standard error, or where messages were diverted to.
     pub fn message(&self, text: impl Display) {
         let output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
-        let diverted = output.as_ref().is_some_and(|view| view.send(Said::Line(text.to_string())).is_ok());
+        let diverted = output.as_ref().is_some_and(|view| view.send(Output::Line(text.to_string())).is_ok());
         if !diverted {
             // If standard error is closed, there is no other place for messages.
             let _ = writeln!(std::io::stderr(), "{text}");
@@ -383,7 +377,7 @@ impl Session {
     }
 
     /// Diverts messages to a view, or no longer.
-    pub(crate) fn divert(&self, view: Option<Sender<Said>>) {
+    pub(crate) fn divert(&self, view: Option<Sender<Output>>) {
         *self.output.lock().unwrap_or_else(PoisonError::into_inner) = view;
     }
 

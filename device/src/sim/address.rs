@@ -1,7 +1,8 @@
 //! The device's address space: plain allocations, and reservations with the mappings in them.
 //!
 //! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that
-//! is free or, if asked for, that was never used; reservations in theirs, at the lowest that is free. A range is live while the *program* may use it: one freed
+//! is free or, if asked for, that was never used. Reservations are in another zone, at the lowest
+//! that is free. A range is live while the *program* may use it: one freed
 //! on a stream is marked at the call, and goes when the stream gets there.
 //!
 //! Invariants: nothing overlaps; every mapping lies in one reservation; every allocation and
@@ -139,7 +140,10 @@ impl AddressSpace {
     pub(super) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
         let allocation = self.allocations.remove(&ptr)?;
         self.plain.insert(ptr..ptr + allocation.bytes.next_multiple_of(GRANULARITY), ());
-        self.gone.insert(ptr..ptr + allocation.bytes, by);
+        // Addresses that never return would be remembered forever.
+        if self.unused.is_none() {
+            self.gone.insert(ptr..ptr + allocation.bytes, by);
+        }
         Some(allocation)
     }
 

@@ -37,14 +37,15 @@
 //! | `AQUIFER_PASS` | functions that the driver serves, separated by commas: `cuMemAlloc`, `cuMemAllocPitch`, `cuMemAllocAsync`, `cuMemAllocFromPoolAsync` |
 //! | `AQUIFER_REPORT` | a report when the process ends: `stderr`, or a file that it is appended to |
 //! | `AQUIFER_SNAPSHOT` | a file for a memory snapshot when the process ends; later devices' files have their ordinal in the name |
-//! | `AQUIFER_LIVE` | a folder, in which each process replaces a file named by its number twice a second: for each device a line of its ordinal and bytes, bytes reserved and allocated, external fragmentation, allocations and refusals |
+//! | `AQUIFER_LIVE` | a folder, in which each process replaces a file named by its process id twice a second: for each device a line of its ordinal, limit, bytes reserved and allocated, external fragmentation, allocations and refusals |
 //!
 //! Reports and snapshots need a process that ends by `exit` or by returning from `main`.
 //!
 //! # Order
 //!
 //! `lookup` finds functions · `memory` and `pointers` serve them · `answer` decides who answers ·
-//! `gpu` knows contexts and streams · `driver` calls what is behind · `live` and `report` tell of it while the process runs, and at the end.
+//! `gpu` knows contexts and streams · `driver` calls what is behind · `live` writes readings
+//! while the process runs · `report` tells at the end.
 //!
 //! It is built for 64-bit Linux. Elsewhere the crate is empty.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]

@@ -3,6 +3,8 @@
 use std::fmt::Write as _;
 use std::fs;
 use std::io;
+use std::mem::MaybeUninit;
+use std::panic::catch_unwind;
 use std::path::Path;
 use std::sync::Once;
 use std::thread;
@@ -14,19 +16,36 @@ use crate::options::options;
 /// The time between two readings.
 const INTERVAL: Duration = Duration::from_millis(500);
 
-/// Starts the thread that writes the readings, if the environment asks for them. Without such a
-/// thread there are none, and the program runs on.
+/// Writes the first readings and starts the thread that writes more, if the environment asks for
+/// them. Without such a thread there are no more, and the program runs on.
 pub(crate) fn begin() {
     static ONCE: Once = Once::new();
     if let Some(folder) = &options().live {
         ONCE.call_once(|| {
-            let _ = thread::Builder::new().name("aquifer-live".into()).spawn(|| {
-                // Fails when the reader has ended and removed the folder.
-                while write(folder).is_ok() {
-                    thread::sleep(INTERVAL);
-                }
+            let _ = write(folder);
+            without_signals(|| {
+                let _ = thread::Builder::new().name("aquifer-live".into()).spawn(|| {
+                    // Fails when the reader has ended and removed the folder.
+                    while catch_unwind(|| write(folder)).is_ok_and(|written| written.is_ok()) {
+                        thread::sleep(INTERVAL);
+                    }
+                });
             });
         });
+    }
+}
+
+/// Starts a thread that gets no signals: they are the program's, and its handlers expect its threads.
+fn without_signals(start: impl FnOnce()) {
+    let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    // SAFETY: the set is written here.
+    unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    // SAFETY: the first set was written above; the other is written here.
+    let is_blocked = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } == 0;
+    start();
+    if is_blocked {
+        // SAFETY: the set was written when the signals were blocked.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     }
 }
 
@@ -38,18 +57,18 @@ fn write(folder: &Path) -> io::Result<()> {
     fs::rename(new, file)
 }
 
-/// A line for each device: its ordinal and its bytes, bytes reserved and allocated, external
+/// A line for each device: its ordinal, limit, bytes reserved and allocated, external
 /// fragmentation from 0 to 1, allocations and refusals since the start.
 fn readings() -> String {
     let mut lines = String::new();
-    for gpu in gpu::opened() {
+    for gpu in gpu::served() {
         let (stats, external) = (gpu.allocator.stats(), gpu.allocator.fragmentation(0).external);
         // Writing to a string cannot fail.
         let _ = writeln!(
             lines,
             "{} {} {} {} {external:.4} {} {}",
             gpu.ordinal,
-            gpu.device.info().total_bytes,
+            gpu.allocator.limit().unwrap_or_else(|| gpu.device.info().total_bytes),
             stats.reserved_bytes.all.current,
             stats.allocated_bytes.all.current,
             stats.allocation.all.allocated,

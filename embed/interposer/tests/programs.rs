@@ -106,7 +106,11 @@ fn a_program_of_cudarc_is_served() {
     assert!(!report.contains("left to the driver"), "{report}");
     let snapshot = fs::read_to_string(folder.0.join("snapshot.json")).unwrap();
     assert!(snapshot.matches("\"alloc\"").count() >= 200);
-    let files: Vec<PathBuf> = fs::read_dir(folder.0.join("live")).unwrap().map(|file| file.unwrap().path()).collect();
+    let files: Vec<PathBuf> = fs::read_dir(folder.0.join("live"))
+        .unwrap()
+        .map(|file| file.unwrap().path())
+        .filter(|file| file.extension().is_none())
+        .collect();
     let [file] = &files[..] else { panic!("one process, not {files:?}") };
     let readings = fs::read_to_string(file).unwrap();
     let [ordinal, total, reserved, allocated, external, allocations, ooms] =

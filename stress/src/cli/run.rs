@@ -20,12 +20,12 @@ pub struct RunArgs {
     pub snapshot: Option<PathBuf>,
 
     /// Write a page about the program's memory as OUT when it ends, as `report` does with a
-    /// snapshot; not with --snapshot.
+    /// snapshot; not with --snapshot. Of several processes, the one that ends last is shown.
     #[arg(long, value_name = "OUT", conflicts_with = "snapshot")]
     pub report: Option<PathBuf>,
 
-    /// Show memory while the program runs: in a terminal a chart below its output, else lines that
-    /// grow rarer, on standard error.
+    /// Show memory while the program runs: in a terminal as a chart below its output, otherwise as
+    /// lines on standard error at growing intervals, at most a minute apart.
     #[arg(long)]
     pub live: bool,
 
@@ -62,7 +62,8 @@ variables. --device and --json have no effect: the program chooses its GPUs, and
 the program's. The report goes to standard error: for each process that allocated, peaks, memory
 left at the end, refusals, and allocations that the driver made and why.
 
-With --live in a terminal, the program's output is no terminal, and its colours are left out.
+With --live in a terminal, the program writes to pipes, not to the terminal, and its colours are
+left out; so is what other processes write more than a second after its end.
 
 The exit code is the program's, or 128 and the number of the signal that ended it. There is no
 report of a process that ends by a signal or by _exit, nor of a program that loads the driver by its

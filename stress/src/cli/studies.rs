@@ -67,14 +67,13 @@ and sizes that hardly repeat.
 JSON keys, per piece of advice:
   trace, title, text        the program, what to do, and the evidence
   saves                     bytes that are held less; null if more are held, or that is not known
-  config, options           for options: as for --config, and as for PYTORCH_ALLOC_CONF or
-                            AQUIFER_ALLOC_CONF
+  config, options           for options: as for --config, and as for the environment variable that
+                            the title names
   peak_reserved_bytes, smallest_device_bytes, driver_time_modelled_us
                             what the program takes with them, fits on, and spends in driver calls
   peak_reserved_bytes_before, smallest_device_bytes_before
-                            the first two with the options of the snapshot, or else PyTorch's
-                            default options; of AQUIFER_ALLOC_CONF for fewer driver calls, with the
-                            defaults";
+                            the first two with the snapshot's options, or else PyTorch's defaults;
+                            for fewer driver calls, with Aquifer's defaults";
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]

@@ -22,9 +22,9 @@ use crate::text::Bytes;
 
 /// The sizes of devices that are tried are multiples of this.
 const STEP: u64 = 2 << 20;
-/// Sizes between the peak and the first boundary that are tried, in equal steps. As many were tried
-/// for PyTorch's recorded figures.
-const SPREAD_SIZES: u64 = 24;
+/// Equal steps from the peak to the first boundary, at which sizes are tried. There were as many for
+/// PyTorch's recorded figures.
+const SPREAD_STEPS: u64 = 24;
 /// How many sizes below a boundary are tried before it is taken for the lowest.
 const LOWER_SIZES: u64 = 64;
 
@@ -123,9 +123,7 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
     results.into_iter().filter_map(|result| result.into_inner().ok().flatten()).collect()
 }
 
-/// Searches for the smallest device. Whether a program finishes is not quite monotonic in the size:
-/// a larger device may let it fragment more. So bisection finds a boundary, and lower ones are
-/// searched among sizes spread down to the peak, and near the lowest.
+/// Searches for the smallest device.
 fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failure> {
     let attempt = |bytes| {
         bar.set_message(format!("{} {}", job.name, Bytes(bytes)));
@@ -135,12 +133,33 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     let most = session.most_bytes()? / STEP * STEP;
     // Smaller than the live bytes at the peak.
     let least = (peak.saturating_sub(1) / STEP * STEP).min(most);
-    let Some((fails, fit)) = grow(least, most, attempt)? else {
+    let step = job.roughly.then(|| (peak / 512).next_multiple_of(STEP).max(STEP));
+    let Some(fit) = search(least, most, step, attempt)? else {
         return Err(Failure::OutOfMemory(fits_nowhere(session, job, most)));
     };
-    let step = if job.roughly { (peak / 512).next_multiple_of(STEP) } else { STEP };
+    Ok(Row {
+        trace: job.name.to_owned(),
+        config: job.config.text.clone(),
+        smallest_device_bytes: fit.bytes,
+        ratio: ratio(fit.bytes, peak),
+        retries_at_fit: fit.retries,
+    })
+}
+
+/// Searches above `least` for the smallest size at which an attempt finishes; `None` if it finishes
+/// at none. With `roughly`, the result is up to so much larger.
+///
+/// Whether a program finishes is not quite monotonic in the size: a larger device may let it
+/// fragment more. So bisection finds a boundary, and lower ones are searched among sizes spread down
+/// to `least`, and then near the lowest.
+fn search(
+    least: u64,
+    most: u64,
+    roughly: Option<u64>,
+    attempt: impl Fn(u64) -> Result<Option<u64>, Failure>,
+) -> Result<Option<Fit>, Failure> {
     let bisect = |mut fails, mut fit: Fit| -> Result<Fit, Failure> {
-        while fit.bytes - fails > step.max(STEP) {
+        while fit.bytes - fails > roughly.unwrap_or(STEP) {
             let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
             match attempt(middle)? {
                 Some(retries) => fit = Fit { bytes: middle, retries },
@@ -149,11 +168,17 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
         }
         Ok(fit)
     };
+    let Some((fails, fit)) = grow(least, most, &attempt)? else { return Ok(None) };
     let mut fit = bisect(fails, fit)?;
-    let (gap, mut fails) = (fit.bytes - least, least);
-    for part in 1..if job.roughly { 0 } else { SPREAD_SIZES } {
-        let bytes = least + gap / SPREAD_SIZES * part / STEP * STEP;
-        if bytes > fails {
+    if roughly.is_some() {
+        return Ok(Some(fit));
+    }
+    let gap = fit.bytes - least;
+    // All sizes of a small gap are tried below.
+    if gap > LOWER_SIZES * STEP {
+        let mut fails = least;
+        for part in 1..SPREAD_STEPS {
+            let bytes = least + gap / SPREAD_STEPS * part / STEP * STEP;
             if let Some(retries) = attempt(bytes)? {
                 fit = bisect(fails, Fit { bytes, retries })?;
                 break;
@@ -162,7 +187,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
         }
     }
     // One step less is known to fail.
-    let mut steps = if job.roughly { LOWER_SIZES + 1 } else { 2 };
+    let mut steps = 2;
     while steps <= LOWER_SIZES && fit.bytes > least + steps * STEP {
         let bytes = fit.bytes - steps * STEP;
         match attempt(bytes)? {
@@ -170,13 +195,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
             None => steps += 1,
         }
     }
-    Ok(Row {
-        trace: job.name.to_owned(),
-        config: job.config.text.clone(),
-        smallest_device_bytes: fit.bytes,
-        ratio: ratio(fit.bytes, peak),
-        retries_at_fit: fit.retries,
-    })
+    Ok(Some(fit))
 }
 
 /// A size at which the program finishes, and the number of retries there.
@@ -242,4 +261,27 @@ fn attempt_on<S: Measured>(
     let mut subject = S::new(session, device, config, job.program.streams.len())?;
     let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
     Ok((pass.ooms == 0).then_some(subject.stats().num_alloc_retries))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The size that is found, in steps, of a program that finishes at these.
+    fn found(least: u64, roughly: Option<u64>, finishes: impl Fn(u64) -> bool) -> Option<u64> {
+        let attempt = |bytes: u64| Ok(finishes(bytes / STEP).then_some(7));
+        let fit = search(least * STEP, 10_000 * STEP, roughly, attempt).unwrap();
+        fit.map(|fit| fit.bytes / STEP)
+    }
+
+    #[test]
+    fn the_boundary_is_found_and_lower_ones() {
+        assert_eq!(found(100, None, |steps| steps >= 777), Some(777));
+        assert_eq!(found(100, None, |steps| steps >= 101), Some(101));
+        assert_eq!(found(100, None, |steps| steps >= 777 || steps == 730), Some(730), "near the boundary");
+        assert_eq!(found(1000, None, |steps| steps >= 3000 || (1500..1800).contains(&steps)), Some(1500), "far below");
+        assert_eq!(found(100, None, |_| false), None);
+        let rough = found(1000, Some(50 * STEP), |steps| steps >= 3000).unwrap();
+        assert!((3000..=3050).contains(&rough), "{rough}");
+    }
 }

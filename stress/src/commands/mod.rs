@@ -163,7 +163,7 @@ fn on_simulator(session: &Session, command: &str) -> Result<Option<Session>, Fai
         return Ok(None);
     }
     session.message(format_args!("{command} needs devices of several sizes, so it uses simulated ones"));
-    Ok(Some(session.simulated()?.unchecked()))
+    Ok(Some(session.simulated()?.for_measuring()))
 }
 
 /// The files in a folder, by name, where numbers in names are in numerical order, without hidden

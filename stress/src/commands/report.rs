@@ -250,7 +250,7 @@ mod tests {
         let text = "# name: </script><b>\na 1 5000000 0\na 2 3000000 3\nf 1 0\nf 2 3\n";
         let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
         let session = Session::new(&Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() }).unwrap();
-        let data = data(&session.unchecked(), program).unwrap();
+        let data = data(&session.for_measuring(), program).unwrap();
         let page = page(&[data.clone(), data]);
         for (place, _) in CHARTS {
             assert!(!page.contains(place), "{place}");

@@ -4,7 +4,7 @@
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,7 +15,7 @@ use crate::cli::RunArgs;
 use crate::commands::{files_in, report};
 use crate::exit::{Failure, Outcome};
 use crate::input;
-use crate::live::{self, Now, Reading, Said};
+use crate::live::{self, Output, Progress, Reading};
 use crate::session::Session;
 
 const LIBRARY: &str = "libaquifer_interposer.so";
@@ -63,13 +63,16 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     }
     if let Some(path) = &args.snapshot {
         command.env("AQUIFER_SNAPSHOT", std::path::absolute(path).map_err(|cause| failed(path, cause))?);
-    } else if args.report.is_some() {
+    }
+    if let Some(page) = &args.report {
+        // A page that cannot be written is known before the program runs.
+        fs::OpenOptions::new().append(true).create(true).open(page).map_err(|cause| failed(page, cause))?;
         command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
     let status = if args.live {
         command.env("AQUIFER_LIVE", &readings_of);
-        let now = || Now { readings: readings(&readings_of), done: None };
-        live::watch(session, &name, now, |said| watched(command, said))
+        let progress = || Progress { readings: readings(&readings_of), done: None };
+        live::watch(session, &name, progress, |output| watched(command, output))
     } else {
         ended(command)
     };
@@ -81,7 +84,10 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         }
     }
     if let Some(page) = &args.report {
-        write_page(session, &name, &snapshots, page)?;
+        // The exit code is the program's.
+        if let Err(failure) = write_page(session, &name, &snapshots, page) {
+            session.message(format_args!("error: no report page: {failure}"));
+        }
     }
     Ok(Outcome::Program(code(status)))
 }
@@ -94,22 +100,17 @@ fn ended(mut command: Command) -> io::Result<ExitStatus> {
     child.wait()
 }
 
-/// Runs a program. In a terminal, passes on what it says.
-fn watched(mut command: Command, said: &Sender<Said>) -> io::Result<ExitStatus> {
-    if !live::has_terminal() {
-        return ended(command);
-    }
+/// Runs a program. Where there is a view, passes its output on to it.
+fn watched(mut command: Command, output: Option<&Sender<Output>>) -> io::Result<ExitStatus> {
+    let Some(view) = output else { return ended(command) };
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let (open, all_closed) = channel::bounded::<()>(0);
-    let outputs: [Option<Box<dyn io::Read + Send>>; 2] = [
-        child.stdout.take().map(|output| Box::new(output) as _),
-        child.stderr.take().map(|output| Box::new(output) as _),
-    ];
-    for output in outputs.into_iter().flatten() {
-        let (said, open) = (said.clone(), open.clone());
+    let pipes: [Option<Box<dyn io::Read + Send>>; 2] =
+        [child.stdout.take().map(|pipe| Box::new(pipe) as _), child.stderr.take().map(|pipe| Box::new(pipe) as _)];
+    for pipe in pipes.into_iter().flatten() {
+        let (view, open) = (view.clone(), open.clone());
         std::thread::spawn(move || {
-            // An output that cannot be read has ended.
-            let _ = pass_on(output, &said);
+            pass_on(pipe, &view);
             drop(open);
         });
     }
@@ -117,54 +118,67 @@ fn watched(mut command: Command, said: &Sender<Said>) -> io::Result<ExitStatus> 
     #[cfg(unix)]
     outlive(&child)?;
     let status = child.wait()?;
-    // Other processes may keep the outputs open, and write to them later.
-    let _ = all_closed.recv_timeout(LAST_WORDS);
+    // Other processes may keep the pipes open.
+    let _ = all_closed.recv_timeout(OUTPUT_AFTER_EXIT);
     Ok(status)
 }
 
-/// The time after a program's end in which what it said last is read.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long output of a program is awaited after its end.
+const OUTPUT_AFTER_EXIT: Duration = Duration::from_secs(1);
+/// The longest line that is passed on as one.
+const LONGEST_LINE: usize = 64 << 10;
 
-/// Passes on what a program says, line by line, and the starts of lines, such as questions. A
+/// Passes on a program's output, line by line, and the starts of lines, such as questions. A
 /// carriage return begins the line anew.
-fn pass_on(mut output: impl io::Read, said: &Sender<Said>) -> io::Result<()> {
-    let (mut line, mut buffer) = (Vec::new(), [0; 4096]);
-    let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
-    loop {
-        let length = match output.read(&mut buffer) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            read => read?,
-        };
-        if length == 0 {
-            break;
+fn pass_on(mut pipe: impl io::Read, view: &Sender<Output>) {
+    let text = |line: &[u8]| String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line)).into_owned();
+    let whole = |line: &mut Vec<u8>| {
+        let text = text(&std::mem::take(line));
+        if let Err(unheard) = view.send(Output::Line(text))
+            && let Output::Line(text) = unheard.0
+        {
+            let _ = writeln!(io::stderr(), "{text}");
         }
-        for byte in &buffer[..length] {
+    };
+    let (mut line, mut shown, mut buffer) = (Vec::new(), String::new(), [0; 4096]);
+    loop {
+        let length = match pipe.read(&mut buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            // Output that cannot be read has ended.
+            Err(_) | Ok(0) => break,
+            Ok(length) => length,
+        };
+        for &byte in &buffer[..length] {
             match byte {
-                b'\n' => {
-                    let whole = std::mem::take(&mut line);
-                    // Fails if the view has ended.
-                    let _ = said.send(Said::Line(text(whole.strip_suffix(b"\r").unwrap_or(&whole))));
-                }
-                _ if line.last() == Some(&b'\r') => line = vec![*byte],
-                _ => line.push(*byte),
+                b'\n' => whole(&mut line),
+                b'\r' if line.last() == Some(&b'\r') => {}
+                _ if line.last() == Some(&b'\r') => line = vec![byte],
+                _ => line.push(byte),
+            }
+            if line.len() >= LONGEST_LINE {
+                whole(&mut line);
             }
         }
-        let _ = said.send(Said::Unfinished(text(&line)));
+        let partial = text(&line);
+        if partial != shown {
+            let _ = view.send(Output::Partial(partial.clone()));
+            shown = partial;
+        }
     }
     if !line.is_empty() {
-        let _ = said.send(Said::Line(text(&line)));
+        whole(&mut line);
+        let _ = view.send(Output::Partial(String::new()));
     }
-    Ok(())
 }
 
-/// The readings of all processes that run.
+/// The readings of all processes that write some.
 fn readings(folder: &Path) -> Vec<Reading> {
-    let mut processes: Vec<u32> = fs::read_dir(folder)
-        .into_iter()
-        .flatten()
-        .filter_map(|file| file.ok()?.file_name().to_str()?.parse().ok())
-        .filter(|process: &u32| Path::new("/proc").join(process.to_string()).exists())
-        .collect();
+    let is_fresh = |file: &fs::DirEntry| {
+        let written = file.metadata().and_then(|data| data.modified());
+        written.is_ok_and(|at| at.elapsed().is_ok_and(|age| age < FRESH))
+    };
+    let files = fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok).filter(is_fresh);
+    let mut processes: Vec<u32> = files.filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
     processes.sort_unstable();
     let of = |process: u32| {
         let text = fs::read_to_string(folder.join(process.to_string())).unwrap_or_default();
@@ -172,6 +186,9 @@ fn readings(folder: &Path) -> Vec<Reading> {
     };
     processes.into_iter().flat_map(of).collect()
 }
+
+/// The age of readings from which on their process has probably ended. A process writes two a second.
+const FRESH: Duration = Duration::from_secs(3);
 
 /// The reading of a line that the interposer wrote.
 fn reading(process: u32, line: &str) -> Option<Reading> {
@@ -198,9 +215,10 @@ fn write_page(session: &Session, name: &str, folder: &Path, page: &Path) -> Resu
         session.message("no report page: the program left no snapshot");
         return Ok(());
     }
+    programs.sort_by_key(|program| program.device);
     let several = programs.len() > 1;
-    for (number, program) in programs.iter_mut().enumerate() {
-        program.name = if several { format!("{name}, device {number}") } else { name.to_owned() };
+    for program in &mut programs {
+        program.name = if several { format!("{name}, device {}", program.device) } else { name.to_owned() };
     }
     report::write(session, &programs, page)?;
     Ok(())
@@ -330,30 +348,44 @@ impl Drop for Folder {
 mod tests {
     use super::*;
 
-    #[test]
-    fn output_is_passed_on_by_lines_and_their_starts() {
-        let (said, heard) = channel::unbounded();
-        // What a read returns may end anywhere.
-        let text = &b"one\r\ntwo\n 1%\r 2%\r50%"[..];
-        pass_on(io::Read::chain(&text[..12], &text[12..]), &said).unwrap();
-        let heard: Vec<String> = heard.try_iter().map(|said| format!("{said:?}")).collect();
-        assert_eq!(
-            heard,
-            ["Line(\"one\")", "Line(\"two\")", "Unfinished(\" 1%\")", "Unfinished(\"50%\")", "Line(\"50%\")"]
-        );
+    /// What a view gets of this output, which is read in two parts.
+    fn passed_on(text: &[u8], first: usize) -> Vec<String> {
+        let (view, output) = channel::unbounded();
+        pass_on(io::Read::chain(&text[..first], &text[first..]), &view);
+        output.try_iter().map(|output| format!("{output:?}")).collect()
     }
 
     #[test]
-    fn readings_are_of_processes_that_run() {
+    fn output_is_passed_on_by_lines_and_their_starts() {
+        let passed = passed_on(b"one\r\ntwo\r\r\n 1%\r 2%\r50%\r", 14);
+        let partial = "Partial(\" 1%\")";
+        assert_eq!(
+            passed,
+            ["Line(\"one\")", "Line(\"two\")", partial, "Partial(\"50%\")", "Line(\"50%\")", "Partial(\"\")"]
+        );
+        assert_eq!(passed_on(b"a\nb\n", 3), ["Line(\"a\")", "Partial(\"b\")", "Line(\"b\")", "Partial(\"\")"]);
+    }
+
+    #[test]
+    fn output_without_line_ends_is_passed_on_in_parts() {
+        let passed = passed_on(&vec![b'x'; 3 * LONGEST_LINE + 5], 0);
+        let lines: Vec<usize> =
+            passed.iter().filter(|one| one.starts_with("Line")).map(|line| line.len() - 8).collect();
+        assert_eq!(lines, [LONGEST_LINE, LONGEST_LINE, LONGEST_LINE, 5]);
+    }
+
+    #[test]
+    fn readings_are_of_processes_that_write_them() {
         let folder = Folder::new().unwrap();
         let own = std::process::id();
         fs::write(folder.0.join(own.to_string()), "0 100 60 50 0.2500 7 1\n3 100 damaged\n1 9 8 7 0.0000 6 5\n")
             .unwrap();
-        fs::write(folder.0.join("4194305"), "0 100 60 50 0.2500 7 1\n").unwrap();
+        let ended = fs::File::create(folder.0.join("4194305")).unwrap();
+        io::Write::write_all(&mut &ended, b"0 100 60 50 0.2500 7 1\n").unwrap();
+        ended.set_modified(SystemTime::now() - 2 * FRESH).unwrap();
         fs::write(folder.0.join(format!("{own}.new")), "0 100 60").unwrap();
         let all = readings(&folder.0);
-        assert_eq!(all.len(), if cfg!(target_os = "linux") { 2 } else { 0 }, "{all:?}");
-        let Some(first) = all.first() else { return };
+        let [first, _] = &all[..] else { panic!("two devices: {all:?}") };
         assert_eq!((first.reserved, first.allocated, first.allocations, first.ooms), (60, 50, 7, 1));
         assert_eq!((first.name.clone(), first.external), (format!("{own} cuda:0"), 0.25));
         assert!(readings(Path::new("/no/such/folder")).is_empty());

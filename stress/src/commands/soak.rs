@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::cli::SoakArgs;
 use crate::commands::{hazards, hundredths, record_history, save};
 use crate::exit::{Failure, Outcome};
-use crate::live::{self, Now, Reading};
+use crate::live::{self, Progress, Reading};
 use crate::session::Session;
 use crate::soak::{self, Counts, Plan};
 use crate::text::Bytes;
@@ -70,19 +70,18 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     };
     // A time beyond the range of the clock means no end.
     let end = |share: f64| args.minutes.and_then(|m| start.checked_add(Duration::from_secs_f64(m * 60.0 * share)));
-    let seen = Seen::default();
-    let done = || match (args.minutes, operations) {
-        (Some(minutes), _) => Some(start.elapsed().as_secs_f64() / (minutes * 60.0)),
-        (None, operations) => {
-            operations.map(|all| share(seen.begun.load(Ordering::Relaxed), all.saturating_mul(args.seeds)))
-        }
+    let watched = Watched::default();
+    let done = || {
+        let time = args.minutes.map(|minutes| start.elapsed().as_secs_f64() / (minutes * 60.0));
+        let work = operations.map(|each| share(watched.operations(each), each.saturating_mul(args.seeds)));
+        time.into_iter().chain(work).reduce(f64::max)
     };
-    let now = || Now { readings: seen.reading(session.device_text()), done: done() };
-    live::watch(session, "soak", now, |_| {
+    let progress = || Progress { readings: watched.reading(session.device_text()), done: done() };
+    live::watch(session, "soak", progress, |_| {
         while row.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
             let seed = session.seed().wrapping_add(row.seeds);
             let until = end(share(row.seeds + 1, args.seeds));
-            one(session, args, seed, operations, until, &mut row, &seen)?;
+            one(session, args, seed, operations, until, &mut row, &watched)?;
         }
         Ok::<(), Failure>(())
     })?;
@@ -99,17 +98,24 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     })
 }
 
-/// What is seen of a soak while it runs.
+/// What is shown of a soak while it runs.
 #[derive(Debug, Default)]
-struct Seen {
+struct Watched {
     allocator: Mutex<Option<Allocator>>,
-    /// Operations that have begun, of all seeds.
+    /// Operations of this seed that have begun, or were about to.
     begun: AtomicU64,
+    /// Operations of earlier seeds.
+    earlier: AtomicU64,
 }
 
-impl Seen {
-    fn see(&self, allocator: Option<Allocator>) {
+impl Watched {
+    fn set(&self, allocator: Option<Allocator>) {
         *self.allocator.lock().unwrap_or_else(PoisonError::into_inner) = allocator;
+    }
+
+    /// Operations so far, of which each seed has at most so many.
+    fn operations(&self, each: u64) -> u64 {
+        self.earlier.load(Ordering::Relaxed).saturating_add(self.begun.load(Ordering::Relaxed).min(each))
     }
 
     fn reading(&self, device: &str) -> Vec<Reading> {
@@ -143,7 +149,7 @@ fn one(
     operations: Option<u64>,
     until: Option<Instant>,
     row: &mut Row,
-    seen: &Seen,
+    watched: &Watched,
 ) -> Result<(), Failure> {
     let (device, config) = (session.open_with_seed(seed)?, session.config()?);
     let allocator = session.allocator(&device, config)?;
@@ -152,9 +158,11 @@ fn one(
     if args.snapshot.is_some() {
         record_history(&allocator, HISTORY_ENTRIES);
     }
-    seen.see(Some(allocator.clone()));
-    let soaked = soak::run(&allocator, &plan, &seen.begun);
-    seen.see(None);
+    watched.set(Some(allocator.clone()));
+    let soaked = soak::run(&allocator, &plan, &watched.begun);
+    watched.set(None);
+    watched.begun.store(0, Ordering::Relaxed);
+    watched.earlier.fetch_add(soaked.as_ref().map_or(0, |counts| counts.operations), Ordering::Relaxed);
     let soaked = soaked.inspect_err(|_| session.message(format_args!("seed {seed}:")));
     // The snapshot matters most after a failure.
     let saved = args.snapshot.as_ref().map_or(Ok(()), |path| save(session, &allocator.snapshot(), path));

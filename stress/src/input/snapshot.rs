@@ -101,6 +101,8 @@ pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<V
     if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
 }
 
+/// The largest refused request that is replayed: no device has more memory.
+const LARGEST: u64 = aquifer_device::sim::CAPACITY_BYTES_MAX;
 /// The key of a refused request. No block is at this address.
 const REFUSED: u64 = u64::MAX;
 
@@ -147,7 +149,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
             }
             Action::Oom => {
                 let size = entry.size.filter(|size| size.cast_signed() >= 0);
-                if let Some(size) = size.filter(|_| last_alloc.is_none_or(|last| index > last)) {
+                if let Some(size) = size.filter(|&size| size <= LARGEST && last_alloc.is_none_or(|last| index > last)) {
                     recording.builder.set_site(entry.site);
                     recording.builder.alloc(REFUSED, size, entry.stream).map_err(fault)?;
                     recording.builder.free(REFUSED).map_err(fault)?;
@@ -526,14 +528,14 @@ mod tests {
             refused(Some(60)),
             block(FreeRequested),
             refused(Some(50)),
-            refused(None),
+            refused(Some(1 << 60)),
         ];
         let program = events(trace, Vec::new());
         assert_eq!((program.operations(), program.peak_requested_bytes), (6, 100));
         assert_eq!(
-            program.notes[..2],
+            program.notes[1..],
             [
-                "requests refused for lack of memory, skipped: 2; the largest: 90 bytes",
+                "requests refused for lack of memory, skipped: 2; the largest: 1152921504606846976 bytes",
                 "requests refused for lack of memory at the end, replayed as blocks that are freed at once: 2; the \
                  largest: 60 bytes"
             ]

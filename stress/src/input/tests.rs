@@ -139,7 +139,7 @@ proptest! {
         options in prop::sample::select(vec!["", "backing:segments", "cross_stream:off"]),
         lag in prop::sample::select(vec![0, 5]),
     ) {
-        let session = Session::without_device(&Global::default()).unwrap().unchecked();
+        let session = Session::without_device(&Global::default()).unwrap().for_measuring();
         let saved = replay::snapshot(&session, &program, &options.parse().unwrap(), lag).unwrap();
         let file = |format| {
             let mut bytes = Vec::new();

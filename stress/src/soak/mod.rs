@@ -62,9 +62,7 @@ struct Shared<'a> {
     /// Channels to the workers, for blocks that are passed on.
     outboxes: Vec<Sender<Block>>,
     /// Operations that have begun.
-    begun: AtomicU64,
-    /// Operations that have begun, those of earlier runs included.
-    counted: &'a AtomicU64,
+    begun: &'a AtomicU64,
     /// A worker failed.
     failed: AtomicBool,
 }
@@ -76,13 +74,12 @@ impl Shared<'_> {
             return None;
         }
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
-        self.counted.fetch_add(1, Ordering::Relaxed);
         self.plan.operations.is_none_or(|operations| number < operations).then_some(number)
     }
 }
 
 /// Runs a soak on an allocator without other users, and sets its limit. All memory is freed in the
-/// end. Operations are counted in `begun` while they begin.
+/// end. `begun`, 0 at first, counts operations while they begin.
 ///
 /// # Errors
 /// When something fails for another reason than lack of memory. Damage is not an error: it is in
@@ -99,8 +96,7 @@ pub fn run(allocator: &Allocator, plan: &Plan, begun: &AtomicU64) -> Result<Coun
         kernels: Kernels::load(device)?,
         streams,
         outboxes,
-        begun: AtomicU64::new(0),
-        counted: begun,
+        begun,
         failed: AtomicBool::new(false),
     };
     let workers = inboxes.into_iter().enumerate().map(|(number, inbox)| Worker::new(&shared, number, inbox));

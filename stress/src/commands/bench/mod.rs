@@ -127,7 +127,9 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let (outcome, rows) = measure_all(session, config, &chosen, |benchmark| benchmark.name, measure)?;
     if !rows.is_empty() {
         session.show(tabulate(&rows))?;
-        args.plot.as_ref().map_or(Ok(()), |path| plot(session, &rows, path))?;
+        if let Some(path) = &args.plot {
+            plot(session, &rows, path)?;
+        }
     }
     Ok(outcome)
 }
@@ -140,7 +142,7 @@ fn plot(session: &Session, rows: &[Row], path: &Path) -> Result<(), Failure> {
     let dots = Dots {
         title: &format!("aquifer-stress bench on {}", session.device_text()),
         rows: pairs.iter().map(|[ours, _]| ours.benchmark).collect(),
-        names: vec!["aquifer", "yardstick: offset-allocator; for raw_ benchmarks, aquifer with handles"],
+        series: vec!["aquifer", "yardstick: offset-allocator; for raw_ benchmarks, aquifer with handles"],
         panels: vec![Panel {
             axis,
             values: vec![values(|[ours, _]| ours.ns_per_pair), values(|[_, theirs]| theirs.ns_per_pair)],

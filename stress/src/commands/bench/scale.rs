@@ -96,7 +96,9 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
     let (outcome, rows) = measure_all(session, config, &chosen, |series| series.name, measure)?;
     if !rows.is_empty() {
         session.show(tabulate(&rows))?;
-        args.plot.as_ref().map_or(Ok(()), |path| plot(session, &rows, path))?;
+        if let Some(path) = &args.plot {
+            plot(session, &rows, path)?;
+        }
     }
     Ok(outcome)
 }
@@ -114,6 +116,10 @@ fn plot(session: &Session, rows: &[ScaleRow], path: &Path) -> Result<(), Failure
     let grows = |rows: &&[ScaleRow]| rows.iter().any(|row| row.exponent.is_some());
     let panels: Vec<Curves<'_>> =
         rows.chunk_by(|one, other| one.series == other.series).filter(grows).map(panel).collect();
+    if panels.is_empty() {
+        session.message("no plot: no series has several numbers");
+        return Ok(());
+    }
     save_curves(session, &title, &panels, path)
 }
 

@@ -121,7 +121,9 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
         let tables = rows.chunk_by(|one, other| one.trace == other.trace).map(tabulate);
         let tables: Vec<String> = tables.chain([summary::tabulate(&means)]).collect();
         session.show(tables.join("\n\n"))?;
-        args.plot.as_ref().map_or(Ok(()), |path| plot(session, &rows, &means, path))?;
+        if let Some(path) = &args.plot {
+            plot(session, &rows, &means, path)?;
+        }
     }
     Ok(outcome)
 }
@@ -135,13 +137,15 @@ fn plot(session: &Session, rows: &[Row], means: &[Summary], path: &Path) -> Resu
         Panel { axis: Axis { name, is_logarithmic, from }, values }
     };
     let dots = Dots {
-        title: "aquifer-stress compare: memory over what programs request at most",
+        title: "aquifer-stress compare: memory and driver time",
         rows: traces.iter().map(|rows| &*rows[0].trace).collect(),
-        names: means.iter().map(|mean| options(&mean.config)).collect(),
+        series: means.iter().map(|mean| options(&mean.config)).collect(),
         panels: vec![
-            panel("takes, ratio", false, Some(1.0), |row| row.reserved_over_requested.filter(|_| row.finished())),
-            panel("fits on, ratio", false, Some(1.0), |row| row.smallest_over_requested),
-            panel("driver ms, modelled", true, None, |row| {
+            panel("most held / most requested", false, Some(1.0), |row| {
+                row.reserved_over_requested.filter(|_| row.finished())
+            }),
+            panel("smallest device / most requested", false, Some(1.0), |row| row.smallest_over_requested),
+            panel("driver time, modelled, ms", true, None, |row| {
                 row.driver_time_modelled_us.filter(|_| row.finished()).map(|us| us / 1e3)
             }),
         ],

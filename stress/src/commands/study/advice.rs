@@ -9,7 +9,6 @@ use super::{Case, Manager, Study, try_all};
 use crate::input::{Event, Program, Site};
 use crate::profile::{Profile, headline};
 use crate::session::Session;
-use crate::table::optional;
 use crate::text::{Bytes, plural};
 
 /// Options of PyTorch that are tried besides expandable segments.
@@ -95,18 +94,17 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     let mut advice = Vec::new();
     let in_pytorch = best(usual, &pytorch);
     if let Some(best) = in_pytorch {
-        let (title, how) = match (&*best.manager.options, &*usual.manager.options) {
-            ("", _) => ("In PyTorch, leave PYTORCH_ALLOC_CONF out".to_owned(), ""),
-            (options, "") => (
+        let (title, mut how) = match &*best.manager.options {
+            "" => ("In PyTorch, unset PYTORCH_ALLOC_CONF".to_owned(), String::new()),
+            options => (
                 format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
-                " Older versions read PYTORCH_CUDA_ALLOC_CONF.",
-            ),
-            (options, _) => (
-                format!("In PyTorch, set PYTORCH_ALLOC_CONF={options}"),
-                " This replaces the recording's options. Older versions read PYTORCH_CUDA_ALLOC_CONF.",
+                " Older versions read PYTORCH_CUDA_ALLOC_CONF.".to_owned(),
             ),
         };
-        advice.push(Advice::option(title, how, best, usual));
+        if let Some(recorded) = program.options.as_deref().filter(|options| !options.is_empty()) {
+            how += &format!(" This replaces {recorded}.");
+        }
+        advice.push(Advice::option(title, &how, best, usual));
     }
     if let Some(best) = study.own().and_then(|own| best(usual, &[own])) {
         let options = match &*best.manager.options {
@@ -118,7 +116,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     }
     advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
     advice.extend(growing(program));
-    // What options cure needs no other program.
+    // Where options remove the waste, the program need not change.
     let left = in_pytorch.unwrap_or(usual).sampled.peak_reserved;
     if left.saturating_sub(study.profile.peak.bytes) >= left / WORTH {
         advice.extend(outliving(program));
@@ -132,17 +130,16 @@ impl Advice {
     /// `how` is a sentence about the options, or empty.
     fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
         let (new, old) = (case.sampled.peak_reserved, usual.sampled.peak_reserved);
-        let device = match (case.smallest_device, usual.smallest_device) {
-            (Some(new), Some(old)) => instead(new, old),
-            (new, old) => format!("{} instead of {}", optional(new.map(Bytes)), optional(old.map(Bytes))),
+        let least = match (case.smallest_device, usual.smallest_device) {
+            (Some(new), Some(old)) => format!("It needs free device memory of {}.", instead(new, old)),
+            (Some(new), None) => {
+                format!("It needs free device memory of {}; before, no device had enough.", Bytes(new))
+            }
+            (None, _) => "No device has enough.".to_owned(),
         };
-        let finishes = format!("It needs free device memory of {device}");
         let comparable = case.finishes() && usual.finishes();
-        let text = match () {
-            () if !comparable => format!("{finishes}.{how}"),
-            () if new <= old => format!("{finishes}, and takes {} where there is more.{how}", instead(new, old)),
-            () => format!("{finishes}. Where there is more, it takes {}.{how}", instead(new, old)),
-        };
+        let most = if comparable { format!(" With enough, it takes {}.", instead(new, old)) } else { String::new() };
+        let text = format!("{least}{most}{how}");
         let saves = old.checked_sub(new).filter(|_| comparable);
         Advice { title, text, saves, figures: Some(Figures::of(case, usual)) }
     }
@@ -152,16 +149,14 @@ impl Advice {
     }
 }
 
-/// Two sizes, in the same unit where both have one of their own.
+/// Two sizes, in GiB if one of them is and the other is no small part of that.
 fn instead(new: u64, old: u64) -> String {
-    let [new_text, old_text] = [new, old].map(|bytes| Bytes(bytes).to_string());
-    if new_text == old_text {
-        return format!("{new_text} as before");
-    }
-    let is_of_gib = new.max(old) >= 1 << 30 && new.min(old) >= 100 << 20;
+    let are_of_gib = (1 << 30..1 << 40).contains(&new.max(old)) && new.min(old) >= 100 << 20;
     #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
-    let [new, old] = [new, old].map(|bytes| bytes as f64 / f64::from(1 << 30));
-    if is_of_gib { format!("{new:.2} instead of {old:.2} GiB") } else { format!("{new_text} instead of {old_text}") }
+    let in_gib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 30));
+    let unit = if are_of_gib { " GiB" } else { "" };
+    let [new, old] = [new, old].map(|bytes| if are_of_gib { in_gib(bytes) } else { Bytes(bytes).to_string() });
+    if new == old { format!("{new}{unit} as before") } else { format!("{new} instead of {old}{unit}") }
 }
 
 /// Of the cases that finish on the smallest device or on one of 1 % more, the one that takes least,
@@ -360,19 +355,14 @@ fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advi
         }
     }
     let (sizes, allocs) = (counts.len() as u64, counts.values().sum::<u64>());
-    let rounded = pytorch.iter().copied().filter(|case| case.manager.options.starts_with("roundup_power2_divisions"));
-    let rounded = best(usual, &rounded.collect::<Vec<_>>())?;
-    // An option that brings as much is less work.
-    let is_as_good = |case: &&Case| {
-        let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
-        device(case) <= device(rounded) && case.sampled.peak_reserved <= rounded.sampled.peak_reserved
-    };
-    let others =
-        || pytorch.iter().copied().filter(|case| !case.manager.options.starts_with("roundup_power2_divisions"));
-    if others().any(|case| is_as_good(&case)) {
-        return None;
-    }
-    (sizes >= 100 && sizes * 20 >= allocs).then(|| {
+    let (rounded, others): (Vec<&Case>, Vec<&Case>) =
+        pytorch.iter().copied().partition(|case| case.manager.options.starts_with("roundup_power2_divisions"));
+    let rounded = best(usual, &rounded)?;
+    // An option that saves as much needs no change of the program.
+    let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
+    let is_as_good =
+        |case: &&Case| device(case) <= device(rounded) && case.sampled.peak_reserved <= rounded.sampled.peak_reserved;
+    (sizes >= 100 && sizes * 20 >= allocs && !others.iter().any(is_as_good)).then(|| {
         Advice::of_code(
             "Pad lengths to a few sizes".to_owned(),
             format!(
@@ -396,7 +386,7 @@ mod tests {
         let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
         let session =
             Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
-        let session = session.unchecked();
+        let session = session.for_measuring();
         let study = Study::of(&session, "p", program, 0).unwrap();
         advise(&session, "p", program, &study)
     }
@@ -473,5 +463,7 @@ mod tests {
         assert_eq!(instead(12 << 20, 3 << 30), "12.00 MiB instead of 3.00 GiB");
         assert_eq!(instead(5 << 20, 6 << 20), "5.00 MiB instead of 6.00 MiB");
         assert_eq!(instead((3 << 30) + 1, 3 << 30), "3.00 GiB as before");
+        assert_eq!(instead(1022 << 20, 1 << 30), "1.00 GiB as before");
+        assert_eq!(instead(1 << 40, 2 << 40), "1.00 TiB instead of 2.00 TiB");
     }
 }

@@ -303,7 +303,7 @@ mod tests {
         let program = input::read("p.trace".as_ref(), text.as_bytes()).unwrap().remove(0);
         let program = Program { options: options.map(str::to_owned), ..program };
         let device = device.map(|device| device.parse().unwrap());
-        let session = Session::new(&Global { device, ..Global::default() }).unwrap().unchecked();
+        let session = Session::new(&Global { device, ..Global::default() }).unwrap().for_measuring();
         Study::of(&session, "p", &program, 4).unwrap()
     }
 
