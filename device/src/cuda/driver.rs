@@ -15,8 +15,8 @@ use super::{captures, copies, events, mappings, memory, modules, peers, streams}
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
-    RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Operation, Result};
 use crate::fork;
@@ -186,6 +186,11 @@ impl Driver for CudaDriver {
             Attribute::PosixFdHandles => Ok(self.gpu.facts.posix_fd.into()),
             Attribute::BatchedCopies => Ok(copies::has_batches(self.gpu.context.functions()).into()),
         }
+    }
+
+    #[cfg(feature = "nvml")]
+    fn memory_users(&self) -> MemoryUsers {
+        super::nvml::memory_users(&self.gpu)
     }
 
     fn host_access(&self, _ptr: HostPtr, _bytes: usize, _kind: AccessKind) -> Result<()> {
