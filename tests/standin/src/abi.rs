@@ -106,6 +106,11 @@ pub(crate) struct Call {
 }
 
 impl Call {
+    /// The function's name.
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
     /// The process's driver, once `cuInit` succeeded.
     pub(crate) fn process(&self) -> Answer<&'static Process> {
         let process = Process::get();

@@ -3,12 +3,13 @@
 
 use std::ffi::c_char;
 use std::ptr;
+use std::sync::Arc;
 
 use aquifer_device::{Code, Driver as _};
 
 use crate::abi::{Answer, Call, Handle, InOut, Out, abi, needed, string};
 use crate::devices;
-use crate::process::Process;
+use crate::process::{Life, Process};
 
 /// The process that holds what this one does not: an id that Linux gives to none.
 pub const OTHER_PID: u32 = (1 << 22) + 1;
@@ -49,13 +50,19 @@ fn by_uuid(call: &Call, text: &str) -> Answer<i32> {
     if devices::uuid(&device) == id.to_be_bytes() { Ok(ordinal) } else { Err(NOT_FOUND) }
 }
 
-/// Lists this process, if wanted, and the other one.
+/// What a handle of NVML stands for.
+fn life(call: &Call, device: Handle) -> Answer<Arc<Life>> {
+    let life = call.device(i32::try_from(device).unwrap_or(0) - 1)?.life();
+    life.count(call.name());
+    Ok(life)
+}
+
+/// Lists the other process and, if wanted, this one.
 ///
 /// # Safety
 /// `infos` must be null or writable for `count` entries.
-unsafe fn list(call: &Call, device: Handle, count: InOut<'_, u32>, infos: *mut ProcessInfo, with_own: bool) -> Answer {
-    let device = call.device(i32::try_from(device).unwrap_or(0) - 1)?;
-    let users = device.life().sim.memory_users();
+unsafe fn list(life: &Life, count: InOut<'_, u32>, infos: *mut ProcessInfo, with_own: bool) -> Answer {
+    let users = life.sim.memory_users();
     let own = Process::get().environment().ok().map(|environment| environment.pid).filter(|_| with_own);
     let own = own.map(|pid| (pid, users.own.unwrap_or(0)));
     let others = users.others.iter().map(|other| (OTHER_PID, other.bytes));
@@ -103,7 +110,7 @@ abi! {
         call, device: Handle, count: InOut<'_, u32>, infos: *mut ProcessInfo,
     ) {
         // SAFETY: the caller vouches for the entries.
-        unsafe { list(call, device, count, infos, true) }
+        unsafe { list(&*life(call, device)?, count, infos, true) }
     }
 
     /// Processes that use a device for graphics: the other one does that, too.
@@ -111,12 +118,12 @@ abi! {
         call, device: Handle, count: InOut<'_, u32>, infos: *mut ProcessInfo,
     ) {
         // SAFETY: the caller vouches for the entries.
-        unsafe { list(call, device, count, infos, false) }
+        unsafe { list(&*life(call, device)?, count, infos, false) }
     }
 
     /// The memory of a device, and what the driver reserves of it.
     11060 nvmlDeviceGetMemoryInfo_v2(call, device: Handle, memory: InOut<'_, Memory>) {
-        let sim = &call.device(i32::try_from(device).unwrap_or(0) - 1)?.life().sim;
+        let sim = &life(call, device)?.sim;
         let memory = needed(memory)?;
         let (users, total) = (sim.memory_users(), sim.info().total_bytes);
         let used = users.own.unwrap_or(0) + users.others.iter().map(|other| other.bytes).sum::<u64>();
