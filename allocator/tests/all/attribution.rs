@@ -58,11 +58,11 @@ fn a_refusal_says_who_holds_memory_and_what_to_leave_free() {
     let who = "10.00 MiB is held by the rest of this process (context, modules, libraries), 20.00 MiB by another \
                process. 30.00 MiB is allocated";
     assert!(text.contains(who), "{text}");
-    let grown = "\n  taken by others since the allocator opened: 10.00 MiB, for which headroom_mb:10 leaves room\n";
+    let grown = "\n  taken by libraries since the allocator opened: 10.00 MiB, for which headroom_mb:10 leaves room\n";
     assert!(text.contains(grown), "{text}");
     let (_, allocator) = open("sim:100MiB", "");
     let text = refused(&allocator, 101 * MIB).to_string();
-    assert!(!text.contains("is held by") && !text.contains("taken by others"), "{text}");
+    assert!(!text.contains("is held by") && !text.contains("taken by libraries"), "{text}");
 }
 
 #[test]

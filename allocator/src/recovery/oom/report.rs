@@ -161,11 +161,14 @@ impl OomReport {
             let start = if at == 0 { "\n  lacking: " } else { ", and " };
             write!(f, "{start}{} {place}", Exactly(bytes))?;
         }
-        if let Some(memory) = self.attribution.as_ref().filter(|memory| memory.suggested_headroom > self.headroom) {
+        // Growth of other processes is no reason for a headroom.
+        let suggests =
+            |memory: &&Attribution| memory.rest_of_process.is_some() && memory.suggested_headroom > self.headroom;
+        if let Some(memory) = self.attribution.as_ref().filter(suggests) {
             let (grown, option) = (Bytes(memory.suggested_headroom), memory.headroom_mb());
             write!(
                 f,
-                "\n  taken by others since the allocator opened: {grown}, for which headroom_mb:{option} leaves room"
+                "\n  taken by libraries since the allocator opened: {grown}, for which headroom_mb:{option} leaves room"
             )?;
         }
         if self.released > 0 || self.reclaimed > 0 {
