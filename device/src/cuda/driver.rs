@@ -15,8 +15,8 @@ use super::{captures, copies, events, mappings, memory, modules, peers, streams}
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
-    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Operation, Result};
 use crate::fork;
@@ -189,7 +189,7 @@ impl Driver for CudaDriver {
     }
 
     #[cfg(feature = "nvml")]
-    fn memory_users(&self) -> MemoryUsers {
+    fn memory_users(&self) -> crate::driver::MemoryUsers {
         super::nvml::memory_users(&self.gpu)
     }
 
