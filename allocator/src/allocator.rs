@@ -148,7 +148,8 @@ impl Allocator {
         close_abandoned();
         device.settle();
         let memory = device.memory_info()?;
-        let outside = Outside::at_open(device, memory);
+        let held = open_states().iter().map(|state| state.shared().held_on(device).bytes).sum();
+        let outside = Outside::at_open(memory, held);
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
             choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));

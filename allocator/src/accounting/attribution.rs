@@ -1,16 +1,13 @@
 //! Who holds the memory of a device, and how much to leave free for others than the allocator.
 
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use aquifer_device::{Device, DriverKind, MemoryInfo, ProcessMemory, Result};
+use aquifer_device::{MemoryInfo, ProcessMemory};
 
-use crate::allocator::{Allocator, open_states};
-use crate::backing::growing::Growing;
 use crate::format::Bytes;
-use crate::state::AllocatorState;
 
-/// The memory of a device by who holds it, as [`Allocator::attribution`] returns it. All sizes are
+/// The memory of a device by who holds it, as [`crate::Allocator::attribution`] returns it. All sizes are
 /// bytes.
 ///
 /// The total is the sum of what is free, what each holds, and what is unattributed. The parts are
@@ -125,97 +122,23 @@ pub(crate) fn write_holders(
 /// What an allocator has seen of the memory that no allocator of its process holds.
 #[derive(Debug)]
 pub(crate) struct Outside {
-    at_open: u64,
+    pub(crate) at_open: u64,
     /// The most by which that has grown.
-    growth: u64,
+    pub(crate) growth: u64,
     /// The last answer about processes.
-    last: Option<(Instant, Attribution)>,
+    pub(crate) last: Option<(Instant, Attribution)>,
 }
 
 impl Outside {
-    /// For an allocator that opens when the device has this memory.
-    pub(crate) fn at_open(device: &Device, memory: MemoryInfo) -> Outside {
-        let held: u64 = open_states().iter().map(|state| Held::of(state, device).bytes).sum();
+    /// For an allocator that opens when the device has this memory, and others hold `held` bytes.
+    pub(crate) fn at_open(memory: MemoryInfo, held: u64) -> Outside {
         Outside { at_open: used(memory).saturating_sub(held), growth: 0, last: None }
     }
 }
 
-fn used(memory: MemoryInfo) -> u64 {
+/// Bytes in use.
+pub(crate) fn used(memory: MemoryInfo) -> u64 {
     memory.total.saturating_sub(memory.free)
-}
-
-/// What an allocator holds and takes at one moment.
-#[derive(Clone, Copy, Default)]
-struct Held {
-    bytes: u64,
-    growing: Growing,
-}
-
-impl Held {
-    /// Nothing, if the state now serves an allocator of another device.
-    fn of(state: &'static AllocatorState, device: &Device) -> Held {
-        let shared = state.shared();
-        if shared.device.as_ref().is_none_or(|other| other.id() != device.id()) {
-            return Held::default();
-        }
-        Held { bytes: shared.reserved.saturating_add(shared.leaving), growing: shared.growing }
-    }
-
-    /// The most that the allocator can have held at a moment between the two.
-    fn most_until(&self, later: &Held) -> u64 {
-        let begun = later.growing.begun.wrapping_sub(self.growing.begun);
-        self.bytes.max(later.bytes).saturating_add(self.growing.now).saturating_add(begun)
-    }
-}
-
-/// Asks who holds the device's memory. No lock may be held. Of a GPU, an answer about processes
-/// serves for `max_age`.
-pub(crate) fn attribute(allocator: &Allocator, max_age: Duration) -> Result<Attribution> {
-    let (device, states) = (allocator.device(), open_states());
-    let held = || states.iter().map(|state| Held::of(state, device)).collect::<Vec<_>>();
-    let before = held();
-    let memory = device.memory_info()?;
-    let is_recent = |at: &Instant| device.info().kind != DriverKind::Simulated && at.elapsed() < max_age;
-    let recent = allocator.outside().lock().last.clone().filter(|(at, _)| is_recent(at));
-    let users = if recent.is_none() { device.memory_users() } else { Default::default() };
-    let after = held();
-
-    let ours: u64 = after.iter().map(|held| held.bytes).sum();
-    let reserved = states.iter().zip(&after).find(|(state, _)| std::ptr::eq(**state, allocator.state()));
-    let reserved = reserved.map_or(0, |(_, held)| held.bytes);
-    // Memory that these allocators take meanwhile is no growth of others.
-    let most: u64 =
-        before.iter().zip(&after).fold(0, |sum, (before, after)| sum.saturating_add(before.most_until(after)));
-    let (rest_of_process, other_processes, driver) = match &recent {
-        Some((_, last)) => (last.rest_of_process, last.other_processes.clone(), last.driver),
-        // Less than this process's allocators hold is said of another process of the same id.
-        None => match users.own.and_then(|own| own.checked_sub(ours)) {
-            Some(rest) => (Some(rest), users.others, users.driver),
-            None => (None, Vec::new(), users.driver),
-        },
-    };
-    let rest = rest_of_process.unwrap_or(0);
-    let attributed = other_processes.iter().fold(ours.saturating_add(rest), |sum, one| sum.saturating_add(one.bytes));
-
-    let mut outside = allocator.outside().lock();
-    let growth = used(memory).saturating_sub(most).saturating_sub(outside.at_open);
-    outside.growth = outside.growth.max(growth.min(rest_of_process.unwrap_or(u64::MAX)));
-    let attribution = Attribution {
-        total: memory.total,
-        free: memory.free,
-        reserved,
-        other_allocators: ours.saturating_sub(reserved),
-        rest_of_process,
-        other_processes,
-        unattributed: used(memory).saturating_sub(attributed),
-        driver,
-        outside_at_open: outside.at_open,
-        suggested_headroom: outside.growth,
-    };
-    if recent.is_none() {
-        outside.last = Some((Instant::now(), attribution.clone()));
-    }
-    Ok(attribution)
 }
 
 #[cfg(test)]
@@ -260,14 +183,5 @@ mod tests {
                         processes, 1.00 GiB by others. The driver reserves 512.00 MiB in addition. Suggested headroom: \
                         2.00 GiB (headroom_mb:2049).";
         assert_eq!(memory.to_string(), expected);
-    }
-
-    #[test]
-    fn memory_that_is_being_taken_counts_as_held() {
-        let held = |bytes, now, begun| Held { bytes, growing: Growing { now, begun } };
-        assert_eq!(held(10, 0, 7).most_until(&held(10, 0, 7)), 10);
-        assert_eq!(held(10, 5, 7).most_until(&held(15, 0, 7)), 20, "too much at most, never too little");
-        assert_eq!(held(10, 0, 7).most_until(&held(10, 3, 10)), 13);
-        assert_eq!(held(10, 0, 7).most_until(&held(0, 0, 7)), 10);
     }
 }

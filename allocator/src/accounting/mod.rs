@@ -5,6 +5,7 @@
 //! which. The other files present them: PyTorch's statistics, the summary table, and measures of
 //! fragmentation.
 
+pub(crate) mod attribute;
 pub(crate) mod attribution;
 pub(crate) mod counter;
 pub(crate) mod counters;

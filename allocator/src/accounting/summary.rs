@@ -3,7 +3,8 @@
 use std::fmt::{self, Write};
 use std::time::Duration;
 
-use crate::accounting::attribution::{Attribution, attribute};
+use crate::accounting::attribute::attribute;
+use crate::accounting::attribution::Attribution;
 use crate::accounting::memory_stats::{MemoryStats, stats};
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;

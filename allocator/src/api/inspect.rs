@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::accounting::fragmentation::{Fragmentation, measure};
-use crate::accounting::{Attribution, MemoryStats, attribution, memory_stats, summary};
+use crate::accounting::{Attribution, MemoryStats, attribute, memory_stats, summary};
 use crate::allocator::Allocator;
 use crate::config::Backing;
 use crate::error::AllocError;
@@ -126,7 +126,7 @@ impl Allocator {
     /// # Errors
     /// When the driver cannot tell the device's memory.
     pub fn attribution(&self) -> Result<Attribution, AllocError> {
-        Ok(attribution::attribute(self, Duration::ZERO)?)
+        Ok(attribute::attribute(self, Duration::ZERO)?)
     }
 
     /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so

@@ -7,7 +7,7 @@ use std::time::Duration;
 use aquifer_device::MemoryInfo;
 use seen::Seen;
 
-use crate::accounting::attribution::attribute;
+use crate::accounting::attribute::attribute;
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
