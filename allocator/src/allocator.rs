@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{Device, Operation};
 
+use crate::accounting::attribution::Outside;
 use crate::accounting::counters::Hot;
 use crate::allocation::CHECKED;
 use crate::backing::choose::choose;
@@ -95,6 +96,8 @@ pub(crate) struct Inner {
     segments: Option<WhySegments>,
     /// What other crates keep for the allocator's buffers, one of each type.
     services: Mutex<Vec<Service>>,
+    /// What was seen of the device's memory that no allocator holds.
+    outside: Mutex<Outside>,
 }
 
 impl fmt::Debug for Allocator {
@@ -145,6 +148,8 @@ impl Allocator {
         close_abandoned();
         device.settle();
         let memory = device.memory_info()?;
+        let held = open_states().iter().map(|state| state.shared().held_on(device).bytes).sum();
+        let outside = Outside::at_open(memory, held);
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
             choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
@@ -187,6 +192,7 @@ impl Allocator {
             mark: if device.checks().is_some() { CHECKED } else { 0 },
             segments,
             services: Mutex::default(),
+            outside: Mutex::new(outside),
         };
         let inner = Arc::new(inner);
         register(&inner);
@@ -271,6 +277,10 @@ impl Allocator {
         if self.hooks().is_observing() { Err(AllocError::Observing) } else { Ok(&self.inner.gate) }
     }
 
+    pub(crate) fn outside(&self) -> &Mutex<Outside> {
+        &self.inner.outside
+    }
+
     pub(crate) fn hooks(&self) -> &Arc<Hooks> {
         &self.inner.hooks
     }
@@ -324,24 +334,29 @@ impl Allocator {
 }
 
 #[cfg(not(aquifer_shuttle))]
-static OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+static OPEN: Mutex<Vec<(Weak<Inner>, &'static AllocatorState)>> = Mutex::new(Vec::new());
 
 // A scheduler's locks are bound to one execution.
 #[cfg(aquifer_shuttle)]
 shuttle::lazy_static! {
-    static ref OPEN: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+    static ref OPEN: Mutex<Vec<(Weak<Inner>, &'static AllocatorState)>> = Mutex::new(Vec::new());
 }
 
 /// Enters an allocator.
 pub(crate) fn register(inner: &Arc<Inner>) {
     let mut open = OPEN.lock();
-    open.retain(|inner| inner.strong_count() > 0);
-    open.push(Arc::downgrade(inner));
+    open.retain(|(inner, _)| inner.strong_count() > 0);
+    open.push((Arc::downgrade(inner), inner.state));
 }
 
 /// Handles of all open allocators, in the order in which they were made. The lock is not held when
 /// they are dropped, as dropping the last handle of an allocator may call the driver.
 pub(crate) fn all_open() -> Vec<Allocator> {
-    let open: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+    let open: Vec<_> = OPEN.lock().iter().filter_map(|(inner, _)| inner.upgrade()).collect();
     open.into_iter().map(Allocator::of_inner).collect()
+}
+
+/// The states of all open allocators. Unlike their handles, these keep none open.
+pub(crate) fn open_states() -> Vec<&'static AllocatorState> {
+    OPEN.lock().iter().filter(|(inner, _)| inner.strong_count() > 0).map(|&(_, state)| state).collect()
 }

@@ -76,7 +76,7 @@ mod state;
 mod sync;
 mod tags;
 
-pub use accounting::{Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unusable_index};
+pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unusable_index};
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Contents, Exportable, Growable, Part, PinnedMapping, Refusal, SleepOptions, WhySegments};

@@ -168,6 +168,7 @@
 //! | feature | default | what it does |
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs through the CUDA driver, which is loaded at run time. Building needs no toolkit |
+//! | `nvml` | yes | enables `cuda`, and says which process holds how much of a GPU's memory ([`Allocator::attribution`]) |
 //! | `metrics` | no | `aquifer::metrics` records statistics through the crate `metrics` |
 //!
 //! Events go to `tracing` whatever the features; the guide lists targets and fields.
@@ -200,8 +201,8 @@ pub mod device {
     pub use aquifer_device::cuda;
     pub use aquifer_device::{
         Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, DriverKind, ErrorKind, Event,
-        Graph, HostKernel, KernelArg, KernelMemory, Launch, OpenError, RawStream, RequestError, StreamFlags, Tick,
-        gpus,
+        Graph, HostKernel, KernelArg, KernelMemory, Launch, MemoryUsers, OpenError, ProcessMemory, RawStream,
+        RequestError, StreamFlags, Tick, gpus,
     };
 
     /// The simulated GPU.
@@ -215,9 +216,9 @@ pub mod device {
 pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
-        Access, AccessGuard, Advice, AllocError, Allocation, Bound, Config, Contents, DeviceAllocator, Growable,
-        HistoryOptions, KeptAwakeBy, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration,
-        SleepOptions, Snapshot, Stat, Storage, StreamAccess, TagScope, WithError, read, write,
+        Access, AccessGuard, Advice, AllocError, Allocation, Attribution, Bound, Config, Contents, DeviceAllocator,
+        Growable, HistoryOptions, KeptAwakeBy, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool,
+        Registration, SleepOptions, Snapshot, Stat, Storage, StreamAccess, TagScope, WithError, read, write,
     };
 }
 

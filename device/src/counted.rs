@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
-    RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, Operation, Result};
 use crate::fork;
@@ -152,6 +152,10 @@ impl Driver for Counted {
         copy_to_device copy_to_host copy_on_device copy_2d copy_batch memset load_module unload_module launch
         begin_capture capture_status end_capture launch_graph destroy_graph
         pool_usage trim_pool trim_graph_memory can_access_peer
+    }
+
+    fn memory_users(&self) -> MemoryUsers {
+        if fork::is_child() { MemoryUsers::default() } else { self.inner.memory_users() }
     }
 
     unsafe fn adopt_stream(&self, stream: RawStream) {

@@ -88,8 +88,8 @@ pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
 pub use discovery::{DeviceSpec, Existing, OpenError, available, count, gpus};
 pub use driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, PoolUsage, RawEvent,
-    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, MemoryUsers, PoolUsage,
+    ProcessMemory, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, RequestError, Result};
 pub use event::Event;

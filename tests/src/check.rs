@@ -120,7 +120,7 @@ fn snapshot_is_whole(snapshot: &Snapshot) {
 /// Compares the results of all reading calls with the statistics.
 pub fn readers(allocator: &Allocator) {
     let stats = allocator.stats();
-    assert!(allocator.summary().contains("Allocated memory"));
+    assert!(stats.to_string().contains("Allocated memory"));
     let fragmentation = allocator.fragmentation(1 << 20);
     assert_eq!(fragmentation.reserved_bytes, stats.reserved_bytes.all.current);
     assert_eq!(fragmentation.allocated_bytes, stats.allocated_bytes.all.current);
@@ -136,7 +136,12 @@ pub fn readers(allocator: &Allocator) {
 ///
 /// What cannot be released: segments and frames of which a part is live, and those of open private
 /// pools. By the time of the report everything that waited is free.
+///
+/// Nothing but the allocator takes memory in this process.
 pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded: u64, other: u64) {
+    if let Some(memory) = report.attribution.as_ref().filter(|memory| memory.rest_of_process.is_some()) {
+        assert_eq!((memory.suggested_headroom, memory.unattributed), (0, 0), "{report}");
+    }
     let config = allocator.config();
     if config.fail_fast {
         return;

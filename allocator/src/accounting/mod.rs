@@ -5,6 +5,8 @@
 //! which. The other files present them: PyTorch's statistics, the summary table, and measures of
 //! fragmentation.
 
+pub(crate) mod attribute;
+pub(crate) mod attribution;
 pub(crate) mod counter;
 pub(crate) mod counters;
 pub(crate) mod fragmentation;
@@ -14,6 +16,7 @@ mod stat;
 pub(crate) mod summary;
 pub(crate) mod writer;
 
+pub use attribution::Attribution;
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
 pub use memory_stats::MemoryStats;
 pub use stat::{PoolStats, Stat};

@@ -1,7 +1,10 @@
 //! Statistics as a table, laid out as PyTorch's `memory_summary()`.
 
 use std::fmt::{self, Write};
+use std::time::Duration;
 
+use crate::accounting::attribute::attribute;
+use crate::accounting::attribution::Attribution;
 use crate::accounting::memory_stats::{MemoryStats, stats};
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
@@ -73,23 +76,39 @@ impl Table {
         self.row("      from large pool", unit, stats.large_pool, stats.all);
         self.row("      from small pool", unit, stats.small_pool, stats.all);
     }
+
+    fn device(&mut self, memory: &Attribution) {
+        let driver = ("the driver, in addition".to_owned(), memory.driver.unwrap_or(0));
+        let headroom =
+            (format!("suggested headroom (headroom_mb:{})", memory.headroom_mb()), memory.suggested_headroom);
+        let rows = [("free".to_owned(), memory.free), ("this allocator".to_owned(), memory.reserved)];
+        let more = [driver, headroom].into_iter().filter(|&(_, bytes)| bytes > 0);
+        let mut row = |name: &str, bytes| {
+            self.line(&format!(" {name:<60} | {} ", Unit::Bytes.format(bytes, memory.total)));
+        };
+        row("Device memory", memory.total);
+        for (name, bytes) in rows.into_iter().chain(memory.others()).chain(more) {
+            row(&format!("      {name}"), bytes);
+        }
+        self.rule('=');
+    }
 }
 
 /// See [`Allocator::summary`].
 pub(crate) fn summary(allocator: &Allocator) -> String {
     let info = allocator.device().info();
     let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
-    write_summary(&title, &stats(allocator))
+    write_summary(&title, &stats(allocator), attribute(allocator, Duration::ZERO).ok().as_ref())
 }
 
 /// The table of [`Allocator::summary`].
 impl fmt::Display for MemoryStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(write_summary("Aquifer memory summary", self).trim_end())
+        f.write_str(write_summary("Aquifer memory summary", self, None).trim_end())
     }
 }
 
-fn write_summary(title: &str, stats: &MemoryStats) -> String {
+fn write_summary(title: &str, stats: &MemoryStats, memory: Option<&Attribution>) -> String {
     let mut table = Table(String::new());
     table.rule('=');
     table.line(&format!("{title:^WIDTH$}"));
@@ -120,6 +139,9 @@ fn write_summary(title: &str, stats: &MemoryStats) -> String {
         table.row(name, Unit::Count, stat, stat);
     }
     table.rule('=');
+    if let Some(memory) = memory {
+        table.device(memory);
+    }
     table.0
 }
 
@@ -150,7 +172,7 @@ mod tests {
     fn every_line_is_as_wide() {
         let long = "x".repeat(100);
         for title in ["short", &*long] {
-            let text = write_summary(title, &MemoryStats::default());
+            let text = write_summary(title, &MemoryStats::default(), None);
             assert_eq!(text.lines().count(), 47, "{text}");
             assert!(text.lines().all(|line| line.len() == WIDTH + 2), "{text}");
         }
@@ -161,7 +183,7 @@ mod tests {
         let mut stats = MemoryStats::default();
         stats.allocated_bytes.all.current = 100 << 20;
         stats.allocated_bytes.small_pool.current = 5 << 10;
-        let text = write_summary("title", &stats);
+        let text = write_summary("title", &stats, None);
         assert!(text.contains("| Allocated memory      | 102400 KiB |      0 B   |"), "{text}");
         assert!(text.contains("|       from small pool |      5 KiB |      0 B   |"), "{text}");
     }

@@ -1,11 +1,13 @@
 //! What an allocator tells: statistics, snapshots, history, fragmentation.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::accounting::fragmentation::{Fragmentation, measure};
-use crate::accounting::{MemoryStats, memory_stats, summary};
+use crate::accounting::{Attribution, MemoryStats, attribute, memory_stats, summary};
 use crate::allocator::Allocator;
 use crate::config::Backing;
+use crate::error::AllocError;
 use crate::history::HistoryOptions;
 use crate::size_class::PoolKind;
 use crate::snapshot::{Snapshot, take};
@@ -115,8 +117,21 @@ impl Allocator {
         measure(self, request_bytes, |other| other == kind)
     }
 
+    /// Who holds the device's memory: this allocator, others of the process, the rest of the
+    /// process, other processes. Suggests how much to leave free for libraries.
+    ///
+    /// Asks the driver, and on a GPU NVML, which takes milliseconds at the first call
+    /// ([`aquifer_device::Device::memory_users`]).
+    ///
+    /// # Errors
+    /// When the driver cannot tell the device's memory.
+    pub fn attribution(&self) -> Result<Attribution, AllocError> {
+        Ok(attribute::attribute(self, Duration::ZERO)?)
+    }
+
     /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so
-    /// on, each with the current value, the peak, and the sums of increases and decreases.
+    /// on, each with the current value, the peak, and the sums of increases and decreases. Below
+    /// them, who holds the device's memory ([`Allocator::attribution`]), unless the driver fails.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

@@ -11,7 +11,7 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{Device, Stream};
 
 use crate::accounting::writer::CounterWriter;
-use crate::backing::growing::Growing;
+use crate::backing::growing::{Growing, Held};
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::pins::Pins;
 use crate::cross_stream::waiting_list::WaitingList;
@@ -68,6 +68,14 @@ pub(crate) struct SharedState {
 }
 
 impl SharedState {
+    /// What is held of a device. Nothing, if the state serves an allocator of another one by now.
+    pub(crate) fn held_on(&self, device: &Device) -> Held {
+        if self.device.as_ref().is_none_or(|own| own.id() != device.id()) {
+            return Held::default();
+        }
+        Held { bytes: self.reserved.saturating_add(self.leaving), growing: self.growing }
+    }
+
     /// Registers a stream, and returns its number here.
     #[inline]
     pub(crate) fn slot(&mut self, stream: &Stream) -> u32 {

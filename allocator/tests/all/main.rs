@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests may, also outside of test functions")]
 
 mod adopted;
+mod attribution;
 mod observability;
 mod reservations;
 mod second_access;

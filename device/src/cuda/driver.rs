@@ -188,6 +188,11 @@ impl Driver for CudaDriver {
         }
     }
 
+    #[cfg(feature = "nvml")]
+    fn memory_users(&self) -> crate::driver::MemoryUsers {
+        super::nvml::memory_users(&self.gpu)
+    }
+
     fn host_access(&self, _ptr: HostPtr, _bytes: usize, _kind: AccessKind) -> Result<()> {
         Ok(())
     }

@@ -33,6 +33,7 @@ macro_rules! functions {
     ) => {
         /// The driver's functions under their own names.
         #[allow(non_snake_case, reason = "the names are the driver's")]
+        #[cfg_attr(not(feature = "nvml"), allow(dead_code, reason = "NVML alone needs the id of a GPU"))]
         pub(super) struct Functions {
             $( pub(super) $name: unsafe extern "C" fn($($arg),*) -> u32, )*
             $( pub(super) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> u32>, )*
@@ -128,6 +129,7 @@ functions! {
         );
     }
     optional {
+        cuDeviceGetUuid_v2(*mut [u8; 16], CUdevice);
         cuEventElapsedTime(*mut f32, CUevent, CUevent);
         cuMemAllocAsync(*mut CUdeviceptr, usize, CUstream);
         cuMemFreeAsync(CUdeviceptr, CUstream);

@@ -15,6 +15,7 @@
 //!   `driver` implements the trait on top.
 //! * **Families of calls** are functions on a `Gpu`: `memory`, `mappings`, `streams`, `events`,
 //!   `copies`, `peers`, `modules`, `captures`.
+//!   `nvml` asks NVIDIA's management library which process holds how much memory.
 //!   `context_state` is the state that all drivers of a context share: its device and its captures.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later
@@ -39,6 +40,8 @@ mod library;
 mod mappings;
 mod memory;
 mod modules;
+#[cfg(feature = "nvml")]
+mod nvml;
 mod objects;
 mod peers;
 mod ranges;

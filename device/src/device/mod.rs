@@ -14,7 +14,7 @@ use streams::ThreadStream;
 
 use crate::context::Context;
 use crate::counted::CallCounts;
-use crate::driver::{DeviceInfo, DevicePtr, Driver, MemoryInfo, RawStream};
+use crate::driver::{DeviceInfo, DevicePtr, Driver, MemoryInfo, MemoryUsers, RawStream};
 use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::{self, Mutex};
@@ -158,6 +158,24 @@ impl Device {
     /// Errors of the driver.
     pub fn memory_info(&self) -> Result<MemoryInfo> {
         self.0.context.driver.memory_info()
+    }
+
+    /// Who holds the device's memory; what is not known is left out.
+    ///
+    /// A GPU's driver is asked through NVML, where the feature `nvml` is on. The first call loads
+    /// that library. Nothing is known where it is missing or lists no ids of this process's
+    /// namespace (containers), and about parts of a GPU (MIG).
+    ///
+    /// ```
+    /// use aquifer_device::Device;
+    /// let device = Device::open("sim:24GiB,other=2GiB")?;
+    /// device.alloc(1 << 30)?;
+    /// let users = device.memory_users();
+    /// assert_eq!((users.own, users.others[0].bytes), (Some(1 << 30), 2 << 30));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn memory_users(&self) -> MemoryUsers {
+        self.0.context.driver.memory_users()
     }
 
     /// The driver, for calls that have no method here. Calls through it are counted, too.

@@ -73,6 +73,38 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
+/// Who holds the memory of a device, as far as the driver says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryUsers {
+    /// Bytes that this process holds: memory, and what contexts, modules and libraries take. `None`
+    /// where unknown.
+    pub own: Option<u64>,
+    /// Other processes, by descending bytes. Empty where `own` is unknown: this process may then be
+    /// among those that the driver lists, under another id.
+    pub others: Vec<ProcessMemory>,
+    /// Bytes that the driver and the firmware reserve for themselves; `None` where unknown. CUDA
+    /// leaves them out of [`MemoryInfo::total`].
+    pub driver: Option<u64>,
+}
+
+/// Device memory of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ProcessMemory {
+    /// Id of the process; `None` if it is hidden from this one.
+    pub pid: Option<u32>,
+    /// Bytes that it holds.
+    pub bytes: u64,
+}
+
+impl ProcessMemory {
+    /// A process that holds `bytes`.
+    pub fn new(pid: Option<u32>, bytes: u64) -> Self {
+        ProcessMemory { pid, bytes }
+    }
+}
+
 /// Bytes that the driver's stream-ordered pool holds and uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {

@@ -21,6 +21,7 @@ macro_rules! forward_calls {
             self.below().capturing_streams()
         }
     };
+    (@memory_users) => { fn memory_users(&self) -> MemoryUsers { self.below().memory_users() } };
     (@adopt_stream) => {
         unsafe fn adopt_stream(&self, stream: RawStream) {
             // SAFETY: the caller's promise is passed on unchanged.

@@ -23,7 +23,9 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-pub use facts::{Attribute, CaptureStatus, DeviceInfo, DriverKind, MemoryInfo, PoolUsage, StreamFlags};
+pub use facts::{
+    Attribute, CaptureStatus, DeviceInfo, DriverKind, MemoryInfo, MemoryUsers, PoolUsage, ProcessMemory, StreamFlags,
+};
 pub use handles::{DevicePtr, HostPtr, RawEvent, RawGraph, RawModule, RawPhysical, RawStream};
 
 use crate::capturing_streams::CapturingStreams;
@@ -70,6 +72,12 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Free and total memory of the device in bytes.
     fn memory_info(&self) -> Result<MemoryInfo>;
+
+    /// Who holds the device's memory; what is not known is left out. Makes no call of the CUDA
+    /// driver, and may take milliseconds.
+    fn memory_users(&self) -> MemoryUsers {
+        MemoryUsers::default()
+    }
 
     /// A numeric attribute; 0 for a capability that is absent.
     fn attribute(&self, attribute: Attribute) -> Result<u64>;

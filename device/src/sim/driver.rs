@@ -9,8 +9,8 @@ use super::host;
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
-    RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Operation, Result};
 use crate::launch::{AccessKind, Launch};
@@ -36,6 +36,10 @@ impl Driver for SimDriver {
 
     fn capturing_streams(&self) -> Arc<CapturingStreams> {
         self.capturing.clone()
+    }
+
+    fn memory_users(&self) -> MemoryUsers {
+        self.machine.lock().memory.users()
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {

@@ -26,8 +26,8 @@ use super::{Checks, SimDriver};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
-    RawModule, RawPhysical, RawStream, StreamFlags,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launch::{AccessKind, Launch};
@@ -263,7 +263,8 @@ impl Driver for Lagging {
     // knowledge lags.
     crate::forward_calls! {
         info as_any capturing_streams adopt_stream release_stream host_access checks
-        memory_info attribute alloc alloc_async reserve unreserve create_physical release_physical map set_access
+        memory_info memory_users attribute alloc alloc_async
+        reserve unreserve create_physical release_physical map set_access
         host_alloc host_free host_register create_stream destroy_stream stream_id create_event wait wait_peer
         copy_to_device copy_to_host copy_on_device copy_peer copy_2d copy_batch memset load_module unload_module launch
         begin_capture capture_status end_capture launch_graph destroy_graph

@@ -14,6 +14,7 @@ use std::ops::Range;
 use super::handle::HandleTable;
 use super::interval::IntervalMap;
 use super::refused::{Answer, Refused};
+use crate::driver::{MemoryUsers, ProcessMemory};
 use crate::error::Code;
 
 /// The value of bytes that were never written. Recognisable, so that bugs show.
@@ -188,8 +189,19 @@ impl Memory {
 
     /// Bytes that can still be given out.
     pub(super) fn free(&self) -> u64 {
-        let kept = self.kept.pool.saturating_add(self.kept.graphs);
-        self.total.saturating_sub(self.other).saturating_sub(kept).saturating_sub(self.used)
+        self.total.saturating_sub(self.other).saturating_sub(self.own())
+    }
+
+    /// Bytes of this program, and those that the driver keeps for it.
+    fn own(&self) -> u64 {
+        self.used.saturating_add(self.kept.pool).saturating_add(self.kept.graphs)
+    }
+
+    /// This program, and the other process, which has no id.
+    pub(super) fn users(&self) -> MemoryUsers {
+        let other = self.other.min(self.total.saturating_sub(self.own()));
+        let others = (other > 0).then(|| ProcessMemory::new(None, other)).into_iter().collect();
+        MemoryUsers { own: Some(self.own()), others, driver: Some(0) }
     }
 
     /// Bytes of the device.

@@ -13,6 +13,8 @@ mod captures;
 mod clean_up;
 mod faults;
 mod library;
+#[cfg(feature = "nvml")]
+mod memory_users;
 mod missing;
 mod peers;
 mod refused;

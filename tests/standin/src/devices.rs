@@ -61,7 +61,7 @@ pub(crate) fn name(device: &Device) -> String {
     format!("simulated {} (stand-in driver)", name.trim_start_matches("Simulated "))
 }
 
-fn uuid(device: &Device) -> [u8; 16] {
+pub(crate) fn uuid(device: &Device) -> [u8; 16] {
     let mut uuid = *b"aquifer-stand-in";
     uuid[12..].copy_from_slice(&device.ordinal.to_be_bytes());
     uuid

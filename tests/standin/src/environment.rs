@@ -18,6 +18,8 @@ pub(crate) const WITHOUT: &str = "AQUIFER_STANDIN_WITHOUT";
 pub(crate) const FAULTS: &str = "AQUIFER_STANDIN_FAULTS";
 /// Functions that fail, separated by `;`: `FUNCTION#N:CODE`.
 pub(crate) const FAIL: &str = "AQUIFER_STANDIN_FAIL";
+/// The id under which NVML lists this process, where it is not its own: that of another namespace.
+const PID: &str = "AQUIFER_STANDIN_PID";
 /// Which of the devices are visible, as CUDA has it: ordinals separated by commas; what follows an
 /// unknown one is invisible.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -35,6 +37,7 @@ pub(crate) struct Environment {
     pub(crate) version: u32,
     pub(crate) without: Vec<String>,
     pub(crate) orders: Vec<Order>,
+    pub(crate) pid: u32,
 }
 
 impl Environment {
@@ -57,6 +60,7 @@ impl Environment {
             version: version(variable(VERSION).as_deref())?,
             without: list(variable(WITHOUT).as_deref(), ','),
             orders: orders(variable(FAIL).as_deref())?,
+            pid: pid(variable(PID).as_deref())?,
         })
     }
 }
@@ -85,6 +89,11 @@ fn list(text: Option<&str>, separator: char) -> Vec<String> {
 fn orders(text: Option<&str>) -> Result<Vec<Order>, String> {
     let wanted = |part: &str| format!("{FAIL}: {part:?} is not FUNCTION#N:CODE, such as cuInit#1:999");
     list(text, ';').iter().map(|part| Order::parse(part).ok_or_else(|| wanted(part))).collect()
+}
+
+fn pid(text: Option<&str>) -> Result<u32, String> {
+    let wrong = |text: &str| format!("{PID}: {text:?} is not the id of a process");
+    text.map_or(Ok(std::process::id()), |text| text.trim().parse().map_err(|_| wrong(text)))
 }
 
 fn version(text: Option<&str>) -> Result<u32, String> {
@@ -143,7 +152,9 @@ mod tests {
 
     #[test]
     fn values_that_make_no_sense_are_named() {
-        for (name, value) in [(DEVICES, "8GiB;huge"), (VERSION, "new"), (FAIL, "cuInit"), (FAULTS, "fault=x")] {
+        for (name, value) in
+            [(DEVICES, "8GiB;huge"), (VERSION, "new"), (PID, "me"), (FAIL, "cuInit"), (FAULTS, "fault=x")]
+        {
             let error = read(&[(name, value)]).unwrap_err();
             let part = value.rsplit([';', '=']).next().unwrap();
             assert!(error.contains(part), "{error}");

@@ -19,6 +19,7 @@ const FILES: &[&[Entry]] = &[
     crate::copies::ENTRIES,
     crate::fills::ENTRIES,
     crate::modules::ENTRIES,
+    crate::nvml::ENTRIES,
 ];
 
 /// All functions.

@@ -221,9 +221,12 @@ fn report_other_process() {
     let bench = Bench::new(64 * MIB, "");
     bench.driver.set_other_process_bytes(40 * MIB);
     let report = refused(&bench, 50 * MIB);
-    assert_eq!(report.held_by_others, Some(40 * MIB));
+    let memory = report.attribution.as_ref().unwrap();
+    assert_eq!(memory.held_by_others(), 40 * MIB);
     assert!(report.advice.contains(&Advice::OthersHold { held: 40 * MIB }));
-    says(&report, "40.00 MiB is held by others than this allocator");
+    let is_known = memory.rest_of_process.is_some();
+    let who = if is_known { "another process. " } else { "others than this allocator. " };
+    says(&report, &format!("40.00 MiB is held by {who}"));
     says(&report, "lacking: 26.00 MiB on the device");
 }
 

@@ -1,5 +1,8 @@
 //! The allocator on CUDA, where any call of the driver fails.
 
+use std::time::Instant;
+
+use aquifer_standin::{OTHER_PID, RESERVED, in_process};
 use aquifer_tests::prelude::*;
 
 use crate::support::{Gpu, MIB, standin};
@@ -42,4 +45,36 @@ fn every_driver_call_below_the_allocator_fails_once() {
     }
     assert!(struck > 100, "{struck} calls");
     gpu.assert_no_violation();
+}
+
+/// The first refusal asks NVML, which then serves for a second.
+#[test]
+fn refusals_name_processes_and_seldom_ask_for_them() {
+    let variables = [("AQUIFER_NVML_LIBRARY", standin().path().to_str().unwrap())];
+    in_process(&variables, || {
+        let gpu = Gpu::new();
+        let allocator = Allocator::new(&gpu.device, Config::default()).unwrap();
+        gpu.device.alloc(50 * MIB).unwrap();
+        gpu.standin.set_other_process_bytes(500 * MIB);
+        let refuse = || match allocator.alloc_bytes(600 * MIB, gpu.device.default_stream()) {
+            Err(AllocError::OutOfMemory(report)) => report,
+            other => panic!("{other:?}"),
+        };
+        let start = Instant::now();
+        let report = refuse();
+        let who = format!(
+            "50.00 MiB is held by the rest of this process (context, modules, libraries), 500.00 MiB by process \
+             {OTHER_PID}. "
+        );
+        assert!(report.to_string().contains(&who), "{report}");
+        assert_eq!(report.attribution.as_ref().unwrap().driver, Some(RESERVED));
+        for _ in 0..50 {
+            assert_eq!(refuse().attribution, report.attribution);
+        }
+        let asked = gpu.standin.calls("nvmlDeviceGetMemoryInfo_v2").unwrap();
+        assert!(asked <= 1 + start.elapsed().as_secs(), "{asked}");
+        gpu.standin.set_other_process_bytes(0);
+        assert!(allocator.attribution().unwrap().other_processes.is_empty(), "asked at once");
+        assert_eq!(allocator.attribution().unwrap().suggested_headroom, 50 * MIB);
+    });
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::accounting::attribution::Attribution;
 use crate::backing::growing::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::report::OomReport;
@@ -160,6 +161,11 @@ impl OomReport {
         self.limit.map_or(on_device, |limit| limit.min(on_device))
     }
 
+    /// Bytes in use on the device that this allocator does not hold.
+    fn held_by_others(&self) -> u64 {
+        self.attribution.as_ref().map_or(0, Attribution::held_by_others)
+    }
+
     /// Bytes that may still be taken from the device.
     pub(crate) fn room(&self) -> u64 {
         self.allowed().saturating_sub(self.reserved)
@@ -199,7 +205,7 @@ impl OomReport {
     /// the same options.
     fn advise_larger_device(&self, advice: &mut Vec<Advice>) {
         let ours = self.allocated.saturating_add(self.growth);
-        let others = self.held_by_others.unwrap_or(0);
+        let others = self.held_by_others();
         advice.push(Advice::LargerDevice { bytes: ours.saturating_add(others).saturating_add(self.headroom) });
         if self.limit.is_some_and(|limit| limit < ours) {
             advice.push(Advice::RaiseLimit { to: ours });
@@ -227,7 +233,7 @@ impl OomReport {
         // What is lacking if all unused memory, wherever it is, came to the request in one piece.
         let beside = self.allocated.saturating_add(self.requested).saturating_add(self.padding);
         let least = beside.saturating_sub(self.allowed()).min(live);
-        let others = self.held_by_others.unwrap_or(0);
+        let others = self.held_by_others();
         let all = [
             (stays_cached && held.cached + live > 0, Advice::EmptyCache { cached: held.cached }),
             (held.captures, Advice::AfterCapture { cached: self.kept_by_captures }),

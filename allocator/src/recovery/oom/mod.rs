@@ -2,9 +2,12 @@
 //! (`advice.rs`).
 
 use std::path::Path;
+use std::time::Duration;
 
+use aquifer_device::MemoryInfo;
 use seen::Seen;
 
+use crate::accounting::attribute::attribute;
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
@@ -39,6 +42,9 @@ pub(crate) struct Tried {
     pub(crate) own: u64,
 }
 
+/// How long an answer about processes serves, for programs that are refused often.
+const PROCESSES_ARE_KNOWN_FOR: Duration = Duration::from_secs(1);
+
 /// Counts, traces and reports a request that nothing served, and calls the observers. If the
 /// allocator is about to sleep, returns that error instead, because reclaimers get no turns any
 /// more.
@@ -47,7 +53,8 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     if allocator.state().refuses_wake_locks() {
         return AllocError::Asleep;
     }
-    let memory = allocator.device().memory_info().ok();
+    let attribution = attribute(allocator, PROCESSES_ARE_KNOWN_FOR).ok();
+    let memory = attribution.as_ref().map(|all| MemoryInfo { free: all.free, total: all.total });
     let state = allocator.state();
     let mut guard = state.lock(Some(request.slot));
     state.counters.num_ooms.add(1);
@@ -77,8 +84,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.limit = allocator.limit();
     report.headroom = allocator.config().headroom;
     report.memory = memory;
-    report.held_by_others =
-        memory.map(|memory| memory.total.saturating_sub(memory.free).saturating_sub(report.reserved));
+    report.attribution = attribution;
     report.note_lacking();
     if !tried.dedicated {
         from_blocks.extend(advice_from_blocks(allocator, request));
@@ -143,7 +149,7 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         free_in_pool: 0,
         pieces: 0,
         waiting: waiting_bytes(shared),
-        held_by_others: None,
+        attribution: None,
         largest_tags: Vec::new(),
         released: tried.released,
         reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),

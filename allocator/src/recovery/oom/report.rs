@@ -4,6 +4,7 @@ use std::fmt;
 
 use aquifer_device::MemoryInfo;
 
+use crate::accounting::attribution::{Attribution, write_holders};
 use crate::backing::growing::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::advice::Advice;
@@ -73,9 +74,9 @@ pub struct OomReport {
     pub pieces: usize,
     /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
-    /// Bytes used on the device but not held by this allocator: contexts, libraries, other
-    /// processes.
-    pub held_by_others: Option<u64>,
+    /// Who holds the device's memory, if the driver reported how much is free. What it says about
+    /// processes may be a second old.
+    pub attribution: Option<Attribution>,
     /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
     pub largest_tags: Vec<(Option<String>, u64)>,
     /// Bytes given back to the device while trying to serve the request.
@@ -115,8 +116,10 @@ impl fmt::Display for OomReport {
         if let Some(limit) = self.limit {
             write!(f, "{} allowed; ", Bytes(limit))?;
         }
-        if let Some(others) = self.held_by_others.filter(|&others| others > 0) {
-            write!(f, "{} is held by others than this allocator. ", Bytes(others))?;
+        let others = self.attribution.as_ref().map(Attribution::others).unwrap_or_default();
+        if !others.is_empty() {
+            write_holders(f, others)?;
+            f.write_str(" ")?;
         }
         let unallocated = reserved.saturating_sub(allocated);
         write!(f, "{} is allocated and {} is reserved but unallocated", Bytes(allocated), Bytes(unallocated))?;
@@ -157,6 +160,16 @@ impl OomReport {
         for (at, (bytes, place)) in lacking.into_iter().filter(|&(bytes, _)| bytes > 0).enumerate() {
             let start = if at == 0 { "\n  lacking: " } else { ", and " };
             write!(f, "{start}{} {place}", Exactly(bytes))?;
+        }
+        // Growth of other processes is no reason for a headroom.
+        let suggests =
+            |memory: &&Attribution| memory.rest_of_process.is_some() && memory.suggested_headroom > self.headroom;
+        if let Some(memory) = self.attribution.as_ref().filter(suggests) {
+            let (grown, option) = (Bytes(memory.suggested_headroom), memory.headroom_mb());
+            write!(
+                f,
+                "\n  taken by libraries since the allocator opened: {grown}, for which headroom_mb:{option} leaves room"
+            )?;
         }
         if self.released > 0 || self.reclaimed > 0 {
             let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));

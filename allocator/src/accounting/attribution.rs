@@ -1,0 +1,187 @@
+//! Who holds the memory of a device, and how much to leave free for others than the allocator.
+
+use std::fmt;
+use std::time::Instant;
+
+use aquifer_device::{MemoryInfo, ProcessMemory};
+
+use crate::format::Bytes;
+
+/// The memory of a device by who holds it, as [`crate::Allocator::attribution`] returns it. All sizes are
+/// bytes.
+///
+/// The total is the sum of what is free, what each holds, and what is unattributed. The parts are
+/// asked for one after the other: while others take memory, the sum may be off by as much.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config};
+/// use aquifer_device::Device;
+/// let device = Device::open("sim:24GiB,other=2GiB")?;
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let _buffer = allocator.alloc_bytes(5 << 30, device.default_stream())?;
+/// device.alloc(1 << 30)?; // as a library would
+/// let memory = allocator.attribution()?;
+/// assert_eq!((memory.reserved, memory.rest_of_process), (5 << 30, Some(1 << 30)));
+/// assert_eq!(memory.other_processes[0].bytes, 2 << 30);
+/// assert_eq!(memory.suggested_headroom, 1 << 30);
+/// println!("{memory}");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Attribution {
+    /// Bytes that the device has.
+    pub total: u64,
+    /// Bytes that no process holds.
+    pub free: u64,
+    /// Bytes that this allocator holds, those on their way back to the device included.
+    pub reserved: u64,
+    /// Bytes that other open allocators hold for the same [`Device`].
+    pub other_allocators: u64,
+    /// Bytes that this process holds otherwise: contexts, modules, memory of libraries. `None`
+    /// where unknown ([`Device::memory_users`]).
+    pub rest_of_process: Option<u64>,
+    /// Other processes, by descending bytes. Empty where `rest_of_process` is unknown.
+    pub other_processes: Vec<ProcessMemory>,
+    /// Bytes of which nothing says who holds them.
+    pub unattributed: u64,
+    /// Bytes that the driver and the firmware reserve, in addition to the total; `None` where
+    /// unknown.
+    pub driver: Option<u64>,
+    /// Bytes that no allocator of this process held when this one opened.
+    pub outside_at_open: u64,
+    /// The most by which these bytes were seen to have grown since: what to leave free with the
+    /// option `headroom_mb`, so that libraries find it. An allocator looks when it is asked for
+    /// this, or for a summary, and when it refuses a request.
+    ///
+    /// It is at most `rest_of_process`. Where that is unknown, it includes growth of other
+    /// processes.
+    pub suggested_headroom: u64,
+}
+
+/// Processes that are listed one by one.
+const LISTED: usize = 5;
+
+impl Attribution {
+    /// Bytes in use that this allocator does not hold.
+    pub fn held_by_others(&self) -> u64 {
+        self.total.saturating_sub(self.free).saturating_sub(self.reserved)
+    }
+
+    /// Who else holds memory, and how much.
+    pub(crate) fn others(&self) -> Vec<(String, u64)> {
+        let (listed, more) = self.other_processes.split_at(self.other_processes.len().min(LISTED));
+        let mut all = vec![
+            ("other allocators of this process".to_owned(), self.other_allocators),
+            ("the rest of this process (context, modules, libraries)".to_owned(), self.rest_of_process.unwrap_or(0)),
+        ];
+        let name = |pid: Option<u32>| pid.map_or("another process".to_owned(), |pid| format!("process {pid}"));
+        all.extend(listed.iter().map(|one| (name(one.pid), one.bytes)));
+        all.push((format!("{} more processes", more.len()), more.iter().map(|one| one.bytes).sum()));
+        all.retain(|(_, bytes)| *bytes > 0);
+        if self.unattributed > 0 {
+            let who = if all.is_empty() { "others than this allocator" } else { "others" };
+            all.push((who.to_owned(), self.unattributed));
+        }
+        all
+    }
+
+    /// The suggested headroom as a value of the option `headroom_mb`.
+    pub(crate) fn headroom_mb(&self) -> u64 {
+        self.suggested_headroom.div_ceil(1 << 20)
+    }
+}
+
+impl fmt::Display for Attribution {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in total, {} free. ", Bytes(self.total), Bytes(self.free))?;
+        let own = ("this allocator".to_owned(), self.reserved);
+        write_holders(f, [own].into_iter().chain(self.others()))?;
+        if let Some(driver) = self.driver.filter(|&bytes| bytes > 0) {
+            write!(f, " The driver reserves {} in addition.", Bytes(driver))?;
+        }
+        if self.suggested_headroom > 0 {
+            write!(f, " Suggested headroom: {} (headroom_mb:{}).", Bytes(self.suggested_headroom), self.headroom_mb())?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes a sentence: `1.00 GiB is held by process 7, 2.00 GiB by others.`
+pub(crate) fn write_holders(
+    f: &mut fmt::Formatter<'_>,
+    holders: impl IntoIterator<Item = (String, u64)>,
+) -> fmt::Result {
+    for (at, (who, bytes)) in holders.into_iter().enumerate() {
+        let (start, verb) = if at == 0 { ("", " is held") } else { (", ", "") };
+        write!(f, "{start}{}{verb} by {who}", Bytes(bytes))?;
+    }
+    f.write_str(".")
+}
+
+/// What an allocator has seen of the memory that no allocator of its process holds.
+#[derive(Debug)]
+pub(crate) struct Outside {
+    pub(crate) at_open: u64,
+    /// The most by which that has grown.
+    pub(crate) growth: u64,
+    /// The last answer about processes.
+    pub(crate) last: Option<(Instant, Attribution)>,
+}
+
+impl Outside {
+    /// For an allocator that opens when the device has this memory, and others hold `held` bytes.
+    pub(crate) fn at_open(memory: MemoryInfo, held: u64) -> Outside {
+        Outside { at_open: used(memory).saturating_sub(held), growth: 0, last: None }
+    }
+}
+
+/// Bytes in use.
+pub(crate) fn used(memory: MemoryInfo) -> u64 {
+    memory.total.saturating_sub(memory.free)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn attribution() -> Attribution {
+        Attribution {
+            total: 24 << 30,
+            free: 1 << 30,
+            reserved: 8 << 30,
+            other_allocators: 0,
+            rest_of_process: None,
+            other_processes: Vec::new(),
+            unattributed: 15 << 30,
+            driver: None,
+            outside_at_open: 0,
+            suggested_headroom: 0,
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_held_by_others() {
+        let text = attribution().to_string();
+        let expected = "24.00 GiB in total, 1.00 GiB free. 8.00 GiB is held by this allocator, 15.00 GiB by others \
+                        than this allocator.";
+        assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn each_holder_is_named_and_small_processes_are_added_up() {
+        let process = |pid, mib| ProcessMemory::new(pid, mib << 20);
+        let mut memory = attribution();
+        memory.rest_of_process = Some(3 << 30);
+        memory.other_processes = (1..=8).map(|pid| process(Some(pid), u64::from(10 - pid))).collect();
+        memory.other_processes[1].pid = None;
+        (memory.unattributed, memory.driver) = (1 << 30, Some(512 << 20));
+        memory.suggested_headroom = (2 << 30) + 1;
+        let expected = "24.00 GiB in total, 1.00 GiB free. 8.00 GiB is held by this allocator, 3.00 GiB by the rest of \
+                        this process (context, modules, libraries), 9.00 MiB by process 1, 8.00 MiB by another process, \
+                        7.00 MiB by process 3, 6.00 MiB by process 4, 5.00 MiB by process 5, 9.00 MiB by 3 more \
+                        processes, 1.00 GiB by others. The driver reserves 512.00 MiB in addition. Suggested headroom: \
+                        2.00 GiB (headroom_mb:2049).";
+        assert_eq!(memory.to_string(), expected);
+    }
+}
