@@ -16,7 +16,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Axis, Chart, Dataset, GraphType, LegendPosition, Paragraph, Widget};
 use ratatui::{TerminalOptions, Viewport};
 
-use crate::session::Session;
+use crate::session::{Output, Session};
 use crate::text::{Bytes, one_line, plural};
 
 /// The time between two readings.
@@ -59,17 +59,6 @@ pub(crate) struct Progress {
     pub(crate) readings: Vec<Reading>,
     /// The share of the work that is done, if known.
     pub(crate) done: Option<f64>,
-}
-
-/// Output shown above or below the chart.
-#[derive(Debug)]
-pub(crate) enum Output {
-    /// A line, which scrolls away above the view.
-    Line(String),
-    /// The start of a line, which the view shows until the next one.
-    Partial(String),
-    /// The work is done.
-    End,
 }
 
 /// Does the work, and shows its progress meanwhile. Where there is a view, the session's messages

@@ -18,7 +18,6 @@ use serde::Serialize;
 
 use crate::cli::{ConfigArg, DeviceArg, Global};
 use crate::exit::Failure;
-use crate::live::Output;
 use crate::warnings::Reported;
 
 /// The device, the options and the output of a command.
@@ -33,6 +32,17 @@ pub struct Session {
     /// Where messages go instead of standard error. Locked while a row or message is written, so that
     /// lines never mix.
     output: Mutex<Option<Sender<Output>>>,
+}
+
+/// Output of a command for a view of its progress.
+#[derive(Debug)]
+pub(crate) enum Output {
+    /// A line, which scrolls away above the view.
+    Line(String),
+    /// The start of a line, which the view shows until the next one.
+    Partial(String),
+    /// The work is done.
+    End,
 }
 
 /// The default device if there is no GPU.

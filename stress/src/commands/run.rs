@@ -15,8 +15,8 @@ use crate::cli::RunArgs;
 use crate::commands::{files_in, report};
 use crate::exit::{Failure, Outcome};
 use crate::input;
-use crate::live::{self, Output, Progress, Reading};
-use crate::session::Session;
+use crate::live::{self, Progress, Reading};
+use crate::session::{Output, Session};
 
 const LIBRARY: &str = "libaquifer_interposer.so";
 /// The names by which programs load the driver, the most common one first.
