@@ -36,10 +36,10 @@ pub struct Attribution {
     pub free: u64,
     /// Bytes that this allocator holds, those on their way back to the device included.
     pub reserved: u64,
-    /// Bytes that other open allocators hold for the same [`Device`].
+    /// Bytes that other open allocators hold for the same device.
     pub other_allocators: u64,
     /// Bytes that this process holds otherwise: contexts, modules, memory of libraries. `None`
-    /// where unknown ([`Device::memory_users`]).
+    /// where unknown ([`aquifer_device::Device::memory_users`]).
     pub rest_of_process: Option<u64>,
     /// Other processes, by descending bytes. Empty where `rest_of_process` is unknown.
     pub other_processes: Vec<ProcessMemory>,
