@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::{Device, Operation};
+use aquifer_device::{Device, DriverKind, Operation};
 
 use crate::accounting::attribution::Outside;
 use crate::accounting::counters::Hot;
@@ -147,9 +147,15 @@ impl Allocator {
         // Memory of earlier ones, whose last buffers outlived them.
         close_abandoned();
         device.settle();
+        let held =
+            || all_states().iter().fold(0, |sum: u64, state| sum.saturating_add(state.shared().held_on(device).bytes));
+        let before = held();
         let memory = device.memory_info()?;
-        let held = open_states().iter().map(|state| state.shared().held_on(device).bytes).sum();
-        let outside = Outside::at_open(memory, held);
+        // What others took meanwhile must not count as growth later.
+        let is_simulated = device.info().kind == DriverKind::Simulated;
+        // Loading NVML would make opening slower.
+        let own = if is_simulated { device.memory_users().own } else { None };
+        let outside = Outside::at_open(memory, before.min(held()), own);
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
             choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
@@ -345,7 +351,8 @@ shuttle::lazy_static! {
 /// Enters an allocator.
 pub(crate) fn register(inner: &Arc<Inner>) {
     let mut open = OPEN.lock();
-    open.retain(|(inner, _)| inner.strong_count() > 0);
+    // Buffers of a closed allocator may live as long as its state serves no other one.
+    open.retain(|(other, state)| other.strong_count() > 0 || !std::ptr::eq(*state, inner.state));
     open.push((Arc::downgrade(inner), inner.state));
 }
 
@@ -356,7 +363,8 @@ pub(crate) fn all_open() -> Vec<Allocator> {
     open.into_iter().map(Allocator::of_inner).collect()
 }
 
-/// The states of all open allocators. Unlike their handles, these keep none open.
-pub(crate) fn open_states() -> Vec<&'static AllocatorState> {
-    OPEN.lock().iter().filter(|(inner, _)| inner.strong_count() > 0).map(|&(_, state)| state).collect()
+/// The states of all allocators, each once, closed ones included. Unlike their handles, these keep
+/// none open.
+pub(crate) fn all_states() -> Vec<&'static AllocatorState> {
+    OPEN.lock().iter().map(|&(_, state)| state).collect()
 }

@@ -2,43 +2,56 @@
 
 use std::time::{Duration, Instant};
 
-use aquifer_device::{DriverKind, Result};
+use aquifer_device::{DriverKind, MemoryUsers, Operation, Result, fork};
 
 use crate::accounting::attribution::{Attribution, used};
-use crate::allocator::{Allocator, open_states};
+use crate::allocator::{Allocator, all_states};
+use crate::backing::growing::Holding;
 
 /// Asks who holds the device's memory. No lock may be held. Of a GPU, an answer about processes
-/// serves for `max_age`.
-pub(crate) fn attribute(allocator: &Allocator, max_age: Duration) -> Result<Attribution> {
-    let (device, states) = (allocator.device(), open_states());
-    let held = || states.iter().map(|state| state.shared().held_on(device)).collect::<Vec<_>>();
+/// serves for `max_age`; without that, processes are not asked for.
+pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Result<Attribution> {
+    fork::check(Operation::MemoryInfo)?;
+    let device = allocator.device();
+    let held = || all_states().into_iter().map(|state| (state, state.shared().held_on(device))).collect::<Vec<_>>();
     let before = held();
     let memory = device.memory_info()?;
-    let is_recent = |at: &Instant| device.info().kind != DriverKind::Simulated && at.elapsed() < max_age;
+    let is_recent = |at: &Instant| {
+        device.info().kind != DriverKind::Simulated && max_age.is_none_or(|max_age| at.elapsed() < max_age)
+    };
     let recent = allocator.outside().lock().last.clone().filter(|(at, _)| is_recent(at));
-    let users = if recent.is_none() { device.memory_users() } else { Default::default() };
+    let asks = recent.is_none() && max_age.is_some();
+    let users = if asks { device.memory_users() } else { MemoryUsers::default() };
     let after = held();
 
-    let ours: u64 = after.iter().map(|held| held.bytes).sum();
-    let reserved = states.iter().zip(&after).find(|(state, _)| std::ptr::eq(**state, allocator.state()));
-    let reserved = reserved.map_or(0, |(_, held)| held.bytes);
-    // Memory that these allocators take meanwhile is no growth of others.
-    let most: u64 =
-        before.iter().zip(&after).fold(0, |sum, (before, after)| sum.saturating_add(before.most_until(after)));
-    let (rest_of_process, other_processes, driver) = match &recent {
-        Some((_, last)) => (last.rest_of_process, last.other_processes.clone(), last.driver),
-        // Less than this process's allocators hold is said of another process of the same id.
-        None => match users.own.and_then(|own| own.checked_sub(ours)) {
-            Some(rest) => (Some(rest), users.others, users.driver),
-            None => (None, Vec::new(), users.driver),
-        },
+    // Other threads take memory and give it back meanwhile: that is no growth of others.
+    let (mut ours, mut least, mut most) = (0_u64, 0_u64, 0_u64);
+    for (state, after) in &after {
+        let before = before.iter().find(|(other, _)| std::ptr::eq(*other, *state));
+        let before = before.map_or_else(Holding::default, |(_, before)| *before);
+        ours = ours.saturating_add(after.bytes);
+        least = least.saturating_add(before.bytes.min(after.bytes));
+        most = most.saturating_add(before.most_until(after));
+    }
+    let reserved = allocator.state().shared().held_on(device).bytes;
+    // Less than this process's allocators hold is said of another process of the same id.
+    let own = users.own.filter(|&own| own >= least);
+    let (rest_of_process, other_processes, driver) = match (&recent, own) {
+        (Some((_, last)), _) => (last.rest_of_process, last.other_processes.clone(), last.driver),
+        (None, Some(own)) => (Some(own.saturating_sub(ours)), users.others, users.driver),
+        (None, None) => (None, Vec::new(), users.driver),
     };
     let rest = rest_of_process.unwrap_or(0);
     let attributed = other_processes.iter().fold(ours.saturating_add(rest), |sum, one| sum.saturating_add(one.bytes));
 
     let mut outside = allocator.outside().lock();
-    let growth = used(memory).saturating_sub(most).saturating_sub(outside.at_open);
-    outside.growth = outside.growth.max(growth.min(rest_of_process.unwrap_or(u64::MAX)));
+    let grown = used(memory).saturating_sub(most).saturating_sub(outside.at_open);
+    outside.growth = outside.growth.max(grown);
+    if let Some(own) = own {
+        outside.least_of_process = outside.least_of_process.min(own.saturating_sub(least));
+        let grown = own.saturating_sub(most).saturating_sub(outside.least_of_process);
+        outside.growth_of_process = outside.growth_of_process.max(Some(grown));
+    }
     let attribution = Attribution {
         total: memory.total,
         free: memory.free,
@@ -49,9 +62,9 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Duration) -> Result<Attr
         unattributed: used(memory).saturating_sub(attributed),
         driver,
         outside_at_open: outside.at_open,
-        suggested_headroom: outside.growth,
+        suggested_headroom: outside.growth_of_process.unwrap_or(outside.growth),
     };
-    if recent.is_none() {
+    if asks {
         outside.last = Some((Instant::now(), attribution.clone()));
     }
     Ok(attribution)

@@ -10,8 +10,8 @@ use crate::format::Bytes;
 /// The memory of a device by who holds it, as [`crate::Allocator::attribution`] returns it. All sizes are
 /// bytes.
 ///
-/// The total is the sum of what is free, what each holds, and what is unattributed. The parts are
-/// asked for one after the other: while others take memory, the sum may be off by as much.
+/// The total is the sum of what is free, what each holds, and what is unattributed. The parts are read
+/// one after the other: while memory is taken and given back, the sum may be off by as much.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -36,26 +36,28 @@ pub struct Attribution {
     pub free: u64,
     /// Bytes that this allocator holds, those on their way back to the device included.
     pub reserved: u64,
-    /// Bytes that other open allocators hold for the same device.
+    /// Bytes that other allocators of this process hold for the same device, also those that were
+    /// dropped while buffers of them live.
     pub other_allocators: u64,
     /// Bytes that this process holds otherwise: contexts, modules, memory of libraries. `None`
     /// where unknown ([`aquifer_device::Device::memory_users`]).
     pub rest_of_process: Option<u64>,
     /// Other processes, by descending bytes. Empty where `rest_of_process` is unknown.
     pub other_processes: Vec<ProcessMemory>,
-    /// Bytes of which nothing says who holds them.
+    /// Bytes in use that no known holder accounts for.
     pub unattributed: u64,
     /// Bytes that the driver and the firmware reserve, in addition to the total; `None` where
     /// unknown.
     pub driver: Option<u64>,
     /// Bytes that no allocator of this process held when this one opened.
     pub outside_at_open: u64,
-    /// The most by which these bytes were seen to have grown since: what to leave free with the
-    /// option `headroom_mb`, so that libraries find it. An allocator looks when it is asked for
-    /// this, or for a summary, and when it refuses a request.
+    /// The most by which `rest_of_process` was seen to grow since this allocator opened, as when
+    /// libraries take memory. A process that sets the option `headroom_mb` to it leaves room for them
+    /// from the start. An allocator looks when it is asked for this or for a summary, and when the
+    /// device refuses a request.
     ///
-    /// It is at most `rest_of_process`. Where that is unknown, it includes growth of other
-    /// processes.
+    /// Where `rest_of_process` is unknown, it includes growth of other processes. On a GPU of which
+    /// other processes held a part at opening, growth before the first look may be missing.
     pub suggested_headroom: u64,
 }
 
@@ -68,9 +70,11 @@ impl Attribution {
         self.total.saturating_sub(self.free).saturating_sub(self.reserved)
     }
 
-    /// Who else holds memory, and how much.
+    /// The other holders and their bytes.
     pub(crate) fn others(&self) -> Vec<(String, u64)> {
-        let (listed, more) = self.other_processes.split_at(self.other_processes.len().min(LISTED));
+        // A list of the rest stands for several.
+        let listed = if self.other_processes.len() > LISTED + 1 { LISTED } else { self.other_processes.len() };
+        let (listed, more) = self.other_processes.split_at(listed);
         let mut all = vec![
             ("other allocators of this process".to_owned(), self.other_allocators),
             ("the rest of this process (context, modules, libraries)".to_owned(), self.rest_of_process.unwrap_or(0)),
@@ -119,20 +123,27 @@ pub(crate) fn write_holders(
     f.write_str(".")
 }
 
-/// What an allocator has seen of the memory that no allocator of its process holds.
+/// Baseline and growth of the memory that no allocator of the process holds.
 #[derive(Debug)]
 pub(crate) struct Outside {
     pub(crate) at_open: u64,
     /// The most by which that has grown.
     pub(crate) growth: u64,
+    /// At most as much of it was this process's when that was least.
+    pub(crate) least_of_process: u64,
+    /// The most by which the process's part has grown from there, if known.
+    pub(crate) growth_of_process: Option<u64>,
     /// The last answer about processes.
     pub(crate) last: Option<(Instant, Attribution)>,
 }
 
 impl Outside {
-    /// For an allocator that opens when the device has this memory, and others hold `held` bytes.
-    pub(crate) fn at_open(memory: MemoryInfo, held: u64) -> Outside {
-        Outside { at_open: used(memory).saturating_sub(held), growth: 0, last: None }
+    /// For an allocator that opens when the device has this memory, and other allocators hold `held`
+    /// bytes; `own` is what the process holds, if known.
+    pub(crate) fn at_open(memory: MemoryInfo, held: u64, own: Option<u64>) -> Outside {
+        let at_open = used(memory).saturating_sub(held);
+        let least_of_process = own.map_or(at_open, |own| own.saturating_sub(held));
+        Outside { at_open, growth: 0, least_of_process, growth_of_process: None, last: None }
     }
 }
 

@@ -98,7 +98,7 @@ impl Table {
 pub(crate) fn summary(allocator: &Allocator) -> String {
     let info = allocator.device().info();
     let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
-    write_summary(&title, &stats(allocator), attribute(allocator, Duration::ZERO).ok().as_ref())
+    write_summary(&title, &stats(allocator), attribute(allocator, Some(Duration::ZERO)).ok().as_ref())
 }
 
 /// The table of [`Allocator::summary`].

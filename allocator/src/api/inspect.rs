@@ -126,7 +126,7 @@ impl Allocator {
     /// # Errors
     /// When the driver cannot tell the device's memory.
     pub fn attribution(&self) -> Result<Attribution, AllocError> {
-        Ok(attribute::attribute(self, Duration::ZERO)?)
+        Ok(attribute::attribute(self, Some(Duration::ZERO))?)
     }
 
     /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so

@@ -41,15 +41,15 @@ impl Growing {
 
 /// What an allocator holds and takes at one moment.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Held {
+pub(crate) struct Holding {
     /// Bytes, those on their way back to the device included.
     pub(crate) bytes: u64,
     pub(crate) growing: Growing,
 }
 
-impl Held {
+impl Holding {
     /// The most that the allocator can have held at a moment between the two.
-    pub(crate) fn most_until(&self, later: &Held) -> u64 {
+    pub(crate) fn most_until(&self, later: &Holding) -> u64 {
         let begun = later.growing.begun.wrapping_sub(self.growing.begun);
         self.bytes.max(later.bytes).saturating_add(self.growing.now).saturating_add(begun)
     }
@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_being_taken_counts_as_held() {
-        let held = |bytes, now, begun| Held { bytes, growing: Growing { now, begun } };
+        let held = |bytes, now, begun| Holding { bytes, growing: Growing { now, begun } };
         assert_eq!(held(10, 0, 7).most_until(&held(10, 0, 7)), 10);
         assert_eq!(held(10, 5, 7).most_until(&held(15, 0, 7)), 20, "too much at most, never too little");
         assert_eq!(held(10, 0, 7).most_until(&held(10, 3, 10)), 13);

@@ -11,7 +11,7 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{Device, Stream};
 
 use crate::accounting::writer::CounterWriter;
-use crate::backing::growing::{Growing, Held};
+use crate::backing::growing::{Growing, Holding};
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::pins::Pins;
 use crate::cross_stream::waiting_list::WaitingList;
@@ -69,11 +69,11 @@ pub(crate) struct SharedState {
 
 impl SharedState {
     /// What is held of a device. Nothing, if the state serves an allocator of another one by now.
-    pub(crate) fn held_on(&self, device: &Device) -> Held {
+    pub(crate) fn held_on(&self, device: &Device) -> Holding {
         if self.device.as_ref().is_none_or(|own| own.id() != device.id()) {
-            return Held::default();
+            return Holding::default();
         }
-        Held { bytes: self.reserved.saturating_add(self.leaving), growing: self.growing }
+        Holding { bytes: self.reserved.saturating_add(self.leaving), growing: self.growing }
     }
 
     /// Registers a stream, and returns its number here.

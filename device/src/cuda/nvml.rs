@@ -61,7 +61,7 @@ fn ask(nvml: &Nvml, uuid: &str) -> Result<MemoryUsers, NvmlError> {
     let mut processes = device.running_compute_processes().unwrap_or_default();
     // A process may be in both lists, with all its memory in each.
     let mut graphics = device.running_graphics_processes().unwrap_or_default();
-    graphics.retain(|one| processes.iter().all(|other| other.pid != one.pid));
+    graphics.retain(|one| one.pid == 0 || processes.iter().all(|other| other.pid != one.pid));
     processes.append(&mut graphics);
     let (own, others): (Vec<_>, Vec<_>) = processes.iter().partition(|one| one.pid == process::id());
     users.own = own.first().and_then(|one| bytes(one));

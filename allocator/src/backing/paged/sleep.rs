@@ -328,6 +328,7 @@ fn create_absent(
 ) -> Result<(), AllocError> {
     allocator.device().settle();
     let lacking: u64 = absent.iter().map(|absent| absent.places(granule) - granules_of(&absent.frames)).sum();
+    allocator.state().shared().growing.begin(lacking * granule);
     let (mut created, mut failed) = (0, None);
     'all: for absent in absent.iter_mut() {
         let lacking = absent.places(granule) - granules_of(&absent.frames);
@@ -359,6 +360,7 @@ fn create_absent(
         guard.counters().num_device_alloc.add(1);
     }
     account_for_granules(&mut guard);
+    guard.growing.end(lacking * granule);
     let Some((error, free)) = failed else { return Ok(()) };
     if !error.is_out_of_memory() {
         return Err(error.into());

@@ -53,7 +53,9 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     if allocator.state().refuses_wake_locks() {
         return AllocError::Asleep;
     }
-    let attribution = attribute(allocator, PROCESSES_ARE_KNOWN_FOR).ok();
+    // Processes have no part in refusals by a limit.
+    let is_of_device = matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom));
+    let attribution = attribute(allocator, is_of_device.then_some(PROCESSES_ARE_KNOWN_FOR)).ok();
     let memory = attribution.as_ref().map(|all| MemoryInfo { free: all.free, total: all.total });
     let state = allocator.state();
     let mut guard = state.lock(Some(request.slot));

@@ -75,7 +75,8 @@ pub struct OomReport {
     /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
     /// Who holds the device's memory, if the driver reported how much is free. What it says about
-    /// processes may be a second old.
+    /// processes may be a second old; memory that they took since is held by others there. Unknown
+    /// where a limit refused the request.
     pub attribution: Option<Attribution>,
     /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
     pub largest_tags: Vec<(Option<String>, u64)>,
@@ -160,16 +161,6 @@ impl OomReport {
         for (at, (bytes, place)) in lacking.into_iter().filter(|&(bytes, _)| bytes > 0).enumerate() {
             let start = if at == 0 { "\n  lacking: " } else { ", and " };
             write!(f, "{start}{} {place}", Exactly(bytes))?;
-        }
-        // Growth of other processes is no reason for a headroom.
-        let suggests =
-            |memory: &&Attribution| memory.rest_of_process.is_some() && memory.suggested_headroom > self.headroom;
-        if let Some(memory) = self.attribution.as_ref().filter(suggests) {
-            let (grown, option) = (Bytes(memory.suggested_headroom), memory.headroom_mb());
-            write!(
-                f,
-                "\n  taken by libraries since the allocator opened: {grown}, for which headroom_mb:{option} leaves room"
-            )?;
         }
         if self.released > 0 || self.reclaimed > 0 {
             let (released, reclaimed) = (Bytes(self.released), Bytes(self.reclaimed));
