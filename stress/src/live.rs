@@ -98,7 +98,8 @@ fn open() -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
     }
     let mut backend = AtBottom(CrosstermBackend::new(BufWriter::new(io::stderr())));
     let size = backend.size().ok()?;
-    if size.width < WIDTH_MIN || size.height <= HEIGHT {
+    // Text above the view takes at least two rows: terminals refuse to scroll one.
+    if size.width < WIDTH_MIN || size.height < HEIGHT + 2 {
         return None;
     }
     let bottom = backend.get_cursor_position().ok()?;
@@ -179,6 +180,10 @@ fn in_terminal<B: Backend>(
         if Instant::now() >= next {
             view.add(progress(), view.start.elapsed());
             next = Instant::now() + INTERVAL;
+            if !view.partial.is_empty() {
+                // The answer to a question may have been typed into the view.
+                let _ = terminal.clear();
+            }
         }
         let _ = terminal.draw(|frame| view.draw(frame));
         while let Ok(more) = output.recv_deadline(next) {
@@ -313,15 +318,20 @@ impl View<'_> {
         }
         frame.render_widget(Paragraph::new(lines), devices);
         let partial = console::strip_ansi_codes(&self.partial);
-        frame.render_widget(Span::from(one_line(&partial, usize::from(foot.width))), foot);
-        // A cursor that is shown stays visible if a signal ends this process.
-        frame.set_cursor_position(Position::new(foot.x, foot.y));
+        let partial = Span::from(one_line(&partial, usize::from(foot.width)));
+        // A cursor that is shown stays visible if a signal ends this process. Answers are typed there.
+        let behind = u16::try_from(partial.width()).unwrap_or(u16::MAX).min(foot.width.saturating_sub(1));
+        frame.set_cursor_position(Position::new(foot.x + behind, foot.y));
+        frame.render_widget(partial, foot);
     }
 
     #[expect(clippy::cast_precision_loss, reason = "points of a chart")]
     fn draw_chart(&self, frame: &mut Frame<'_>, area: Rect) {
         let [reserved, allocated] = [0, 1].map(|which| self.trend.line(which));
-        let most = self.trend.points.iter().map(|point| point[0].max(point[1])).max().unwrap_or(0).max(1);
+        let most = self.trend.points.iter().map(|point| point[0].max(point[1])).max().unwrap_or(0);
+        if most == 0 {
+            return;
+        }
         let across = self.trend.points.len().max(2) as f64 - 1.0;
         let line = |name, points, style| {
             Dataset::default().name(name).marker(Marker::Braille).graph_type(GraphType::Line).style(style).data(points)
@@ -373,7 +383,7 @@ impl std::fmt::Display for Reading {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (reserved, limit, allocated) = (Bytes(self.reserved), Bytes(self.limit), Bytes(self.allocated));
         let percent = self.external * 100.0;
-        write!(f, "{} reserved {reserved} of {limit}, allocated {allocated}, fragmentation {percent:.0} %", self.name)
+        write!(f, "{} {reserved} of {limit} reserved, {allocated} allocated, {percent:.0} % fragmented", self.name)
     }
 }
 
@@ -446,8 +456,8 @@ mod tests {
         let line = view_of(vec![reading(3_000)]).line();
         assert_eq!(
             line,
-            "soak: 1 min 2 s (3 min 6 s left), 1500 allocations/s, 1 OOM: cuda:0 reserved 3.00 GiB of 8.00 GiB, \
-             allocated 2.00 GiB, fragmentation 12 %"
+            "soak: 1 min 2 s (3 min 6 s left), 1500 allocations/s, 1 OOM: cuda:0 3.00 GiB of 8.00 GiB \
+             reserved, 2.00 GiB allocated, 12 % fragmented"
         );
         assert!(view_of(vec![]).line().ends_with("0 allocations/s, 0 OOMs: no memory yet"));
     }
@@ -455,7 +465,8 @@ mod tests {
     #[test]
     fn a_view_has_a_chart_and_a_line_for_each_device_in_any_width() {
         let screen = drawn(&view_of(vec![reading(10)]), 90);
-        for part in ["soak  1 min 2 s", "3.00 GiB│", "1.50 GiB│", "reserved", "cuda:0 reserved 3.00 GiB"] {
+        for part in ["soak  1 min 2 s", "3.00 GiB│", "1.50 GiB│", "reserved", "cuda:0 3.00 GiB of 8.00 GiB reserved"]
+        {
             assert!(screen.contains(part), "{part}:\n{screen}");
         }
         let screen = drawn(&view_of(vec![reading(10); 5]), 90);

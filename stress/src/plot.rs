@@ -74,27 +74,33 @@ const TEXT: u32 = 14;
 const LINE: u32 = 20;
 const MARGIN: u32 = 12;
 
-/// Writes marks as a plot.
+/// Writes marks as a plot, without panels that have none; of none at all, there is a message instead.
 ///
 /// # Errors
 /// When the file cannot be written.
 pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Result<(), Failure> {
+    let has_marks = |panel: &&Panel| {
+        panel.values.iter().flatten().any(|value| value.and_then(|value| panel.axis.place(value)).is_some())
+    };
+    let panels: Vec<&Panel> = dots.panels.iter().filter(has_marks).collect();
+    if panels.is_empty() {
+        session.message("no plot: nothing was measured");
+        return Ok(());
+    }
     // Eight pixels for each of up to twelve series.
     let row_height = (dots.series.len() as u32 * 8).clamp(LINE, 96);
     let labels = label_width(&dots.rows);
     let legend = LINE * (dots.series.len() as u32 + 2);
-    let size = (
-        labels + (320 * dots.panels.len() as u32).max(480) + 2 * MARGIN,
-        legend + row_height * dots.rows.len() as u32 + 80,
-    );
+    let size =
+        (labels + (320 * panels.len() as u32).max(480) + 2 * MARGIN, legend + row_height * dots.rows.len() as u32 + 80);
     save(session, path, dots.title, size, |area| {
         let (head, body) = area.split_vertically(legend);
         let head = titled(&head, dots.title)?;
-        draw_legend(&head, &dots.series)?;
-        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / dots.panels.len().max(1) as u32;
+        draw_legend(&head, &dots.series.iter().copied().enumerate().collect::<Vec<_>>())?;
+        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / panels.len().max(1) as u32;
         let (left, rest) = body.split_horizontally(first);
-        let areas = [vec![left], rest.split_evenly((1, dots.panels.len().saturating_sub(1).max(1)))].concat();
-        for (number, (panel, area)) in dots.panels.iter().zip(&areas).enumerate() {
+        let areas = [vec![left], rest.split_evenly((1, panels.len().saturating_sub(1).max(1)))].concat();
+        for (number, (panel, area)) in panels.iter().zip(&areas).enumerate() {
             draw_dots(panel, &dots.rows, if number == 0 { labels } else { 0 }, area)?;
         }
         Ok(())
@@ -109,8 +115,14 @@ pub(crate) fn save_curves(session: &Session, title: &str, panels: &[Curves<'_>],
     let rows = panels.len().div_ceil(2);
     save(session, path, title, (1160, 2 * LINE + 320 * rows as u32), |area| {
         let body = titled(area, title)?;
+        let mut names: Vec<&str> = Vec::new();
+        for (name, _) in panels.iter().flat_map(|panel| &panel.lines) {
+            if !names.contains(name) {
+                names.push(name);
+            }
+        }
         for (panel, area) in panels.iter().zip(body.split_evenly((rows, 2))) {
-            draw_curves(panel, &area)?;
+            draw_curves(panel, &names, &area)?;
         }
         Ok(())
     })
@@ -168,11 +180,11 @@ where
     }
 }
 
-/// The names with their marks, one below the other.
-fn draw_legend(area: &Area<'_>, names: &[&str]) -> Drawn {
-    for (number, name) in names.iter().enumerate() {
-        let y = (LINE * number as u32 + LINE / 2) as i32;
-        area.draw(&mark((2 * MARGIN as i32, y), number))?;
+/// The names with the marks of these numbers, one below the other.
+fn draw_legend(area: &Area<'_>, names: &[(usize, &str)]) -> Drawn {
+    for (place, (number, name)) in names.iter().enumerate() {
+        let y = (LINE * place as u32 + LINE / 2) as i32;
+        area.draw(&mark((2 * MARGIN as i32, y), *number))?;
         area.draw(&Text::new((*name).to_owned(), (3 * MARGIN as i32, y - 8), (FONT, TEXT).into_font()))?;
     }
     Ok(())
@@ -207,7 +219,9 @@ fn draw_dots(panel: &Panel, rows: &[&str], labels: u32, area: &Area<'_>) -> Draw
     Ok(())
 }
 
-fn draw_curves(panel: &Curves<'_>, area: &Area<'_>) -> Drawn {
+/// Draws a panel; a line has the mark of its name's place among `all` names.
+fn draw_curves(panel: &Curves<'_>, all: &[&str], area: &Area<'_>) -> Drawn {
+    let number = |name: &str| all.iter().position(|one| *one == name).unwrap_or(0);
     let across = Axis { name: panel.across, is_logarithmic: true, from: None };
     let place = |&(x, y): &(f64, f64)| Some((across.place(x)?, panel.up.place(y)?));
     let points = || panel.lines.iter().flat_map(|(_, points)| points).filter_map(place);
@@ -219,9 +233,9 @@ fn draw_curves(panel: &Curves<'_>, area: &Area<'_>) -> Drawn {
     at.sort_by(f64::total_cmp);
     at.dedup();
     xs.ticks = at.into_iter().map(|at| (at, across.label(at))).collect();
-    let names: Vec<&str> = panel.lines.iter().map(|(name, _)| *name).collect();
+    let names: Vec<(usize, &str)> = panel.lines.iter().map(|(name, _)| (number(name), *name)).collect();
     let width = area.dim_in_pixel().0;
-    let (left, right) = area.split_horizontally(width.saturating_sub(label_width(&names) + 3 * MARGIN));
+    let (left, right) = area.split_horizontally(width.saturating_sub(label_width(all) + 3 * MARGIN));
     draw_legend(&right.margin(2 * LINE, 0, 0, 0), &names)?;
     let mut chart = ChartBuilder::on(&left)
         .margin(MARGIN)
@@ -237,7 +251,8 @@ fn draw_curves(panel: &Curves<'_>, area: &Area<'_>) -> Drawn {
         .y_desc(panel.up.name)
         .label_style((FONT, TEXT))
         .draw()?;
-    for (number, (_, points)) in panel.lines.iter().enumerate() {
+    for (name, points) in &panel.lines {
+        let number = number(name);
         let points: Vec<(f64, f64)> = points.iter().filter_map(place).collect();
         chart.draw_series(LineSeries::new(points.iter().copied(), colour(number).stroke_width(2)))?;
         chart.draw_series(points.iter().map(|at| mark(*at, number)))?;
@@ -392,10 +407,11 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_draw_is_an_empty_plot() {
+    fn nothing_to_draw_is_no_failure() {
         let svg = drawn(|session, path| save_curves(session, "title", &[], path));
         assert!(svg.contains("title"));
         let dots = Dots { title: "t", rows: vec![], series: vec![], panels: vec![] };
-        assert!(drawn(|session, path| save_dots(session, &dots, path)).contains("</svg>"));
+        save_dots(&Session::without_device(&Global::default()).unwrap(), &dots, "/no/such/folder/x.svg".as_ref())
+            .unwrap();
     }
 }

@@ -40,10 +40,10 @@ JSON keys, per program:
                             driver_calls, driver_time_modelled_us
   oom                       how the program runs out of memory with the options that the snapshot
                             names, or else with PyTorch's default options: on
-                            the device of --device, or else on one of 2 % more than it uses: the
-                            device, the event, what it requested, what was free and the largest
-                            piece of that, the report, and the allocators that finish there; null
-                            if it finishes
+                            the device of --device, or else on one of 2 % more than it uses:
+                            device_bytes, event, requested_bytes, free_bytes, largest_free_bytes
+                            (the largest piece of that), report, finishes_with (allocators that
+                            finish there); null if it finishes
   advice                    as of `advise`, without the name of the program; null without a
                             history, and for all programs of a file or folder but the one that needs
                             most";

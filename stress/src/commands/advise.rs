@@ -24,6 +24,7 @@ struct Row<'a> {
 /// # Errors
 /// When standard output cannot be written.
 pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
+    session.config()?;
     let simulated = on_simulator(session, "advise")?;
     let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
@@ -50,7 +51,7 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
 /// When standard output cannot be written.
 pub(super) fn show(session: &Session, advice: &[Advice]) -> Result<(), Failure> {
     if advice.is_empty() {
-        return session.show("Nothing that was tried helps: memory is used as well as it can be.\n");
+        return session.show("Nothing that was tried helps: the program needs what it uses.\n");
     }
     let width = Style::of_stdout(false).width.saturating_sub(4);
     for Advice { title, text, .. } in advice {

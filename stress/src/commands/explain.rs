@@ -242,6 +242,13 @@ impl Printer<'_> {
             Bytes(bytes),
             plural(blocks, "block")
         ))?;
+        if let Some(refused) = program.refused {
+            self.say(&format!(
+                "The recording ends with a refused request of {}. It counts as if it had been served, so that the \
+                 figures are of a device on which the program goes on.",
+                Bytes(refused)
+            ))?;
+        }
         self.session.show("Live then:")?;
         profile.groups.iter().try_for_each(|grouping| self.alive(grouping, bytes))
     }
@@ -303,7 +310,9 @@ impl Printer<'_> {
                 ("allocator", |(case, _)| case.manager.name.clone()),
                 ("options", |(case, _)| options(&case.manager.options).to_owned()),
                 ("takes", |(case, _)| Bytes(case.sampled.peak_reserved).to_string()),
-                ("ratio", |(case, peak)| number(ratio(case.sampled.peak_reserved, *peak), 3)),
+                ("ratio", |(case, peak)| {
+                    number(ratio(case.sampled.peak_reserved, *peak).filter(|_| case.finishes()), 3)
+                }),
                 ("fits on", |(case, _)| optional(case.smallest_device.map(Bytes))),
                 ("smallest card", |(case, _)| optional(case.smallest_device.and_then(smallest_card))),
                 ("driver calls", |(case, _)| case.sampled.calls.to_string()),

@@ -205,6 +205,7 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
         ("Streams", program.streams.len().to_string()),
         ("Most requested", Bytes(study.profile.peak.bytes).to_string()),
     ];
+    facts.extend(program.refused.map(|bytes| ("Refused at the end, counted as served", Bytes(bytes).to_string())));
     facts.extend(
         program
             .options

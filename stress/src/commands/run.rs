@@ -6,10 +6,12 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::process::{Command, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crossbeam::channel::{self, Sender};
+use crossbeam::channel::Sender;
 
 use crate::cli::RunArgs;
 use crate::commands::{files_in, report};
@@ -66,7 +68,11 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     }
     if let Some(page) = &args.report {
         // A page that cannot be written is known before the program runs.
+        let is_new = !page.exists();
         fs::OpenOptions::new().append(true).create(true).open(page).map_err(|cause| failed(page, cause))?;
+        if is_new {
+            fs::remove_file(page).map_err(|cause| failed(page, cause))?;
+        }
         command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
     let status = if args.live {
@@ -103,34 +109,39 @@ fn ended(mut command: Command) -> io::Result<ExitStatus> {
 /// Runs a program. Where there is a view, passes its output on to it.
 fn watched(mut command: Command, output: Option<&Sender<Output>>) -> io::Result<ExitStatus> {
     let Some(view) = output else { return ended(command) };
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-    let (open, all_closed) = channel::bounded::<()>(0);
-    let pipes: [Option<Box<dyn io::Read + Send>>; 2] =
-        [child.stdout.take().map(|pipe| Box::new(pipe) as _), child.stderr.take().map(|pipe| Box::new(pipe) as _)];
-    for pipe in pipes.into_iter().flatten() {
-        let (view, open) = (view.clone(), open.clone());
-        std::thread::spawn(move || {
-            pass_on(pipe, &view);
-            drop(open);
-        });
-    }
-    drop(open);
+    // One pipe for both keeps their order.
+    let (pipe, writer) = io::pipe()?;
+    let mut child = command.stdout(writer.try_clone()?).stderr(writer).spawn()?;
+    // It holds the ends of the pipe that are written to.
+    drop(command);
+    let read = Arc::new(AtomicU64::new(0));
+    let reader = std::thread::spawn({
+        let (view, read) = (view.clone(), read.clone());
+        move || pass_on(pipe, &view, &read)
+    });
     #[cfg(unix)]
     outlive(&child)?;
     let status = child.wait()?;
-    // Other processes may keep the pipes open.
-    let _ = all_closed.recv_timeout(OUTPUT_AFTER_EXIT);
+    // Other processes may keep the pipe open.
+    let mut before = None;
+    while !reader.is_finished() && before != Some(read.load(Ordering::Relaxed)) {
+        before = Some(read.load(Ordering::Relaxed));
+        let start = Instant::now();
+        while !reader.is_finished() && start.elapsed() < SILENCE {
+            std::thread::sleep(SILENCE / 100);
+        }
+    }
     Ok(status)
 }
 
-/// How long output of a program is awaited after its end.
-const OUTPUT_AFTER_EXIT: Duration = Duration::from_secs(1);
+/// After a program's end, its output has ended when nothing was written for so long.
+const SILENCE: Duration = Duration::from_secs(1);
 /// The longest line that is passed on as one.
 const LONGEST_LINE: usize = 64 << 10;
 
 /// Passes on a program's output, line by line, and the starts of lines, such as questions. A
-/// carriage return begins the line anew.
-fn pass_on(mut pipe: impl io::Read, view: &Sender<Output>) {
+/// carriage return begins the line anew. `read` counts the reads.
+fn pass_on(mut pipe: impl io::Read, view: &Sender<Output>, read: &AtomicU64) {
     let text = |line: &[u8]| String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line)).into_owned();
     let whole = |line: &mut Vec<u8>| {
         let text = text(&std::mem::take(line));
@@ -148,6 +159,7 @@ fn pass_on(mut pipe: impl io::Read, view: &Sender<Output>) {
             Err(_) | Ok(0) => break,
             Ok(length) => length,
         };
+        read.fetch_add(1, Ordering::Relaxed);
         for &byte in &buffer[..length] {
             match byte {
                 b'\n' => whole(&mut line),
@@ -350,8 +362,8 @@ mod tests {
 
     /// What a view gets of this output, which is read in two parts.
     fn passed_on(text: &[u8], first: usize) -> Vec<String> {
-        let (view, output) = channel::unbounded();
-        pass_on(io::Read::chain(&text[..first], &text[first..]), &view);
+        let (view, output) = crossbeam::channel::unbounded();
+        pass_on(io::Read::chain(&text[..first], &text[first..]), &view, &AtomicU64::new(0));
         output.try_iter().map(|output| format!("{output:?}")).collect()
     }
 

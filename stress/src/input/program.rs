@@ -32,6 +32,8 @@ pub struct Program {
     pub options: Option<String>,
     /// What lay where in the end, if the file tells.
     pub memory: Vec<Piece>,
+    /// The largest request that was refused at the end and is replayed as if it had been served.
+    pub refused: Option<u64>,
     /// Whether the file tells in which order memory was allocated and freed.
     pub has_history: bool,
     /// Notes on what was skipped or inferred.

@@ -190,6 +190,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
             starts: index == 0,
         }));
     }
+    program.refused = counts.largest_ended;
     program.has_history = !trace.is_empty();
     Ok(program)
 }

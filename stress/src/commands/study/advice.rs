@@ -101,8 +101,8 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
                 " Older versions read PYTORCH_CUDA_ALLOC_CONF.".to_owned(),
             ),
         };
-        if let Some(recorded) = program.options.as_deref().filter(|options| !options.is_empty()) {
-            how += &format!(" This replaces {recorded}.");
+        if usual.manager.is_recorded {
+            how += &format!(" This replaces {}.", usual.manager.options);
         }
         advice.push(Advice::option(title, &how, best, usual));
     }

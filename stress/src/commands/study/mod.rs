@@ -248,7 +248,7 @@ fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Ve
     let options = program.options.as_deref().unwrap_or_default();
     let recorded = Manager::pytorch("recorded", "PyTorch, as recorded", options).map(Manager::recorded);
     match recorded {
-        Ok(recorded) if recorded.config.text != PYTORCH => all.push(recorded),
+        Ok(recorded) if all.iter().all(|known| known.config.config != recorded.config.config) => all.push(recorded),
         Ok(_) => {}
         Err(why) => notes.push(format!("the options of the recording, {options}, are not tried: {why}")),
     }

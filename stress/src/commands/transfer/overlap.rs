@@ -49,7 +49,9 @@ fn keep_busy(kernels: &Kernels, stream: &Stream, time: Duration) -> Result<(), F
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let bytes = meter.largest();
     let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
-    let (mut target, source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
+    let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
+    // Memory that was never written may not be read.
+    meter.transfer.upload(&from, &mut source)?.wait()?;
     let kernels = meter.transfer.kernels()?;
     let transfer = &meter.transfer;
 
