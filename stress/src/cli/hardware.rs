@@ -88,8 +88,8 @@ Each operation does one of these to a block, on any of the streams: allocate it 
 verify it, and free or keep it; write another pattern; copy it elsewhere and back, wiping it in
 between; pass it to another thread; read it back to the host. Other operations keep a stream busy,
 or release cached memory. Meanwhile, memory is shown in a terminal as a chart, otherwise as lines on
-standard error at growing intervals. When memory runs out, some of the blocks are verified and freed. Each
-word of a pattern depends on its address and on the operation that wrote it.
+standard error at growing intervals. When memory runs out, some of the blocks are verified and
+freed. Each word of a pattern depends on its address and on the operation that wrote it.
 
 JSON keys:
   device, config, seed, seeds, threads, streams, limit_bytes   what was run, on which device, with
