@@ -168,7 +168,7 @@
 //! | feature | default | what it does |
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs through the CUDA driver, which is loaded at run time. Building needs no toolkit |
-//! | `nvml` | yes | enables `cuda`, and says which process holds how much of a GPU's memory ([`Allocator::attribution`]) |
+//! | `nvml` | yes | enables `cuda`, and attributes a GPU's memory to processes ([`Allocator::attribution`]) |
 //! | `metrics` | no | `aquifer::metrics` records statistics through the crate `metrics` |
 //!
 //! Events go to `tracing` whatever the features; the guide lists targets and fields.

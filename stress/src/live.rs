@@ -1,23 +1,23 @@
 //! What a long command shows while it runs: memory over time in a terminal, otherwise lines at growing
 //! intervals.
 
-use std::io::{self, BufWriter, IsTerminal, Stderr};
+mod terminal;
+
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{self, Receiver, RecvTimeoutError, Sender};
-use ratatui::backend::{ClearType, WindowSize};
-use ratatui::buffer::Cell;
-use ratatui::layout::{Constraint, Layout, Rect, Size};
-use ratatui::prelude::{Backend, CrosstermBackend, Frame, Position, Style, Stylize, Terminal};
+use ratatui::backend::ClearType;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::prelude::{Backend, Frame, Position, Style, Stylize, Terminal};
 use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Axis, Chart, Dataset, GraphType, LegendPosition, Paragraph, Widget};
-use ratatui::{TerminalOptions, Viewport};
+use ratatui::widgets::{Axis, Chart, Dataset, GraphType, LegendPosition, Paragraph};
 
 use crate::session::{Output, Session};
 use crate::text::{Bytes, one_line, plural};
+use terminal::{insert, open};
 
 /// The time between two readings.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -27,8 +27,6 @@ const FIRST_LINE: Duration = Duration::from_secs(1);
 const LINES_AT_LEAST: Duration = Duration::from_secs(60);
 /// Rows of the view.
 const HEIGHT: u16 = 14;
-/// Columns below which a terminal gets no view.
-const WIDTH_MIN: u16 = 20;
 /// Devices that the view has a row for.
 const DEVICES: usize = 3;
 /// The chart has at most twice as many points.
@@ -70,7 +68,7 @@ pub(crate) fn watch<T>(
     work: impl FnOnce(Option<&Sender<Output>>) -> T,
 ) -> T {
     let (sender, output) = channel::bounded(OUTPUTS);
-    let terminal = open();
+    let terminal = open(HEIGHT);
     let has_view = terminal.is_some();
     thread::scope(|scope| {
         if has_view {
@@ -88,83 +86,6 @@ pub(crate) fn watch<T>(
         let _ = view.join();
         done.unwrap_or_else(|panic| resume_unwind(panic))
     })
-}
-
-/// The terminal for a view, if standard output and standard error are one that can show it.
-fn open() -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
-    let is_capable = std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb") || cfg!(windows);
-    if !is_capable || !io::stdout().is_terminal() || !io::stderr().is_terminal() {
-        return None;
-    }
-    let mut backend = AtBottom(CrosstermBackend::new(BufWriter::new(io::stderr())));
-    let size = backend.size().ok()?;
-    // Text above the view takes at least two rows: terminals refuse to scroll one.
-    if size.width < WIDTH_MIN || size.height < HEIGHT + 2 {
-        return None;
-    }
-    let bottom = backend.get_cursor_position().ok()?;
-    backend.set_cursor_position(bottom).ok()?;
-    Terminal::with_options(backend, TerminalOptions { viewport: Viewport::Inline(HEIGHT) }).ok()
-}
-
-/// A terminal whose view is at the bottom. It is never asked where its cursor is: the answer would
-/// come between the keys that a program reads, and a process in the background may not ask.
-struct AtBottom<B>(B);
-
-impl<B: Backend> Backend for AtBottom<B> {
-    type Error = B::Error;
-
-    fn get_cursor_position(&mut self) -> Result<Position, B::Error> {
-        Ok(Position::new(0, self.0.size()?.height.saturating_sub(1)))
-    }
-
-    fn draw<'a, I: Iterator<Item = (u16, u16, &'a Cell)>>(&mut self, content: I) -> Result<(), B::Error> {
-        self.0.draw(content)
-    }
-
-    fn append_lines(&mut self, lines: u16) -> Result<(), B::Error> {
-        self.0.append_lines(lines)
-    }
-
-    fn hide_cursor(&mut self) -> Result<(), B::Error> {
-        self.0.hide_cursor()
-    }
-
-    fn show_cursor(&mut self) -> Result<(), B::Error> {
-        self.0.show_cursor()
-    }
-
-    fn set_cursor_position<P: Into<Position>>(&mut self, position: P) -> Result<(), B::Error> {
-        self.0.set_cursor_position(position)
-    }
-
-    fn clear(&mut self) -> Result<(), B::Error> {
-        self.0.clear()
-    }
-
-    fn clear_region(&mut self, region: ClearType) -> Result<(), B::Error> {
-        self.0.clear_region(region)
-    }
-
-    fn size(&self) -> Result<Size, B::Error> {
-        self.0.size()
-    }
-
-    fn window_size(&mut self) -> Result<WindowSize, B::Error> {
-        self.0.window_size()
-    }
-
-    fn flush(&mut self) -> Result<(), B::Error> {
-        self.0.flush()
-    }
-
-    fn scroll_region_up(&mut self, region: std::ops::Range<u16>, lines: u16) -> Result<(), B::Error> {
-        self.0.scroll_region_up(region, lines)
-    }
-
-    fn scroll_region_down(&mut self, region: std::ops::Range<u16>, lines: u16) -> Result<(), B::Error> {
-        self.0.scroll_region_down(region, lines)
-    }
 }
 
 /// Draws until the work ends. A terminal that fails shows no more.
@@ -202,32 +123,6 @@ fn in_terminal<B: Backend>(
             }
         }
     }
-}
-
-/// Writes text above the view.
-fn insert<B: Backend>(terminal: &mut Terminal<B>, text: &str) {
-    let width = usize::from(terminal.get_frame().area().width).max(1);
-    for line in text.split('\n') {
-        let line = one_line(&console::strip_ansi_codes(line).replace('\t', "    "), usize::MAX);
-        let rows: Vec<Line<'_>> = rows(&line, width).into_iter().map(Line::from).collect();
-        let height = u16::try_from(rows.len()).unwrap_or(u16::MAX);
-        let _ = terminal.insert_before(height, |buffer| Paragraph::new(rows).render(buffer.area, buffer));
-    }
-}
-
-/// The text in rows of at most so many columns; at least one row.
-fn rows(text: &str, width: usize) -> Vec<String> {
-    let (mut rows, mut column) = (vec![String::new()], 0);
-    for char in text.chars() {
-        let columns = Span::raw(char.to_string()).width();
-        if column + columns > width && column > 0 {
-            rows.push(String::new());
-            column = 0;
-        }
-        rows.last_mut().into_iter().for_each(|row| row.push(char));
-        column += columns;
-    }
-    rows
 }
 
 /// Writes a line now and then until the work ends.
@@ -428,8 +323,10 @@ fn most(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {
 
 #[cfg(test)]
 mod tests {
+    use super::terminal::AtBottom;
     use super::*;
     use ratatui::backend::TestBackend;
+    use ratatui::{TerminalOptions, Viewport};
 
     fn reading(allocations: u64) -> Reading {
         let (limit, reserved, allocated) = (8 << 30, 3 << 30, 2 << 30);
@@ -483,14 +380,6 @@ mod tests {
             let mut terminal = Terminal::with_options(AtBottom(TestBackend::new(50, height)), options).unwrap();
             terminal.draw(|frame| view_of(vec![reading(10); 3]).draw(frame)).unwrap();
         }
-    }
-
-    #[test]
-    fn rows_are_no_wider_than_the_view() {
-        assert_eq!(rows("abcdef", 3), ["abc", "def"]);
-        assert_eq!(rows("", 3), [""]);
-        assert_eq!(rows("漢字仮名", 5), ["漢字", "仮名"]);
-        assert_eq!(rows("漢", 1), ["漢"]);
     }
 
     #[test]

@@ -97,7 +97,7 @@ pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Resu
         let (head, body) = area.split_vertically(legend);
         let head = titled(&head, dots.title)?;
         draw_legend(&head, &dots.series.iter().copied().enumerate().collect::<Vec<_>>())?;
-        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / panels.len().max(1) as u32;
+        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / panels.len() as u32;
         let (left, rest) = body.split_horizontally(first);
         let areas = [vec![left], rest.split_evenly((1, panels.len().saturating_sub(1).max(1)))].concat();
         for (number, (panel, area)) in panels.iter().zip(&areas).enumerate() {

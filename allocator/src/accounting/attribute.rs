@@ -1,4 +1,4 @@
-//! Asks who holds the memory of a device.
+//! Attributes the memory of a device to its holders.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +8,8 @@ use crate::accounting::attribution::{Attribution, used};
 use crate::allocator::{Allocator, all_states};
 use crate::backing::growing::Holding;
 
-/// Asks who holds the device's memory. No lock may be held. Of a GPU, an answer about processes
-/// serves for `max_age`; without that, processes are not asked for.
+/// Attributes the device's memory to its holders. The caller holds no lock. An answer about the
+/// processes of a GPU serves for `max_age`; without `max_age`, processes stay unknown.
 pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Result<Attribution> {
     fork::check(Operation::MemoryInfo)?;
     let device = allocator.device();
@@ -17,7 +17,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     let before = held();
     let memory = device.memory_info()?;
     let is_recent = |at: &Instant| {
-        device.info().kind != DriverKind::Simulated && max_age.is_none_or(|max_age| at.elapsed() < max_age)
+        device.info().kind != DriverKind::Simulated && max_age.is_some_and(|max_age| at.elapsed() < max_age)
     };
     let recent = allocator.outside().lock().last.clone().filter(|(at, _)| is_recent(at));
     let asks = recent.is_none() && max_age.is_some();

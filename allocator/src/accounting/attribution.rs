@@ -1,4 +1,4 @@
-//! Who holds the memory of a device, and how much to leave free for others than the allocator.
+//! The holders of a device's memory, and a suggested headroom.
 
 use std::fmt;
 use std::time::Instant;
@@ -7,11 +7,11 @@ use aquifer_device::{MemoryInfo, ProcessMemory};
 
 use crate::format::Bytes;
 
-/// The memory of a device by who holds it, as [`crate::Allocator::attribution`] returns it. All sizes are
+/// The memory of a device by holder, as [`crate::Allocator::attribution`] returns it. All sizes are
 /// bytes.
 ///
-/// The total is the sum of what is free, what each holds, and what is unattributed. The parts are read
-/// one after the other: while memory is taken and given back, the sum may be off by as much.
+/// The total is the sum of the free, the held and the unattributed bytes. The parts are read one
+/// after the other: while memory is taken and given back, the sum may be off by as much.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};

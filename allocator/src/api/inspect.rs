@@ -117,8 +117,8 @@ impl Allocator {
         measure(self, request_bytes, |other| other == kind)
     }
 
-    /// Who holds the device's memory: this allocator, others of the process, the rest of the
-    /// process, other processes. Suggests how much to leave free for libraries.
+    /// The device's memory by holder: this allocator, others of the process, the rest of the
+    /// process, other processes; and a headroom for libraries.
     ///
     /// Asks the driver, and on a GPU NVML, which takes milliseconds at the first call
     /// ([`aquifer_device::Device::memory_users`]).
@@ -131,7 +131,7 @@ impl Allocator {
 
     /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so
     /// on, each with the current value, the peak, and the sums of increases and decreases. Below
-    /// them, who holds the device's memory ([`Allocator::attribution`]), unless the driver fails.
+    /// them is the device's memory by holder ([`Allocator::attribution`]), unless the driver fails.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

@@ -1,4 +1,4 @@
-//! Who holds the device's memory, and how much to leave free for libraries.
+//! The holders of a device's memory, and the suggested headroom.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

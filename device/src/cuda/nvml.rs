@@ -1,5 +1,5 @@
 //! NVIDIA's management library (NVML), which knows how much memory each process holds. It comes with
-//! the driver, is loaded when it is first asked, and stays.
+//! the driver, is loaded on first use, and stays.
 //!
 //! The library and any of its answers may be missing: it is absent in some containers, which also
 //! hide the ids of processes; parts of a GPU (MIG) have other ids than the GPU; and Windows keeps
@@ -26,7 +26,7 @@ pub(super) fn memory_users(gpu: &Gpu) -> MemoryUsers {
     let Some(nvml) = NVML.get_or_init(load) else { return MemoryUsers::default() };
     let Some(uuid) = uuid(gpu) else { return MemoryUsers::default() };
     ask(nvml, &uuid).unwrap_or_else(|error| {
-        tracing::debug!(%error, "NVML does not say who holds the memory of the GPU");
+        tracing::debug!(%error, "NVML does not attribute the memory of the GPU");
         MemoryUsers::default()
     })
 }

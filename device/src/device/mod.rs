@@ -160,7 +160,7 @@ impl Device {
         self.0.context.driver.memory_info()
     }
 
-    /// Who holds the device's memory; what is not known is left out.
+    /// The holders of the device's memory. Unknown parts are `None`.
     ///
     /// A GPU's driver is asked through NVML, where the feature `nvml` is on. The first call loads
     /// that library. Nothing is known where it is missing or lists no ids of this process's

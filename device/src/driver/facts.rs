@@ -73,7 +73,7 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// Who holds the memory of a device, as far as the driver says.
+/// The holders of a device's memory, as far as the driver names them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryUsers {

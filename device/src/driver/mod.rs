@@ -73,8 +73,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Free and total memory of the device in bytes.
     fn memory_info(&self) -> Result<MemoryInfo>;
 
-    /// Who holds the device's memory; what is not known is left out. Makes no call of the CUDA
-    /// driver, and may take milliseconds.
+    /// The holders of the device's memory. Unknown parts are `None`.
     fn memory_users(&self) -> MemoryUsers {
         MemoryUsers::default()
     }

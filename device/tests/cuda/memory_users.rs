@@ -1,4 +1,4 @@
-//! Who holds a device's memory, in processes of their own, which find NVML in the stand-in.
+//! The holders of a device's memory, in processes of their own, which find NVML in the stand-in.
 
 use aquifer_device::{Code, Device, Driver, MemoryUsers};
 use aquifer_standin::{OTHER_PID, RESERVED, in_process};

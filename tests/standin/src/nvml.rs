@@ -1,4 +1,4 @@
-//! NVIDIA's management library (NVML), as far as programs ask it who holds a device's memory. A
+//! NVIDIA's management library (NVML), as far as it attributes a device's memory to processes. A
 //! program finds it here through `AQUIFER_NVML_LIBRARY`.
 
 use std::ffi::c_char;

@@ -76,5 +76,11 @@ fn refusals_name_processes_and_seldom_ask_for_them() {
         gpu.standin.set_other_process_bytes(0);
         assert!(allocator.attribution().unwrap().other_processes.is_empty(), "asked at once");
         assert_eq!(allocator.attribution().unwrap().suggested_headroom, 50 * MIB);
+        allocator.set_limit(Some(10 * MIB));
+        assert_eq!(
+            refuse().attribution.as_ref().unwrap().rest_of_process,
+            None,
+            "a limit has nothing to do with processes"
+        );
     });
 }

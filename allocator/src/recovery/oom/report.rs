@@ -74,9 +74,9 @@ pub struct OomReport {
     pub pieces: usize,
     /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
-    /// Who holds the device's memory, if the driver reported how much is free. What it says about
-    /// processes may be a second old; memory that they took since is held by others there. Unknown
-    /// where a limit refused the request.
+    /// The device's memory by holder, if the driver reported how much is free. Figures of processes
+    /// may be a second old; what they took since is unattributed. Where a limit refused the request,
+    /// they are unknown.
     pub attribution: Option<Attribution>,
     /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
     pub largest_tags: Vec<(Option<String>, u64)>,
