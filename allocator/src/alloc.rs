@@ -201,6 +201,7 @@ fn grant_rounded(
     searched: bool,
 ) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
+    stream.end_abandoned_captures()?;
     let inner = &**allocator.inner();
     let state = inner.state;
     if state.has_deferred_frees() {
@@ -251,13 +252,14 @@ fn search_and_climb(
     // Private pools keep their memory also without a cache.
     let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
     let may_find_more = special != 0 || !searched || state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    // Everything that can fail comes before a block is taken.
+    if special & special::NO_CACHE != 0 {
+        release_where(allocator, releasable)?;
+    }
     let mut granted = None;
     if may_find_more {
         let mut arena = state.enter(stream);
         granted = if caches { arena.take_own(request) } else { None };
-    }
-    if special & special::NO_CACHE != 0 {
-        release_where(allocator, releasable)?;
     }
     if granted.is_none() && may_poll {
         poll_waiting(allocator)?;

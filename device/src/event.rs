@@ -56,7 +56,7 @@ impl Event {
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.check_device(stream.device_id(), Operation::Record)?;
         let timeline = stream.timeline();
-        let raw = timeline.usable(Operation::Record)?;
+        let raw = stream.usable(Operation::Record)?;
         let mut latest = self.latest.lock();
         let recording = timeline.record_with(|| self.context.driver.record(self.raw, raw))?;
         *latest = Some(Record { timeline: timeline.clone(), recording });
@@ -102,7 +102,7 @@ impl Event {
 
     pub(crate) fn make_wait(&self, stream: &Stream) -> Result<()> {
         let timeline = stream.timeline();
-        let raw = timeline.usable(Operation::Wait)?;
+        let raw = stream.usable(Operation::Wait)?;
         let latest = self.latest.lock();
         let wait = || stream.context().wait(raw, &self.context, self.raw);
         match &*latest {

@@ -145,9 +145,23 @@ impl Stream {
         self.0.context.called_from(at)
     }
 
+    /// The handle for a driver call of this thread. Ends captures that were dropped.
     #[inline]
     pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
+        self.0.timeline.end_abandoned_captures(operation)?;
         self.0.timeline.usable(operation)
+    }
+
+    /// Ends captures that were dropped before they ended ([`Capture`]): their graphs cannot be
+    /// launched, so work that is enqueued there would be lost. Does nothing to other captures. Call
+    /// it without a lock: things that the graphs kept are dropped.
+    ///
+    /// # Errors
+    /// When the stream is part of such a capture, and it cannot be ended now.
+    #[doc(hidden)]
+    #[inline]
+    pub fn end_abandoned_captures(&self) -> Result<()> {
+        self.0.timeline.end_abandoned_captures(Operation::EndCapture)
     }
 
     /// The tick that stands for all work enqueued on the stream so far. No driver call.
@@ -169,6 +183,7 @@ impl Stream {
     /// stream is gone without a last event (see [`Tick::cover`]), until the host has waited for its
     /// device ([`Tick::synchronize`], [`crate::Device::synchronize`]); errors of the driver.
     pub fn wait_for(&self, tick: &Tick) -> Result<()> {
+        self.0.timeline.end_abandoned_captures(Operation::Wait)?;
         self.0.timeline.wait_for(&tick.timeline, tick.n)
     }
 
@@ -426,7 +441,7 @@ impl Stream {
     }
 
     /// Keeps captures from beginning on this stream, and the stream from joining one, while the
-    /// result lives. `None` if it captures already.
+    /// result lives. `None` if it captures already. Ends captures that were dropped.
     ///
     /// This is for threads that enqueue work on a stream whose owner may capture it at any time,
     /// such as work that uses memory which is another owner's when a graph is launched. Threads
@@ -447,6 +462,7 @@ impl Stream {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
+        self.end_abandoned_captures().ok()?;
         self.0.timeline.hold_off_captures()
     }
 }

@@ -16,6 +16,17 @@ pub enum FreeHow {
     DropOn(usize),
 }
 
+/// What becomes of a capture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CaptureEnd {
+    /// It is dropped.
+    Drop,
+    /// It is dropped on another thread, which cannot end that of a per-thread default stream.
+    DropOnThread,
+    /// Its graph is launched on a stream and dropped.
+    Launch(usize),
+}
+
 /// One step of a program. Numbers pick streams, live blocks and pools that there are when the step
 /// runs.
 #[derive(Clone, Debug)]
@@ -68,6 +79,8 @@ pub enum Op {
     Route(usize),
     /// Ends one of the routes.
     EndRoute(usize),
+    /// Captures a write of scratch memory from a private pool.
+    Capture { stream: usize, pool: usize, bytes: u64, end: CaptureEnd },
     /// Allocates memory that can be exported.
     AllocExportable { stream: usize, bytes: u64 },
     /// Reserves addresses for memory that grows.
@@ -115,6 +128,14 @@ fn how() -> impl Strategy<Value = FreeHow> {
     ]
 }
 
+fn end() -> impl Strategy<Value = CaptureEnd> {
+    prop_oneof![
+        1 => Just(CaptureEnd::Drop),
+        2 => Just(CaptureEnd::DropOnThread),
+        2 => (0_usize..8).prop_map(CaptureEnd::Launch),
+    ]
+}
+
 /// Any step; those with faults only where `faults` allows them.
 pub fn op(faults: bool) -> impl Strategy<Value = Op> {
     let (stream, pick) = (0_usize..8, any::<u16>().prop_map(usize::from));
@@ -144,7 +165,9 @@ pub fn op(faults: bool) -> impl Strategy<Value = Op> {
         1 => pick.clone().prop_map(Op::DropPool),
         1 => pick.clone().prop_map(Op::EmptyPool),
         1 => pick.clone().prop_map(Op::Route),
-        1 => pick.prop_map(Op::EndRoute),
+        1 => pick.clone().prop_map(Op::EndRoute),
+        2 => (stream, pick, bytes(), end())
+            .prop_map(|(stream, pool, bytes, end)| Op::Capture { stream, pool, bytes, end }),
         2 => (1_u64..12, code())
             .prop_map(move |(nth, code)| if faults { Op::Fault(nth, code) } else { Op::Advance(nth) }),
         1 => Just(if faults { Op::ClearFaults } else { Op::Advance(1) }),

@@ -10,6 +10,7 @@ use crate::layout::{RowBlock, Rows};
 
 /// Refuses a stream that captures, with advice for the caller.
 pub(crate) fn refuse_capture(stream: &Stream, advice: &'static str) -> Result<(), DeviceError> {
+    stream.end_abandoned_captures()?;
     if stream.is_capturing() { Err(captured(advice)) } else { Ok(()) }
 }
 

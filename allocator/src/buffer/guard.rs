@@ -118,6 +118,7 @@ impl<'a> AccessGuard<'a> {
         {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
+        wanted.iter().try_for_each(|(stream, ..)| stream.end_abandoned_captures())?;
         let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
         let mut access = AccessGuard { held: Vec::new(), _awake: awake };
         let mut held = lock_unreserved(&wanted)?;
@@ -138,6 +139,7 @@ impl<'a> AccessGuard<'a> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
+        stream.end_abandoned_captures()?;
         let awake = KeptAwake::of_reservation(storage.memory().state());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;

@@ -31,6 +31,7 @@ pub(crate) fn refuse_capture_dedicated(stream: &Stream) -> Result<(), AllocError
 }
 
 fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
+    stream.end_abandoned_captures()?;
     if !stream.is_capturing() {
         return Ok(());
     }

@@ -244,6 +244,7 @@ pub(crate) fn capture(allocator: &Allocator, stream: &Stream, pool: &PrivatePool
         return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
     }
     pool.check_allocator(allocator)?;
+    stream.end_abandoned_captures()?;
     let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
     Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
 }

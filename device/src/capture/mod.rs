@@ -16,16 +16,16 @@ use crate::label::DeviceMismatch;
 use crate::launches::Launches;
 use crate::release::Object;
 use crate::stream::Stream;
-use crate::unfinished::{self, CleanUp};
+use crate::unfinished;
 
 /// A capture in progress on one stream. Dropping it ends the capture, if that was not done, and
 /// discards the graph.
 ///
-/// If the driver does not end it now, this is logged, and the capture goes on. It is ended when its
-/// stream next begins a capture ([`Stream::begin_capture`]), a device is opened or settled
-/// ([`crate::Device::settle`]), or a call waits for its device. A capture of a per-thread default
-/// stream can only be ended on its own thread. If that thread has ended, the next
-/// [`crate::Device::settle`] gives it up.
+/// If the driver does not end it now, this is logged, and the capture goes on. The next
+/// call that enqueues work tries again, and is refused on a stream of the capture if that fails; so
+/// do calls that wait for the device, and [`crate::Device::settle`]. A capture of a
+/// per-thread default stream can only be ended on its own thread, and is given up once that thread
+/// has ended.
 ///
 /// Ticks order nothing across the border of a capture (invariant T5): recording and waiting through
 /// ticks fail on the stream until the capture ends, and its timeline learns nothing meanwhile. The
@@ -58,11 +58,8 @@ pub struct Capture {
 
 impl Capture {
     pub(crate) fn begin(stream: Stream) -> Result<Capture> {
-        let (timeline, scope) = (stream.timeline(), Scope::new(true));
-        let raw = timeline.usable(Operation::BeginCapture)?;
-        if let Some(abandoned) = timeline.capture().filter(|capture| capture.is_abandoned_on(timeline)) {
-            Abandoned(abandoned).finish();
-        }
+        let raw = stream.usable(Operation::BeginCapture)?;
+        let (timeline, scope) = (stream.timeline(), Scope::new(stream.timeline(), true));
         timeline.begin_capture(&scope, stream.keep_alive(), || stream.driver().begin_capture(raw))?;
         Ok(Capture { stream, scope })
     }
@@ -136,8 +133,8 @@ const NOT_ANNOUNCED: &str = "the capture was not announced";
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
         let operation = Operation::CaptureStatus;
-        let scope = Scope::new(false);
-        let raw = stream.timeline().usable(operation)?;
+        let raw = stream.usable(operation)?;
+        let scope = Scope::new(stream.timeline(), false);
         stream.timeline().begin_capture(&scope, stream.keep_alive(), || {
             match stream.driver().capture_status(raw)? {
                 CaptureStatus::Active => Ok(()),
@@ -203,7 +200,7 @@ impl Graph {
             return Err(DeviceError::refused(Operation::LaunchGraph, Code::INVALID_HANDLE)
                 .with_detail(format!("the stream that the graph is launched on belongs to {devices}")));
         }
-        let raw = stream.timeline().usable(Operation::LaunchGraph)?;
+        let raw = stream.usable(Operation::LaunchGraph)?;
         if stream.launches_of_capture().is_some() {
             return Err(DeviceError::new(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
                 .with_detail("the stream captures, and CUDA does not capture launches of graphs"));

@@ -9,12 +9,14 @@ use std::any::Any;
 use std::ptr;
 use std::sync::Arc;
 
+use crate::context::Context;
 use crate::driver::{CaptureStatus, Driver, RawGraph};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
 use crate::launches::Launches;
 use crate::release::Object;
 use crate::sync::Mutex;
+use crate::thread_end::RunningThread;
 use crate::timeline::Timeline;
 use crate::unfinished::CleanUp;
 
@@ -29,6 +31,8 @@ pub(crate) struct Scope {
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended
     /// in its place. Taken before locks of timelines.
     ending: Mutex<()>,
+    /// The thread that alone can end the capture, if it began on that thread's default stream.
+    thread: Option<RunningThread>,
     /// A leaf, below the lock of a timeline.
     members: Leaf<Members>,
 }
@@ -44,9 +48,11 @@ struct Members {
 }
 
 impl Scope {
-    /// The scope of a capture that this library began (`ours`), or that another library began.
-    pub(super) fn new(ours: bool) -> Arc<Scope> {
-        Arc::new(Scope { launches: Launches::new(ours), ending: Mutex::new(()), members: Leaf::default() })
+    /// The scope of a capture that this library begins (`ours`), or that another library began, on
+    /// a stream that the calling thread can use.
+    pub(super) fn new(timeline: &Timeline, ours: bool) -> Arc<Scope> {
+        let thread = timeline.is_per_thread().then(RunningThread::current);
+        Arc::new(Scope { launches: Launches::new(ours), ending: Mutex::new(()), thread, members: Leaf::default() })
     }
 
     /// Adds a stream. Returns false if the capture is over already.
@@ -73,9 +79,22 @@ impl Scope {
         self.members.lock().abandoned = true;
     }
 
-    /// True if the capture began on this stream and was dropped.
-    pub(super) fn is_abandoned_on(&self, timeline: &Timeline) -> bool {
-        self.began_on(timeline) && self.members.lock().abandoned
+    /// Ends the capture now if it was dropped before it ended: its graph cannot be launched, so
+    /// work must not go there. Does nothing for other captures.
+    ///
+    /// # Errors
+    /// When the capture goes on, with the reason.
+    pub(crate) fn end_if_abandoned(self: &Arc<Self>, operation: Operation) -> Result<()> {
+        if !self.members.lock().abandoned {
+            return Ok(());
+        }
+        Abandoned(self.clone()).end().map_err(|error| {
+            let refused = DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).of_request("nothing was enqueued");
+            refused.with_detail(format!(
+                "the stream is part of a capture that was dropped before it ended, which would lose the work, and the \
+                 capture cannot be ended now ({error}): try again, or call `Device::settle` on the thread that began it",
+            ))
+        })
     }
 
     /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
@@ -124,6 +143,12 @@ impl Scope {
         streams
     }
 
+    /// Discards the graph of the capture, which has ended.
+    pub(crate) fn discard(&self, context: &Context, raw: RawGraph) {
+        let _kept_until_then = self.launches.note_gone();
+        context.releases.release(Object::Graph(raw));
+    }
+
     /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:
     /// it gives no graph here.
     pub(crate) fn give_up(self: &Arc<Self>) {
@@ -143,18 +168,34 @@ impl Scope {
 #[derive(Debug)]
 pub(super) struct Abandoned(pub(super) Arc<Scope>);
 
+impl Abandoned {
+    /// Ends the capture and discards its graph.
+    ///
+    /// # Errors
+    /// When the capture goes on.
+    fn end(&self) -> Result<()> {
+        let Abandoned(scope) = self;
+        let origin = scope.members.lock().streams.first().map(|(first, _)| first.clone());
+        let Some(timeline) = origin else { return Ok(()) };
+        if scope.thread.as_ref().is_some_and(RunningThread::has_ended) {
+            scope.give_up();
+            return Ok(());
+        }
+        match scope.end(&timeline) {
+            Ok(raw) => scope.discard(timeline.context(), raw),
+            Err(error) if scope.is_over() => tracing::debug!(%error, "a capture that was dropped broke before"),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+}
+
 impl CleanUp for Abandoned {
     fn ends_capture(&self) -> bool {
         true
     }
 
     fn finish(&self) -> bool {
-        let origin = self.0.members.lock().streams.first().map(|(first, _)| first.clone());
-        let Some(timeline) = origin else { return true };
-        match self.0.end(&timeline) {
-            Ok(graph) => timeline.context().releases.release(Object::Graph(graph)),
-            Err(error) => tracing::debug!(%error, "a capture that was dropped could not be ended"),
-        }
-        self.0.is_over()
+        self.end().inspect_err(|error| tracing::debug!(%error, "a capture that was dropped could not be ended")).is_ok()
     }
 }

@@ -84,7 +84,7 @@ pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
 /// thread's default stream, or it was adopted by its handle.
 pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     let operation = Operation::StreamId;
-    let raw = stream.timeline().usable(operation).map_err(not_lent)?;
+    let raw = stream.usable(operation).map_err(not_lent)?;
     let stream_of = driver_of(stream.driver(), operation).map_err(not_lent)?.cudarc_stream(raw);
     stream.context().driver.complete(stream_of)
 }

@@ -49,6 +49,7 @@ impl Timeline {
         operation: Operation,
         enqueue: impl FnOnce(RawStream) -> Result<()>,
     ) -> Result<()> {
+        self.end_abandoned_captures(operation)?;
         let raw = self.usable(operation)?;
         let mut state = self.state.lock();
         if state.closed {

@@ -11,6 +11,7 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
+use crate::unfinished;
 
 /// Why a stream cannot be captured now.
 const BORROWED: &str = "another thread's blocking copy is under way on the stream: capture once it has returned";
@@ -49,6 +50,25 @@ impl Timeline {
         state.held_off += 1;
         drop(state);
         Some(CapturesHeldOff(self))
+    }
+
+    /// Ends captures that were dropped before they ended: work that is enqueued into one is lost,
+    /// and each is in the way of other calls. Call it without a lock: things that their graphs kept
+    /// are dropped.
+    ///
+    /// # Errors
+    /// When the stream is part of such a capture, and it cannot be ended now.
+    #[inline]
+    pub(crate) fn end_abandoned_captures(&self, operation: Operation) -> Result<()> {
+        if self.context.is_capturing() { self.end_abandoned(operation) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn end_abandoned(&self, operation: Operation) -> Result<()> {
+        fork::check(operation)?;
+        self.capture().map_or(Ok(()), |capture| capture.end_if_abandoned(operation))?;
+        unfinished::end_captures();
+        Ok(())
     }
 
     /// Locks the timeline once no guard holds captures off.

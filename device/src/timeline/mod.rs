@@ -185,6 +185,11 @@ impl Timeline {
         RawStream(self.raw.load(Ordering::Relaxed))
     }
 
+    /// True if the stream is a thread's default stream.
+    pub(crate) fn is_per_thread(&self) -> bool {
+        self.raw() == RawStream::PER_THREAD
+    }
+
     /// The handle for a driver call of this thread (T4). Fails for another thread's per-thread
     /// default stream, whose handle would mean this thread's stream, and for a stream that is gone,
     /// whose handle may mean a later stream.

@@ -6,6 +6,7 @@
 //! compared still hold what was last written to them.
 
 mod blocks;
+mod captures;
 mod dedicated;
 mod ending;
 
@@ -174,6 +175,7 @@ impl Interpreter {
                 }
             }
             Op::EndRoute(pick) => drop(take(&mut self.routes, pick)),
+            Op::Capture { stream, pool, bytes, end } => self.capture(stream, pool, bytes, end),
             Op::AllocExportable { stream, bytes } => self.alloc_exportable(stream, bytes),
             Op::MakeGrowable { stream, capacity } => self.make_growable(stream, capacity),
             Op::Resize { pick, stream, bytes } => self.resize(pick, stream, bytes),

@@ -57,3 +57,19 @@ fn statistics_and_snapshot_count_it() {
     assert_eq!((stats.segment.all.current, stats.reserved_bytes.all.current), (2, 42 << 20));
     assert_eq!(allocator.empty_cache().unwrap(), 42 << 20);
 }
+
+/// Without a cache, free segments go back before a request is served, also from a pool.
+#[test]
+fn no_block_of_a_pool_is_lost_when_a_release_fails() {
+    let bench = Bench::new(GIB, "no_cache:True");
+    let pool = bench.pool();
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
+    drop(bench.alloc(MIB));
+    bench.fail(Operation::Free, 1, Code(999));
+    pool.alloc_bytes(30 * MIB, &bench.stream).unwrap_err();
+    assert_eq!(bench.allocator.memory_allocated(), 0);
+    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
+    drop(pool);
+    bench.allocator.empty_cache().unwrap();
+    assert_eq!(bench.allocator.memory_reserved(), 0);
+}

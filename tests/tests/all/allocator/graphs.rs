@@ -403,3 +403,95 @@ fn a_graph_is_ordered_after_earlier_uses_of_its_memory() {
         }
     }
 }
+
+type Request = fn(&Bench, &PrivatePool, &Stream) -> Result<(), AllocError>;
+
+/// What a program asks an allocator for on behalf of a stream.
+const REQUESTS: [(&str, Request); 7] = [
+    ("alloc_bytes", |bench, _, stream| bench.allocator.alloc_bytes(MIB, stream).map(drop)),
+    ("alloc_zeros", |bench, _, stream| bench.allocator.alloc_zeros::<u8>(1 << 20, stream).map(drop)),
+    ("alloc_raw", |bench, _, stream| {
+        bench.allocator.alloc_raw(MIB, stream).and_then(|ptr| bench.allocator.free_raw(ptr))
+    }),
+    ("growable", |bench, _, stream| match bench.allocator.growable(8 * MIB, stream) {
+        Err(AllocError::NotMapped { .. }) => bench.allocator.alloc_bytes(MIB, stream).map(drop),
+        growable => growable?.grow_to(MIB, stream),
+    }),
+    ("a pool", |_, pool, stream| pool.alloc_bytes(MIB, stream).map(drop)),
+    ("a raw pointer of a pool", |bench, pool, stream| {
+        pool.alloc_raw(MIB, stream).and_then(|ptr| bench.allocator.free_raw(ptr))
+    }),
+    ("an access guard", |bench, _, stream| {
+        let buffer = bench.allocator.alloc::<u8>(1 << 20, &bench.side)?;
+        AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)]).map(drop)
+    }),
+];
+
+#[test]
+fn a_stream_whose_capture_was_dropped_gets_memory_again_once_the_capture_is_over() {
+    for options in BACKINGS {
+        for (name, request) in REQUESTS {
+            let bench = bench(options);
+            let (own, pool) = (bench.device.per_thread_stream(), bench.pool());
+            let capture = own.begin_capture().unwrap();
+            std::thread::scope(|scope| scope.spawn(move || drop(capture)).join()).unwrap();
+            request(&bench, &pool, &own).unwrap_or_else(|error| panic!("{options:?}, {name}: {error}"));
+            assert!(!own.is_capturing(), "{options:?}, {name}");
+            let stream = bench.new_stream();
+            let capture = stream.begin_capture().unwrap();
+            let operation = Some(Operation::EndCapture);
+            bench.driver.inject(Fault::Rate { operation, rate: 1.0, code: Code(999) });
+            drop(capture);
+            assert!(request(&bench, &pool, &stream).is_err(), "{options:?}, {name}");
+            bench.driver.clear_faults();
+            request(&bench, &pool, &stream).unwrap_or_else(|error| panic!("{options:?}, {name}: {error}"));
+            assert!(!stream.is_capturing(), "{options:?}, {name}");
+            drop(pool);
+            end(&bench);
+        }
+    }
+}
+
+#[test]
+fn memory_of_a_dropped_capture_goes_back_with_its_pool() {
+    type Dropped = fn(&Bench, aquifer::device::Capture);
+    let ways: [(&str, Dropped); 4] = [
+        ("at once", |_, capture| drop(capture)),
+        ("on another thread", |bench, capture| {
+            std::thread::scope(|scope| scope.spawn(move || drop(capture)).join()).unwrap();
+            bench.device.settle();
+        }),
+        ("on another thread, and its own ends", |_, capture| {
+            std::thread::scope(|scope| scope.spawn(move || drop(capture)).join()).unwrap();
+        }),
+        ("while the driver does not end it", |bench, capture| {
+            (1..=3).for_each(|nth| bench.fail(Operation::EndCapture, nth, Code(999)));
+            drop(capture);
+        }),
+    ];
+    for options in BACKINGS {
+        for (name, dropped) in ways {
+            let bench = bench(options);
+            let pool = bench.pool();
+            std::thread::scope(|scope| {
+                let thread = scope.spawn(|| {
+                    let own = bench.device.per_thread_stream();
+                    let capture = own.begin_capture().unwrap();
+                    let route = bench.allocator.capture(&own, &pool).unwrap();
+                    let scratch = bench.alloc_on(&own, 4 * MIB);
+                    own.fill(scratch.ptr(), 1, 4 * MIB).unwrap();
+                    drop((scratch, route));
+                    dropped(&bench, capture);
+                });
+                // Returns once the thread has ended, which the end of the scope does not wait for.
+                thread.join().unwrap();
+            });
+            drop(pool);
+            bench.driver.clear_faults();
+            bench.device.synchronize().unwrap_or_else(|error| panic!("{options:?}, {name}: {error}"));
+            bench.allocator.empty_cache().unwrap();
+            assert_eq!(bench.allocator.memory_reserved(), 0, "{options:?}, {name}");
+            end(&bench);
+        }
+    }
+}
