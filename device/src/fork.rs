@@ -14,10 +14,12 @@
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use parking_lot::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::executor;
 
 /// True in a child that was forked after a device was opened.
 static IS_CHILD: AtomicBool = AtomicBool::new(false);
@@ -121,7 +123,7 @@ impl<T> Mutex<T> {
     pub fn lock(&self) -> MutexGuard<'_, T> {
         self.0.try_lock().unwrap_or_else(|| {
             refuse_to_wait();
-            self.0.lock()
+            executor::wait_until(|| self.0.try_lock()).unwrap_or_else(|| self.0.lock())
         })
     }
 
@@ -139,6 +141,59 @@ impl<T> Mutex<T> {
     /// The value.
     pub fn into_inner(self) -> T {
         self.0.into_inner()
+    }
+}
+
+/// What threads that hold a [`Mutex`] wait for.
+#[derive(Debug, Default)]
+pub struct Condvar(parking_lot::Condvar);
+
+impl Condvar {
+    /// A condition variable.
+    pub const fn new() -> Condvar {
+        Condvar(parking_lot::Condvar::new())
+    }
+
+    /// Waits without the lock until notified; may return earlier.
+    pub fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+        if executor::is_own() {
+            return self.wait_in_executor(guard, false).0;
+        }
+        self.0.wait(&mut guard);
+        guard
+    }
+
+    /// As [`Condvar::wait`], for no longer than `time`. Returns true if that is over.
+    pub fn wait_for<'a, T>(&self, mut guard: MutexGuard<'a, T>, time: Duration) -> (MutexGuard<'a, T>, bool) {
+        if executor::is_own() {
+            return self.wait_in_executor(guard, true);
+        }
+        let timed_out = self.0.wait_for(&mut guard, time).timed_out();
+        (guard, timed_out)
+    }
+
+    #[cold]
+    fn wait_in_executor<'a, T>(&self, guard: MutexGuard<'a, T>, timed: bool) -> (MutexGuard<'a, T>, bool) {
+        let mutex = MutexGuard::mutex(&guard);
+        let timed_out = executor::wait_notified(self.address(), timed, || drop(guard)).unwrap_or(false);
+        let guard = mutex.try_lock().or_else(|| executor::wait_until(|| mutex.try_lock()));
+        (guard.unwrap_or_else(|| mutex.lock()), timed_out)
+    }
+
+    /// Wakes a thread that waits.
+    pub fn notify_one(&self) {
+        executor::notify(self.address(), false);
+        self.0.notify_one();
+    }
+
+    /// Wakes all threads that wait.
+    pub fn notify_all(&self) {
+        executor::notify(self.address(), true);
+        self.0.notify_all();
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 }
 
@@ -160,7 +215,7 @@ impl<T> RwLock<T> {
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         self.0.try_read().unwrap_or_else(|| {
             refuse_to_wait();
-            self.0.read()
+            executor::wait_until(|| self.0.try_read()).unwrap_or_else(|| self.0.read())
         })
     }
 
@@ -172,7 +227,7 @@ impl<T> RwLock<T> {
     pub fn write(&self) -> RwLockWriteGuard<'_, T> {
         self.0.try_write().unwrap_or_else(|| {
             refuse_to_wait();
-            self.0.write()
+            executor::wait_until(|| self.0.try_write()).unwrap_or_else(|| self.0.write())
         })
     }
 

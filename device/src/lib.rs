@@ -61,8 +61,10 @@ mod discovery;
 mod driver;
 mod error;
 mod event;
-mod external;
 #[doc(hidden)]
+#[doc(hidden)]
+pub mod executor;
+mod external;
 pub mod fork;
 mod host_buffer;
 mod label;

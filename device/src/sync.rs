@@ -6,9 +6,7 @@
 //! always parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use crate::fork::Mutex;
-#[cfg(not(aquifer_shuttle))]
-pub(crate) use of_threads::Condvar;
+pub(crate) use crate::fork::{Condvar, Mutex};
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use parking_lot::MutexGuard;
 #[cfg(not(aquifer_shuttle))]
@@ -18,27 +16,6 @@ pub(crate) use std::sync::atomic;
 pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
 #[cfg(aquifer_shuttle)]
 pub(crate) use shuttle::sync::atomic;
-
-#[cfg(not(aquifer_shuttle))]
-mod of_threads {
-    use parking_lot::MutexGuard;
-
-    /// What threads wait for.
-    #[derive(Debug, Default)]
-    pub(crate) struct Condvar(parking_lot::Condvar);
-
-    impl Condvar {
-        /// Waits without the lock until notified; may return earlier.
-        pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-            self.0.wait(&mut guard);
-            guard
-        }
-
-        pub(crate) fn notify_all(&self) {
-            self.0.notify_all();
-        }
-    }
-}
 
 #[cfg(aquifer_shuttle)]
 mod modelled {

@@ -15,8 +15,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 use std::time::Duration;
 
+use aquifer_device::executor;
+use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::sim::defer_panics_here;
-use parking_lot::{Condvar, Mutex};
 
 use crate::error::TransferError;
 
@@ -99,7 +100,7 @@ fn send(call: Call) {
     }
     background.threads += 1;
     drop(background);
-    if let Err(error) = thread::Builder::new().name("aquifer-foreign".to_owned()).spawn(work) {
+    if let Err(error) = executor::spawn(thread::Builder::new().name("aquifer-foreign".to_owned()), work) {
         let mut background = BACKGROUND.lock();
         background.threads -= 1;
         tracing::error!(%error, "no thread could be started for code of the caller");
@@ -123,7 +124,8 @@ fn work() {
             continue;
         }
         background.idle += 1;
-        let timed_out = QUEUED.wait_for(&mut background, IDLE).timed_out();
+        let timed_out;
+        (background, timed_out) = QUEUED.wait_for(background, IDLE);
         background.idle -= 1;
         if timed_out && background.queue.is_empty() {
             background.threads -= 1;

@@ -8,8 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
 use aquifer_device::Tick;
-use aquifer_device::fork::Mutex;
-use parking_lot::{Condvar, MutexGuard};
+use aquifer_device::fork::{Condvar, Mutex};
 
 use crate::error::TransferError;
 use crate::waiter::wake;
@@ -100,9 +99,9 @@ impl Job {
 
     /// Waits until no thread works on it any more.
     pub(crate) fn wait(&self) -> JobProgress {
-        let mut state: MutexGuard<'_, JobStatus> = self.state.lock();
+        let mut state = self.state.lock();
         while matches!(state.progress, JobProgress::Working) {
-            self.changed.wait(&mut state);
+            state = self.changed.wait(state);
         }
         state.progress.clone()
     }

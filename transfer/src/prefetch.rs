@@ -14,11 +14,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Awake};
-use aquifer_device::fork::Mutex;
+use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::sim::defer_panics_here;
 use aquifer_device::{Stream, Tick};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
-use parking_lot::Condvar;
 
 pub use batch::Batch;
 
@@ -277,7 +276,7 @@ impl<B: Batch> Drop for Prefetcher<B> {
         self.slots = None;
         let mut state = at.state.lock();
         while *state == WorkerState::Working {
-            at.changed.wait(&mut state);
+            state = at.changed.wait(state);
         }
         let ended = *state == WorkerState::Ended;
         drop(state);

@@ -5,39 +5,12 @@
 //! Leaf locks need no counterpart and are parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use aquifer_device::fork::Mutex;
-#[cfg(not(aquifer_shuttle))]
-pub(crate) use of_threads::Condvar;
+pub(crate) use aquifer_device::fork::{Condvar, Mutex};
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use parking_lot::MutexGuard;
 
 #[cfg(aquifer_shuttle)]
 pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
-
-#[cfg(not(aquifer_shuttle))]
-mod of_threads {
-    use parking_lot::MutexGuard;
-
-    /// A condition variable.
-    #[derive(Debug, Default)]
-    pub(crate) struct Condvar(parking_lot::Condvar);
-
-    impl Condvar {
-        /// Waits without the lock for a notification; may wake spuriously.
-        pub(crate) fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-            self.0.wait(&mut guard);
-            guard
-        }
-
-        pub(crate) fn notify_one(&self) {
-            self.0.notify_one();
-        }
-
-        pub(crate) fn notify_all(&self) {
-            self.0.notify_all();
-        }
-    }
-}
 
 #[cfg(aquifer_shuttle)]
 mod modelled {

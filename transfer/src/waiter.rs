@@ -21,10 +21,9 @@ use std::task::{Poll, Waker};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_device::Tick;
-use aquifer_device::fork::Mutex;
+use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::sim::defer_panics_here;
-use parking_lot::Condvar;
+use aquifer_device::{Tick, executor};
 
 use crate::error::TransferError;
 use crate::foreign_code::{self, DRIVER, guarded};
@@ -128,12 +127,11 @@ impl Waiter {
         let thread = Arc::new(TickThread::default());
         thread.queue.lock().push(entry);
         let (waiter, own) = (self.clone(), thread.clone());
-        thread::Builder::new()
-            .name("aquifer-waiter".to_owned())
-            .spawn(move || {
-                defer_panics_here();
-                foreign_code::with_deferring(true, || own.run(&waiter, key));
-            })
+        let work = move || {
+            defer_panics_here();
+            foreign_code::with_deferring(true, || own.run(&waiter, key));
+        };
+        executor::spawn(thread::Builder::new().name("aquifer-waiter".to_owned()), work)
             .map_err(|cause| TransferError::Thread { what: "waking tasks", cause: Arc::new(cause) })?;
         listed.push(thread);
         Ok(signal)
@@ -210,7 +208,7 @@ impl TickThread {
         loop {
             let mut queue = self.queue.lock();
             if queue.entries.is_empty() {
-                self.grown.wait_for(&mut queue, IDLE);
+                queue = self.grown.wait_for(queue, IDLE).0;
             }
             if let Some((_, entry)) = queue.entries.pop_first() {
                 queue.waits_for = entry.tick.n();

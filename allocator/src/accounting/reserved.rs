@@ -7,6 +7,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
+use std::time::Duration;
 
 use super::counter::{PooledCounter, Sum};
 use super::stat::PoolStats;
@@ -61,7 +62,7 @@ impl Reserved {
                 }
             }
             met += 1;
-            if met < PATIENCE { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if met < PATIENCE { std::hint::spin_loop() } else { aquifer_device::executor::pause(Duration::ZERO) }
         }
     }
 

@@ -48,7 +48,7 @@ impl Room {
 
     /// Lets those who take memory finish.
     pub(crate) fn wait_for_others() {
-        std::thread::sleep(BETWEEN_ASKS);
+        aquifer_device::executor::pause(BETWEEN_ASKS);
     }
 }
 

@@ -158,6 +158,9 @@ impl ShortLock {
     #[cold]
     fn lock_contended(&self) {
         aquifer_device::fork::refuse_to_wait();
+        if aquifer_device::executor::wait_until(|| self.try_take().then_some(())).is_some() {
+            return;
+        }
         for _ in 0..SPINS {
             std::hint::spin_loop();
             if !self.has_waiters() && self.try_take() {

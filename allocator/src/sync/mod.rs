@@ -52,7 +52,7 @@ pub(crate) fn pause() {
 /// As [`pause`], for about this long.
 pub(crate) fn pause_for(time: Duration) {
     #[cfg(not(aquifer_shuttle))]
-    std::thread::sleep(time);
+    aquifer_device::executor::pause(time);
     #[cfg(aquifer_shuttle)]
     {
         let _ = time;
@@ -63,7 +63,7 @@ pub(crate) fn pause_for(time: Duration) {
 /// Lets another thread go on that is about to finish what the caller waits for.
 pub(crate) fn relax() {
     #[cfg(not(aquifer_shuttle))]
-    std::thread::yield_now();
+    aquifer_device::executor::pause(Duration::ZERO);
     #[cfg(aquifer_shuttle)]
     shuttle::thread::yield_now();
 }

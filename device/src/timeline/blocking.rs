@@ -10,7 +10,6 @@
 //! launched. So nothing is enqueued on a stream that captures, or during a capture that forbids
 //! waiting for the stream, and this library begins no capture on the stream meanwhile.
 
-use std::thread;
 use std::time::Duration;
 
 use super::capturing::{capture_error, unannounced_error};
@@ -19,6 +18,7 @@ use crate::capturing_streams::BlockingHeldOff;
 use crate::context::Waited;
 use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{ErrorKind, Operation, Result};
+use crate::executor;
 
 /// How long the host sleeps between two attempts to wait.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -117,7 +117,7 @@ impl Timeline {
                 }
                 Err(error) => refusals += u32::from(error.kind != ErrorKind::Capture),
             }
-            thread::sleep(PAUSE);
+            executor::pause(PAUSE);
             // Captures are not held off while the host sleeps: the thread that ends a capture in
             // the way may have to begin another one first.
             held_off = self.protect_captures(raw, operation);

@@ -5,6 +5,7 @@ use std::thread;
 use std::time::Instant;
 
 use aquifer_device::Tick;
+use aquifer_device::executor;
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::defer_panics_here;
 
@@ -145,7 +146,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
 
     fn spawn(&self) -> Result<(), TransferError> {
         let workers = self.clone();
-        let started = thread::Builder::new().name("aquifer-staging".to_owned()).spawn(move || {
+        let started = executor::spawn(thread::Builder::new().name("aquifer-staging".to_owned()), move || {
             defer_panics_here();
             foreign_code::with_deferring(true, || {
                 workers.scheduler.work(&workers);
