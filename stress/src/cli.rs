@@ -181,8 +181,9 @@ Missing information is inferred and noted, or only noted:
   - Memory that is allocated again, or released to the device, was freed just before.
   - Without free_requested entries, blocks are freed when free_completed.
   - A free that other streams delayed is replayed as a use on the stream that most likely did.
-  - Refused requests are not replayed, except those after which nothing was allocated: they are
-    replayed as blocks that are freed at once. Notes have their number and the largest size.
+  - Refused requests are not replayed, except those that ended the program: after them nothing was
+    allocated, and at most half of what was live was freed. They are replayed as blocks that are
+    freed at once. Notes have their number and the largest size.
   - A history of one entry, or one that max_entries has probably cut off, is noted.
 
 A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be
@@ -201,12 +202,13 @@ JSON keys, per program and config:
                             them
   peak_requested_bytes      the most memory that the program had requested and not yet freed
   peak_allocated_bytes      the same after rounding
-  peak_reserved_bytes       the most memory that was held from the device
+  peak_reserved_bytes       the most memory that was held from the device, in any pass
   reserved_over_requested   ratio of peak_reserved_bytes to peak_requested_bytes
-  lag_bound_over_requested  the least that this ratio can be on a device that lags if nothing waits
-                            for the device: the most, over all times, of the sum over streams of the
-                            most that was live on the stream within the last LAG events; with --lag
-                            only
+  peak_reserved_bytes_by_pass   the most memory that was held in each pass, including the first
+  lag_bound_over_requested  the least that this ratio can be in one pass on a device that lags if
+                            nothing waits for the device: the most, over all times, of the sum over
+                            streams of the most that was live on the stream within the last LAG
+                            events; with --lag only
   ns_per_op                 time per event: the median of the passes after the first, or the first
                             if it is the only one; null, like the next key, if the program has no
                             events
@@ -240,14 +242,19 @@ JSON keys, per program and config:
                             are events
   pool_ns_per_op, pool_first_pass_ns_per_op, pool_seconds, pool_peak_reserved_bytes, pool_ooms
                             with --driver-pool only: the same times of the pool, the most memory
-                            that it held from the device, and requests that it refused in the last
-                            pass. A real driver keeps one high-water mark for the whole process;
+                            that it held from the device, and requests that it refused in all
+                            passes. A real driver keeps one high-water mark for the whole process;
                             where this program did not raise it, the value is the most held at the
                             end of a pass
-Counts and peaks are of the first pass unless stated otherwise; hazards are of all passes and of the
-end. Times are taken in separate passes on another device, where nothing is counted; they include
-neither reading the file nor freeing leftover blocks of a pass. Modelled times are null on a real
-device. Measured times are of the first counted pass, without the counting itself.";
+Counts are of the first pass unless stated otherwise; peaks, remaps, granules_moved, frames_split,
+retries and hazards are of all passes, and hazards also of the end. In the table, the ratios of the
+first and the last pass stand beside the greatest, with the number of the pass that held most; there
+is none for a program that was refused a request. A program that was refused a request with
+split_frames:off, the default, has another row with split_frames:on if frames were split then.
+Times are taken in separate passes on another device, where nothing is counted; they include neither
+reading the file nor freeing leftover blocks of a pass. Modelled times are those of the simulator's
+cost model, and null on a real device. Measured times are of the first counted pass, without the
+counting itself.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
@@ -316,9 +323,10 @@ JSON keys, per program and config:
   retries_at_fit            times that all cached memory was released to try again, on that device
 The device is simulated, even where there is a GPU, and its size is replaced. --device may name
 another simulated device, or a GPU: there the size is that of a limit on what the allocator holds,
-and the most that is tried is what is free. Whether a program finishes need not be monotonic in the
-size, so smaller sizes were tried: 23 evenly spread down to the peak, and the 64 just below the
-boundary.";
+and the most that is tried is what is free. Where frames that are split let a program finish on a
+smaller device, another row has split_frames:on, which is off by default. Whether a program finishes
+need not be monotonic in the size, so smaller sizes were tried: 23 evenly spread down to the peak,
+and the 64 just below the boundary.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
@@ -437,6 +445,9 @@ pub struct ConfigArg {
     pub text: String,
     /// The parsed options.
     pub config: Config,
+    /// Whether a command tries them without being asked: the allocator's warnings of them are not
+    /// shown.
+    pub is_trial: bool,
 }
 
 impl ConfigArg {
@@ -446,15 +457,25 @@ impl ConfigArg {
         self.config.expandable_segments && self.config.backing == Backing::Segments
     }
 
-    /// The options for a program of which one thread does all work: `split_frames:on`, unless they
-    /// say otherwise.
-    #[must_use]
-    pub fn of_one_thread(&self) -> ConfigArg {
-        let mut arg = self.clone();
-        if self.config.backing == Backing::Paged && !self.text.contains("split_frames") {
-            arg.config.split_frames = SplitFrames::On;
+    /// The same options with `split_frames:on`, as a trial; `None` if they say whether frames are
+    /// split, or are not for mapped memory.
+    ///
+    /// A recorded program may use them, because one thread does all its work. Nothing is split
+    /// unless a request would be refused otherwise.
+    pub fn splitting(&self) -> Option<ConfigArg> {
+        if self.config.backing != Backing::Paged || self.text.contains("split_frames") {
+            return None;
         }
-        arg
+        let mut config = self.config.clone();
+        config.split_frames = SplitFrames::On;
+        let text = [&*self.text, "split_frames:on"].join(if self.text.is_empty() { "" } else { "," });
+        Some(ConfigArg { text, config, is_trial: true })
+    }
+
+    /// The same options as a trial.
+    #[must_use]
+    pub fn trial(self) -> ConfigArg {
+        ConfigArg { is_trial: true, ..self }
     }
 }
 
@@ -470,9 +491,9 @@ impl FromStr for ConfigArg {
                 return Err("backing:expandable reproduces PyTorch without other options".into());
             }
             let config = "backing:segments,expandable_segments:True".parse()?;
-            return Ok(ConfigArg { text: text.to_owned(), config });
+            return Ok(ConfigArg { text: text.to_owned(), config, is_trial: false });
         }
-        Ok(ConfigArg { text: text.to_owned(), config: text.parse()? })
+        Ok(ConfigArg { text: text.to_owned(), config: text.parse()?, is_trial: false })
     }
 }
 
@@ -484,6 +505,18 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn frames_are_split_in_trials_of_options_that_do_not_say() {
+        let splitting = |text: &str| text.parse::<ConfigArg>().unwrap().splitting().map(|arg| arg.text);
+        assert_eq!(splitting("").as_deref(), Some("split_frames:on"));
+        assert_eq!(splitting("frame_mb:16").as_deref(), Some("frame_mb:16,split_frames:on"));
+        for text in ["split_frames:off", "split_frames:on", "backing:segments", "backing:expandable"] {
+            assert_eq!(splitting(text), None, "{text}");
+        }
+        let trial = ConfigArg::default().splitting().unwrap();
+        assert!(trial.is_trial && trial.text.parse::<ConfigArg>().unwrap().config == trial.config);
     }
 
     #[test]

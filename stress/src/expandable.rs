@@ -400,6 +400,12 @@ impl Measured for Expandable {
         self.stats
     }
 
+    fn reset_peaks(&mut self) {
+        for stat in [&mut self.stats.allocated_bytes.all, &mut self.stats.reserved_bytes.all] {
+            stat.peak = stat.current;
+        }
+    }
+
     fn held(&self) -> (u64, u64) {
         (self.stats.reserved_bytes.all.current, self.stats.allocated_bytes.all.current)
     }

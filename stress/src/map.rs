@@ -182,6 +182,11 @@ impl Map {
         Map { pieces, total }
     }
 
+    /// The memory that is not taken from the device.
+    pub fn free_on_device(&self) -> u64 {
+        self.pieces.iter().filter(|piece| piece.is == Use::Device).map(|piece| piece.bytes).sum()
+    }
+
     /// The map without memory that is not held.
     #[must_use]
     pub fn held_only(&self) -> Map {

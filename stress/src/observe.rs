@@ -41,6 +41,8 @@ pub struct Costs {
     pub stalls: u64,
     /// Events recorded and waits inserted to order streams.
     pub timeline: TimelineCounts,
+    /// The most bytes that were held from the device, and that were allocated.
+    pub peaks: (u64, u64),
 }
 
 /// Time of a pass, in ns.
@@ -106,7 +108,7 @@ impl<S: Measured> Observed<S> {
         &self.device
     }
 
-    /// The allocator's statistics.
+    /// The allocator's statistics. Their peaks are those of the last pass.
     pub fn stats(&self) -> MemoryStats {
         self.subject.stats()
     }
@@ -140,7 +142,9 @@ impl<S: Measured> Observed<S> {
         let (calls, before) = (self.device.driver_calls(), self.device.timeline_counts());
         let (time_ns, stalls) = (self.time_ns(), self.stalls());
         self.requests = Requests::default();
+        self.subject.reset_peaks();
         let result = run(self)?;
+        let MemoryStats { reserved_bytes, allocated_bytes, .. } = self.subject.stats();
         let Requests { allocs, driver_allocs, worst_modelled_ns, measured } = self.requests;
         let modelled = Spent { total_ns: self.time_ns() - time_ns, worst_alloc_ns: worst_modelled_ns };
         let mut timeline = self.device.timeline_counts();
@@ -154,6 +158,7 @@ impl<S: Measured> Observed<S> {
             measured: self.simulated.is_none().then_some(measured),
             stalls: self.stalls() - stalls,
             timeline,
+            peaks: (reserved_bytes.all.peak, allocated_bytes.all.peak),
         };
         Ok((result, costs))
     }

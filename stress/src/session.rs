@@ -28,7 +28,8 @@ pub struct Session {
     global: Global,
     /// The user's configs, or else the default one.
     configs: Vec<ConfigArg>,
-    reported: Reported,
+    /// Shared with the sessions that are made from this one.
+    reported: Arc<Reported>,
     /// Where messages go instead of standard error. Locked while a row or message is written, so that
     /// lines never mix.
     output: Mutex<Option<Sender<Output>>>,
@@ -107,7 +108,7 @@ impl Session {
             sim.seed = global.seed;
         }
         let configs = if global.configs.is_empty() { vec![ConfigArg::default()] } else { global.configs.clone() };
-        let (reported, output) = (Reported::default(), Mutex::default());
+        let (reported, output) = (Arc::default(), Mutex::default());
         Session { device, global: global.clone(), configs, reported, output }
     }
 
@@ -231,7 +232,7 @@ impl Session {
             DeviceSpec::Sim(sim) if sim.other_process_bytes > 0 => sim.other_process_bytes = 0,
             _ => return None,
         }
-        Some(Session::of(&self.global, device))
+        Some(self.on(device))
     }
 
     /// The same session on a device of another capacity, if it is a simulated one.
@@ -241,7 +242,12 @@ impl Session {
         if let DeviceSpec::Sim(sim) = &mut device.spec {
             sim.capacity_bytes = bytes;
         }
-        Session::of(&self.global, device)
+        self.on(device)
+    }
+
+    /// The same session on another device.
+    fn on(&self, device: DeviceArg) -> Session {
+        Session { reported: Arc::clone(&self.reported), ..Session::of(&self.global, device) }
     }
 
     /// The largest size for [`Session::sized`].
@@ -320,7 +326,7 @@ impl Session {
     }
 
     /// An allocator. Its warnings, such as a device that cannot map memory or options without
-    /// effect, are reported once a session.
+    /// effect, are reported once a session, and not for trials.
     ///
     /// # Errors
     /// Those of the allocator.
@@ -331,6 +337,9 @@ impl Session {
             return Err(Failure::Usage(usage.to_owned()));
         }
         let make = || Allocator::new(device, config.config.clone());
+        if config.is_trial {
+            return Ok(Reported::default().once(make, |_| {})?);
+        }
         let report = |line: &str| {
             let whose = if line.starts_with(IGNORED_OPTIONS) { &*format!("--config '{}': ", config.text) } else { "" };
             self.message(format_args!("warning: {whose}{line}"));

@@ -61,6 +61,9 @@ pub trait Measured: Subject + Sized {
     /// Its statistics.
     fn stats(&self) -> MemoryStats;
 
+    /// Sets the peaks of its statistics to the current values.
+    fn reset_peaks(&mut self);
+
     /// The bytes held from the device now, and those allocated.
     fn held(&self) -> (u64, u64);
 
@@ -104,7 +107,11 @@ impl From<AllocError> for Refused {
     #[cold]
     fn from(error: AllocError) -> Refused {
         match error {
-            AllocError::OutOfMemory(report) => Refused::OutOfMemory(Some(report)),
+            AllocError::OutOfMemory(mut report) => {
+                // Programs are played without tags, so the report would call all memory untagged.
+                report.largest_tags.clear();
+                Refused::OutOfMemory(Some(report))
+            }
             error if is_refusal(&error) => Refused::OutOfMemory(None),
             error => Refused::Failed(Box::new(error.into())),
         }
@@ -161,6 +168,10 @@ impl Measured for Aquifer {
 
     fn stats(&self) -> MemoryStats {
         self.allocator.stats()
+    }
+
+    fn reset_peaks(&mut self) {
+        self.allocator.reset_peak_stats();
     }
 
     fn held(&self) -> (u64, u64) {

@@ -32,14 +32,18 @@ pub struct CompareArgs {
 }
 
 const COMPARE_KEYS: &str = "\
-Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour), backing:segments,
-and backing:paged.
+Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour),
+backing:expandable (PyTorch's with expandable segments), backing:segments, and backing:paged.
+split_frames is off by default; where split_frames:on makes a difference for one of the programs, it
+has rows of its own.
 
 JSON keys, per program and config (\"row\": \"trace\"):
   trace, config             the program, and the options; \"pytorch ...\" with --pytorch
   peak_requested_bytes      the most memory that the program had requested and not yet freed
-  peak_reserved_bytes, reserved_over_requested   the most memory that was held from the device, and
-                            its ratio to requested
+  peak_reserved_bytes, reserved_over_requested   the most memory that was held from the device in
+                            any pass, and its ratio to requested
+  peak_reserved_bytes_by_pass, first_pass_reserved_over_requested   the most memory that was held in
+                            each pass, and the ratio of the first
   smallest_device_bytes, smallest_over_requested   as found by `fit`, and its ratio to requested;
                             null if it fits on none
   allocs, driver_allocs     allocations of one pass; those during which the driver was asked for
@@ -56,12 +60,14 @@ and per config, at the end (\"row\": \"mean\"):
   config, traces, finished  the options, the number of programs, and how many of them finished,
                             without ooms in any pass; the others count only for
                             smallest_over_requested, ooms, warm_ooms and hazards
-  reserved_over_requested, smallest_over_requested, ns_per_op, times_yardstick   geometric means
+  reserved_over_requested, first_pass_reserved_over_requested, smallest_over_requested, ns_per_op,
+  times_yardstick           geometric means
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us,
   warm_driver_time_modelled_us, ooms, warm_ooms, hazards   totals
 Unknown figures are null; means, maxima and totals are null unless the figure is known for each
 program that finished, and if there are none.
 Figures from --pytorch are taken from the file, so its times are those of the machine that made it.
+What it held counts for the first pass, too.
 The device is simulated, even where there is a GPU, unless --device names the GPU: then limits of
 several sizes are used.";

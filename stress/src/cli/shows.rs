@@ -123,7 +123,8 @@ pub struct DemoArgs {
 }
 
 const DEMO_KEYS: &str = "\
-The recorded programs are built in; each --config adds a row to the comparison. Devices are
+The recorded programs are built in; each --config adds a row to the comparison, and so does
+split_frames:on, which is off by default, where it makes a difference. Devices are
 simulated. Where there should be plenty of memory, they have the size of --device or more; where
 memory should run out, they have a little more than the program uses. No other programs hold memory
 of them, regardless of --device.

@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use crate::cli::AdviseArgs;
-use crate::commands::study::Study;
 use crate::commands::study::advice::{Advice, advise};
+use crate::commands::study::{Case, Study};
 use crate::commands::{all_programs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
@@ -30,11 +30,12 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     for (name, program) in &all_programs(session, &args.files, &mut outcome) {
         let study = Study::of(session, name, program, 0);
-        match study.map(|study| advise(session, name, program, &study)) {
-            Ok(advice) => {
+        match study {
+            Ok(study) => {
+                let advice = advise(session, name, program, &study);
                 session.show(format_args!("{name}\n"))?;
                 advice.iter().try_for_each(|advice| session.row(&Row { trace: name, advice }))?;
-                show(session, &advice)?;
+                show(session, &study, &advice)?;
             }
             Err(failure) => {
                 outcome = outcome.max(failure.outcome());
@@ -49,9 +50,11 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
 ///
 /// # Errors
 /// When standard output cannot be written.
-pub(super) fn show(session: &Session, advice: &[Advice]) -> Result<(), Failure> {
+pub(super) fn show(session: &Session, study: &Study, advice: &[Advice]) -> Result<(), Failure> {
     if advice.is_empty() {
-        return session.show("Nothing that was tried helps: the program needs what it uses.\n");
+        let finishes = study.usual().is_none_or(Case::finishes);
+        let why = if finishes { "helps: the program needs what it uses" } else { "finishes on this device" };
+        return session.show(format_args!("Nothing that was tried {why}.\n"));
     }
     let width = Style::of_stdout(false).width.saturating_sub(4);
     for Advice { title, text, .. } in advice {

@@ -11,7 +11,7 @@ use aquifer_device::{Driver, Operation, PhysicalOptions, RawPhysical};
 use serde::Serialize;
 
 use crate::cli::CallsArgs;
-use crate::commands::hundredths;
+use crate::commands::{hundredths, kind_of_time};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::{Column, table};
@@ -67,13 +67,14 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
     }
     let rows = meter.rows(session);
     rows.iter().try_for_each(|row| session.row(row))?;
-    let columns: [Column<Row>; 6] = [
+    let columns: [Column<Row>; 7] = [
         ("call", |row| row.call.to_owned()),
         ("bytes", |row| if row.bytes > 0 { Bytes(row.bytes).to_string() } else { String::new() }),
         ("mappings", |row| if row.mappings > 0 { row.mappings.to_string() } else { String::new() }),
         ("pool", |row| row.pool.unwrap_or_default().to_owned()),
         ("median µs", |row| format!("{:.2}", row.median_us)),
         ("95 % below µs", |row| format!("{:.2}", row.p95_us)),
+        ("times", |row| kind_of_time(row.modelled)),
     ];
     session.show(table(&rows, columns.len(), &columns))?;
     meter.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));

@@ -8,7 +8,7 @@ use crate::cards::smallest_card;
 use crate::cli::ExplainArgs;
 use crate::commands::advise::show;
 use crate::commands::study::advice::{Advice, advise};
-use crate::commands::study::{Case, Exhausted, Study};
+use crate::commands::study::{Case, Exhausted, SPLITTING, Study, more_than, tight};
 use crate::commands::{jobs, on_simulator, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
@@ -32,7 +32,7 @@ struct Row<'a> {
     peak_blocks: u64,
     alive: Vec<Alive<'a>>,
     allocators: Vec<Allocator<'a>>,
-    oom: Option<Oom<'a>>,
+    oom: Option<Oom>,
     /// `None` for programs that were not looked at in detail.
     advice: Option<&'a [Advice]>,
 }
@@ -63,14 +63,15 @@ struct Allocator<'a> {
 
 /// How the program runs out of memory with PyTorch's default options.
 #[derive(Debug, Serialize)]
-struct Oom<'a> {
+struct Oom {
     device_bytes: u64,
+    is_made_up: bool,
     event: u64,
     requested_bytes: u64,
     free_bytes: u64,
     largest_free_bytes: u64,
     report: Option<String>,
-    finishes_with: Vec<&'a str>,
+    finishes_with: Vec<String>,
 }
 
 /// Runs the command.
@@ -118,7 +119,7 @@ fn row<'a>(name: &'a str, program: &Program, study: &'a Study, advice: Option<&'
         name: &case.manager.name,
         config: &case.manager.config.text,
         peak_reserved_bytes: case.sampled.peak_reserved,
-        reserved_over_requested: ratio(case.sampled.peak_reserved, bytes),
+        reserved_over_requested: ratio(case.sampled.peak_reserved, bytes).filter(|_| case.finishes()),
         smallest_device_bytes: case.smallest_device,
         smallest_card: case.smallest_device.and_then(smallest_card),
         ooms: case.sampled.refused_at.len(),
@@ -139,15 +140,16 @@ fn row<'a>(name: &'a str, program: &Program, study: &'a Study, advice: Option<&'
     }
 }
 
-fn oom<'a>(exhausted: &Exhausted, study: &'a Study) -> Oom<'a> {
+fn oom(exhausted: &Exhausted, study: &Study) -> Oom {
     Oom {
         device_bytes: exhausted.device_bytes,
+        is_made_up: exhausted.is_made_up,
         event: exhausted.refusal.event,
         requested_bytes: exhausted.refusal.refusal.bytes,
         free_bytes: exhausted.free(),
         largest_free_bytes: exhausted.largest_free(),
         report: exhausted.refusal.refusal.report.as_deref().map(OomReport::to_string),
-        finishes_with: study.finishing(exhausted).map(|case| &*case.manager.name).collect(),
+        finishes_with: study.finishing(exhausted).map(|case| case.manager.title()).collect(),
     }
 }
 
@@ -170,7 +172,10 @@ impl Printer<'_> {
     /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and the
     /// one that needs most in detail.
     fn job(&self, studies: &[(&str, &Program, Study)]) -> Result<(), Failure> {
-        let needs = |study: &Study| study.cases.iter().map(|case| case.sampled.peak_reserved).max();
+        let needs = |study: &Study| {
+            let smallest = study.usual().and_then(|case| case.smallest_device);
+            (smallest.unwrap_or(u64::MAX), study.profile.peak.bytes)
+        };
         let Some(most) = studies.iter().max_by_key(|(.., study)| needs(study)) else { return Ok(()) };
         if studies.len() > 1 {
             self.ranks(studies, most.0)?;
@@ -197,9 +202,7 @@ impl Printer<'_> {
             &[
                 ("program", |(name, ..)| (*name).to_owned()),
                 ("uses", |(_, study, _)| Bytes(study.profile.peak.bytes).to_string()),
-                ("PyTorch takes", |(_, study, _)| {
-                    optional(study.usual().map(|case| Bytes(case.sampled.peak_reserved)))
-                }),
+                ("PyTorch takes", |(_, study, _)| optional(study.usual().and_then(Case::takes).map(Bytes))),
                 ("and fits on", |(_, study, _)| {
                     optional(study.usual().and_then(|case| case.smallest_device).map(Bytes))
                 }),
@@ -222,15 +225,21 @@ impl Printer<'_> {
         self.fragmentation(study)?;
         match &study.exhausted {
             Some(exhausted) => self.exhausted(study, exhausted)?,
-            None => self.say("It finishes on a device of 2 % more than it uses, whatever the allocator.")?,
+            None => {
+                let (who, size) = (study.usual().map_or("", |usual| &usual.manager.name), tight(program));
+                let more = more_than(study.profile.peak.bytes, size);
+                self.say(&format!("With {who} it finishes on a device of {}, {more} than it ever uses.", Bytes(size)))?;
+            }
         }
-        self.advice(advice)
+        self.heading("What helps")?;
+        show(self.session, study, advice)
     }
 
     fn usage(&self, name: &str, program: &Program, study: &Study) -> Result<(), Failure> {
         let profile = &study.profile;
         let Peak { event, bytes, blocks, iteration, .. } = profile.peak;
-        self.heading(&format!("{name} uses at most {}", Bytes(bytes)))?;
+        let counting = if program.refused.is_some() { ", counting what it was refused" } else { "" };
+        self.heading(&format!("{name} uses at most {}{counting}", Bytes(bytes)))?;
         let what = program.headers.iter().find(|(key, _)| key == "what");
         let what = what.map_or_else(String::new, |(_, value)| format!("It is {value}. "));
         let streams = plural(program.streams.len() as u64, "stream");
@@ -309,18 +318,20 @@ impl Printer<'_> {
             &[
                 ("allocator", |(case, _)| case.manager.name.clone()),
                 ("options", |(case, _)| options(&case.manager.options).to_owned()),
-                ("takes", |(case, _)| Bytes(case.sampled.peak_reserved).to_string()),
-                ("ratio", |(case, peak)| {
-                    number(ratio(case.sampled.peak_reserved, *peak).filter(|_| case.finishes()), 3)
-                }),
+                ("takes", |(case, _)| optional(case.takes().map(Bytes))),
+                ("ratio", |(case, peak)| number(case.takes().and_then(|bytes| ratio(bytes, *peak)), 3)),
                 ("fits on", |(case, _)| optional(case.smallest_device.map(Bytes))),
                 ("smallest card", |(case, _)| optional(case.smallest_device.and_then(smallest_card))),
-                ("driver calls", |(case, _)| case.sampled.calls.to_string()),
-                ("driver ms", |(case, _)| number(case.sampled.driver_us.map(|us| us / 1e3), 0)),
+                ("driver calls", |(case, _)| optional(case.finishes().then_some(case.sampled.calls))),
+                ("driver ms, modelled", |(case, _)| number(case.driver_us().map(|us| us / 1e3), 0)),
                 ("OOMs", |(case, _)| case.sampled.refused_at.len().to_string()),
             ],
         );
-        self.session.show(format_args!("{table}\n"))
+        self.session.show(format_args!("{table}\n"))?;
+        if study.splitting().is_some() {
+            self.say(&format!("Frames are not split by default. {SPLITTING}"))?;
+        }
+        Ok(())
     }
 
     fn fragmentation(&self, study: &Study) -> Result<(), Failure> {
@@ -345,29 +356,26 @@ impl Printer<'_> {
     }
 
     fn exhausted(&self, study: &Study, exhausted: &Exhausted) -> Result<(), Failure> {
-        let Exhausted { device_bytes, is_tight, refusal } = exhausted;
+        let Exhausted { device_bytes, refusal, .. } = exhausted;
         let who = study.usual().map_or("", |usual| &usual.manager.name);
         let size = Bytes(*device_bytes);
         let Oom { free_bytes, largest_free_bytes, finishes_with, .. } = oom(exhausted, study);
         let requested = Bytes(refusal.refusal.bytes);
         self.heading(&format!("On a device of {size}, {who} runs out of memory while {} are free", Bytes(free_bytes)))?;
-        let why = if *is_tight { "That is 2 % more than the program ever uses. " } else { "" };
-        self.say(&format!(
-            "{why}Event {} of {} asks for {requested}, and the largest free piece has {}:",
+        let asks = format!(
+            "Event {} of {} asks for {requested}, and the largest free piece has {}.",
             refusal.event,
             study.profile.buckets.events,
             Bytes(largest_free_bytes)
-        ))?;
+        );
+        let about = exhausted.about_device(study.profile.peak.bytes);
+        let all = [about, Some(asks), exhausted.why_not_served(who)];
+        self.say(&all.into_iter().flatten().collect::<Vec<_>>().join(" "))?;
         let report = refusal.refusal.report.as_deref().map_or_else(String::new, |report| format!("{report}\n\n"));
         self.session.show(format_args!("{report}{}\n", refusal.map.draw(self.style)))?;
         self.say(&match &finishes_with[..] {
             [] => "None of the allocators above finishes there.".to_owned(),
             names => format!("It finishes there with: {}.", names.join("; ")),
         })
-    }
-
-    fn advice(&self, advice: &[Advice]) -> Result<(), Failure> {
-        self.heading("What helps")?;
-        show(self.session, advice)
     }
 }

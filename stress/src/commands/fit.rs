@@ -10,7 +10,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FitArgs};
-use crate::commands::{all_programs, ratio};
+use crate::commands::{all_programs, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
@@ -47,12 +47,19 @@ pub struct Row {
 pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     let read = all_programs(session, &args.files, &mut outcome);
+    let configs = with_splitting(session.configs());
     let jobs: Vec<Job<'_>> = read
         .iter()
-        .flat_map(|(name, program)| session.configs().iter().map(move |config| Job::new(name, program, config)))
+        .flat_map(|(name, program)| configs.iter().map(move |config| Job::new(name, program, config)))
         .collect();
-    let mut rows = Vec::new();
+    let (mut rows, mut before) = (Vec::new(), None);
     for (job, result) in jobs.iter().zip(fit_all(session, &jobs)) {
+        let smallest = result.as_ref().ok().map(|row| row.smallest_device_bytes);
+        // A trial follows the same options without splitting.
+        if job.config.is_trial && smallest == before {
+            continue;
+        }
+        before = smallest;
         let row = match result {
             Ok(row) => row,
             Err(failure) => {
@@ -67,7 +74,7 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
     if !rows.is_empty() {
         let columns: [Column<(Row, u64)>; 6] = [
             ("trace", |(row, _)| row.trace.clone()),
-            ("config", |(row, _)| row.config.clone()),
+            ("config", |(row, _)| options(&row.config).to_owned()),
             ("requested", |(_, requested)| Bytes(*requested).to_string()),
             ("smallest device", |(row, _)| Bytes(row.smallest_device_bytes).to_string()),
             ("ratio", |(row, _)| number(row.ratio, 4)),
@@ -76,6 +83,29 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
         session.show(table(&rows, 2, &columns))?;
     }
     Ok(outcome)
+}
+
+/// The options, each followed by the same with `split_frames:on` as a trial where that may differ.
+pub(super) fn with_splitting(configs: &[ConfigArg]) -> Vec<ConfigArg> {
+    let is_new = |new: &ConfigArg| configs.iter().all(|known| known.config != new.config);
+    let both = configs.iter().map(|config| [Some(config.clone()), config.splitting().filter(is_new)]);
+    both.flatten().flatten().collect()
+}
+
+/// Removes the rows of the trials that [`with_splitting`] added, unless they differ for a program.
+/// The rows of a program have the order of the options.
+pub(super) fn without_same<R, F: PartialEq>(
+    rows: &mut Vec<R>,
+    configs: &[ConfigArg],
+    config: fn(&R) -> &str,
+    figures: fn(&R) -> F,
+) {
+    for trial in configs.iter().filter(|config| config.is_trial) {
+        let is_other = |pair: &[R]| config(&pair[1]) == trial.text && figures(&pair[0]) != figures(&pair[1]);
+        if !rows.windows(2).any(is_other) {
+            rows.retain(|row| config(row) != trial.text);
+        }
+    }
 }
 
 /// A program to fit, and the options.
@@ -134,9 +164,13 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     // Smaller than the live bytes at the peak.
     let least = (peak.saturating_sub(1) / STEP * STEP).min(most);
     let step = job.roughly.then(|| (peak / 512).next_multiple_of(STEP).max(STEP));
-    let Some(fit) = search(least, most, step, attempt)? else {
-        return Err(Failure::OutOfMemory(fits_nowhere(session, job, most)));
-    };
+    let fit = search(least, most, step, attempt)?;
+    // Warnings of the allocator are shown for the device that is named, not for those that are tried.
+    if !job.config.is_expandable() {
+        let (device, config) = session.sized(fit.as_ref().map_or(most, |fit| fit.bytes), job.config)?;
+        session.allocator(&device, &config)?;
+    }
+    let Some(fit) = fit else { return Err(Failure::OutOfMemory(fits_nowhere(session, job, most))) };
     Ok(Row {
         trace: job.name.to_owned(),
         config: job.config.text.clone(),
@@ -243,8 +277,8 @@ fn grow(
 }
 
 /// Plays the program on a device of this size. Returns the number of retries if it finishes.
-fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
-    let (device, config) = session.sized(bytes, &job.config.of_one_thread())?;
+pub(super) fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
+    let (device, config) = session.sized(bytes, &job.config.clone().trial())?;
     if config.is_expandable() {
         attempt_on::<Expandable>(session, job, &device, &config)
     } else {

@@ -211,6 +211,11 @@ fn ratio(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }
 
+/// Where a time comes from, in a table: the simulator's model, or a clock.
+fn kind_of_time(modelled: bool) -> String {
+    if modelled { "modelled" } else { "measured" }.to_owned()
+}
+
 /// Rounded to hundredths: more digits of a time are noise.
 fn hundredths(time: f64) -> f64 {
     (time * 100.0).round() / 100.0

@@ -69,6 +69,8 @@ struct Allocator<'a> {
 struct Oom<'a> {
     allocator: &'a str,
     device: u64,
+    /// Sentences about the device and the request.
+    about: String,
     event: u64,
     bucket: usize,
     requested: u64,
@@ -77,13 +79,13 @@ struct Oom<'a> {
     free: u64,
     largest_free: u64,
     space: Row,
-    others: Vec<Other<'a>>,
+    others: Vec<Other>,
 }
 
 /// Whether another allocator finishes on the device.
 #[derive(Debug, Serialize)]
-struct Other<'a> {
-    name: &'a str,
+struct Other {
+    name: String,
     finishes: bool,
     smallest_device: Option<u64>,
 }
@@ -221,13 +223,16 @@ fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
     let finishing: Vec<&str> = study.finishing(exhausted).map(|case| &*case.manager.id).collect();
     let is_other = |case: &&Case| study.usual().is_none_or(|usual| usual.manager.id != case.manager.id);
     let others = study.cases.iter().filter(is_other).map(|case| Other {
-        name: &case.manager.name,
+        name: case.manager.title(),
         finishes: finishing.contains(&&*case.manager.id),
         smallest_device: case.smallest_device,
     });
+    let who = study.usual().map_or("", |usual| &usual.manager.name);
+    let about = [exhausted.about_device(study.profile.peak.bytes), exhausted.why_not_served(who)];
     Oom {
         allocator: study.usual().map_or("", |usual| &usual.manager.id),
         device: exhausted.device_bytes,
+        about: about.into_iter().flatten().collect::<Vec<_>>().join(" "),
         event: refusal.event,
         bucket: study.profile.buckets.of(refusal.event),
         requested: refusal.refusal.bytes,

@@ -112,7 +112,9 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     let mut streams = Streams::of(trace);
     let kinds = Kinds::of(trace);
     let mut counts = Counts::default();
-    let last_alloc = trace.iter().rposition(|entry| entry.action == Action::Alloc);
+    let segments = || snapshot.segments.iter().filter(|segment| segment.device == u64::from(device));
+    let allocated = segments().flat_map(|segment| &segment.allocated).map(|&(_, size, _)| size);
+    let end = end(trace, kinds.requested, allocated.fold(0, u64::saturating_add));
     for (index, entry) in trace.iter().enumerate() {
         let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
         match entry.action {
@@ -149,7 +151,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
             }
             Action::Oom => {
                 let size = entry.size.filter(|size| size.cast_signed() >= 0);
-                if let Some(size) = size.filter(|&size| size <= LARGEST && last_alloc.is_none_or(|last| index > last)) {
+                if let Some(size) = size.filter(|&size| size <= LARGEST && index >= end) {
                     recording.builder.set_site(entry.site);
                     recording.builder.alloc(REFUSED, size, entry.stream).map_err(fault)?;
                     recording.builder.free(REFUSED).map_err(fault)?;
@@ -166,7 +168,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     }
     // A block that is allocated at the end and has no entry was allocated before the history
     // starts.
-    for segment in snapshot.segments.iter().filter(|segment| segment.device == u64::from(device)) {
+    for segment in segments() {
         for &(addr, size, site) in &segment.allocated {
             recording.builder.set_site(site);
             recording.found(addr, size, segment.stream).map_err(Fault::file)?;
@@ -180,7 +182,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     }
     counts.note(&mut recording.builder);
     let mut program = recording.builder.finish().map_err(Fault::file)?;
-    for segment in snapshot.segments.iter().filter(|segment| segment.device == u64::from(device)) {
+    for segment in segments() {
         let stream = program.streams.iter().position(|&stream| stream == segment.stream).unwrap_or(0);
         let stream = u16::try_from(stream).unwrap_or(u16::MAX);
         program.memory.extend(segment.blocks.iter().enumerate().map(|(index, &(bytes, is))| Piece {
@@ -260,6 +262,28 @@ impl Counts {
         builder.note_sizes(self.ended, self.largest_ended, ended);
         builder.note(self.unknown, "entries of unknown kinds, skipped");
     }
+}
+
+/// The index from which on a refused request ended the program, of which `allocated` bytes are live
+/// in the snapshot: nothing is allocated later, and no more is freed than stays live. A program that
+/// frees more went on without the memory.
+fn end(trace: &[Entry], requested: bool, allocated: u64) -> usize {
+    let is_free = |entry: &&Entry| match entry.action {
+        Action::FreeRequested => requested,
+        Action::FreeCompleted => !requested,
+        _ => false,
+    };
+    let sum = |entries: &mut dyn Iterator<Item = &Entry>| {
+        entries.fold(0, |sum: u64, entry| sum.saturating_add(entry.size.unwrap_or(0)))
+    };
+    let allocs = sum(&mut trace.iter().filter(|entry| entry.action == Action::Alloc));
+    let live = allocated.max(allocs.saturating_sub(sum(&mut trace.iter().filter(is_free))));
+    let mut freed = 0_u64;
+    let went_on = trace.iter().rposition(|entry| {
+        freed = freed.saturating_add(Some(entry).filter(is_free).and_then(|entry| entry.size).unwrap_or(0));
+        entry.action == Action::Alloc || freed > live
+    });
+    went_on.map_or(0, |index| index + 1)
 }
 
 /// The address and size that every allocation and free has.
@@ -532,15 +556,34 @@ mod tests {
             refused(Some(1 << 60)),
         ];
         let program = events(trace, Vec::new());
-        assert_eq!((program.operations(), program.peak_requested_bytes), (6, 100));
+        assert_eq!((program.operations(), program.peak_requested_bytes, program.refused), (4, 50, Some(50)));
         assert_eq!(
             program.notes[1..],
             [
-                "requests refused for lack of memory, skipped: 2; the largest: 1152921504606846976 bytes",
-                "requests refused for lack of memory at the end, replayed as blocks that are freed at once: 2; the \
-                 largest: 60 bytes"
+                "requests refused for lack of memory, skipped: 3; the largest: 1152921504606846976 bytes",
+                "requests refused for lack of memory at the end, replayed as blocks that are freed at once: 1; the \
+                 largest: 50 bytes"
             ]
         );
+    }
+
+    #[test]
+    fn a_program_that_frees_most_of_its_memory_after_a_refusal_went_on() {
+        let refused = Entry { addr: None, size: Some(100 << 30), ..entry(Action::Oom, 0, 0, 0, 0) };
+        let block = |action, addr, size| Entry { size: Some(size), ..entry(action, addr, 0, 0, 0) };
+        let of = |freed: u64| {
+            let trace = vec![
+                block(Alloc, 1 << 40, 1 << 30),
+                block(Alloc, 2 << 40, freed << 20),
+                refused,
+                block(FreeRequested, 2 << 40, freed << 20),
+                block(FreeCompleted, 2 << 40, freed << 20),
+            ];
+            let program = events(trace, Vec::new());
+            (program.peak_requested_bytes, program.refused)
+        };
+        assert_eq!(of(3 << 10), (4 << 30, None), "it went on");
+        assert_eq!(of(1), ((101 << 30) + (1 << 20), Some(100 << 30)), "what an error unwinds is freed");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::*;
 
 const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
 
-pub(super) const REPLAY_KEYS: [&str; 35] = [
+pub(super) const REPLAY_KEYS: [&str; 36] = [
     "trace",
     "config",
     "device",
@@ -15,6 +15,7 @@ pub(super) const REPLAY_KEYS: [&str; 35] = [
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "reserved_over_requested",
+    "peak_reserved_bytes_by_pass",
     "ns_per_op",
     "first_pass_ns_per_op",
     "seconds",
@@ -84,7 +85,7 @@ fn bundled_traces_have_the_figures_of_pytorch() {
         for (options, (allocated, reserved, calls)) in configs {
             let config = format!("backing:segments,cross_stream:off{options}");
             let file = data(file);
-            let rows = rows(0, &["replay", "--device", "sim:192GiB", "--config", &config, "--repeat", "2", &file]);
+            let rows = rows(0, &["replay", "--device", "sim:192GiB", "--config", &config, "--repeat", "1", &file]);
             let [row] = &rows[..] else { panic!("{rows:?}") };
             assert_eq!(bytes(row, "peak_reserved_bytes"), reserved, "{file} {config}");
             assert!(allocated == 0 || bytes(row, "peak_allocated_bytes") == allocated, "{file} {config}");
@@ -93,6 +94,94 @@ fn bundled_traces_have_the_figures_of_pytorch() {
             assert_eq!(row["config"], Value::from(config));
         }
     }
+}
+
+/// A program that holds 38 MiB at first. Later, its first block splits another segment.
+const GROWS: &[u8] = b"a 0 5242880 0\na 1 18874368 0\na 2 15728640 0\nf 0 0\nf 1 0\nf 2 0\n";
+
+#[test]
+fn what_later_passes_hold_is_shown() {
+    let file = Scratch::new("grows.trace", GROWS);
+    let options = ["--device", "sim:1GiB", "--config", "backing:segments,cross_stream:off", file.path()];
+    let row = |repeat: &str| rows(0, &[&["replay", "--repeat", repeat], &options[..]].concat()).remove(0);
+    let (one, three) = (row("1"), row("3"));
+    assert_eq!(one["peak_reserved_bytes_by_pass"], serde_json::json!([38 << 20]));
+    assert_eq!(bytes(&one, "peak_reserved_bytes"), 38 << 20);
+    assert_eq!(three["peak_reserved_bytes_by_pass"], serde_json::json!([38 << 20, 54 << 20, 54 << 20]));
+    assert_eq!(bytes(&three, "peak_reserved_bytes"), 54 << 20);
+    assert!((three["reserved_over_requested"].as_f64().unwrap() - 54.0 / 38.0).abs() < 1e-9, "{three}");
+    let text = String::from_utf8(stress(&[&["replay", "--repeat", "3"], &options[..]].concat()).stdout).unwrap();
+    for part in ["ratio, first pass", "ratio, last pass", "most in pass", "54.00 MiB", " 1.421 ", " 1.000 ", " 2 "] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let rows = rows(0, &[&["compare", "--repeat", "3"], &options[..]].concat());
+    assert_eq!(bytes(&rows[0], "peak_reserved_bytes"), 54 << 20);
+    assert_eq!(rows[0]["peak_reserved_bytes_by_pass"], three["peak_reserved_bytes_by_pass"]);
+    for row in &rows {
+        assert_eq!(row["first_pass_reserved_over_requested"], 1.0, "{row}");
+        assert_eq!(row["reserved_over_requested"], three["reserved_over_requested"], "{row}");
+    }
+}
+
+/// What peaks there are is what the allocator counts.
+#[test]
+fn expandable_segments_have_figures_of_each_pass() {
+    let file = Scratch::new("grows.trace", GROWS);
+    let row = &rows(0, &["replay", "--repeat", "3", "--config", "backing:expandable", file.path()])[0];
+    let passes = row["peak_reserved_bytes_by_pass"].as_array().unwrap();
+    assert_eq!(passes.len(), 3);
+    assert_eq!(passes.iter().filter_map(Value::as_u64).max(), Some(bytes(row, "peak_reserved_bytes")), "{row}");
+}
+
+/// A program with small blocks in all frames, which only splitting frees for its last request.
+fn split_program() -> Scratch {
+    let mut text = "# name: split\na 0 536870912 0\nf 0 0\n".to_owned();
+    text.extend((1..=256).map(|id| format!("a {id} 2097152 0\n")));
+    text.extend((1..=256).filter(|id| id % 8 != 1).map(|id| format!("f {id} 0\n")));
+    text += "a 300 440401920 0\n";
+    Scratch::new("split.trace", text.as_bytes())
+}
+
+#[test]
+fn figures_are_of_the_default_and_split_frames_are_shown_where_they_differ() {
+    let file = split_program();
+    let options = ["--config", "frame_mb:16", file.path()];
+    let splitting = "frame_mb:16,split_frames:on";
+    let replay = |code, device| rows(code, &[&["replay", "--repeat", "2", "--device", device], &options[..]].concat());
+    let [off, on] = &replay(3, "sim:514MiB")[..] else { panic!("two rows") };
+    assert_eq!((&off["config"], &on["config"]), (&"frame_mb:16".into(), &splitting.into()));
+    assert_eq!((bytes(off, "ooms"), bytes(off, "frames_split")), (1, 0));
+    assert_eq!((bytes(on, "ooms"), bytes(on, "warm_ooms"), bytes(on, "frames_split") >= 30), (0, 0, true), "{on}");
+    assert_eq!(replay(0, "sim:4GiB").len(), 1, "nothing is split where memory suffices");
+    // Options that say it are played alone.
+    for said in ["split_frames:off", "split_frames:on"] {
+        let said = format!("frame_mb:16,{said}");
+        let output = stress(&["replay", "--json", "--device", "sim:514MiB", "--config", &said, file.path()]);
+        assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 1, "{said}");
+    }
+    let [off, on] = &rows(0, &[&["fit"], &options[..]].concat())[..] else { panic!("two rows") };
+    assert_eq!((&off["config"], &on["config"]), (&"frame_mb:16".into(), &splitting.into()));
+    assert!(bytes(on, "smallest_device_bytes") < bytes(off, "smallest_device_bytes"), "{off} {on}");
+    let compared = rows(0, &[&["compare", "--repeat", "1"], &options[..]].concat());
+    let smallest = compared.iter().filter(|row| row["row"] == "trace").map(|row| &row["smallest_device_bytes"]);
+    assert!(smallest.eq([&off["smallest_device_bytes"], &on["smallest_device_bytes"]]), "{compared:?}");
+    assert_eq!(compared.iter().filter(|row| row["row"] == "mean").count(), 2);
+    let explained = &rows(0, &[&["explain", "--device", "sim:514MiB"], &options[..]].concat())[0];
+    let allocators = explained["allocators"].as_array().unwrap();
+    let ooms = |config: &str| bytes(allocators.iter().find(|one| one["config"] == config).unwrap(), "ooms");
+    assert_eq!((ooms("frame_mb:16"), ooms(splitting)), (1, 0));
+    let advised = explained["advice"].as_array().unwrap().iter().find(|one| one["config"] == splitting);
+    let text = advised.unwrap()["text"].as_str().unwrap();
+    assert!(text.contains("one thread enqueues all work"), "{text}");
+}
+
+#[test]
+fn options_that_change_nothing_have_no_rows() {
+    let file = Scratch::new("one.trace", b"a 0 30000000 0\nf 0 0\n");
+    for command in ["replay", "fit"] {
+        assert_eq!(rows(0, &[command, file.path()]).len(), 1, "{command}");
+    }
+    assert_eq!(rows(0, &["compare", "--config", "", "--repeat", "1", file.path()]).len(), 2, "a program and a mean");
 }
 
 #[test]
@@ -222,7 +311,7 @@ fn a_device_may_lag() {
         );
     }
     let large = row("1000", "sim:1GiB", 0);
-    assert_eq!((bytes(&large, "stalls"), bytes(&large, "peak_reserved_bytes")), (0, 60 << 20), "{large}");
+    assert_eq!((bytes(&large, "stalls"), &large["peak_reserved_bytes_by_pass"][0]), (0, &(60 << 20).into()), "{large}");
     assert_eq!(bytes(&row("0", "sim:1GiB", 0), "peak_reserved_bytes"), 30 << 20);
 }
 
@@ -267,7 +356,7 @@ fn damaged_files_are_named_and_the_others_still_replayed() {
     for (name, content, reason) in cases {
         let file = Scratch::new(name, content);
         for command in ["replay", "fit"] {
-            let output = stress(&[command, "--json", file.path(), &good]);
+            let output = stress(&[command, "--json", "--config", "backing:segments", file.path(), &good]);
             let errors = errors(&output);
             assert_eq!(output.status.code(), Some(4), "{name}: {errors}");
             assert!(errors.contains(file.path()) && errors.contains(reason), "{name}: {errors}");

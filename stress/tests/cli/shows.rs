@@ -228,9 +228,9 @@ fn the_demonstration_shows_every_step() {
     let rows = rows(0, &["--config", "backing:segments,max_split_size_mb:256"]);
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
-    assert_eq!(steps[3..], ["compare"; 14], "seven options for each of two programs");
+    assert_eq!(steps[3..], ["compare"; 16], "seven options and split_frames:on for each of two programs");
     assert!(rows.iter().all(|row| row["hazards"] == 0));
-    assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 15, "{rows:?}");
+    assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 17, "{rows:?}");
     let (replay, oom, remap) = (&rows[0], &rows[1], &rows[2]);
     assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");
     assert!(bytes(oom, "free_bytes") > bytes(oom, "requested_bytes"), "{oom}");
@@ -291,7 +291,7 @@ fn options_that_fit_on_no_device_are_reported_and_the_others_compared() {
     let fits = |row: &&Value| !row["smallest_device_bytes"].is_null();
     let (fitting, limited): (Vec<&Value>, Vec<&Value>) =
         rows.iter().filter(|row| row["step"] == "compare").partition(fits);
-    assert_eq!((fitting.len(), limited.len()), (12, 2));
+    assert_eq!((fitting.len(), limited.len()), (14, 2));
     assert!(fitting.iter().all(|row| row["ooms"] == 0), "{fitting:?}");
     for row in limited {
         assert!(bytes(row, "ooms") > 0, "its peak covers served requests only: {row}");

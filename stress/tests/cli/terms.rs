@@ -99,6 +99,25 @@ fn a_closed_standard_output_is_not_an_error() {
 }
 
 #[test]
+fn modelled_times_are_marked_in_every_table() {
+    let (file, device) = (data("fsdp_start.trace"), ["--device", "sim:24GiB"]);
+    let commands: [&[&str]; 5] = [
+        &["calls", "--rounds", "1"],
+        &["transfer", "--max-mb", "1", "--rounds", "1"],
+        &["replay", &file],
+        &["compare", "--repeat", "1", "--config", "backing:segments", &file],
+        &["explain", &file],
+    ];
+    for command in commands {
+        let text = String::from_utf8(stress(&[command, &device[..]].concat()).stdout).unwrap();
+        for table in text.split('┌').skip(1).filter(|table| table.contains("µs") || table.contains(" ms")) {
+            assert!(table.contains("modelled"), "{command:?}: {table}");
+        }
+        assert!(text.contains("modelled"), "{command:?}: {text}");
+    }
+}
+
+#[test]
 fn help_has_exit_codes_and_keys() {
     let help = |args: &[&str]| String::from_utf8(stress(args).stdout).unwrap();
     let common = help(&["--help"]);

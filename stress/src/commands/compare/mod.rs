@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::cli::{CompareArgs, ConfigArg};
-use crate::commands::fit::{Job, fit_all};
+use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::{all_programs, options, out_of_memory, ratio, replay};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
@@ -31,6 +31,8 @@ struct Row {
     peak_requested_bytes: u64,
     peak_reserved_bytes: u64,
     reserved_over_requested: Option<f64>,
+    peak_reserved_bytes_by_pass: Option<Vec<u64>>,
+    first_pass_reserved_over_requested: Option<f64>,
     smallest_device_bytes: Option<u64>,
     smallest_over_requested: Option<f64>,
     allocs: u64,
@@ -68,6 +70,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
             configs.push(config);
         }
     }
+    let configs = with_splitting(&configs);
     let mut outcome = Outcome::Done;
     let programs = all_programs(session, &args.files, &mut outcome);
     let jobs: Vec<Job<'_>> = programs
@@ -80,11 +83,15 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     let beside = replay::Beside { yardstick: true, ..Default::default() };
     for (jobs, fits) in jobs.chunks(configs.len()).zip(fits.chunks(configs.len())) {
         for (job, fit) in jobs.iter().zip(fits) {
-            let failed = |failure: &Failure| session.message(format_args!("error: {}: {failure}", job.name));
+            let mut failed = |failure: &Failure| {
+                outcome = outcome.max(failure.outcome());
+                session.message(format_args!("error: {}: {failure}", job.name));
+            };
             let smallest = match fit {
                 Ok(row) => Some(row.smallest_device_bytes),
+                // The same options without splitting fit nowhere, either, which is reported.
+                Err(Failure::OutOfMemory(_)) if job.config.is_trial => None,
                 Err(failure) => {
-                    outcome = outcome.max(failure.outcome());
                     failed(failure);
                     None
                 }
@@ -94,10 +101,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
                     outcome = outcome.max(replayed.outcome());
                     rows.push(Row::new(&replayed, job.program, smallest));
                 }
-                Err(failure) => {
-                    outcome = outcome.max(failure.outcome());
-                    failed(&failure);
-                }
+                Err(failure) => failed(&failure),
             }
         }
         let Some(job) = jobs.first() else { continue };
@@ -107,6 +111,12 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
             None => {}
         }
     }
+    without_same(
+        &mut rows,
+        &configs,
+        |row| &row.config,
+        |row| (row.trace.clone(), row.smallest_device_bytes, row.refused()),
+    );
     for row in &rows {
         if !row.finished() {
             session.message(row.failed());
@@ -142,11 +152,11 @@ fn plot(session: &Session, rows: &[Row], means: &[Summary], path: &Path) -> Resu
         series: means.iter().map(|mean| options(&mean.config)).collect(),
         panels: vec![
             panel("most held / most requested", false, Some(1.0), |row| {
-                row.reserved_over_requested.filter(|_| row.finished())
+                row.served(row.reserved_over_requested).flatten()
             }),
             panel("smallest device / most requested", false, Some(1.0), |row| row.smallest_over_requested),
             panel("driver time, modelled, ms", true, None, |row| {
-                row.driver_time_modelled_us.filter(|_| row.finished()).map(|us| us / 1e3)
+                row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3)
             }),
         ],
     };
@@ -161,6 +171,11 @@ impl Row {
             peak_requested_bytes: replayed.peak_requested_bytes,
             peak_reserved_bytes: replayed.peak_reserved_bytes,
             reserved_over_requested: replayed.reserved_over_requested,
+            peak_reserved_bytes_by_pass: Some(replayed.peak_reserved_bytes_by_pass.clone()),
+            first_pass_reserved_over_requested: replayed
+                .peak_reserved_bytes_by_pass
+                .first()
+                .and_then(|&held| ratio(held, program.peak_requested_bytes)),
             smallest_device_bytes: smallest,
             smallest_over_requested: smallest.and_then(|bytes| ratio(bytes, program.peak_requested_bytes)),
             allocs: replayed.allocs,
@@ -182,6 +197,11 @@ impl Row {
         self.refused() == 0
     }
 
+    /// A figure, if every request was served.
+    fn served<T>(&self, figure: T) -> Option<T> {
+        self.finished().then_some(figure)
+    }
+
     /// Requests refused in all passes.
     fn refused(&self) -> u64 {
         self.ooms.saturating_add(self.warm_ooms)
@@ -200,14 +220,17 @@ fn tabulate(rows: &[Row]) -> String {
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("takes", |row| Bytes(row.peak_reserved_bytes).to_string()),
-            ("takes, ratio", |row| number(row.reserved_over_requested.filter(|_| row.finished()), 3)),
+            ("takes", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
+            ("takes, ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
+            ("first pass, ratio", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
             ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
             ("fits on, ratio", |row| number(row.smallest_over_requested, 4)),
-            ("driver allocs", |row| row.driver_allocs.to_string()),
-            ("warm allocs", |row| number(row.warm_driver_allocs, 1)),
-            ("driver ms", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-            ("worst µs", |row| number(row.worst_alloc_us, 0)),
+            ("driver allocs", |row| optional(row.served(row.driver_allocs))),
+            ("warm allocs", |row| number(row.served(row.warm_driver_allocs).flatten(), 1)),
+            ("driver ms, modelled", |row| {
+                number(row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
+            }),
+            ("worst µs, modelled", |row| number(row.served(row.worst_alloc_us).flatten(), 0)),
             ("ns/op", |row| number(row.ns_per_op, 1)),
             ("index", |row| number(row.yardstick_ns_per_op, 1)),
             ("OOMs", |row| row.refused().to_string()),

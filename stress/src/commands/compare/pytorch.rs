@@ -73,6 +73,7 @@ impl Recorded {
             peak_requested_bytes: requested,
             peak_reserved_bytes: figures.peak_reserved_bytes,
             reserved_over_requested: ratio(figures.peak_reserved_bytes, requested),
+            first_pass_reserved_over_requested: ratio(figures.peak_reserved_bytes, requested),
             smallest_device_bytes: figures.smallest_device_bytes,
             smallest_over_requested: figures.smallest_device_bytes.and_then(|bytes| ratio(bytes, requested)),
             allocs: program.allocs(),

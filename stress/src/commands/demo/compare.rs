@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::{POLICIES, SEGMENTS};
-use crate::commands::fit::{Job, fit_all};
+use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::{hazards, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
@@ -44,7 +44,7 @@ impl Compared {
 }
 
 pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Compared>, Failure> {
-    let policies = session.configs_with(&POLICIES);
+    let policies = with_splitting(&session.configs_with(&POLICIES));
     let jobs: Vec<Job<'_>> = programs
         .iter()
         .flat_map(|program| policies.iter().map(move |config| Job::new(&program.name, program, config)))
@@ -53,6 +53,8 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     for (job, fit) in jobs.iter().zip(fit_all(session, &jobs)) {
         let fit = match fit {
             Ok(fit) => Some(fit),
+            // The same options without splitting fit nowhere, either, which is reported.
+            Err(Failure::OutOfMemory(_)) if job.config.is_trial => None,
             Err(Failure::OutOfMemory(why)) => {
                 session.message(format_args!("out of memory: {} with {}: {why}", job.name, options(&job.config.text)));
                 None
@@ -78,6 +80,12 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             caches: !job.config.config.no_cache,
         });
     }
+    without_same(
+        &mut compared,
+        &policies,
+        |row| &row.config,
+        |row| (row.trace.clone(), row.smallest_device_bytes, row.ooms == 0),
+    );
     Ok(compared)
 }
 
@@ -103,12 +111,12 @@ fn tabulate_one(compared: &[Compared]) -> String {
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("takes", |row| Bytes(row.peak_reserved_bytes).to_string()),
+            ("takes", |row| optional((row.ooms == 0).then_some(Bytes(row.peak_reserved_bytes)))),
             ("takes, ratio", |row| match row.ooms {
                 0 => times(row.reserved_over_requested),
                 _ => NOTHING.to_owned(),
             }),
-            ("growths", |row| row.growths.to_string()),
+            ("growths", |row| optional((row.ooms == 0).then_some(row.growths))),
             ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
             ("fits on, ratio", |row| times(row.ratio)),
             ("OOMs", |row| row.ooms.to_string()),

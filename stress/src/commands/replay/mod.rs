@@ -12,7 +12,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{all_programs, hazards, hundredths, out_of_memory, ratio, record_history, save, us};
+use crate::commands::{all_programs, hazards, hundredths, options, out_of_memory, ratio, record_history, save, us};
 use crate::exit::{Failure, Outcome};
 use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
@@ -43,6 +43,7 @@ pub struct Row {
     pub peak_allocated_bytes: u64,
     pub peak_reserved_bytes: u64,
     pub reserved_over_requested: Option<f64>,
+    pub peak_reserved_bytes_by_pass: Vec<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lag_bound_over_requested: Option<f64>,
     pub ns_per_op: Option<f64>,
@@ -109,28 +110,38 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
                 outcome = outcome.max(failure.outcome());
                 session.message(format_args!("error: {name}: {failure}"));
             };
-            let replayed = replay(session, name, program, config, &args.passes, beside);
-            let (row, refusal) = match replayed {
+            let (row, refusal) = match replay(session, name, program, config, &args.passes, beside) {
                 Ok(replayed) => replayed,
                 Err(failure) => {
                     failed(failure);
                     continue;
                 }
             };
+            let split = replay_splitting(session, &row, program, config, &args.passes, beside);
+            let split = split.unwrap_or_else(|failure| {
+                failed(failure);
+                None
+            });
             if let Some(path) = &args.snapshot {
                 let snapshot = snapshot(session, program, config, args.passes.lag);
                 snapshot.and_then(|snapshot| save(session, &snapshot, path)).unwrap_or_else(&mut failed);
             }
-            outcome = outcome.max(row.outcome());
             if row.refused() {
                 let is_default = session.is_default_device();
-                session.message(if is_default { larger(session, name, program, config)? } else { row.failed() });
+                session.message(if is_default {
+                    larger(session, name, program, config, &args.passes)?
+                } else {
+                    row.failed()
+                });
             }
             if let Some(refusal) = refusal {
                 session.show(refused(name, &refusal))?;
             }
-            session.row(&row)?;
-            rows.push(row);
+            for row in std::iter::once(row).chain(split) {
+                outcome = outcome.max(row.outcome());
+                session.row(&row)?;
+                rows.push(row);
+            }
         }
     }
     if !rows.is_empty() {
@@ -141,18 +152,19 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
 
 /// The message about a program that does not finish on the default device. It names a simulated
 /// device on which the program finishes, found by trying.
-fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) -> Result<String, Failure> {
-    let config = &config.of_one_thread();
-    // Later passes may need a little more than the first.
-    let play = |bytes| -> Result<Option<u64>, Failure> {
-        let device = match session.sim() {
-            Some(_) => session.open_with_capacity(bytes)?,
-            None => Device::new(SimDriver::new(SimConfig::new(bytes))),
-        };
+fn larger(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    config: &ConfigArg,
+    passes: &PassArgs,
+) -> Result<String, Failure> {
+    let config = &config.clone().trial();
+    let play = |bytes| {
         if config.is_expandable() {
-            two_passes::<Expandable>(session, &device, program, config)
+            all_passes::<Expandable>(session, bytes, program, config, passes)
         } else {
-            two_passes::<Aquifer>(session, &device, program, config)
+            all_passes::<Aquifer>(session, bytes, program, config, passes)
         }
     };
     let default = session.device_text();
@@ -171,21 +183,42 @@ fn larger(session: &Session, name: &str, program: &Program, config: &ConfigArg) 
     Ok(format!("note: {name} does not finish with these options on any simulated device, of at most {most}"))
 }
 
-/// The most memory held during two passes; `None` if a request was refused.
-fn two_passes<S: Measured>(
+/// The most memory held during all passes on a simulated device of this size; `None` if a request
+/// was refused.
+fn all_passes<S: Measured>(
     session: &Session,
-    device: &Device,
+    bytes: u64,
     program: &Program,
     config: &ConfigArg,
+    passes: &PassArgs,
 ) -> Result<Option<u64>, Failure> {
-    let mut subject = S::new(session, device, config, program.streams.len())?;
+    let streams = program.streams.len();
+    let mut subject = match session.sim() {
+        Some(_) => S::lagging(&session.resized(bytes), config, streams, passes.lag)?,
+        None => S::new(session, &Device::new(SimDriver::new(SimConfig::new(bytes))), config, streams)?,
+    };
     let mut player = Player::new(program);
-    for _ in 0..2 {
+    for _ in 0..passes.repeat {
         if player.pass(&mut subject, OnOom::Stop)?.ooms > 0 {
             return Ok(None);
         }
     }
     Ok(Some(subject.stats().reserved_bytes.all.peak))
+}
+
+/// Replays a program that was refused a request once more, with frames split. `None` if nothing was
+/// split, so that all figures would be the same.
+fn replay_splitting(
+    session: &Session,
+    refused: &Row,
+    program: &Program,
+    config: &ConfigArg,
+    passes: &PassArgs,
+    beside: Beside,
+) -> Result<Option<Row>, Failure> {
+    let Some(splitting) = config.splitting().filter(|_| refused.refused()) else { return Ok(None) };
+    let (row, _) = replay(session, &refused.trace, program, &splitting, passes, beside)?;
+    Ok((row.frames_split > 0).then_some(row))
 }
 
 /// Replays a program twice, each time in several passes: timed, and observed.
@@ -197,7 +230,6 @@ pub(super) fn replay(
     passes: &PassArgs,
     beside: Beside,
 ) -> Result<(Row, Option<FirstRefusal>), Failure> {
-    let config = &config.of_one_thread();
     let bar = session.progress(2 * u64::from(passes.repeat), name);
     let (times, observed) = if config.is_expandable() {
         let times = time::<Expandable>(session, name, program, config, passes, beside, &bar)?;
@@ -208,6 +240,8 @@ pub(super) fn replay(
     };
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, warm_ooms, hazards, first_refusal } = observed;
+    let peak = |of: fn(&Costs) -> u64| costs.iter().map(of).max().unwrap_or(0);
+    let reserved = peak(|costs| costs.peaks.0);
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
     let modelled = |ns: fn(&Spent) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
     let measured = first.and_then(|costs| costs.measured);
@@ -222,9 +256,10 @@ pub(super) fn replay(
         events: program.operations(),
         allocs: first.map_or(0, |costs| costs.allocs),
         peak_requested_bytes: program.peak_requested_bytes,
-        peak_allocated_bytes: stats.allocated_bytes.all.peak,
-        peak_reserved_bytes: stats.reserved_bytes.all.peak,
-        reserved_over_requested: ratio(stats.reserved_bytes.all.peak, program.peak_requested_bytes),
+        peak_allocated_bytes: peak(|costs| costs.peaks.1),
+        peak_reserved_bytes: reserved,
+        reserved_over_requested: ratio(reserved, program.peak_requested_bytes),
+        peak_reserved_bytes_by_pass: costs.iter().map(|costs| costs.peaks.0).collect(),
         lag_bound_over_requested: if passes.lag > 0 {
             ratio(lag_bound(program, passes.lag), program.peak_requested_bytes)
         } else {
@@ -282,15 +317,15 @@ pub(crate) fn snapshot(
     config: &ConfigArg,
     lag: u64,
 ) -> Result<Snapshot, Failure> {
-    let mut subject = Aquifer::lagging(session, &config.of_one_thread(), program.streams.len(), lag)?;
+    let mut subject = Aquifer::lagging(session, config, program.streams.len(), lag)?;
     record_history(subject.allocator(), usize::MAX);
     let mut player = Player::new(program);
     player.play(&mut subject, OnOom::Skip)?;
     Ok(subject.allocator().snapshot())
 }
 
-/// Observations of some passes: their costs, the statistics and refusals of the first, and the
-/// refusals of the later ones.
+/// Observations of some passes: their costs, the statistics in the end, and the refusals of the
+/// first and of the later ones.
 struct Observations {
     costs: Vec<Costs>,
     stats: MemoryStats,
@@ -316,13 +351,13 @@ fn observe<S: Measured>(
         Ok::<_, Failure>((costs, pass.ooms))
     };
     let (first, ooms) = pass(&mut subject)?;
-    let (mut costs, stats, mut warm_ooms) = (vec![first], subject.stats(), 0);
+    let (mut costs, mut warm_ooms) = (vec![first], 0);
     for _ in 1..passes.repeat {
         let (later, ooms) = pass(&mut subject)?;
         costs.push(later);
         warm_ooms += ooms;
     }
-    let first_refusal = subject.take_first_refusal()?;
+    let (stats, first_refusal) = (subject.stats(), subject.take_first_refusal()?);
     // Dropping the allocator is observed, too.
     let device = subject.device().clone();
     drop(subject);
@@ -350,6 +385,19 @@ impl Row {
         self.ooms > 0 || self.warm_ooms > 0
     }
 
+    /// The ratio of what a pass held to what is requested. Of a run that was refused a request, it
+    /// would be too low.
+    fn ratio(&self, held: Option<&u64>) -> String {
+        let held = held.filter(|_| !self.refused());
+        number(held.and_then(|&held| ratio(held, self.peak_requested_bytes)), 3)
+    }
+
+    /// The number of the first pass that held most.
+    fn fullest_pass(&self) -> usize {
+        let passes = &self.peak_reserved_bytes_by_pass;
+        passes.iter().position(|&held| held == self.peak_reserved_bytes).map_or(0, |index| index + 1)
+    }
+
     /// The message about a program that does not finish on the device that was asked for.
     fn failed(&self) -> String {
         let refused = self.ooms.saturating_add(self.warm_ooms);
@@ -360,13 +408,18 @@ impl Row {
 fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     let mut columns: Vec<Column<Row>> = vec![
         ("trace", |row| row.trace.clone()),
-        ("config", |row| row.config.clone()),
+        ("config", |row| options(&row.config).to_owned()),
         ("requested", |row| Bytes(row.peak_requested_bytes).to_string()),
         ("reserved", |row| Bytes(row.peak_reserved_bytes).to_string()),
-        ("ratio", |row| number(row.reserved_over_requested, 3)),
-        ("ns/op", |row| number(row.ns_per_op, 1)),
-        ("first pass", |row| number(row.first_pass_ns_per_op, 1)),
+        ("ratio", |row| row.ratio(Some(&row.peak_reserved_bytes))),
     ];
+    if args.passes.repeat > 1 {
+        columns.push(("ratio, first pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.first())));
+        columns.push(("ratio, last pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.last())));
+        columns.push(("most in pass", |row| row.fullest_pass().to_string()));
+    }
+    columns.push(("ns/op", |row| number(row.ns_per_op, 1)));
+    columns.push(("first ns/op", |row| number(row.first_pass_ns_per_op, 1)));
     if args.yardstick {
         columns.push(("yardstick", |row| number(row.yardstick_ns_per_op, 1)));
         columns.push(("times", |row| {
@@ -380,9 +433,9 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     let calls: [Column<Row>; 5] = [
         ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),
         ("warm calls", |row| number(row.warm_driver_calls, 1)),
-        ("driver ms", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-        ("warm ms", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)),
-        ("worst µs", |row| number(row.worst_alloc_us, 0)),
+        ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
+        ("warm ms, modelled", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)),
+        ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
     ];
     columns.extend(calls);
     if args.passes.lag > 0 {

@@ -34,7 +34,7 @@ pub(super) struct Pooled {
     pub(super) times: Times,
     /// The most memory that it held from the device.
     pub(super) reserved: u64,
-    /// Requests refused in the last pass.
+    /// Requests refused in all passes.
     pub(super) ooms: u64,
 }
 
@@ -54,7 +54,7 @@ pub(super) fn time<S: Measured>(
     let mut missed = 0;
     for _ in 0..passes.repeat {
         ours.pass()?;
-        missed = yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
+        missed += yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
         bar.inc(1);
     }
     if missed > 0 {
@@ -73,7 +73,7 @@ fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Poo
     let before = pool.subject.usage()?.reserved_peak;
     let (mut ooms, mut held) = (0, 0);
     for _ in 0..passes.repeat {
-        ooms = pool.pass()?;
+        ooms += pool.pass()?;
         held = pool.subject.usage()?.reserved.max(held);
     }
     let reserved = most_held(before, pool.subject.usage()?.reserved_peak, held);

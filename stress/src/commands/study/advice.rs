@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use super::{Case, Manager, Study, try_all};
+use super::{Case, Manager, SPLITTING, Study, try_all};
+use crate::cli::ConfigArg;
 use crate::input::{Event, Program, Site};
 use crate::profile::{Profile, headline};
 use crate::session::Session;
@@ -28,8 +29,9 @@ const OWN_OPTIONS: [&str; 3] = ["frame_mb:16", "frame_mb:64", "granule_mb:8,fram
 /// own variation brings.
 const WORTH: u64 = 50;
 
-/// Driver time that matters, in microseconds.
+/// Driver time that matters, and the least that is shown, in microseconds.
 const MATTERS_US: f64 = 20e3;
+const SHOWN_US: f64 = 1e3;
 
 /// A piece of advice.
 #[derive(Debug, Clone, Serialize)]
@@ -44,7 +46,8 @@ pub struct Advice {
     pub figures: Option<Figures>,
 }
 
-/// What a program takes with some options.
+/// What a program takes with some options, with which it finishes. Figures of before are known only
+/// if it finishes there, too.
 #[derive(Debug, Clone, Serialize)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Figures {
@@ -53,10 +56,11 @@ pub struct Figures {
     /// As for `PYTORCH_ALLOC_CONF` or `AQUIFER_ALLOC_CONF`.
     pub options: String,
     pub peak_reserved_bytes: u64,
-    pub peak_reserved_bytes_before: u64,
+    pub peak_reserved_bytes_before: Option<u64>,
     pub smallest_device_bytes: Option<u64>,
     pub smallest_device_bytes_before: Option<u64>,
     pub driver_time_modelled_us: Option<f64>,
+    pub driver_time_modelled_us_before: Option<f64>,
 }
 
 impl Figures {
@@ -65,10 +69,11 @@ impl Figures {
             config: case.manager.config.text.clone(),
             options: case.manager.options.clone(),
             peak_reserved_bytes: case.sampled.peak_reserved,
-            peak_reserved_bytes_before: before.sampled.peak_reserved,
+            peak_reserved_bytes_before: before.takes(),
             smallest_device_bytes: case.smallest_device,
             smallest_device_bytes_before: before.smallest_device,
-            driver_time_modelled_us: case.sampled.driver_us,
+            driver_time_modelled_us: case.driver_us(),
+            driver_time_modelled_us_before: before.driver_us(),
         }
     }
 }
@@ -81,7 +86,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     // They would replace the user's options.
     let is_default = study.own().is_some_and(|own| own.manager.options.is_empty());
     let own = OWN_OPTIONS.iter().filter(|_| is_default);
-    let own = own.filter_map(|options| Some(Manager::aquifer(options.parse().ok()?)));
+    let own = own.filter_map(|options| Some(Manager::aquifer(options.parse::<ConfigArg>().ok()?.trial())));
     let mut tried = Vec::new();
     for one in try_all(session, name, program, &study.profile, pytorch.chain(own).collect(), None) {
         match one {
@@ -106,19 +111,23 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
         }
         advice.push(Advice::option(title, &how, best, usual));
     }
-    if let Some(best) = study.own().and_then(|own| best(usual, &[own])) {
+    let both: Vec<&Case> = study.own().into_iter().chain(study.splitting()).collect();
+    if let Some(best) = best(usual, &both) {
         let options = match &*best.manager.options {
             "" => String::new(),
             options => format!(" with AQUIFER_ALLOC_CONF={options}"),
         };
-        let how = " In PyTorch: `import aquifer_torch; aquifer_torch.enable()`.";
-        advice.push(Advice::option(format!("Use Aquifer{options}"), how, best, usual));
+        let mut how = " In PyTorch: `import aquifer_torch; aquifer_torch.enable()`.".to_owned();
+        if best.manager.config.is_trial {
+            how += &format!(" {SPLITTING}");
+        }
+        advice.push(Advice::option(format!("Use Aquifer{options}"), &how, best, usual));
     }
     advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
     advice.extend(growing(program));
     // Where options remove the waste, the program need not change.
-    let left = in_pytorch.unwrap_or(usual).sampled.peak_reserved;
-    if left.saturating_sub(study.profile.peak.bytes) >= left / WORTH {
+    let left = in_pytorch.unwrap_or(usual).takes();
+    if left.is_none_or(|left| left.saturating_sub(study.profile.peak.bytes) >= left / WORTH) {
         advice.extend(outliving(program));
     }
     advice.extend(separate_streams(program, &study.profile));
@@ -127,26 +136,38 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
 }
 
 impl Advice {
-    /// `how` is a sentence about the options, or empty.
+    /// Options with which a program finishes. `how` is a sentence about them, or empty.
     fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
-        let (new, old) = (case.sampled.peak_reserved, usual.sampled.peak_reserved);
-        let least = match (case.smallest_device, usual.smallest_device) {
-            (Some(new), Some(old)) => format!("It needs free device memory of {}.", instead(new, old)),
-            (Some(new), None) => {
-                format!("It needs free device memory of {}; before, no device had enough.", Bytes(new))
-            }
-            (None, _) => "No device has enough.".to_owned(),
+        let most = match (case.takes(), usual.takes()) {
+            (Some(new), Some(old)) => format!(" It takes {}.", instead(new, old)),
+            _ => " With it the program finishes on this device.".to_owned(),
         };
-        let comparable = case.finishes() && usual.finishes();
-        let most = if comparable { format!(" With enough, it takes {}.", instead(new, old)) } else { String::new() };
-        let text = format!("{least}{most}{how}");
-        let saves = old.checked_sub(new).filter(|_| comparable);
+        let time = driver_time(case, usual).map_or_else(String::new, |time| format!(" {time}"));
+        let text = format!("{}{most}{time}{how}", needs(case, usual));
+        let saves = case.takes().zip(usual.takes()).and_then(|(new, old)| old.checked_sub(new));
         Advice { title, text, saves, figures: Some(Figures::of(case, usual)) }
     }
 
     fn of_code(title: String, text: String) -> Advice {
         Advice { title, text, saves: None, figures: None }
     }
+}
+
+/// A sentence about the smallest device.
+fn needs(case: &Case, usual: &Case) -> String {
+    match (case.smallest_device, usual.smallest_device) {
+        (Some(new), Some(old)) => format!("It needs free device memory of {}.", instead(new, old)),
+        (Some(new), None) => format!("It needs free device memory of {}; before, no device had enough.", Bytes(new)),
+        (None, _) => "No device has enough.".to_owned(),
+    }
+}
+
+/// A sentence about the time of driver calls, unless it is too short to matter.
+fn driver_time(case: &Case, usual: &Case) -> Option<String> {
+    let (new, old) = (case.driver_us()?, usual.driver_us());
+    let shown = new.max(old.unwrap_or(0.0)) >= SHOWN_US;
+    let old = old.map_or_else(String::new, |old| format!(" instead of {:.0}", old / 1e3));
+    shown.then(|| format!("Driver calls take {:.0}{old} ms, as modelled.", new / 1e3))
 }
 
 /// Two sizes, in GiB if one of them is and the other is no small part of that.
@@ -159,37 +180,41 @@ fn instead(new: u64, old: u64) -> String {
     if new == old { format!("{new}{unit} as before") } else { format!("{new} instead of {old}{unit}") }
 }
 
-/// Of the cases that finish on the smallest device or on one of 1 % more, the one that takes least,
-/// if that saves enough to be worth a change.
+/// Of the cases that finish, on the smallest device or on one of 1 % more, the one that takes least,
+/// if that saves enough to be worth a change, or the usual one does not finish.
 fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
     let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
     let is_less = |new: u64, old: u64| new < old && old - new >= old / WORTH;
-    let is_worth = |case: &Case| {
-        let takes_less = is_less(case.sampled.peak_reserved, usual.sampled.peak_reserved);
-        is_less(device(case), device(usual))
-            || (device(case) <= device(usual) && takes_less && case.finishes() && usual.finishes())
+    // Only runs in which every request was served are compared.
+    let is_worth = |case: &Case| match (case.takes(), usual.takes()) {
+        (None, _) => false,
+        (Some(_), None) => true,
+        (Some(new), Some(old)) => {
+            is_less(device(case), device(usual)) || (device(case) <= device(usual) && is_less(new, old))
+        }
     };
     let worth = || cases.iter().copied().filter(|case| is_worth(case));
     let smallest = worth().map(device).min()?;
     let near = worth().filter(|case| device(case) - smallest <= smallest / 100);
-    near.min_by_key(|case| case.sampled.peak_reserved)
+    near.min_by_key(|case| case.takes())
 }
 
 /// Options of this project that save a third of the driver's time for at most 1 % more memory.
 fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
-    let time = usual.sampled.driver_us.filter(|&us| us >= MATTERS_US)?;
-    let most = usual.sampled.peak_reserved + usual.sampled.peak_reserved / 100;
-    let time_of = |case: &Case| case.sampled.driver_us.unwrap_or(f64::INFINITY);
-    let is_worth =
-        |case: &&&Case| case.finishes() && case.sampled.peak_reserved <= most && time_of(case) <= time * 2.0 / 3.0;
+    let time = usual.driver_us().filter(|&us| us >= MATTERS_US)?;
+    let before = usual.takes()?;
+    let time_of = |case: &Case| case.driver_us().unwrap_or(f64::INFINITY);
+    let is_worth = |case: &&&Case| {
+        case.takes().is_some_and(|takes| takes <= before + before / 100) && time_of(case) <= time * 2.0 / 3.0
+    };
     let best = others.iter().filter(is_worth).min_by(|one, other| time_of(one).total_cmp(&time_of(other)))?;
     Some(Advice {
         title: format!("With Aquifer, if driver calls matter, set AQUIFER_ALLOC_CONF={}", best.manager.options),
         text: format!(
-            "Driver calls take {:.0} ms instead of {:.0} ms. It takes {}.",
-            time_of(best) / 1e3,
-            time / 1e3,
-            instead(best.sampled.peak_reserved, usual.sampled.peak_reserved)
+            "{} It takes {}. {}",
+            driver_time(best, usual)?,
+            instead(best.takes()?, before),
+            needs(best, usual)
         ),
         saves: None,
         figures: Some(Figures::of(best, usual)),
@@ -360,16 +385,20 @@ fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advi
     let rounded = best(usual, &rounded)?;
     // An option that saves as much needs no change of the program.
     let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
-    let is_as_good =
-        |case: &&Case| device(case) <= device(rounded) && case.sampled.peak_reserved <= rounded.sampled.peak_reserved;
+    let is_as_good = |case: &&Case| {
+        device(case) <= device(rounded) && case.takes().is_some_and(|takes| Some(takes) <= rounded.takes())
+    };
+    let less = match (rounded.takes(), usual.takes()) {
+        (Some(new), Some(old)) => format!("PyTorch takes {}", instead(new, old)),
+        _ => "PyTorch finishes on this device".to_owned(),
+    };
     (sizes >= 100 && sizes * 20 >= allocs && !others.iter().any(is_as_good)).then(|| {
         Advice::of_code(
             "Pad lengths to a few sizes".to_owned(),
             format!(
                 "{allocs} blocks of 1 MiB and more have {sizes} different sizes, so a freed block rarely fits the next \
-                 request. If all sizes are rounded up ({}), PyTorch takes {}.",
-                rounded.manager.options,
-                instead(rounded.sampled.peak_reserved, usual.sampled.peak_reserved)
+                 request. If all sizes are rounded up ({}), {less}.",
+                rounded.manager.options
             ),
         )
     })
@@ -452,7 +481,7 @@ mod tests {
         let profile = Profile::of(program);
         let sampled = sample(&session, program, &config, &profile.buckets, None).unwrap();
         assert_eq!(sampled.peak_reserved, figures.peak_reserved_bytes);
-        let before = figures.peak_reserved_bytes_before;
+        let before = figures.peak_reserved_bytes_before.unwrap();
         assert!(option.text.contains(&instead(sampled.peak_reserved, before)), "{}", option.text);
         assert!(option.title.ends_with(&format!("={}", figures.options)), "{}", option.title);
     }

@@ -6,12 +6,14 @@ pub mod sampled;
 use aquifer_device::sim::CAPACITY_BYTES_MAX;
 
 use crate::cli::ConfigArg;
-use crate::commands::fit::{Job, fit_all};
+use crate::commands::fit::{Job, attempt, fit_all, with_splitting, without_same};
+use crate::commands::ratio;
 use crate::exit::Failure;
 use crate::input::Program;
 use crate::observe::FirstRefusal;
 use crate::profile::Profile;
 use crate::session::Session;
+use crate::text::Bytes;
 use sampled::{Sampled, sample};
 
 /// PyTorch's allocator with its default options.
@@ -22,6 +24,10 @@ const EXPANDABLE: &str = "backing:expandable";
 /// Options about what is recorded and saved, or about Aquifer alone. A replay must save nothing: the
 /// file may be the recording itself, or any other.
 const OF_RECORDING: [&str; 4] = ["oom_snapshot", "history", "tags", "split_frames"];
+
+/// What to know before frames are split.
+pub const SPLITTING: &str = "split_frames:on is for programs of which one thread enqueues all work, or that use all \
+                             memory through access guards.";
 
 /// Memory of the small device beyond the program's peak, in parts of the peak: 2 %.
 const SPARE: u64 = 50;
@@ -78,10 +84,19 @@ impl Manager {
             id: id.to_owned(),
             name: name.to_owned(),
             options: options.to_owned(),
-            config: config.parse::<ConfigArg>().map_err(|error| error.to_string())?,
+            config: config.parse::<ConfigArg>().map_err(|error| error.to_string())?.trial(),
             is_pytorch: true,
             is_recorded: false,
         })
+    }
+
+    /// The allocator and, if it is this project's, its options.
+    pub fn title(&self) -> String {
+        if self.is_pytorch || self.options.is_empty() {
+            self.name.clone()
+        } else {
+            format!("{} with {}", self.name, self.options)
+        }
     }
 
     fn recorded(self) -> Manager {
@@ -104,6 +119,17 @@ impl Case {
     pub fn finishes(&self) -> bool {
         self.sampled.refused_at.is_empty()
     }
+
+    /// The most that it holds, if every request was served.
+    pub fn takes(&self) -> Option<u64> {
+        self.finishes().then_some(self.sampled.peak_reserved)
+    }
+
+    /// The modelled time of its driver calls in microseconds, if that is known and every request was
+    /// served.
+    pub fn driver_us(&self) -> Option<f64> {
+        self.sampled.driver_us.filter(|_| self.finishes())
+    }
 }
 
 /// How a program runs out of memory.
@@ -111,26 +137,59 @@ impl Case {
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Exhausted {
     pub device_bytes: u64,
-    /// Whether the device has 2 % more than the program ever uses, because the user named none.
-    pub is_tight: bool,
+    /// Whether the device is made up, because the user named none on which memory is lacking.
+    pub is_made_up: bool,
     pub refusal: FirstRefusal,
+    /// The ids of the allocators with which it finishes on this device.
+    pub finishing: Vec<String>,
 }
 
 impl Exhausted {
     /// Free memory, in the cache and on the device.
     pub fn free(&self) -> u64 {
-        self.refusal.map.figures().free + self.device_free()
+        self.refusal.map.figures().free + self.refusal.map.free_on_device()
     }
 
     /// The largest piece of it.
     pub fn largest_free(&self) -> u64 {
-        self.refusal.map.figures().largest_free.max(self.device_free())
+        self.refusal.map.figures().largest_free.max(self.refusal.map.free_on_device())
     }
 
-    fn device_free(&self) -> u64 {
-        let report = self.refusal.refusal.report.as_ref();
-        report.and_then(|report| report.memory).map_or(0, |memory| memory.free)
+    /// A sentence about the device, if it is made up for a program that uses at most `peak` bytes.
+    pub fn about_device(&self, peak: u64) -> Option<String> {
+        let what = match self.device_bytes.checked_sub(peak) {
+            None => "it is the largest that can be simulated".to_owned(),
+            Some(_) => format!("it has {} than the program ever uses", more_than(peak, self.device_bytes)),
+        };
+        self.is_made_up.then(|| format!("The device is made up, to show how memory runs out: {what}."))
     }
+
+    /// Why the largest free piece does not serve the request, if it is large enough.
+    pub fn why_not_served(&self, allocator: &str) -> Option<String> {
+        let FirstRefusal { refusal, map, .. } = &self.refusal;
+        let report = refusal.report.as_ref().filter(|report| !report.is_mapped)?;
+        let (rest, segment) = (map.free_on_device(), report.growth);
+        if self.largest_free() < refusal.bytes || rest >= segment {
+            return None;
+        }
+        Some(if rest >= refusal.bytes {
+            let [rest, segment] = [rest, segment].map(Bytes);
+            format!("{allocator} takes a segment of {segment} for it, and the device has {rest} left.")
+        } else {
+            "That piece does not serve it: it is of another pool or stream, or kept for larger requests.".to_owned()
+        })
+    }
+}
+
+/// How much more than `peak` bytes a device has.
+pub fn more_than(peak: u64, device_bytes: u64) -> String {
+    let more = device_bytes.saturating_sub(peak);
+    let share = match ratio(more.saturating_mul(100), peak) {
+        Some(share) if share < 10.0 => format!(" ({share:.1} %)"),
+        Some(share) if share < 1000.0 => format!(" ({share:.0} %)"),
+        _ => String::new(),
+    };
+    format!("{} more{share}", Bytes(more))
 }
 
 /// A program under several allocators.
@@ -163,6 +222,12 @@ impl Study {
                 Err((name, failure)) => notes.push(format!("{name} is left out: {failure}")),
             }
         }
+        without_same(
+            &mut cases,
+            &with_splitting(session.configs()),
+            |case| &case.manager.config.text,
+            |case: &Case| (case.smallest_device, case.sampled.peak_reserved, case.sampled.refused_at.len()),
+        );
         notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
         let mut study = Study { profile, cases, exhausted: None, notes };
         study.exhausted = exhausted(session, program, &study)?;
@@ -179,10 +244,15 @@ impl Study {
         self.cases.iter().find(|case| !case.manager.is_pytorch)
     }
 
+    /// The case of this project's allocator with the user's options and `split_frames:on`, if that
+    /// makes a difference.
+    pub fn splitting(&self) -> Option<&Case> {
+        self.cases.iter().find(|case| !case.manager.is_pytorch && case.manager.config.is_trial)
+    }
+
     /// The cases that finish on the device where the usual one does not.
-    pub fn finishing(&self, exhausted: &Exhausted) -> impl Iterator<Item = &Case> {
-        let device = exhausted.device_bytes;
-        self.cases.iter().filter(move |case| case.smallest_device.is_some_and(|smallest| smallest <= device))
+    pub fn finishing<'a>(&'a self, exhausted: &'a Exhausted) -> impl Iterator<Item = &'a Case> {
+        self.cases.iter().filter(|case| exhausted.finishing.contains(&case.manager.id))
     }
 }
 
@@ -215,7 +285,14 @@ fn try_all(
         };
         let sampled = || sample(&roomy, program, &manager.config, &profile.buckets, moments.as_deref());
         match smallest_device.and_then(|smallest| Ok((smallest, sampled()?))) {
-            Ok((smallest_device, sampled)) => cases.push(Ok(Case { manager, sampled, smallest_device })),
+            Ok((smallest_device, sampled)) => {
+                let mut case = Case { manager, sampled, smallest_device };
+                // A rough search may end above the device on which the program has just finished.
+                if let Some(here) = roomy.sim().map(|sim| sim.capacity_bytes).filter(|_| case.finishes()) {
+                    case.smallest_device = Some(case.smallest_device.map_or(here, |smallest| smallest.min(here)));
+                }
+                cases.push(Ok(case));
+            }
             Err(failure) => cases.push(Err((manager.name, failure))),
         }
     }
@@ -223,21 +300,32 @@ fn try_all(
     cases
 }
 
-/// The first refusal on the user's device, or else on one with little more than the program needs.
+/// The first refusal on the session's device, or else on one with little more than the program
+/// needs.
 fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Option<Exhausted>, Failure> {
     let Some(usual) = study.usual() else { return Ok(None) };
     if let Some(refusal) = &usual.sampled.first_refusal {
         let device_bytes = roomy(session, program).sim().map_or(0, |sim| sim.capacity_bytes);
-        return Ok(Some(Exhausted { device_bytes, is_tight: false, refusal: refusal.clone() }));
+        let finishing = study.cases.iter().filter(|case| case.finishes()).map(|case| case.manager.id.clone());
+        let (refusal, finishing) = (refusal.clone(), finishing.collect());
+        return Ok(Some(Exhausted { device_bytes, is_made_up: session.is_default_device(), refusal, finishing }));
     }
+    let device_bytes = tight(program);
+    let sampled = sample(&session.resized(device_bytes), program, &usual.manager.config, &study.profile.buckets, None)?;
+    let Some(refusal) = sampled.first_refusal else { return Ok(None) };
+    // What fails there for another reason does not finish, either.
+    let managers = study.cases.iter().map(|case| &case.manager).filter(|manager| {
+        let job = Job::new(&manager.name, program, &manager.config);
+        matches!(attempt(session, &job, device_bytes), Ok(Some(_)))
+    });
+    let finishing = managers.map(|manager| manager.id.clone()).collect();
+    Ok(Some(Exhausted { device_bytes, is_made_up: true, refusal, finishing }))
+}
+
+/// The size of a device with little more memory than the program uses.
+pub fn tight(program: &Program) -> u64 {
     let peak = program.peak_requested_bytes;
-    let device_bytes = rounded(peak.saturating_add(peak / SPARE), STEP);
-    if usual.smallest_device.is_some_and(|smallest| smallest <= device_bytes) {
-        return Ok(None);
-    }
-    let tight = session.resized(device_bytes);
-    let sampled = sample(&tight, program, &usual.manager.config, &study.profile.buckets, None)?;
-    Ok(sampled.first_refusal.map(|refusal| Exhausted { device_bytes, is_tight: true, refusal }))
+    rounded(peak.saturating_add(peak / SPARE), STEP)
 }
 
 /// The allocators to try: PyTorch's, with its default options, with those of the recording and with
@@ -255,7 +343,7 @@ fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Ve
     if all.iter().all(|manager| !manager.config.is_expandable()) {
         all.extend(Manager::pytorch("expandable", "PyTorch, expandable segments", "expandable_segments:True"));
     }
-    for config in session.configs() {
+    for config in &with_splitting(session.configs()) {
         if all.iter().all(|known| known.config.text != config.text) {
             all.push(Manager::aquifer(config.clone()));
         }
@@ -349,7 +437,8 @@ mod tests {
             assert_eq!(study.profile.peak.bytes, bytes);
             if let Some(exhausted) = &study.exhausted {
                 assert!(exhausted.device_bytes >= STEP, "{bytes}");
-                assert!(!exhausted.is_tight || exhausted.device_bytes > bytes, "{bytes}");
+                assert!(exhausted.is_made_up, "{bytes}");
+                assert!(exhausted.device_bytes > bytes || bytes > CAPACITY_BYTES_MAX, "{bytes}");
             }
         }
     }
@@ -358,6 +447,6 @@ mod tests {
     fn what_lacks_memory_on_the_users_device_is_told_of_that_device() {
         let study = study(Some("sim:48MiB"), PROGRAM, None);
         let exhausted = study.exhausted.unwrap();
-        assert_eq!((exhausted.device_bytes, exhausted.is_tight, exhausted.refusal.event), (48 << 20, false, 4));
+        assert_eq!((exhausted.device_bytes, exhausted.is_made_up, exhausted.refusal.event), (48 << 20, false, 4));
     }
 }

@@ -114,7 +114,6 @@ pub fn sample(
     buckets: &Buckets,
     moments: Option<&[usize]>,
 ) -> Result<Sampled, Failure> {
-    let config = &config.of_one_thread();
     if config.is_expandable() {
         sample_on::<Expandable>(session, program, config, buckets, moments)
     } else {

@@ -11,7 +11,7 @@ use aquifer::{Buffer, PinnedBuffer};
 use serde::Serialize;
 
 use super::meter::{HOST, Meter, Peer, rate};
-use crate::commands::hundredths;
+use crate::commands::{hundredths, kind_of_time};
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::{Column, table};
@@ -197,15 +197,16 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             rows.push(row);
         }
     }
-    let columns: [Column<Row>; 6] = [
+    let columns: [Column<Row>; 7] = [
         ("direction", |row| row.direction.to_owned()),
         ("method", |row| row.method.to_owned()),
         ("size", |row| Bytes(row.bytes).to_string()),
         ("µs", |row| format!("{:.1}", row.us)),
         ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
         ("of driver pinned", |row| row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"))),
+        ("times", |row| kind_of_time(row.modelled)),
     ];
-    let table = table(&rows, 2, &columns);
+    let table = table(&rows, 2, &columns).ending_in_text();
     let notes = [meter.peer.as_ref().map(in_words), meter.is_modelled().then(|| BY_HOST.to_owned())];
     session.show(notes.into_iter().flatten().fold(table.to_string(), |text, note| format!("{text}\n{note}")))
 }

@@ -7,7 +7,7 @@ use aquifer::{Pending, Stream};
 use serde::Serialize;
 
 use super::meter::Meter;
-use crate::commands::hundredths;
+use crate::commands::{hundredths, kind_of_time};
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::{Column, table};
@@ -98,15 +98,16 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     ]
     .map(row);
     rows.iter().try_for_each(|row| session.row(row))?;
-    let columns: [Column<Row>; 6] = [
+    let columns: [Column<Row>; 7] = [
         ("what", |row| row.what.to_owned()),
         ("size", |row| Bytes(row.bytes).to_string()),
         ("first, ms", |row| format!("{:.2}", row.first_ms)),
         ("second, ms", |row| format!("{:.2}", row.second_ms)),
         ("together, ms", |row| format!("{:.2}", row.together_ms)),
         ("overlap", |row| format!("{:.2}", row.overlap)),
+        ("times", |row| kind_of_time(row.modelled)),
     ];
-    session.show(table(&rows, 1, &columns))
+    session.show(table(&rows, 1, &columns).ending_in_text())
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use aquifer_transfer::Direction;
 use serde::Serialize;
 
 use super::meter::Meter;
-use crate::commands::{hundredths, thousandths};
+use crate::commands::{hundredths, kind_of_time, thousandths};
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::table::{Column, table};
@@ -72,15 +72,16 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     for (name, direction) in DIRECTIONS {
         lines += &format!("\n{name}: {}", in_words(meter.transfer.batch_calls_pay_below(direction)?));
     }
-    let columns: [Column<Row>; 6] = [
+    let columns: [Column<Row>; 7] = [
         ("direction", |row| row.direction.to_owned()),
         ("size", |row| Bytes(row.bytes).to_string()),
         ("copies", |row| row.copies.to_string()),
         ("one call each, µs", |row| format!("{:.3}", row.single_us)),
         ("together, µs", |row| format!("{:.3}", row.batched_us)),
         ("speedup", |row| format!("{:.2}", row.speedup)),
+        ("times", |row| kind_of_time(row.modelled)),
     ];
-    session.show(format_args!("{}{lines}", table(&rows, 1, &columns)))
+    session.show(format_args!("{}{lines}", table(&rows, 1, &columns).ending_in_text()))
 }
 
 /// The size up to which batches use one driver call, in words.
