@@ -29,7 +29,7 @@ fn main() {
     for argument in ["-soname,libcuda.so.1", "-Bsymbolic", "--no-as-needed", "-z,nodelete"] {
         println!("cargo:rustc-cdylib-link-arg=-Wl,{argument}");
     }
-    // Not on a program's RPATH, where stubs of the driver may lie.
+    // Both are in the folder of this library. A program's RPATH, which would come first, may have stubs.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--enable-new-dtags,-rpath,$ORIGIN");
     println!("cargo:rustc-cdylib-link-arg=-L{}", folder.display());
     for (file, _) in needed {

@@ -110,7 +110,7 @@ fn check_environment() -> Result<(), Failure> {
 
 /// Checks that a file can be written, and leaves it as it is.
 fn check_writable(path: &Path) -> io::Result<()> {
-    let is_new = !path.exists();
+    let is_new = path.symlink_metadata().is_err();
     fs::OpenOptions::new().append(true).create(true).open(path)?;
     if is_new { fs::remove_file(path) } else { Ok(()) }
 }
