@@ -93,8 +93,11 @@ def enable(plain=False):
         shim = _build("aquifer_torch_plain", _HERE / "plain.cpp", [], ["-ltorch_cpu"], compiler)
         _connect(shim, path)
         allocator = torch.cuda.memory.CUDAPluggableAllocator(shim._name, "aquifer_torch_malloc", "aquifer_torch_free")
-        record = ctypes.cast(library.aquifer_record_stream, ctypes.c_void_p).value
-        allocator.allocator().set_record_stream_fn(record)
+        address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
+        native = allocator.allocator()
+        native.set_record_stream_fn(address(library.aquifer_record_stream))
+        native.set_reset_fn(address(shim.aquifer_torch_empty_cache))
+        native.set_memory_fraction_fn(address(shim.aquifer_torch_set_memory_fraction))
         torch.cuda.memory.change_current_allocator(allocator)
         _kept.append(allocator)
     else:

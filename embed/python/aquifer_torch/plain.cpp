@@ -18,6 +18,14 @@ EXPORTED void aquifer_torch_free(void *ptr, ssize_t size, int device, void *stre
     api.free(ptr, size, device, stream);
 }
 
+EXPORTED void aquifer_torch_empty_cache() {
+    check(api.empty_cache(-1));
+}
+
+EXPORTED void aquifer_torch_set_memory_fraction(double fraction, int device) {
+    check(api.set_memory_fraction(device, fraction));
+}
+
 namespace {
 
 // PyTorch's pluggable allocator, with the functions of `torch.accelerator` that it lacks.
@@ -45,8 +53,8 @@ class Generic final : public c10::DeviceAllocator {
         pluggable_.recordStream(ptr, stream);
     }
 
-    void emptyCache(c10::MempoolId_t) override {
-        check(api.empty_cache(-1));
+    void emptyCache(c10::MempoolId_t id) override {
+        pluggable_.emptyCache(id);
     }
 
     c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {

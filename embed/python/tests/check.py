@@ -64,10 +64,14 @@ def statistics():
         assert all(theirs[name] == ours[name] for name in ours if name in theirs) and len(theirs) > 100
         assert "Allocated memory" in torch.cuda.memory_summary()
         assert torch.cuda.get_allocator_backend() == "aquifer"
-        torch.cuda.set_per_process_memory_fraction(0.5)
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.set_per_process_memory_fraction(1e-4)
+    raises(torch.OutOfMemoryError, lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    raises(RuntimeError, lambda: torch._C._cuda_setMemoryFraction(2.0, 0))
     del x
-    torch.cuda.empty_cache() if not PLAIN else aquifer_torch.empty_cache()
+    before = aquifer_torch.memory_reserved()
+    torch.cuda.empty_cache()
+    assert aquifer_torch.memory_reserved() < before
     aquifer_torch.reset_peak_memory_stats()
     assert aquifer_torch.max_memory_allocated() == aquifer_torch.memory_allocated()
     with tempfile.TemporaryDirectory() as folder:
