@@ -25,7 +25,7 @@ pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
 pub use transfer::{Part, TransferArgs};
 
-use crate::exit::CODES;
+use crate::exit::{CODES, Failure};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -455,6 +455,18 @@ impl ConfigArg {
     /// `backing:expandable`, or `expandable_segments:True` with `backing:segments`.
     pub fn is_expandable(&self) -> bool {
         self.config.expandable_segments && self.config.backing == Backing::Segments
+    }
+
+    /// Refuses options that ask for PyTorch's allocator, which this allocator does not have.
+    ///
+    /// # Errors
+    /// For such options.
+    pub fn refuse_expandable(&self) -> Result<(), Failure> {
+        if !self.is_expandable() {
+            return Ok(());
+        }
+        let usage = "--config 'backing:expandable' reproduces PyTorch's allocator, for replay, fit and compare only";
+        Err(Failure::Usage(usage.to_owned()))
     }
 
     /// The same options with `split_frames:on`, as a trial; `None` if they say whether frames are

@@ -331,11 +331,7 @@ impl Session {
     /// # Errors
     /// Those of the allocator.
     pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
-        if config.is_expandable() {
-            let usage =
-                "--config 'backing:expandable' reproduces PyTorch's allocator, for replay, fit and compare only";
-            return Err(Failure::Usage(usage.to_owned()));
-        }
+        config.refuse_expandable()?;
         let make = || Allocator::new(device, config.config.clone());
         if config.is_trial {
             return Ok(Reported::default().once(make, |_| {})?);

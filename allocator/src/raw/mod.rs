@@ -100,7 +100,8 @@ pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream
     let removed = allocator.state().remove_raw(ptr);
     let (arena, block) = removed.ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
     // Only the stream of the arena owns blocks there, unless it has lent some.
-    if arena.slot != stream.id() || arena.has_lent.load(Ordering::Relaxed) {
+    let is_surely_own = arena.slot == stream.id() && !arena.has_lent.load(Ordering::Relaxed);
+    if !is_surely_own && arena.look(|inner| inner.heap.blocks[block].owner != stream.id()) {
         note_use(allocator, arena, block, stream);
     }
     if allocator.is_checked() {

@@ -2,7 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use aquifer_device::sim::{SimConfig, SimDriver};
@@ -94,6 +95,22 @@ fn a_free_in_the_order_of_its_own_stream_is_a_free() {
     world.memory.free_raw_on(ptr, &one).unwrap();
     assert_eq!(world.memory.alloc_raw(MIB, &one).unwrap(), ptr);
     assert!(world.memory.free_raw_on(DevicePtr(0), &one).is_ok());
+}
+
+#[test]
+fn a_free_in_the_order_of_its_own_stream_does_not_need_the_shared_state_where_memory_was_lent() {
+    let world = world(64 * MIB, "");
+    let [one, two] = world.streams();
+    world.memory.alloc_bytes(MIB, &one).unwrap().drop_on(&two).unwrap();
+    let ptr = world.memory.alloc_raw(MIB, &one).unwrap();
+    let (freed, result) = mpsc::channel();
+    let locked = world.memory.state().shared();
+    // Not a scope, which would wait for a thread that waits for the lock.
+    let memory = world.memory.clone();
+    thread::spawn(move || freed.send(memory.free_raw_on(ptr, &one)));
+    result.recv_timeout(Duration::from_secs(60)).expect("the free waits for the lock of the shared state").unwrap();
+    drop(locked);
+    assert_eq!(world.memory.memory_allocated(), 0);
 }
 
 #[test]

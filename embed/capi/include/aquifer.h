@@ -108,6 +108,14 @@ int aquifer_set_memory_fraction(int device, double fraction);
 // Bytes in live allocations, rounded up as they are; 0 after an error.
 uint64_t aquifer_memory_allocated(int device);
 
+// Bytes of a live allocation of this library, rounded up as they are, and the ordinal of its device unless `device` is NULL; 0 after an
+// error.
+//
+// # Safety
+// `device` must be NULL or writable.
+uint64_t aquifer_allocation_size(void *ptr,
+                                 int *device);
+
 // Bytes held from the device; 0 after an error.
 uint64_t aquifer_memory_reserved(int device);
 

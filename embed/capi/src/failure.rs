@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use aquifer::Error;
 use aquifer::device::ErrorKind;
+use aquifer_device::{Unavailable, fork};
 
 use crate::{AQUIFER_DEVICE_ERROR, AQUIFER_FORKED, AQUIFER_INVALID, AQUIFER_OK, AQUIFER_OUT_OF_MEMORY, AQUIFER_PANIC};
 
@@ -42,8 +43,13 @@ thread_local! {
     static TEXT: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-/// Runs the body of an exported function. A failure or a panic is kept for `aquifer_last_error`, and the function returns `failed`.
+/// Runs the body of an exported function, but not in a forked child, where a lock of this library may never be released. A failure or a panic
+/// is kept for `aquifer_last_error`, and the function returns `failed`.
 pub(crate) fn guarded<R>(failed: R, body: impl FnOnce() -> Result<R, Failure>) -> R {
+    if fork::is_child() {
+        keep(Failure { status: AQUIFER_FORKED, text: Unavailable::Forked.to_string() });
+        return failed;
+    }
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(returned)) => returned,
         Ok(Err(failure)) => {
@@ -68,13 +74,7 @@ pub(crate) fn status(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
 /// As [`guarded`], for functions without a result: their failures also go to stderr, except those of a forked child, which frees what it
 /// inherited as it exits.
 pub(crate) fn printed(function: &str, body: impl FnOnce() -> Result<(), Failure>) {
-    guarded((), || {
-        body().inspect_err(|failure| {
-            if failure.status != AQUIFER_FORKED {
-                eprintln!("{function}: {}", failure.text);
-            }
-        })
-    });
+    guarded((), || body().inspect_err(|failure| eprintln!("{function}: {}", failure.text)));
 }
 
 #[cold]

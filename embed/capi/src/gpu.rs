@@ -5,19 +5,19 @@
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use aquifer::device::{DevicePtr, RawStream, cuda};
 use aquifer::memory::{AllocError, DeviceAllocator as _, OomReport, Registration};
 use aquifer::{Allocator, Device, Stream};
 
+use crate::OomCallback;
 use crate::failure::Failure;
-use crate::{AQUIFER_FORKED, OomCallback};
 
 /// A device that the process opened.
 pub(crate) struct Gpu {
-    ordinal: c_int,
+    pub(crate) ordinal: c_int,
     pub(crate) device: Device,
     pub(crate) memory: Allocator,
     _on_oom: Registration,
@@ -30,9 +30,6 @@ const DEVICES: usize = 128;
 static END: AtomicUsize = AtomicUsize::new(0);
 
 static GPUS: [OnceLock<Gpu>; DEVICES] = [const { OnceLock::new() }; DEVICES];
-
-/// The process that opened a device first; 0 before.
-static OPENED_BY: AtomicU32 = AtomicU32::new(0);
 
 static ON_OOM: Mutex<Option<(OomCallback, usize)>> = Mutex::new(None);
 
@@ -58,12 +55,6 @@ impl Gpu {
         let slot = usize::try_from(ordinal).ok().and_then(|ordinal| GPUS.get(ordinal));
         let slot = slot.ok_or_else(|| Failure::invalid(format!("{ordinal} is not the ordinal of a device")))?;
         slot.get().map_or_else(|| open(ordinal, slot), Ok)
-    }
-
-    /// As [`Gpu::of`], refused in a forked child. For requests that the allocator itself does not refuse there.
-    pub(crate) fn here(ordinal: c_int) -> Result<&'static Gpu, Failure> {
-        refuse_forked()?;
-        Gpu::of(ordinal)
     }
 
     /// The devices that are open.
@@ -114,7 +105,6 @@ impl Gpu {
     #[cold]
     fn find_stream(&self, handle: u64) -> Result<Stream, Failure> {
         if RawStream(handle) == RawStream::PER_THREAD {
-            refuse_forked()?;
             return Ok(self.device.per_thread_stream());
         }
         // SAFETY: the interface asks callers for live streams of this device, and to forget those that end.
@@ -133,25 +123,12 @@ impl Gpu {
 /// Opens a device. Threads that meet here get the same handles, so none of them needs a lock, which a fork could leave locked.
 #[cold]
 fn open(ordinal: c_int, slot: &'static OnceLock<Gpu>) -> Result<&'static Gpu, Failure> {
-    refuse_forked()?;
     let device = cuda::shared(ordinal.unsigned_abs())?;
-    let _ = OPENED_BY.compare_exchange(0, std::process::id(), Ordering::Relaxed, Ordering::Relaxed);
     let memory = device.allocator()?;
     let _on_oom = memory.observe_oom(on_oom);
     let gpu = slot.get_or_init(|| Gpu { ordinal, device, memory, _on_oom });
     END.fetch_max(ordinal.unsigned_abs() as usize + 1, Ordering::Release);
     Ok(gpu)
-}
-
-/// Fails in a child of the process that opened a device.
-pub(crate) fn refuse_forked() -> Result<(), Failure> {
-    let opened_by = OPENED_BY.load(Ordering::Relaxed);
-    if opened_by == 0 || opened_by == std::process::id() {
-        return Ok(());
-    }
-    let text =
-        format!("this process was forked from process {opened_by}, which had opened a device, and cannot use any");
-    Err(Failure { status: AQUIFER_FORKED, text })
 }
 
 /// Sets or removes the callback for requests that find no memory.

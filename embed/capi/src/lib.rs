@@ -111,14 +111,13 @@ pub extern "C" fn aquifer_record_stream(ptr: *mut c_void, stream: *mut c_void) {
 /// Lets a stream go. Call it before the stream is destroyed; no other thread may use the stream with this library meanwhile.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_forget_stream(device: c_int, stream: *mut c_void) -> c_int {
-    status(|| Gpu::here(device)?.forget_stream(stream))
+    status(|| Gpu::of(device)?.forget_stream(stream))
 }
 
 /// Gives unused memory back to the device, or with `device` -1 to all that are open.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_empty_cache(device: c_int) -> c_int {
     status(|| {
-        gpu::refuse_forked()?;
         if device == -1 {
             return Gpu::all().try_for_each(|gpu| Ok(gpu.memory.empty_cache().map(drop)?));
         }
@@ -129,14 +128,14 @@ pub extern "C" fn aquifer_empty_cache(device: c_int) -> c_int {
 /// As `aquifer_empty_cache`, but only until at most `bytes` are held from the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_trim_to(device: c_int, bytes: u64) -> c_int {
-    status(|| Ok(Gpu::here(device)?.memory.trim_to(bytes).map(drop)?))
+    status(|| Ok(Gpu::of(device)?.memory.trim_to(bytes).map(drop)?))
 }
 
 /// Limits the bytes held from the device. `UINT64_MAX` removes the limit.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_set_limit(device: c_int, bytes: u64) -> c_int {
     status(|| {
-        Gpu::here(device)?.memory.set_limit((bytes != u64::MAX).then_some(bytes));
+        Gpu::of(device)?.memory.set_limit((bytes != u64::MAX).then_some(bytes));
         Ok(())
     })
 }
@@ -144,38 +143,56 @@ pub extern "C" fn aquifer_set_limit(device: c_int, bytes: u64) -> c_int {
 /// Limits the bytes held to a share of the device's memory, from 0 to 1. 1 removes the limit.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_set_memory_fraction(device: c_int, fraction: f64) -> c_int {
-    status(|| Ok(Gpu::here(device)?.memory.set_memory_fraction(fraction)?))
+    status(|| Ok(Gpu::of(device)?.memory.set_memory_fraction(fraction)?))
 }
 
 /// Bytes in live allocations, rounded up as they are; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_memory_allocated(device: c_int) -> u64 {
-    guarded(0, || Ok(Gpu::here(device)?.memory.memory_allocated()))
+    guarded(0, || Ok(Gpu::of(device)?.memory.memory_allocated()))
+}
+
+/// Bytes of a live allocation of this library, rounded up as they are, and the ordinal of its device unless `device` is NULL; 0 after an
+/// error.
+///
+/// # Safety
+/// `device` must be NULL or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_allocation_size(ptr: *mut c_void, device: *mut c_int) -> u64 {
+    guarded(0, || {
+        let ptr = device_ptr(ptr);
+        let (ordinal, bytes) = Gpu::find(ptr, |gpu| gpu.memory.size_of_raw(ptr).map(|bytes| (gpu.ordinal, bytes)))?;
+        if !device.is_null() {
+            // SAFETY: not null, and the caller vouches for it.
+            unsafe { device.write(ordinal) };
+        }
+        Ok(bytes)
+    })
 }
 
 /// Bytes held from the device; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_memory_reserved(device: c_int) -> u64 {
-    guarded(0, || Ok(Gpu::here(device)?.memory.memory_reserved()))
+    guarded(0, || Ok(Gpu::of(device)?.memory.memory_reserved()))
 }
 
 /// Peak of `aquifer_memory_allocated` since the start, or the last `aquifer_reset_peak`; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_max_memory_allocated(device: c_int) -> u64 {
-    guarded(0, || Ok(Gpu::here(device)?.memory.max_memory_allocated()))
+    guarded(0, || Ok(Gpu::of(device)?.memory.max_memory_allocated()))
 }
 
 /// Peak of `aquifer_memory_reserved` since the start, or the last `aquifer_reset_peak`; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_max_memory_reserved(device: c_int) -> u64 {
-    guarded(0, || Ok(Gpu::here(device)?.memory.max_memory_reserved()))
+    guarded(0, || Ok(Gpu::of(device)?.memory.max_memory_reserved()))
 }
 
 /// Makes peaks start from now.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_reset_peak(device: c_int) -> c_int {
     status(|| {
-        Gpu::here(device)?.memory.reset_peak_stats();
+        Gpu::of(device)?.memory.reset_peak_stats();
         Ok(())
     })
 }
@@ -184,7 +201,7 @@ pub extern "C" fn aquifer_reset_peak(device: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_reset_accumulated(device: c_int) -> c_int {
     status(|| {
-        Gpu::here(device)?.memory.reset_accumulated_stats();
+        Gpu::of(device)?.memory.reset_accumulated_stats();
         Ok(())
     })
 }
@@ -199,7 +216,7 @@ pub extern "C" fn aquifer_reset_accumulated(device: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_stats_json(device: c_int, buffer: *mut c_char, capacity: usize) -> usize {
     guarded(0, || {
-        let text = json(&Gpu::here(device)?.memory.stats().to_map())?;
+        let text = json(&Gpu::of(device)?.memory.stats().to_map())?;
         // SAFETY: passed on to the caller.
         Ok(unsafe { put(text, buffer, capacity) })
     })
@@ -212,7 +229,7 @@ pub unsafe extern "C" fn aquifer_stats_json(device: c_int, buffer: *mut c_char, 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_snapshot_json(device: c_int, buffer: *mut c_char, capacity: usize) -> usize {
     guarded(0, || {
-        let text = json(&Gpu::here(device)?.memory.snapshot())?;
+        let text = json(&Gpu::of(device)?.memory.snapshot())?;
         // SAFETY: passed on to the caller.
         Ok(unsafe { put(text, buffer, capacity) })
     })
@@ -230,7 +247,7 @@ pub unsafe extern "C" fn aquifer_save_snapshot(device: c_int, path: *const c_cha
         }
         // SAFETY: passed on to the caller.
         let path = unsafe { CStr::from_ptr(path) }.to_str().map_err(|error| Failure::invalid(error.to_string()))?;
-        Ok(Gpu::here(device)?.memory.snapshot().save(path)?)
+        Ok(Gpu::of(device)?.memory.snapshot().save(path)?)
     })
 }
 
@@ -251,7 +268,7 @@ pub unsafe extern "C" fn aquifer_on_oom(callback: aquifer_oom_callback, data: *m
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_enable_peer_access(device: c_int, peer: c_int) -> c_int {
     status(|| {
-        let gpu = Gpu::here(device)?;
+        let gpu = Gpu::of(device)?;
         let peer =
             u32::try_from(peer).map_err(|_| Failure::invalid(format!("{peer} is not the ordinal of a device")))?;
         Ok(gpu.memory.enable_peer_access(peer)?)
@@ -280,14 +297,14 @@ fn contents(contents: c_int) -> Result<Contents, Failure> {
 /// memory, and fails at once while an access guard or a transfer uses some.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_sleep(device: c_int, contents: c_int) -> c_int {
-    status(|| Ok(Gpu::here(device)?.memory.sleep(self::contents(contents)?).map(drop)?))
+    status(|| Ok(Gpu::of(device)?.memory.sleep(self::contents(contents)?).map(drop)?))
 }
 
 /// Ends `aquifer_sleep`, and `aquifer_pool_sleep` of all pools of the device. If the device lacks memory, everything
 /// sleeps on, and this can be tried again.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_wake(device: c_int) -> c_int {
-    status(|| Ok(Gpu::here(device)?.memory.wake()?))
+    status(|| Ok(Gpu::of(device)?.memory.wake()?))
 }
 
 /// As `aquifer_sleep`, for the allocations that a pool has now and for what its graphs use. All other memory can be
@@ -318,7 +335,7 @@ pub extern "C" fn aquifer_pool_create(device: c_int, options: c_int) -> u64 {
         if options & !(AQUIFER_POOL_USE_ON_OOM | AQUIFER_POOL_NO_SPLIT) != 0 {
             return Err(Failure::invalid(format!("unknown options of a pool: {options}")));
         }
-        pools::create(Gpu::here(device)?, PoolOptions { use_on_oom, no_split })
+        pools::create(Gpu::of(device)?, PoolOptions { use_on_oom, no_split })
     })
 }
 

@@ -10,7 +10,7 @@ static BOUND: RwLock<Option<(c_int, usize)>> = RwLock::new(None);
 
 pub(crate) fn bind(device: c_int, stream: *mut c_void) -> Result<(), Failure> {
     // The stream is adopted now, so that errors show here.
-    Gpu::here(device)?.with_stream(stream, |_| ())?;
+    Gpu::of(device)?.with_stream(stream, |_| ())?;
     *BOUND.write().unwrap_or_else(PoisonError::into_inner) = Some((device, stream.expose_provenance()));
     Ok(())
 }

@@ -9,7 +9,7 @@ use aquifer::device::DevicePtr;
 use aquifer::memory::{Contents, Part, PoolOptions, PrivatePool, SleepOptions};
 
 use crate::failure::Failure;
-use crate::gpu::{Gpu, refuse_forked};
+use crate::gpu::Gpu;
 
 struct Pool {
     gpu: &'static Gpu,
@@ -20,14 +20,13 @@ struct Pool {
 
 static POOLS: Mutex<BTreeMap<u64, Arc<Pool>>> = Mutex::new(BTreeMap::new());
 
-/// The pools, locked, but not in a forked child, where the lock's holder may be gone.
-fn pools() -> Result<MutexGuard<'static, BTreeMap<u64, Arc<Pool>>>, Failure> {
-    refuse_forked()?;
-    Ok(POOLS.lock().unwrap_or_else(PoisonError::into_inner))
+/// The pools, locked.
+fn pools() -> MutexGuard<'static, BTreeMap<u64, Arc<Pool>>> {
+    POOLS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn find(number: u64) -> Result<Arc<Pool>, Failure> {
-    pools()?.get(&number).cloned().ok_or_else(|| unknown(number))
+    pools().get(&number).cloned().ok_or_else(|| unknown(number))
 }
 
 fn unknown(number: u64) -> Failure {
@@ -37,7 +36,7 @@ fn unknown(number: u64) -> Failure {
 pub(crate) fn create(gpu: &'static Gpu, options: PoolOptions) -> Result<u64, Failure> {
     let pool = gpu.memory.create_pool(options)?;
     let number = pool.id().1;
-    pools()?.insert(number, Arc::new(Pool { gpu, pool, captures: Mutex::default() }));
+    pools().insert(number, Arc::new(Pool { gpu, pool, captures: Mutex::default() }));
     Ok(number)
 }
 
@@ -63,7 +62,7 @@ pub(crate) fn end_captures(number: u64) -> Result<(), Failure> {
 
 pub(crate) fn release(number: u64) -> Result<(), Failure> {
     // Dropped without the lock, as it may call the driver.
-    let pool = pools()?.remove(&number);
+    let pool = pools().remove(&number);
     pool.map(drop).ok_or_else(|| unknown(number))
 }
 

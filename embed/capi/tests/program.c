@@ -332,6 +332,7 @@ static void wrong(void)
     torch_free(ptr, 1000, -1, NULL);
     aquifer_free_on(ptr, NULL);
     CHECK(aquifer_save_snapshot(0, NULL) == AQUIFER_INVALID && aquifer_save_snapshot(0, "x.txt") == AQUIFER_INVALID);
+    CHECK(!aquifer_allocation_size(ptr, NULL) && !aquifer_allocation_size(NULL, NULL) && aquifer_last_status() == AQUIFER_INVALID);
     CHECK(!aquifer_pool_malloc(99, 1, NULL) && aquifer_pool_release(99) == AQUIFER_INVALID);
     CHECK(!ort_alloc(1) && strstr(aquifer_last_error(), "aquifer_ort_bind"));
 }
@@ -414,6 +415,8 @@ static void devices(void)
     for (int i = 0; i < 2; i++) {
         ptrs[i] = torch_alloc(1 << 20, i, streams[i]);
         CHECK(ptrs[i] && aquifer_memory_allocated(i) == 1 << 20);
+        int device = -1;
+        CHECK(aquifer_allocation_size(ptrs[i], &device) == 1 << 20 && device == i);
         CHECK(set_current(i ? other : context) == 0);
         fill(ptrs[i], 1 << 20, streams[i]);
     }
@@ -441,26 +444,56 @@ static void ort(void)
     CHECK(aquifer_memory_reserved(0) == 0);
 }
 
+/* Whether the last call failed because the process was forked, with the same text as those before. */
+static int is_forked(char *first)
+{
+    if (!*first)
+        strncat(first, aquifer_last_error(), 4095);
+    return aquifer_last_status() == AQUIFER_FORKED && !strcmp(first, aquifer_last_error());
+}
+
 static void forked(void)
 {
     void *stream = new_stream(), *ptr = torch_alloc(1 << 20, 0, stream);
     torch_free(torch_alloc(1 << 20, 0, stream), 1 << 20, 0, stream);
+    uint64_t pool = aquifer_pool_create(0, 0);
     pid_t child = fork();
     if (child == 0) {
+        char first[4096] = "", buffer[16];
         void *streams[] = {stream, NULL, (void *)2, (void *)0x7000};
         for (int i = 0; i < 4; i++)
-            CHECK(!torch_alloc(1 << 20, 0, streams[i]) && aquifer_last_status() == AQUIFER_FORKED);
-        CHECK(!torch_alloc(1 << 20, 1, NULL) && aquifer_last_status() == AQUIFER_FORKED);
-        CHECK(aquifer_empty_cache(-1) == AQUIFER_FORKED && aquifer_stats_json(0, NULL, 0) == 0);
-        CHECK(aquifer_pool_create(0, 0) == 0 && aquifer_forget_stream(0, stream) == AQUIFER_FORKED);
+            CHECK(!torch_alloc(1 << 20, 0, streams[i]) && is_forked(first));
+        CHECK(strstr(first, "forked") && strstr(first, "exec"));
+        for (int device = -1; device < 200; device += 100)
+            CHECK(!torch_alloc(1 << 20, device, NULL) && is_forked(first));
+        CHECK(!aquifer_pool_malloc(pool, 1, stream) && is_forked(first) && !ort_alloc(1) && is_forked(first));
+        CHECK(!aquifer_stats_json(0, NULL, 0) && is_forked(first) && !aquifer_snapshot_json(0, buffer, sizeof buffer) && is_forked(first));
+        CHECK(!aquifer_memory_allocated(0) && is_forked(first) && !aquifer_memory_reserved(0) && is_forked(first));
+        CHECK(!aquifer_max_memory_allocated(0) && is_forked(first) && !aquifer_max_memory_reserved(0) && is_forked(first));
+        CHECK(!aquifer_allocation_size(ptr, NULL) && is_forked(first) && !aquifer_pool_create(0, 99) && is_forked(first));
+        int statuses[] = {
+            aquifer_forget_stream(0, stream), aquifer_empty_cache(-1), aquifer_empty_cache(0), aquifer_trim_to(0, 0), aquifer_set_limit(0, 1),
+            aquifer_set_memory_fraction(0, 7), aquifer_reset_peak(0), aquifer_reset_accumulated(0), aquifer_save_snapshot(0, NULL),
+            aquifer_save_snapshot(0, "x.txt"), aquifer_enable_peer_access(0, -1), aquifer_sleep(0, 99), aquifer_wake(0),
+            aquifer_pool_sleep(pool, AQUIFER_SLEEP_ZERO), aquifer_pool_wake(99), aquifer_pool_end_captures(pool), aquifer_pool_release(pool),
+            aquifer_ort_bind(0, stream),
+        };
+        for (size_t i = 0; i < sizeof statuses / sizeof *statuses; i++)
+            CHECK(statuses[i] == AQUIFER_FORKED);
         torch_free(ptr, 1 << 20, 0, stream);
+        torch_free(ptr, 1 << 20, -1, stream);
         torch_record_stream(ptr, stream);
+        aquifer_free_on(ptr, stream);
+        aquifer_on_oom(NULL, NULL);
+        ort_free(ptr);
+        ort_empty_cache();
+        CHECK(is_forked(first));
         exit(0);
     }
     int status;
     CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
     torch_free(ptr, 1 << 20, 0, stream);
-    CHECK(aquifer_memory_allocated(0) == 0);
+    CHECK(aquifer_pool_release(pool) == AQUIFER_OK && aquifer_memory_allocated(0) == 0);
 }
 
 static void *kept_until_exit;

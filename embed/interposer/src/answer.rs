@@ -3,11 +3,12 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_allocator::AllocError;
-use aquifer_device::DeviceError;
+use aquifer_device::{DeviceError, Unavailable, fork};
 
-use crate::driver::{OUT_OF_MEMORY, UNKNOWN};
+use crate::driver::{NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN};
 use crate::report::{self, Why};
 
 /// Why a call was not served here.
@@ -46,6 +47,19 @@ fn tell(error: &AllocError) {
     ONCE.call_once(|| eprintln!("aquifer: {error}"));
 }
 
+/// The answer in a forked child. The first call there writes why.
+#[cold]
+fn forked() -> u32 {
+    static ONCE: AtomicBool = AtomicBool::new(false);
+    if !ONCE.swap(true, Ordering::Relaxed) {
+        let text = format!("aquifer: {}\n", Unavailable::Forked);
+        // Not with `eprintln`: a thread of the parent may have held its lock.
+        // SAFETY: the bytes are readable.
+        unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
+    }
+    NOT_INITIALIZED
+}
+
 /// Turns a code of the driver's into a result.
 pub(crate) fn check(code: u32) -> Served {
     if code == 0 { Ok(()) } else { Err(Instead::Code(code)) }
@@ -55,11 +69,15 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Answers a call with `serve`, or with `pass` where the driver is to answer.
+/// Answers a call with `serve`, or with `pass` where the driver is to answer. In a child that was forked
+/// after a GPU was opened, neither is called: the answer is the one that CUDA has for that.
 ///
 /// A driver might call functions that it exports by name and find those here, while Aquifer calls
 /// it. Such calls go back to it.
 pub(crate) fn answer(serve: impl FnOnce() -> Served, pass: impl FnOnce(Why) -> u32) -> u32 {
+    if fork::is_child() {
+        return forked();
+    }
     if INSIDE.replace(true) {
         return pass(Why::Inside);
     }

@@ -10,6 +10,7 @@ pub(crate) const NAME: &str = "libaquifer_driver.so";
 
 pub(crate) const INVALID_VALUE: u32 = 1;
 pub(crate) const OUT_OF_MEMORY: u32 = 2;
+pub(crate) const NOT_INITIALIZED: u32 = 3;
 pub(crate) const NOT_FOUND: u32 = 500;
 pub(crate) const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
 pub(crate) const NOT_SUPPORTED: u32 = 801;

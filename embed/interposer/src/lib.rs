@@ -18,6 +18,9 @@
 //! | `libcuda.so`, `libcuda.so.1` | this library, whose `SONAME` is `libcuda.so.1` |
 //! | `libaquifer_driver.so` | the driver, on which this library depends by this name (`DT_NEEDED`) |
 //!
+//! The library also depends on `libcuda.so`, which is itself, before the driver: a driver may have
+//! this name as its own, and would be found by it once it is loaded.
+//!
 //! Where a program looks a function up, with `dlsym` on the library's handle or because it is
 //! linked to `libcuda.so.1`, the system's loader searches this library, then what it depends on. It
 //! finds the functions here, and all others in the driver itself: calls that pass through take no

@@ -236,13 +236,11 @@ pub(crate) unsafe extern "C" fn cuMemFreeAsync_ptsz(ptr: u64, stream: Handle) ->
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32 {
     // SAFETY: passed on to the program.
-    let code = unsafe { driver().cuMemGetInfo_v2(free, total) };
-    if code != 0 || free.is_null() {
-        return code;
-    }
+    let ask = || unsafe { driver().cuMemGetInfo_v2(free, total) };
     let serve = || {
+        check(ask())?;
         let context = gpu::current()?;
-        if let Some(gpu) = gpu::served().find(|gpu| gpu.context == context) {
+        if let Some(gpu) = gpu::served().find(|gpu| gpu.context == context && !free.is_null()) {
             // SAFETY: the driver has just written it.
             let device = unsafe { free.read() };
             let all = usize::try_from(free_bytes(gpu, device as u64)).unwrap_or(usize::MAX);
@@ -251,7 +249,7 @@ pub(crate) unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut us
         }
         Ok(())
     };
-    answer(serve, |_| 0)
+    answer(serve, |_| ask())
 }
 
 /// Destroys a stream. Its work still runs, and memory that was allocated on it stays.
@@ -260,9 +258,14 @@ pub(crate) unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut us
 /// As the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuStreamDestroy_v2(stream: Handle) -> u32 {
-    answer(|| gpu::forget(stream), |_| 0);
     // SAFETY: passed on to the program.
-    unsafe { driver().cuStreamDestroy_v2(stream) }
+    let destroy = || unsafe { driver().cuStreamDestroy_v2(stream) };
+    let serve = || {
+        // The driver says what is wrong with a stream that it does not know.
+        let _ = gpu::forget(stream);
+        check(destroy())
+    };
+    answer(serve, |_| destroy())
 }
 
 /// Resets a primary context, and all its memory. From then on the driver serves the device.
@@ -271,11 +274,15 @@ pub(crate) unsafe extern "C" fn cuStreamDestroy_v2(stream: Handle) -> u32 {
 /// As the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> u32 {
-    if let Some(gpu) = of_device(device) {
-        gpu.is_reset.store(true, Ordering::Release);
-    }
     // SAFETY: passed on to the program.
-    unsafe { driver().cuDevicePrimaryCtxReset_v2(device) }
+    let reset = || unsafe { driver().cuDevicePrimaryCtxReset_v2(device) };
+    let serve = || {
+        if let Some(gpu) = of_device(device) {
+            gpu.is_reset.store(true, Ordering::Release);
+        }
+        check(reset())
+    };
+    answer(serve, |_| reset())
 }
 
 /// Chooses the pool that `cuMemAllocAsync` allocates from.
@@ -285,11 +292,13 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxReset_v2(device: c_int) -> u32
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDeviceSetMemPool(device: c_int, pool: Handle) -> u32 {
     // SAFETY: passed on to the program.
-    let code = unsafe { driver().cuDeviceSetMemPool(device, pool) };
-    if code == 0 {
+    let choose = || unsafe { driver().cuDeviceSetMemPool(device, pool) };
+    let serve = || {
+        check(choose())?;
         gpu::choose_pool(device, pool);
-    }
-    code
+        Ok(())
+    };
+    answer(serve, |_| choose())
 }
 
 /// Lets the current context's device reach all memory of another one.
@@ -299,13 +308,15 @@ pub(crate) unsafe extern "C" fn cuDeviceSetMemPool(device: c_int, pool: Handle) 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) -> u32 {
     // SAFETY: passed on to the program.
-    let code = unsafe { driver().cuCtxEnablePeerAccess(peer, flags) };
-    if !matches!(code, 0 | PEER_ACCESS_ALREADY_ENABLED) {
-        return code;
-    }
-    let serve = || let_in(gpu::of_context(peer)?, gpu::device_of(gpu::current()?)?);
-    let granted = answer(serve, |_| 0);
-    if granted == 0 { code } else { granted }
+    let enable = || unsafe { driver().cuCtxEnablePeerAccess(peer, flags) };
+    let serve = || {
+        let code = enable();
+        if matches!(code, 0 | PEER_ACCESS_ALREADY_ENABLED) {
+            let_in(gpu::of_context(peer), gpu::device_of(gpu::current()?)?)?;
+        }
+        check(code)
+    };
+    answer(serve, |_| enable())
 }
 
 /// Lets other devices reach the memory of a pool.
@@ -315,27 +326,31 @@ pub(crate) unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemPoolSetAccess(pool: Handle, accesses: *const PoolAccess, count: usize) -> u32 {
     // SAFETY: passed on to the program.
-    let code = unsafe { driver().cuMemPoolSetAccess(pool, accesses, count) };
-    if code != 0 || accesses.is_null() {
-        return code;
-    }
+    let set = || unsafe { driver().cuMemPoolSetAccess(pool, accesses, count) };
     let serve = || {
-        let gpu = gpu::of_pool(pool)?;
+        check(set())?;
+        if accesses.is_null() {
+            return Ok(());
+        }
         // SAFETY: not null, and the driver has accepted the array.
         let accesses = unsafe { std::slice::from_raw_parts(accesses, count) };
         let granted = accesses.iter().filter(|access| access.location == 1 && access.flags != 0);
-        granted.into_iter().try_for_each(|access| let_in(gpu, access.ordinal))
+        granted.into_iter().try_for_each(|access| let_in(gpu::of_pool(pool), access.ordinal))
     };
-    answer(serve, |_| 0)
+    answer(serve, |_| set())
 }
 
 fn of_device(device: c_int) -> Option<&'static Gpu> {
     gpu::opened().find(|gpu| c_int::try_from(gpu.ordinal) == Ok(device))
 }
 
-/// Lets a device reach a GPU's memory. Memory in segments comes from the driver, which lets it in
-/// by itself.
-fn let_in(gpu: &Gpu, device: c_int) -> Served {
+/// Lets a device reach a GPU's memory, if that is served. Memory in segments comes from the driver,
+/// which lets it in by itself.
+fn let_in(gpu: Served<&'static Gpu>, device: c_int) -> Served {
+    let gpu = match gpu {
+        Err(Instead::Driver(_)) => return Ok(()),
+        gpu => gpu?,
+    };
     let Ok(ordinal) = u32::try_from(device) else { return Ok(()) };
     if ordinal == gpu.ordinal {
         return Ok(());

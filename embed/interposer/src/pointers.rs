@@ -7,7 +7,7 @@ use std::sync::Once;
 use aquifer_allocator::{RawOwner, owner_of};
 use aquifer_device::DevicePtr;
 
-use crate::answer::{Instead, Served, answer};
+use crate::answer::{Instead, Served, answer, check};
 use crate::driver::{Handle, NOT_SUPPORTED, driver};
 use crate::gpu;
 use crate::report::Why;
@@ -79,18 +79,19 @@ pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(start: *mut u64, bytes: 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: u32, ptr: u64) -> u32 {
     // SAFETY: passed on to the program.
-    let code = unsafe { driver().cuPointerGetAttribute(data, attribute, ptr) };
-    let is_corrected = matches!(attribute, CONTEXT | IPC_CAPABLE | RANGE_START | RANGE_SIZE);
-    if !is_corrected || data.is_null() {
-        return code;
-    }
+    let ask = || unsafe { driver().cuPointerGetAttribute(data, attribute, ptr) };
     let serve = || {
-        let (owner, context) = find(ptr)?;
+        let code = ask();
+        let is_corrected = matches!(attribute, CONTEXT | IPC_CAPABLE | RANGE_START | RANGE_SIZE);
+        if !is_corrected || data.is_null() {
+            return check(code);
+        }
+        let Ok((owner, context)) = find(ptr) else { return check(code) };
         // SAFETY: passed on to the program.
         unsafe { correct(attribute, data, &owner, context) };
         Ok(())
     };
-    answer(serve, |_| code)
+    answer(serve, |_| ask())
 }
 
 /// Several facts about an address.
@@ -105,12 +106,13 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
     ptr: u64,
 ) -> u32 {
     // SAFETY: passed on to the program.
-    let code = unsafe { driver().cuPointerGetAttributes(count, attributes, data, ptr) };
-    if code != 0 || attributes.is_null() || data.is_null() {
-        return code;
-    }
+    let ask = || unsafe { driver().cuPointerGetAttributes(count, attributes, data, ptr) };
     let serve = || {
-        let (owner, context) = find(ptr)?;
+        check(ask())?;
+        let Ok((owner, context)) = find(ptr) else { return Ok(()) };
+        if attributes.is_null() || data.is_null() {
+            return Ok(());
+        }
         // SAFETY: not null, and the driver has accepted the array.
         let attributes = unsafe { std::slice::from_raw_parts(attributes, count as usize) };
         // SAFETY: as above.
@@ -121,7 +123,7 @@ pub(crate) unsafe extern "C" fn cuPointerGetAttributes(
         }
         Ok(())
     };
-    answer(serve, |_| code)
+    answer(serve, |_| ask())
 }
 
 /// A handle with which another process opens memory: refused for served memory, which is mapped, or

@@ -3,6 +3,7 @@
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -56,18 +57,13 @@ impl Folder {
         (output, text)
     }
 
-    /// Compiles the C program, linked to the driver by its name. `None` where there is no compiler.
-    fn compile(&self) -> Option<PathBuf> {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/memory.c");
-        let (libraries, _) = folders();
-        let program = self.0.join("memory");
-        let compiled = Command::new("cc")
-            .args(["-Wall", "-Werror", "-o"])
-            .args([&program, &source])
-            .arg(libraries.join("libaquifer_standin.so"))
-            .args(["-ldl", "-lpthread"])
-            .output();
-        let Ok(output) = compiled else {
+    /// Compiles a C program. `None` where there is no compiler.
+    fn compile(&self, name: &str, arguments: &[&OsStr]) -> Option<PathBuf> {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).with_extension("c");
+        let program = self.0.join(name);
+        let command = &mut Command::new("cc");
+        let command = command.args(["-Wall", "-Werror", "-o"]).args([&program, &source]).args(arguments);
+        let Ok(output) = command.args(["-ldl", "-lpthread"]).output() else {
             eprintln!("skipped: there is no C compiler `cc`");
             return None;
         };
@@ -125,18 +121,48 @@ fn a_program_of_cudarc_is_served() {
 #[test]
 fn a_c_program_is_served_in_the_order_of_its_streams() {
     let folder = Folder::new("c");
-    let Some(program) = folder.compile() else { return };
+    // Linked to the driver by its name.
+    let driver = folders().0.join("libaquifer_standin.so");
+    let Some(program) = folder.compile("memory", &[driver.as_os_str()]) else { return };
     for options in ["", "backing:segments", "cross_stream:wait", "no_cache:True"] {
         let (output, report) = folder.run(Command::new(&program).env("AQUIFER_ALLOC_CONF", options), "");
-        assert_eq!(count(&report, SERVED), 944, "{options}: {report}");
+        assert_eq!(count(&report, SERVED), 945, "{options}: {report}");
         assert_eq!(count(&report, "the stream was being captured: "), 1, "{options}: {report}");
         assert_eq!(count(&report, "the pool was the program's own: "), 1, "{options}: {report}");
         assert_eq!(count(&report, "not the device's primary one, or was reset: "), 1, "{options}: {report}");
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(said.contains("AQUIFER_PASS=cuMemAlloc"), "{said}");
+        assert_eq!(said.matches("was forked from one that had opened a device").count(), 1, "{said}");
     }
     // The detector sees what is not ordered, so the runs above show that all was.
     folder.run(Command::new(&program).arg("race"), "");
+}
+
+#[test]
+fn a_program_that_opens_the_driver_by_both_names_is_served_each_time() {
+    let folder = Folder::new("names");
+    let Some(program) = folder.compile("names", &[]) else { return };
+    let names = ["libcuda.so.1", "libcuda.so"];
+    for first in 0..2 {
+        let opened: Vec<&str> = (0..4).map(|place| names[(first + place) % 2]).collect();
+        let (output, report) = folder.run(Command::new(&program).args(&opened), "");
+        assert_eq!(count(&report, SERVED), 4, "{opened:?}: {}", String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+#[test]
+fn a_stub_of_the_driver_on_the_programs_rpath_is_not_opened() {
+    let folder = Folder::new("stub");
+    // Libraries without functions: a program that gets one of them finds nothing there.
+    let stubs = folder.0.join("stubs");
+    fs::create_dir(&stubs).unwrap();
+    let path = OsString::from_iter([OsStr::new("-Wl,--disable-new-dtags,-rpath,"), stubs.as_os_str()]);
+    let Some(program) = folder.compile("names", &[&path]) else { return };
+    let stub = stubs.join("libcuda.so");
+    let stubbed = Command::new("cc").args(["-shared", "-nostdlib", "-x", "c", "/dev/null", "-o"]).arg(stub).output();
+    assert!(stubbed.unwrap().status.success());
+    let (_, report) = folder.run(Command::new(&program).arg("libcuda.so.1"), "");
+    assert_eq!(count(&report, SERVED), 1, "{report}");
 }
 
 #[test]

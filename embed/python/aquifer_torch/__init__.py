@@ -6,10 +6,18 @@
 AQUIFER_ALLOC_CONF, else PYTORCH_CUDA_ALLOC_CONF, configures it. The README says what PyTorch does not let an allocator do.
 """
 
+import contextlib
 import ctypes
+import fcntl
+import hashlib
 import json
 import os
 import pathlib
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
 import warnings
 
 import torch
@@ -33,7 +41,7 @@ __all__ = [
 ]
 
 _NAME = "libaquifer_c.so"
-_SHIM = pathlib.Path(__file__).with_name("shim.cpp")
+_HERE = pathlib.Path(__file__).resolve().parent
 _OOM_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
 
 _library = None
@@ -47,10 +55,9 @@ class Error(RuntimeError):
 def library_path():
     """The library's path: AQUIFER_LIBRARY, or beside this package, or in the target folder of the checkout that it is in."""
     chosen = os.environ.get("AQUIFER_LIBRARY")
-    here = pathlib.Path(__file__).resolve().parent
     targets = [pathlib.Path(os.environ["CARGO_TARGET_DIR"])] if "CARGO_TARGET_DIR" in os.environ else []
-    targets += [folder / "target" for folder in here.parents if (folder / "Cargo.lock").is_file()]
-    candidates = [pathlib.Path(chosen)] if chosen else [here / _NAME, *(target / "release" / _NAME for target in targets)]
+    targets += [folder / "target" for folder in _HERE.parents if (folder / "Cargo.lock").is_file()]
+    candidates = [pathlib.Path(chosen)] if chosen else [_HERE / _NAME, *(target / "release" / _NAME for target in targets)]
     for path in candidates:
         if path.is_file():
             return path
@@ -62,37 +69,40 @@ def enable(plain=False):
     """Makes Aquifer the allocator of CUDA tensors. Call it before the first one is made. Once is enough.
 
     The first call builds a small C++ library with this PyTorch (about a minute; kept in the cache folder). Where that fails, or with
-    `plain`, it uses PyTorch's pluggable allocator instead, which lacks statistics, pools and graphs, and says so.
+    `plain`, it uses PyTorch's pluggable allocator instead, which lacks `torch.cuda.memory_stats()`, pools and graphs, and says so.
     """
     global _library
     if _library is not None:
         return
+    if torch.version.cuda is None:
+        raise Error(f"PyTorch {torch.__version__} is built without CUDA: install one with CUDA")
     path = str(library_path())
     library = _declare(ctypes.CDLL(path))
+    compiler = _compiler()
     shim = None
     if not plain:
         try:
-            shim = _build("aquifer_torch_shim", _SHIM, [], _cuda_includes(), ["-lc10_cuda", "-ltorch_cuda"])
-        except Exception as error:
-            text = str(error).strip().splitlines()
-            reason = next((line for line in text if "error:" in line), text[0] if text else repr(error))
+            shim = _build("aquifer_torch_shim", _HERE / "shim.cpp", _cuda_includes(), ["-lc10_cuda", "-ltorch_cuda"], compiler)
+        except Error as error:
             warnings.warn(
                 "aquifer_torch: falling back to PyTorch's pluggable allocator, without torch.cuda.memory_stats(), MemPool and graphs: "
-                f"the extension did not build ({reason}). It needs g++ and CUDA's headers, which `pip install nvidia-cuda-runtime "
-                "nvidia-cuda-crt` brings.",
+                f"{error}. It needs CUDA's headers, which `pip install nvidia-cuda-runtime nvidia-cuda-crt` brings.",
                 stacklevel=2,
             )
-    if shim is not None:
-        _connect(shim, path)
-        _raise(_text_function(shim, "aquifer_torch_enable")())
-    else:
-        shim = _build("aquifer_torch_plain", _SHIM, ["-DAQUIFER_PLAIN"], [], [])
+    if shim is None:
+        shim = _build("aquifer_torch_plain", _HERE / "plain.cpp", [], ["-ltorch_cpu"], compiler)
         _connect(shim, path)
         allocator = torch.cuda.memory.CUDAPluggableAllocator(shim._name, "aquifer_torch_malloc", "aquifer_torch_free")
-        record = ctypes.cast(library.aquifer_record_stream, ctypes.c_void_p).value
-        allocator.allocator().set_record_stream_fn(record)
+        address = lambda function: ctypes.cast(function, ctypes.c_void_p).value
+        native = allocator.allocator()
+        native.set_record_stream_fn(address(library.aquifer_record_stream))
+        native.set_reset_fn(address(shim.aquifer_torch_empty_cache))
+        native.set_memory_fraction_fn(address(shim.aquifer_torch_set_memory_fraction))
         torch.cuda.memory.change_current_allocator(allocator)
         _kept.append(allocator)
+    else:
+        _connect(shim, path)
+    _raise(_text_function(shim, "aquifer_torch_enable")())
     _library = library
 
 
@@ -132,22 +142,22 @@ def set_limit(bytes, device=None):
 
 def memory_allocated(device=None):
     """Bytes in live tensors, as they are rounded."""
-    return _enabled().aquifer_memory_allocated(_index(device))
+    return stats(device)["allocated_bytes.all.current"]
 
 
 def memory_reserved(device=None):
     """Bytes held from the device."""
-    return _enabled().aquifer_memory_reserved(_index(device))
+    return stats(device)["reserved_bytes.all.current"]
 
 
 def max_memory_allocated(device=None):
     """Peak of `memory_allocated`."""
-    return _enabled().aquifer_max_memory_allocated(_index(device))
+    return stats(device)["allocated_bytes.all.peak"]
 
 
 def max_memory_reserved(device=None):
     """Peak of `memory_reserved`."""
-    return _enabled().aquifer_max_memory_reserved(_index(device))
+    return stats(device)["reserved_bytes.all.peak"]
 
 
 def reset_peak_memory_stats(device=None):
@@ -165,10 +175,6 @@ def on_oom(callback):
 def _declare(library):
     size, number, pointer = ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
     results = {
-        "memory_allocated": number,
-        "memory_reserved": number,
-        "max_memory_allocated": number,
-        "max_memory_reserved": number,
         "stats_json": size,
         "last_error": ctypes.c_char_p,
         "on_oom": None,
@@ -188,33 +194,57 @@ def _declare(library):
     return library
 
 
-def _build(name, source, flags, includes, libraries):
-    from torch.utils import cpp_extension
+def _compiler():
+    """The command of the C++ compiler, and the environment that it runs in. Services and notebooks often have a PATH without the system's."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PATH"), os.defpath]))
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    found = [shutil.which(name, path=path) for name in (chosen[:1] or ["g++", "c++", "clang++"])]
+    found = [name for name in found if name]
+    if not found:
+        raise Error(f"no C++ compiler {chosen[0] if chosen else 'g++'} on the path {path}: install one (g++ 11 or newer), or set CXX")
+    return [found[0], *chosen[1:]], {**os.environ, "PATH": path}
 
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = cache / "aquifer_torch" / f"torch-{torch.__version__}"
-    folder.mkdir(parents=True, exist_ok=True)
-    cpp_extension.load(
-        name,
-        [str(source)],
-        extra_cflags=["-O2", *flags],
-        extra_include_paths=includes,
-        extra_ldflags=[*libraries, "-ldl"],
-        build_directory=str(folder),
-        with_cuda=False,
-        is_python_module=False,
-    )
-    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+def _build(name, source, includes, libraries, compiler=None):
+    """Builds a C++ library with this PyTorch and loads it. The cache folder keeps it for the same source, PyTorch and compiler."""
+    command, environment = compiler or _compiler()
+    home = pathlib.Path(torch.__file__).resolve().parent
+    headers = [home / "include", home / "include" / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"], *includes]
+    abi = int(torch.compiled_with_cxx11_abi())
+    command = [*command, "-std=c++20", "-O2", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    command += [f"-I{folder}" for folder in headers] + [str(source), f"-L{home / 'lib'}", "-lc10", *libraries, "-ldl"]
+    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+    about = "\0".join([torch.__version__, *command, *texts])
+    file = f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "aquifer_torch"
+            if (folder / file).is_file():
+                return ctypes.CDLL(str(folder / file))
+            folder.mkdir(parents=True, exist_ok=True)
+            building = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        except (OSError, RuntimeError) as error:  # no home, or one that cannot be written
+            warnings.warn(f"aquifer_torch: {name} is built again at every start: {error}. Set XDG_CACHE_HOME.", stacklevel=3)
+            folder = building = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with contextlib.suppress(OSError):  # not every file system can lock
+            fcntl.flock(stack.enter_context(open(folder / "lock", "w")), fcntl.LOCK_EX)
+        if not (folder / file).is_file():  # another process may have built it meanwhile
+            done = subprocess.run([*command, "-o", str(building / file)], env=environment, capture_output=True, text=True, errors="replace")
+            if done.returncode:
+                text = done.stderr.strip().splitlines()
+                reason = next((line for line in text if "error:" in line), text[0] if text else f"it ended with {done.returncode}")
+                raise Error(f"{command[0]} did not build {source.name}: {reason}")
+            os.replace(building / file, folder / file)
+        return ctypes.CDLL(str(folder / file))
 
 
 def _cuda_includes():
     """Folders with CUDA's headers: of a toolkit, or of NVIDIA's wheels."""
-    from torch.utils import cpp_extension
-
     site = pathlib.Path(torch.__file__).parent.parent
+    compiler = shutil.which("nvcc")
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), compiler and pathlib.Path(compiler).parent.parent, "/usr/local/cuda"]
     folders = [*site.glob("nvidia/cu*/include"), site / "nvidia" / "cuda_runtime" / "include"]
-    if cpp_extension.CUDA_HOME:
-        folders.append(pathlib.Path(cpp_extension.CUDA_HOME) / "include")
+    folders += [pathlib.Path(toolkit) / "include" for toolkit in toolkits if toolkit]
     return [str(folder) for folder in folders if (folder / "cuda_runtime_api.h").is_file()]
 
 

@@ -1,129 +1,13 @@
-// Aquifer as the allocator of PyTorch, built by the user's PyTorch at first use. Two forms:
-//
-// * `Allocator` replaces PyTorch's own, statistics and pools included. It needs CUDA's headers, and PyTorch's of a version that has these
-//   virtual functions.
-// * With AQUIFER_PLAIN, two functions for `CUDAPluggableAllocator`, for which any PyTorch will do.
-//
-// In both, a request that finds no memory throws: PyTorch takes a null pointer for memory.
+// Aquifer in place of PyTorch's allocator: see `library.h`.
 
-#include <dlfcn.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <string>
-
-#include <c10/util/Exception.h>
-
-#define EXPORTED extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-// The library's functions: see aquifer.h.
-struct {
-    int (*version)();
-    int (*last_status)();
-    const char *(*last_error)();
-    void *(*malloc)(size_t, int, void *);
-    void (*free)(void *, size_t, int, void *);
-    void (*record_stream)(void *, void *);
-    int (*empty_cache)(int);
-    int (*set_memory_fraction)(int, double);
-    uint64_t (*memory_allocated)(int);
-    uint64_t (*memory_reserved)(int);
-    int (*reset_peak)(int);
-    int (*reset_accumulated)(int);
-    size_t (*stats_json)(int, char *, size_t);
-    int (*enable_peer_access)(int, int);
-    uint64_t (*pool_create)(int, int);
-    void *(*pool_malloc)(uint64_t, size_t, void *);
-    int (*pool_end_captures)(uint64_t);
-    int (*pool_release)(uint64_t);
-} api;
-
-constexpr int kVersion = 1;
-constexpr int kOutOfMemory = 2;
-
-[[noreturn]] void fail() {
-    const std::string text = api.last_error();
-    TORCH_CHECK_WITH(OutOfMemoryError, api.last_status() != kOutOfMemory, "CUDA out of memory. ", text);
-    TORCH_CHECK(false, "Aquifer: ", text);
-    std::abort();
-}
-
-void check(int status) {
-    if (status != 0) {
-        fail();
-    }
-}
-
-} // namespace
-
-// Finds the library's functions. Returns null, or what is wrong.
-EXPORTED const char *aquifer_torch_connect(const char *path) {
-    static std::string error;
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-        error = dlerror();
-        return error.c_str();
-    }
-    const auto find = [&](auto &function, const char *name) {
-        void *found = dlsym(library, name);
-        if (found == nullptr) {
-            error += std::string(path) + " has no function " + name + "; ";
-        }
-        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
-    };
-    error.clear();
-#define FIND(name) find(api.name, "aquifer_" #name)
-    FIND(version);
-    FIND(last_status);
-    FIND(last_error);
-    FIND(malloc);
-    FIND(free);
-    FIND(record_stream);
-    FIND(empty_cache);
-    FIND(set_memory_fraction);
-    FIND(memory_allocated);
-    FIND(memory_reserved);
-    FIND(reset_peak);
-    FIND(reset_accumulated);
-    FIND(stats_json);
-    FIND(enable_peer_access);
-    FIND(pool_create);
-    FIND(pool_malloc);
-    FIND(pool_end_captures);
-    FIND(pool_release);
-#undef FIND
-    if (error.empty() && api.version() != kVersion) {
-        error = std::string(path) + " has version " + std::to_string(api.version()) + " of the interface, not " + std::to_string(kVersion);
-    }
-    return error.empty() ? nullptr : error.c_str();
-}
-
-#ifdef AQUIFER_PLAIN
-
-EXPORTED void *aquifer_torch_malloc(ssize_t size, int device, void *stream) {
-    void *ptr = api.malloc(size, device, stream);
-    if (ptr == nullptr && size != 0) {
-        fail();
-    }
-    return ptr;
-}
-
-EXPORTED void aquifer_torch_free(void *ptr, ssize_t size, int device, void *stream) {
-    api.free(ptr, size, device, stream);
-}
-
-#else
+#include "library.h"
 
 #include <atomic>
-#include <cctype>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -133,29 +17,22 @@ EXPORTED void aquifer_torch_free(void *ptr, ssize_t size, int device, void *stre
 
 namespace {
 
+namespace caching = c10::cuda::CUDACachingAllocator;
+
 using c10::DeviceIndex;
 using c10::CachingDeviceAllocator::DeviceStats;
 using c10::cuda::MempoolId_t;
 using Filter = std::function<bool(cudaStream_t)>;
 
 void free_memory(void *ptr) {
+    profile(ptr, -1);
     api.free(ptr, 0, -1, nullptr);
 }
 
-// The numbers of a JSON object without objects in it.
-std::unordered_map<std::string, int64_t> numbers(int device) {
-    std::string text(api.stats_json(device, nullptr, 0) + 64, '\0');
-    if (api.stats_json(device, text.data(), text.size()) == 0) {
-        fail();
-    }
-    std::unordered_map<std::string, int64_t> found;
-    size_t from = 0;
-    while ((from = text.find('"', from)) != std::string::npos) {
-        const size_t to = text.find("\":", from + 1);
-        found[text.substr(from + 1, to - from - 1)] = std::strtoll(text.c_str() + to + 2, nullptr, 10);
-        from = to + 2;
-    }
-    return found;
+// Fails a request for what only PyTorch's own allocator does.
+[[noreturn]] void unsupported(const char *what, const char *instead = "") {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "Aquifer does not support ", what, instead);
+    std::abort();
 }
 
 class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator {
@@ -213,47 +90,11 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
 
     // Free memory of any address serves a large request, because it is moved there.
     void cacheInfo(DeviceIndex device, size_t *largest) override {
-        size_t free = 0, total = 0;
-        TORCH_CHECK(cudaMemGetInfo(&free, &total) == cudaSuccess, "cudaMemGetInfo failed");
-        *largest = free + api.memory_reserved(device) - api.memory_allocated(device);
+        *largest = getMemoryInfo(device).first + api.memory_reserved(device) - api.memory_allocated(device);
     }
 
     DeviceStats getDeviceStats(DeviceIndex device) override {
-        const auto all = numbers(device);
-        const auto number = [&](const std::string &name) {
-            const auto found = all.find(name);
-            return found == all.end() ? int64_t{0} : found->second;
-        };
-        const auto stat = [&](const std::string &name) {
-            c10::CachingAllocator::Stat stat;
-            stat.current = number(name + ".current");
-            stat.peak = number(name + ".peak");
-            stat.allocated = number(name + ".allocated");
-            stat.freed = number(name + ".freed");
-            return stat;
-        };
-        const auto stats = [&](const std::string &name) {
-            return c10::CachingAllocator::StatArray{stat(name + ".all"), stat(name + ".small_pool"), stat(name + ".large_pool")};
-        };
-        DeviceStats of;
-        of.allocation = stats("allocation");
-        of.segment = stats("segment");
-        of.active = stats("active");
-        of.inactive_split = stats("inactive_split");
-        of.allocated_bytes = stats("allocated_bytes");
-        of.reserved_bytes = stats("reserved_bytes");
-        of.active_bytes = stats("active_bytes");
-        of.inactive_split_bytes = stats("inactive_split_bytes");
-        of.requested_bytes = stats("requested_bytes");
-        of.oversize_allocations = stat("oversize_allocations");
-        of.oversize_segments = stat("oversize_segments");
-        of.num_alloc_retries = number("num_alloc_retries");
-        of.num_ooms = number("num_ooms");
-        of.num_sync_all_streams = number("num_sync_all_streams");
-        of.num_device_alloc = number("num_device_alloc");
-        of.num_device_free = number("num_device_free");
-        of.max_split_size = number("max_split_size");
-        return of;
+        return device_stats(device);
     }
 
     void resetAccumulatedStats(DeviceIndex device) override {
@@ -266,6 +107,70 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
 
     void enablePeerAccess(DeviceIndex device, DeviceIndex of) override {
         check(api.enable_peer_access(of, device));
+    }
+
+    // What watches the allocator. PyTorch has observers of refusals attached for good.
+
+    void attachOutOfMemoryObserver(caching::OutOfMemoryObserver observer) override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        observers_.push_back(std::move(observer));
+    }
+
+    void attachAllocatorTraceTracker(caching::AllocatorTraceTracker) override {
+        unsupported("trackers of allocator traces, such as NCCL's registration of tensors");
+    }
+
+    bool isHistoryEnabled() override {
+        return false;
+    }
+
+    void recordHistory(
+        bool enabled, caching::CreateContextFn, size_t, caching::RecordContext, bool, const std::vector<std::string> &) override {
+        if (enabled) {
+            unsupported("torch.cuda.memory._record_memory_history()",
+                "; start with AQUIFER_ALLOC_CONF=history:100000 and save with aquifer_torch.snapshot(path)");
+        }
+    }
+
+    caching::SnapshotInfo snapshot(MempoolId_t, bool) override {
+        unsupported("torch.cuda.memory_snapshot(), MemPool.snapshot() and torch.cuda.memory._snapshot()",
+            "; aquifer_torch.snapshot(path) saves a snapshot of a device");
+    }
+
+    void setUserMetadata(const std::string &) override {
+        TORCH_WARN_ONCE("Aquifer ignores metadata of allocations: its snapshots have none");
+    }
+
+    void enable(bool value) override {
+        if (!value) {
+            unsupported("an end of caching", "; start with AQUIFER_ALLOC_CONF=no_cache:True");
+        }
+    }
+
+    // What pieces of memory are made of.
+
+    void *getBaseAllocation(void *, size_t *) override {
+        unsupported("base allocations");
+    }
+
+    caching::ShareableHandle shareIpcHandle(void *) override {
+        unsupported("CUDA tensors between processes", "; copy them to the CPU first");
+    }
+
+    std::shared_ptr<void> getIpcDevPtr(std::string) override {
+        unsupported("CUDA tensors between processes", "; copy them to the CPU first");
+    }
+
+    std::shared_ptr<caching::AllocatorState> getCheckpointState(DeviceIndex, MempoolId_t) override {
+        unsupported(kCheckpoints, kInstead);
+    }
+
+    caching::CheckpointDelta setCheckpointPoolState(DeviceIndex, std::shared_ptr<caching::AllocatorState>) override {
+        unsupported(kCheckpoints, kInstead);
+    }
+
+    bool checkPoolLiveAllocations(DeviceIndex, MempoolId_t, const std::unordered_set<void *> &) override {
+        unsupported(kCheckpoints, kInstead);
     }
 
     // Pools: those of `torch.cuda.MemPool` and of graphs. A pool of Aquifer's is created when memory is first asked of it, because PyTorch
@@ -343,13 +248,29 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
         Filter filter;
     };
 
+    static constexpr const char *kCheckpoints = "checkpoints of pools, as of torch.compile(mode=\"reduce-overhead\")";
+    static constexpr const char *kInstead = "; compile with mode=\"default\"";
+
     void *take(size_t size, DeviceIndex device, cudaStream_t stream) {
         const uint64_t pool = routed_.load(std::memory_order_relaxed) ? pool_of(device, stream) : 0;
         void *ptr = pool == 0 ? api.malloc(size, device, stream) : api.pool_malloc(pool, size, stream);
         if (ptr == nullptr && size != 0) {
-            fail();
+            refuse(size, device, [&] { observe_refusal(size, device); });
         }
+        profile(ptr, 1);
         return ptr;
+    }
+
+    void observe_refusal(size_t size, DeviceIndex device) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const auto observers = observers_;
+        lock.unlock();
+        if (!observers.empty()) {
+            const auto [free, total] = getMemoryInfo(device);
+            for (const auto &observer : observers) {
+                observer(device, size, total, free);
+            }
+        }
     }
 
     // The pool that this thread's requests for the stream come from; 0 if there is none.
@@ -379,6 +300,7 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
     }
 
     std::mutex mutex_;
+    std::vector<caching::OutOfMemoryObserver> observers_;
     std::map<DeviceIndex, double> fractions_;
     std::map<std::pair<DeviceIndex, MempoolId_t>, Pool> pools_;
     std::vector<Route> routes_;
@@ -389,16 +311,10 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
 
 // Makes Aquifer PyTorch's allocator. Returns null, or what is wrong.
 EXPORTED const char *aquifer_torch_enable() {
-    static std::string error;
-    try {
+    return enabled([] {
         // Never destroyed: tensors are freed as the process exits.
-        static auto &allocator = *new std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator>(std::make_shared<Allocator>());
+        static auto &allocator = *new std::shared_ptr<caching::CUDAAllocator>(std::make_shared<Allocator>());
         torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(allocator);
-        return nullptr;
-    } catch (const std::exception &thrown) {
-        error = thrown.what();
-        return error.c_str();
-    }
+        serve_generic_functions(allocator.get());
+    });
 }
-
-#endif

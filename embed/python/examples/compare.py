@@ -45,7 +45,7 @@ def pairs(allocator):
         aquifer_torch.enable(plain=allocator == "plain")
     torch.empty(1, device="cuda")
     includes = aquifer_torch._cuda_includes()
-    library = aquifer_torch._build("aquifer_pairs", HERE / "pairs.cpp", [], includes, ["-lc10_cuda"])
+    library = aquifer_torch._build("aquifer_pairs", HERE / "pairs.cpp", includes, ["-lc10_cuda"])
     library.hot.restype = library.churn.restype = ctypes.c_double
     rows = {f"hot {name}": library.hot(ctypes.c_size_t(size), 200_000) for name, size in (("512 B", 512), ("1 MiB", 1 << 20))}
     rows |= {f"churn {n}": library.churn(ctypes.c_size_t(n), 200_000) for n in (100, 1000, 10000)}

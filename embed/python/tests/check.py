@@ -1,9 +1,10 @@
 """What the package promises, on a GPU or on a stand-in for the CUDA runtime. `python check.py` checks the allocator, `python check.py plain` the
-pluggable one, and `python check.py gpu` also what needs kernels that run: contents and graphs. It ends with tensors alive, and must exit with 0
-all the same."""
+pluggable one, `python check.py build` also how the C++ library is built, and `python check.py gpu` also what needs kernels that run: contents and
+graphs. It ends with tensors alive, and must exit with 0 all the same."""
 
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,15 +28,27 @@ def raises(kind, call):
 
 
 def out_of_memory():
-    reports = []
+    def request(size):
+        return lambda: torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    reports, observed = [], []
     aquifer_torch.on_oom(reports.append)
-    text = raises(torch.OutOfMemoryError, lambda: torch.empty(1 << 42, dtype=torch.uint8, device="cuda"))
+    if not PLAIN:
+        torch._C._cuda_attach_out_of_memory_observer(lambda *told: observed.append(told))
+    text = raises(torch.OutOfMemoryError, request(1 << 42))
     aquifer_torch.on_oom(None)
-    assert text.startswith("CUDA out of memory") and reports and reports[0].strip()[:40] in text, text
+    assert text.startswith("CUDA out of memory. Tried to allocate 4096.00 GiB"), text
+    assert reports and reports[0].strip().splitlines()[-1] in text, text
+    for text in text, raises(torch.OutOfMemoryError, request(1 << 62)):
+        assert text.startswith("CUDA out of memory. Tried to allocate") and text.splitlines()[0].count("out of memory") == 1, text
+    if not PLAIN:
+        free, total = torch.cuda.mem_get_info()
+        assert [told[:2] for told in observed] == [(0, 1 << 42), (0, 1 << 62)], observed
+        assert all(told[2] == total and 0 < told[3] <= total for told in observed), observed
     aquifer_torch.set_limit(aquifer_torch.memory_reserved() + 64 * MIB)
-    raises(torch.OutOfMemoryError, lambda: torch.empty(128 * MIB, dtype=torch.uint8, device="cuda"))
+    raises(torch.OutOfMemoryError, request(128 * MIB))
     aquifer_torch.set_limit(None)
-    torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+    request(128 * MIB)()
 
 
 def statistics():
@@ -51,16 +64,70 @@ def statistics():
         assert all(theirs[name] == ours[name] for name in ours if name in theirs) and len(theirs) > 100
         assert "Allocated memory" in torch.cuda.memory_summary()
         assert torch.cuda.get_allocator_backend() == "aquifer"
-        torch.cuda.set_per_process_memory_fraction(0.5)
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.set_per_process_memory_fraction(1e-4)
+    raises(torch.OutOfMemoryError, lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    raises(RuntimeError, lambda: torch._C._cuda_setMemoryFraction(2.0, 0))
     del x
-    torch.cuda.empty_cache() if not PLAIN else aquifer_torch.empty_cache()
+    before = aquifer_torch.memory_reserved()
+    torch.cuda.empty_cache()
+    assert aquifer_torch.memory_reserved() < before
     aquifer_torch.reset_peak_memory_stats()
     assert aquifer_torch.max_memory_allocated() == aquifer_torch.memory_allocated()
     with tempfile.TemporaryDirectory() as folder:
         aquifer_torch.snapshot(f"{folder}/snapshot.pickle")
         assert os.path.getsize(f"{folder}/snapshot.pickle") > 100
         raises(aquifer_torch.Error, lambda: aquifer_torch.snapshot(f"{folder}/snapshot.txt"))
+
+
+def generic_functions():
+    """Those of `torch.accelerator`."""
+    accelerator = torch.accelerator
+    x, unused = [torch.empty(10 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del unused
+    assert accelerator.memory_allocated() == aquifer_torch.memory_allocated() >= 10 * MIB
+    assert accelerator.max_memory_allocated() == aquifer_torch.max_memory_allocated() >= 20 * MIB
+    assert accelerator.max_memory_reserved() == aquifer_torch.max_memory_reserved() >= 20 * MIB
+    theirs, ours = accelerator.memory_stats(), aquifer_torch.stats()
+    assert all(theirs[name] == ours[name] for name in ours if name in theirs) and len(theirs) > 100
+    before = accelerator.memory_reserved()
+    accelerator.empty_cache()
+    assert accelerator.memory_reserved() == aquifer_torch.memory_reserved() < before
+    accelerator.reset_peak_memory_stats()
+    assert accelerator.max_memory_allocated() == accelerator.memory_allocated()
+    accelerator.reset_accumulated_memory_stats()
+    assert accelerator.memory_stats()["num_device_alloc"] == 0
+    del x
+
+
+def profiled():
+    """The profiler hears of memory that is allocated, freed and refused."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        x = torch.empty(7 * MIB, dtype=torch.uint8, device="cuda")
+        y = torch.zeros(9 * MIB, dtype=torch.uint8, device="cuda")
+        del x, y
+        raises(torch.OutOfMemoryError, lambda: torch.empty(1 << 42, dtype=torch.uint8, device="cuda"))
+    bytes = {event.key: event.device_memory_usage for event in profiler.key_averages()}
+    found = [bytes.get(name) for name in ("aten::zeros", "[memory]", "[OutOfMemory]")]
+    assert found == [9 * MIB, -16 * MIB, 0] and bytes["aten::empty"] >= 7 * MIB, bytes
+
+
+def unsupported():
+    """What PyTorch asks of its own allocator alone raises, and says what to use."""
+    memory = torch.cuda.memory
+    calls = [torch.cuda.memory_snapshot, memory._snapshot, memory._record_memory_history]
+    if not PLAIN:
+        memory._record_memory_history(enabled=None)  # ends what never began
+        assert not torch._C._cuda_isHistoryEnabled()
+        calls += [torch.cuda.MemPool().snapshot]
+        raises(RuntimeError, lambda: memory.caching_allocator_enable(False))
+    for call in calls:
+        text = raises(RuntimeError, call)
+        assert PLAIN or "aquifer_torch.snapshot(path)" in text, text
+    x = torch.empty(1, device="cuda")
+    raises(RuntimeError, x.untyped_storage()._share_cuda_)
+    for call in (aquifer_torch.memory_allocated, aquifer_torch.stats, aquifer_torch.empty_cache):
+        raises(aquifer_torch.Error, lambda: call(-2))
 
 
 def streams_and_threads():
@@ -104,12 +171,32 @@ def pools():
 def forked():
     child = os.fork()
     if child == 0:
-        try:
-            torch.empty(10, device="cuda")
-        except RuntimeError as error:
-            os._exit(0 if "fork" in str(error) else 1)
-        os._exit(2)
+        for call in (lambda: torch.empty(10, device="cuda"), torch.accelerator.memory_stats, aquifer_torch.memory_allocated):
+            try:
+                call()
+                os._exit(2)
+            except RuntimeError as error:
+                if "fork" not in str(error):
+                    os._exit(1)
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def built():
+    """The C++ library builds without a PATH, as in services and notebooks, and once for processes that start together."""
+    code = "import warnings; warnings.filterwarnings('error', message='aquifer_torch'); import aquifer_torch; aquifer_torch.enable(plain=%s)" % PLAIN
+    package = pathlib.Path(aquifer_torch.__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "PATH": "", "XDG_CACHE_HOME": cache, "PYTHONPATH": str(package)}
+        start = lambda **more: subprocess.Popen([sys.executable, "-c", code], env={**environment, **more}, stderr=subprocess.PIPE, text=True)
+        ends = [(process.communicate()[1], process.returncode) for process in [start(), start()]]
+        assert all(code == 0 for _, code in ends), ends
+        folder = pathlib.Path(cache) / "aquifer_torch"
+        assert len(list(folder.glob("*.so"))) == 1 and len(list(folder.iterdir())) == 2, list(folder.iterdir())
+        text = start(CXX="no-such-compiler -O3").communicate()[1]
+        assert "aquifer_torch.Error: no C++ compiler no-such-compiler" in text, text
+        text = start(XDG_CACHE_HOME="/proc/none").communicate()[1]
+        assert "is built again at every start" in text, text
 
 
 def contents():
@@ -182,7 +269,9 @@ def graphs():
 
 aquifer_torch.enable(plain=PLAIN)
 aquifer_torch.enable()
-checks = [statistics, out_of_memory, streams_and_threads, pools]
+checks = [statistics, generic_functions, out_of_memory, profiled, unsupported, streams_and_threads, pools]
+if "build" in sys.argv[1:]:
+    checks += [built]
 if ON_GPU:
     checks += [contents, *([] if PLAIN else [graphs])]
 for check in (*checks, forked):

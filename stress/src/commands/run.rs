@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use aquifer::memory::Config;
 use crossbeam::channel::Sender;
 
 use crate::cli::RunArgs;
@@ -35,10 +36,20 @@ const FOLDERS: [&str; 5] = [
 /// Runs the program; the outcome is its exit code.
 ///
 /// # Errors
-/// When a library is missing, or the program cannot be started.
+/// When options are wrong, a file cannot be written, a library is missing, or the program cannot be
+/// started.
 pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if !cfg!(all(target_os = "linux", feature = "cuda")) {
         return Err(Failure::Usage("run works on Linux, in builds with the feature `cuda`".to_owned()));
+    }
+    session.config()?;
+    let given = session.configs_or(&[]);
+    match &given[..] {
+        [config] => config.refuse_expandable()?,
+        _ => check_environment()?,
+    }
+    for path in [&args.report, &args.snapshot].into_iter().flatten() {
+        check_writable(path).map_err(|cause| failed(path, cause))?;
     }
     let library = library(args.interposer.as_deref())?;
     let driver = driver(args.driver.as_deref(), &library)?;
@@ -51,8 +62,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     let [program, arguments @ ..] = &args.program[..] else { return Err(Failure::Usage("name a program".to_owned())) };
     let mut command = Command::new(program);
     command.args(arguments).env("LD_LIBRARY_PATH", library_path(&folder.0)).env("AQUIFER_REPORT", &report);
-    session.config()?;
-    if let [config] = &session.configs_or(&[])[..] {
+    if let [config] = &given[..] {
         command.env("AQUIFER_ALLOC_CONF", &config.text);
     }
     if !args.pass.is_empty() {
@@ -66,13 +76,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if let Some(path) = &args.snapshot {
         command.env("AQUIFER_SNAPSHOT", std::path::absolute(path).map_err(|cause| failed(path, cause))?);
     }
-    if let Some(page) = &args.report {
-        // A page that cannot be written is known before the program runs.
-        let is_new = !page.exists();
-        fs::OpenOptions::new().append(true).create(true).open(page).map_err(|cause| failed(page, cause))?;
-        if is_new {
-            fs::remove_file(page).map_err(|cause| failed(page, cause))?;
-        }
+    if args.report.is_some() {
         command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
     let status = if args.live {
@@ -96,6 +100,19 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         }
     }
     Ok(Outcome::Program(code(status)))
+}
+
+/// Checks the options that the program's allocators will read.
+fn check_environment() -> Result<(), Failure> {
+    let advice = "--config replaces the variable for the allocator, and leaves it to the program";
+    Config::from_env().map(drop).map_err(|error| Failure::Usage(format!("{error}\n{advice}")))
+}
+
+/// Checks that a file can be written, and leaves it as it is.
+fn check_writable(path: &Path) -> io::Result<()> {
+    let is_new = path.symlink_metadata().is_err();
+    fs::OpenOptions::new().append(true).create(true).open(path)?;
+    if is_new { fs::remove_file(path) } else { Ok(()) }
 }
 
 /// Runs a program.

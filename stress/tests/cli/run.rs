@@ -5,10 +5,22 @@
 use super::*;
 
 fn run(options: &[&str], program: &[&str]) -> Output {
+    command(options, program).output().unwrap()
+}
+
+fn command(options: &[&str], program: &[&str]) -> Command {
     let driver = Path::new(env!("CARGO_BIN_EXE_aquifer-stress")).with_file_name("deps").join("libaquifer_standin.so");
     let mut command = super::program(&["run"]);
     command.arg("--driver").arg(driver).args(options).arg("--").args(program);
-    command.env_remove("CUDA_VISIBLE_DEVICES").env("AQUIFER_STANDIN_DEVICES", "16GiB").output().unwrap()
+    command.env_remove("CUDA_VISIBLE_DEVICES").env("AQUIFER_STANDIN_DEVICES", "16GiB");
+    command
+}
+
+/// Whether this process ignores a signal, and so the programs that it starts.
+fn ignores(signal: u32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let set = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap().trim();
+    u64::from_str_radix(set, 16).unwrap() >> (signal - 1) & 1 != 0
 }
 
 const THIS: &str = env!("CARGO_BIN_EXE_aquifer-stress");
@@ -41,18 +53,58 @@ fn the_exit_code_is_that_of_the_program() {
     let folder = String::from_utf8(ended("echo ${LD_LIBRARY_PATH%%:*}").stdout).unwrap();
     assert!(folder.contains("aquifer-run-") && !Path::new(folder.trim()).exists(), "{folder}");
     // Signals to this process alone are passed on; those of a terminal reach both processes.
-    for (signal, ends) in [("INT", 5), ("QUIT", 5), ("TERM", 6), ("HUP", 6)] {
+    // Signals that are ignored from the start, as under `nohup`, stay ignored.
+    for (ignored, signal, number, is_passed_on) in [
+        ("", "INT", 2, false),
+        ("", "QUIT", 3, false),
+        ("", "TERM", 15, true),
+        ("", "HUP", 1, true),
+        ("HUP TERM", "HUP", 1, false),
+    ] {
         let script = format!(
             "trap 'exit 6' TERM HUP; echo ${{LD_LIBRARY_PATH%%:*}}; sleep 0.3; kill -{signal} $PPID; sleep 1; exit 5"
         );
-        let output = ended(&script);
-        assert_eq!(output.status.code(), Some(ends), "{signal}: {}", errors(&output));
+        let run = command(&[], &["sh", "-c", &script]);
+        let arguments = [run.get_program()].into_iter().chain(run.get_args());
+        let ignoring = format!("[ -z \"{ignored}\" ] || trap '' {ignored}; exec \"$@\"");
+        let mut shell = Command::new("sh");
+        for (name, value) in run.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        let output = shell.args(["-c", &ignoring, "sh"]).args(arguments).stdin(Stdio::null()).output().unwrap();
+        let ends = if is_passed_on && !ignores(number) { 6 } else { 5 };
+        assert_eq!(output.status.code(), Some(ends), "{signal}, ignored: {ignored:?}: {}", errors(&output));
         let folder = String::from_utf8(output.stdout).unwrap();
         assert!(folder.contains("aquifer-run-") && !Path::new(folder.trim()).exists(), "{signal}: {folder}");
     }
     assert_eq!(run(&[], &["/no/such/program"]).status.code(), Some(1));
     assert_eq!(run(&["--library", "/no/such/library"], &["true"]).status.code(), Some(1));
     assert_eq!(run(&["--pass", "cuMemFree"], &["true"]).status.code(), Some(2));
+}
+
+#[test]
+fn wrong_options_and_files_are_known_before_the_program_starts() {
+    let program = ["echo", "started"];
+    let refused = |command: &mut Command, code: i32, text: &str| {
+        let output = command.output().unwrap();
+        assert_eq!((output.status.code(), &output.stdout[..]), (Some(code), &b""[..]), "{}", errors(&output));
+        assert!(errors(&output).contains(text), "{text}: {}", errors(&output));
+    };
+    refused(&mut command(&["--config", "max_split_mb:40"], &program), 2, "unknown option `max_split_mb`");
+    refused(&mut command(&["--config", "backing:expandable"], &program), 2, "for replay, fit and compare only");
+    refused(&mut command(&["--config", "", "--config", "limit_mb:1"], &program), 2, "takes one --config");
+    for (name, value) in [("AQUIFER_ALLOC_CONF", "limit_mb:x"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")]
+    {
+        refused(command(&[], &program).env(name, value), 2, name);
+        let output = command(&["--config", ""], &program).env(name, value).output().unwrap();
+        assert_eq!((output.status.code(), &output.stdout[..]), (Some(0), &b"started\n"[..]), "{}", errors(&output));
+    }
+    for option in ["--snapshot", "--report"] {
+        refused(&mut command(&[option, "/no/such/folder/file.pickle"], &program), 1, "/no/such/folder/file.pickle");
+    }
 }
 
 #[test]

@@ -8,6 +8,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 typedef unsigned long long CUdeviceptr;
 typedef void *Handle;
@@ -261,6 +263,44 @@ static void asks_little(void *driver) {
     }
 }
 
+/* In a forked child every function that is served gives one code, the one that CUDA has for that. */
+static void forked(void *driver) {
+    const char *plain[] = {"cuMemFreeAsync_ptsz", "cuIpcGetMemHandle", "cuMemPoolSetAccess", "cuDeviceSetMemPool"};
+    CUdeviceptr block, found;
+    Handle pool;
+    size_t bytes, total;
+    unsigned attributes[] = {12};
+    void *data[] = {&bytes};
+    OK(cuMemAllocAsync(&block, MIB, streams[0]));
+    OK(cuDeviceGetDefaultMemPool(&pool, 0));
+    pid_t child = fork();
+    if (child == 0) {
+        int codes[] = {
+            cuMemAlloc_v2(&found, MIB), cuMemAlloc_v2(&found, 0), cuMemAlloc_v2(NULL, MIB), cuMemAllocAsync(&found, MIB, streams[0]),
+            cuMemAllocAsync(&found, MIB, (Handle)0x77), cuMemAllocFromPoolAsync(&found, MIB, pool, streams[0]),
+            cuMemAllocFromPoolAsync(&found, MIB, (Handle)0x77, streams[0]), cuMemFree_v2(block), cuMemFree_v2(0), cuMemFree_v2(77),
+            cuMemFreeAsync(block, streams[0]), cuMemFreeAsync(77, streams[0]), cuMemGetInfo_v2(&bytes, &total), cuMemGetInfo_v2(NULL, NULL),
+            cuMemGetAddressRange_v2(&found, &bytes, block), cuMemGetAddressRange_v2(&found, &bytes, 77),
+            cuPointerGetAttribute(&bytes, 12, block), cuPointerGetAttribute(&bytes, 9, block), cuPointerGetAttribute(NULL, 12, block),
+            cuPointerGetAttributes(1, attributes, data, block), cuPointerGetAttributes(1, attributes, data, 77),
+            cuStreamDestroy_v2(streams[0]), cuStreamDestroy_v2((Handle)0x77), cuCtxEnablePeerAccess((Handle)0x77, 0),
+            cuDevicePrimaryCtxReset_v2(0),
+        };
+        for (size_t i = 0; i < sizeof codes / sizeof *codes; i++) {
+            if (codes[i] != 3) fprintf(stderr, "call %zu: %d\n", i, codes[i]);
+            CHECK(codes[i] == 3);
+        }
+        for (size_t i = 0; i < sizeof plain / sizeof *plain; i++) {
+            int (*call)(uint64_t, uint64_t, uint64_t) = (int (*)(uint64_t, uint64_t, uint64_t))dlsym(driver, plain[i]);
+            CHECK(call && call(0, 0, 0) == 3);
+        }
+        exit(0);
+    }
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    OK(cuMemFreeAsync(block, streams[0]));
+}
+
 int main(int count, char **arguments) {
     Handle context;
     int races = count > 1 && strcmp(arguments[1], "race") == 0;
@@ -280,6 +320,7 @@ int main(int count, char **arguments) {
         names(driver);
         pools_and_capture();
         asks_little(driver);
+        forked(driver);
         other_context(context);
         OK(cuCtxSynchronize());
         peers(driver, context);
