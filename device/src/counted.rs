@@ -12,6 +12,7 @@ use crate::driver::{
     RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{DeviceError, Operation, Result};
+use crate::executor;
 use crate::fork;
 use crate::label::DeviceLabel;
 use crate::launch::{AccessKind, Launch};
@@ -91,6 +92,7 @@ impl Counted {
     fn count<T>(&self, operation: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<Result<T>> {
         fork::check(operation).map_err(|error| error.of_device(&self.label))?;
         self.calls[operation as usize].fetch_add(1, Ordering::Relaxed);
+        executor::yield_now();
         Ok(make(&*self.inner))
     }
 

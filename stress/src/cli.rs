@@ -19,7 +19,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
 pub use compare::CompareArgs;
-pub use hardware::{CallsArgs, SoakArgs};
+pub use hardware::{CallsArgs, SimulateArgs, SoakArgs};
 pub use run::RunArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
@@ -151,6 +151,9 @@ pub enum Command {
     /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many
     /// threads.
     Soak(SoakArgs),
+    /// Run random programs of several threads under a schedule that a seed fixes, and check contents,
+    /// races, statistics and clean-up.
+    Simulate(SimulateArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.

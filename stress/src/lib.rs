@@ -32,6 +32,7 @@ pub mod random;
 pub mod room;
 pub mod scenarios;
 pub mod session;
+pub mod simulate;
 pub mod soak;
 pub mod stage;
 pub mod subject;
@@ -50,7 +51,10 @@ use session::Session;
 
 /// Runs the program. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
-    warnings::on_stderr();
+    // Simulated programs fail on purpose, again and again.
+    if !matches!(cli.command, Some(Command::Simulate(_))) {
+        warnings::on_stderr();
+    }
     reported(dispatch(cli))
 }
 
@@ -95,6 +99,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?, args),
         Some(Command::Calls(args)) => commands::calls::run(&Session::new(global)?, args),
         Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
+        Some(Command::Simulate(args)) => commands::simulate::run(&Session::without_device(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
         // Its page replays what was recorded.

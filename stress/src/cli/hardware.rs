@@ -1,5 +1,6 @@
-//! Arguments of `calls` and `soak`.
+//! Arguments of `calls`, `soak` and `simulate`.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -33,6 +34,44 @@ JSON keys, per call and size:
   median_us, p95_us         time of a call: the median, and the 95th percentile
   modelled                  whether the times come from the simulator's cost model; otherwise they
                             were measured";
+
+/// Arguments of `simulate`.
+#[derive(Debug, Args)]
+#[command(after_long_help = SIMULATE_KEYS)]
+pub struct SimulateArgs {
+    /// The seeds, from A up to B - 1.
+    #[arg(long, value_name = "A..B", default_value = "0..1000", value_parser = seeds)]
+    pub seeds: Range<u64>,
+
+    /// Stop after N minutes (a fraction is allowed).
+    #[arg(long, value_name = "N", value_parser = minutes)]
+    pub minutes: Option<f64>,
+
+    /// Run one seed alone.
+    #[arg(long, value_name = "SEED", conflicts_with = "seeds")]
+    pub replay: Option<u64>,
+}
+
+const SIMULATE_KEYS: &str = "\
+A seed fixes a program: a device, the options of its allocator, the steps of one to four threads,
+their schedule, the order of the device's work, and the faults. Each program is run on a device of
+its own. One that fails is printed, made as small as it can be with the failure.
+
+JSON keys:
+  first_seed, seeds         the first seed, and the number of seeds that were run
+  failures, failed_seeds    the number of programs that failed, and their seeds; after 10 the run ends
+  steps, turns              steps of all threads, and how often the schedule passed from thread to
+                            thread
+  driver_calls              calls of the simulated driver
+  virtual_seconds           time of the simulated devices
+  seconds, seeds_per_s      time of the run, and its rate";
+
+fn seeds(text: &str) -> Result<Range<u64>, String> {
+    let parsed = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
+    parsed
+        .filter(|seeds| !seeds.is_empty())
+        .ok_or_else(|| "two numbers A..B are expected, the smaller one first".into())
+}
 
 /// Arguments of `soak`.
 #[derive(Debug, Args)]
