@@ -20,6 +20,7 @@ pub mod driver_pool;
 pub mod exit;
 pub mod expandable;
 pub mod harness;
+pub mod headline;
 pub mod input;
 pub mod inputs;
 pub mod lag_bound;

@@ -22,6 +22,7 @@ mod archive;
 mod arena;
 mod error;
 mod json;
+mod labels;
 mod layers;
 mod lines;
 mod page;
@@ -40,7 +41,8 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
-pub use program::{Event, Labels, Program, Site};
+pub use labels::{Call, Labels};
+pub use program::{Event, Program, Site};
 
 use allowance::Allowance;
 use error::Fault;

@@ -455,11 +455,11 @@ mod tests {
         );
         for program in [read_pickle(&pickled).unwrap().remove(0), read_json(&json).unwrap().remove(0)] {
             let [site] = program.sites[..] else { panic!("{:?}", program.sites) };
-            let frames: Vec<String> = program.labels.frames(site.stack).collect();
+            let frames: Vec<String> = program.labels.calls(site.stack).map(|call| call.to_string()).collect();
             assert_eq!(frames, ["forward (/home/me/train.py:31)", "main (/home/me/train.py:7)"]);
             assert_eq!(program.labels.text(site.tag), Some("step 3"));
             assert_eq!(program.options.as_deref(), Some("max_split_size_mb:128"));
-            assert_eq!(crate::profile::headline(&program.labels, site.stack), "forward (me/train.py:31)");
+            assert_eq!(crate::headline::headline(&program.labels, site.stack), "forward (me/train.py:31)");
         }
     }
 

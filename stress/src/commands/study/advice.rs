@@ -6,8 +6,9 @@ use std::collections::HashMap;
 use serde::Serialize;
 
 use super::{Case, Manager, Study, try_all};
+use crate::headline::headline;
 use crate::input::{Event, Program, Site};
-use crate::profile::{Profile, headline};
+use crate::profile::Profile;
 use crate::session::Session;
 use crate::text::{Bytes, plural};
 
