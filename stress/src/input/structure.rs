@@ -5,9 +5,13 @@ use std::sync::Arc;
 use super::allowance::{Allowance, VALUES};
 use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
+use super::others::BFC;
 use super::program::{Program, Site};
 use super::snapshot::{self, Action, Entry, Segment, Snapshot, positive};
 use crate::map::Use;
+
+/// Keys of the state of TensorFlow's allocator, as they are written.
+const BFC_KEYS: [&str; 4] = ["\"allocatorName\"", "\"allocator_name\"", "\"binSummary\"", "\"bin_summary\""];
 
 /// How many dictionaries with the key `snapshot` may be nested.
 const WRAPPERS: u32 = 3;
@@ -93,6 +97,10 @@ fn not_it(arena: &Arena, value: Value) -> Reason {
         Value::Dict(dict) if arena.get(dict, Word::TraceEvents).is_some() => {
             "a Chrome trace, as torch.profiler writes it; take a snapshot with torch.cuda.memory._dump_snapshot()"
                 .into()
+        }
+        // The JSON form of TensorFlow's `MemoryDump`.
+        Value::Dict(_) if arena.keys().iter().any(|key| BFC_KEYS.contains(&&**key)) => {
+            return Reason::NotARecording(BFC);
         }
         Value::Dict(_) => with_keys("a dictionary"),
         Value::List(_) if arena.keys().is_empty() => "a list of values".into(),
