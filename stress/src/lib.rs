@@ -27,6 +27,7 @@ pub mod lag_bound;
 mod live;
 pub mod map;
 pub mod observe;
+pub mod output;
 pub mod plot;
 pub mod profile;
 pub mod random;
@@ -80,6 +81,7 @@ fn reported(ended: Result<Outcome, Failure>) -> Outcome {
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
     let global = &cli.global;
+    cli.command.iter().try_for_each(output::check)?;
     let measuring = || Session::new(global).map(Session::for_measuring);
     let resizable = |command| Session::resizable(global, command);
     let listing = |list| if list { Session::without_device(global) } else { Session::new(global) };

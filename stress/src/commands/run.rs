@@ -66,13 +66,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if let Some(path) = &args.snapshot {
         command.env("AQUIFER_SNAPSHOT", std::path::absolute(path).map_err(|cause| failed(path, cause))?);
     }
-    if let Some(page) = &args.report {
-        // A page that cannot be written is known before the program runs.
-        let is_new = !page.exists();
-        fs::OpenOptions::new().append(true).create(true).open(page).map_err(|cause| failed(page, cause))?;
-        if is_new {
-            fs::remove_file(page).map_err(|cause| failed(page, cause))?;
-        }
+    if args.report.is_some() {
         command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
     let status = if args.live {

@@ -15,7 +15,8 @@
 //! (`allowance.rs`). A damaged file causes an [`InputError`].
 //!
 //! Pickles and JSON are read into the same values (`arena.rs`), where `structure.rs` finds
-//! snapshots. `others.rs` names files that are no recordings. `recording.rs` completes recordings that begin later than the program or have gaps.
+//! snapshots. `others.rs` names files that are no recordings. `recording.rs` completes recordings
+//! that begin later than the program or have gaps.
 
 mod allowance;
 mod archive;
