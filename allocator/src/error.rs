@@ -12,7 +12,7 @@ use crate::recovery::oom::report::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable
 /// afterwards as before.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// There is not enough memory, or not in one piece. The report says why, and what helps.
@@ -144,6 +144,8 @@ pub enum AllocError {
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
+
+aquifer_device::debug_as_display!(AllocError);
 
 /// A configuration that cannot fail, where others can.
 impl From<std::convert::Infallible> for AllocError {

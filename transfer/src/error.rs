@@ -13,7 +13,7 @@ use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
 use crate::tensor::OperandsError;
 
 /// The error of a transfer, or of another request to the runtime. The runtime stays usable.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferError {
     /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the
@@ -221,6 +221,8 @@ pub enum TransferError {
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
+
+aquifer_device::debug_as_display!(TransferError);
 
 /// Advice about page-locked memory that ran out, which copies of the runtime need, too.
 fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {

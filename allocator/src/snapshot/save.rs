@@ -22,7 +22,7 @@ pub enum FileFormat {
 
 /// Why a snapshot was not saved. A file that was at the path before is unchanged, and no new file
 /// remains.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
     /// The caller gave a path whose ending names no format. Nothing was written.
@@ -58,6 +58,8 @@ pub enum SaveError {
         cause: Arc<io::Error>,
     },
 }
+
+aquifer_device::debug_as_display!(SaveError);
 
 impl FileFormat {
     /// The format that the ending of a path names: `.pickle` or `.pkl`, or `.json`, in upper or
