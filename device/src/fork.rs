@@ -108,8 +108,8 @@ pub fn refuse_to_wait() {
 #[derive(Debug, Default)]
 pub struct Mutex<T>(parking_lot::Mutex<T>);
 
-// As std's locks, but without poisoning: no panic leaves what they protect half changed. Foreign
-// code, which may panic, runs under no lock that another call needs.
+// As std's locks, but without poisoning: callers' code and violations of the simulator, which may
+// panic, come before or after a change, so no panic leaves what a lock protects half changed.
 impl<T> UnwindSafe for Mutex<T> {}
 impl<T> RefUnwindSafe for Mutex<T> {}
 impl<T> UnwindSafe for RwLock<T> {}
