@@ -1,5 +1,6 @@
 //! Errors of the allocator.
 
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -146,6 +147,10 @@ pub enum AllocError {
 }
 
 aquifer_device::debug_as_display!(AllocError);
+
+// A cause is only read.
+impl UnwindSafe for AllocError {}
+impl RefUnwindSafe for AllocError {}
 
 /// A configuration that cannot fail, where others can.
 impl From<std::convert::Infallible> for AllocError {

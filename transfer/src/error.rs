@@ -2,6 +2,7 @@
 //! returns causes that the message does not contain.
 
 use std::any::Any;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
 
 use aquifer_allocator::{AllocError, OomReport};
@@ -223,6 +224,10 @@ pub enum TransferError {
 }
 
 aquifer_device::debug_as_display!(TransferError);
+
+// A cause is only read.
+impl UnwindSafe for TransferError {}
+impl RefUnwindSafe for TransferError {}
 
 /// Advice about page-locked memory that ran out, which copies of the runtime need, too.
 fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {

@@ -1,6 +1,7 @@
 //! Snapshots as files.
 
 use std::io::{self, BufWriter, Write};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -60,6 +61,10 @@ pub enum SaveError {
 }
 
 aquifer_device::debug_as_display!(SaveError);
+
+// A cause is only read.
+impl UnwindSafe for SaveError {}
+impl RefUnwindSafe for SaveError {}
 
 impl FileFormat {
     /// The format that the ending of a path names: `.pickle` or `.pkl`, or `.json`, in upper or

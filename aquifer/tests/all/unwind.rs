@@ -28,6 +28,9 @@ fn stays_usable<T: UnwindSafe + RefUnwindSafe>() {}
 /// Nothing to run: the types are checked when this is compiled.
 #[test]
 fn handles_may_be_used_after_a_panic_that_was_caught() {
+    stays_usable::<aquifer::Error>();
+    #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+    stays_usable::<aquifer::device::cuda::CudaDriver>();
     {
         use aquifer_device::{AnnouncedCapture, Capture, Device, Event, ExternalStream, Graph, Stream, Tick, sim};
         stays_usable::<Device>();
