@@ -1,5 +1,6 @@
 //! Errors of the allocator.
 
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use crate::recovery::oom::report::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable
 /// afterwards as before.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// There is not enough memory, or not in one piece. The report says why, and what helps.
@@ -144,6 +145,12 @@ pub enum AllocError {
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
+
+aquifer_device::debug_as_display!(AllocError);
+
+// A cause is only read.
+impl UnwindSafe for AllocError {}
+impl RefUnwindSafe for AllocError {}
 
 /// A configuration that cannot fail, where others can.
 impl From<std::convert::Infallible> for AllocError {

@@ -69,6 +69,7 @@ mod open;
 mod pools;
 mod raw;
 mod recovery;
+mod replace_file;
 mod request;
 pub mod size_class;
 pub mod snapshot;
@@ -109,6 +110,7 @@ pub mod internal {
     pub use crate::buffer::record::AccessRecord;
     /// The options in words, as the documentation of [`crate::Config`] has them.
     pub use crate::config::OPTIONS;
+    pub use crate::replace_file::{Step, check_destination, replace_file};
     pub use crate::state::close_abandoned;
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first

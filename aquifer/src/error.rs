@@ -9,7 +9,7 @@ use aquifer_kernels::KernelError;
 use aquifer_transfer::TransferError;
 
 /// Any error of Aquifer, for programs that need not tell them apart: `?` makes it of each.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A device could not be named or opened.
@@ -35,6 +35,8 @@ pub enum Error {
     #[error(transparent)]
     Transfer(TransferError),
 }
+
+aquifer_device::debug_as_display!(Error);
 
 impl Error {
     /// Whether memory was lacking, of the device or of the host, so that freeing some may help.

@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::{Arc, OnceLock};
 
 use crate::capturing_streams::CapturingStreams;
@@ -67,6 +68,11 @@ pub(crate) struct Counted {
     lost: OnceLock<DeviceError>,
     label: DeviceLabel,
 }
+
+// A driver is usable after a panic: NVIDIA's does not panic, and the simulated one reports a
+// violation by a panic once it has taken note of it, under no lock.
+impl UnwindSafe for Counted {}
+impl RefUnwindSafe for Counted {}
 
 impl Counted {
     pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {

@@ -43,7 +43,7 @@ pub enum DeviceSpec {
 }
 
 /// Why a device could not be named or opened.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// The text names no kind of device.
@@ -83,6 +83,8 @@ pub enum OpenError {
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
+
+crate::debug_as_display!(OpenError);
 
 /// Names of the devices that exist, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

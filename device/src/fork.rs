@@ -12,6 +12,7 @@
 //! fast paths look at anyway. It only stores to atomics, as is legal in a child of a process with
 //! threads.
 
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -108,6 +109,13 @@ pub fn refuse_to_wait() {
 /// A mutex that panics rather than wait for a thread that is gone.
 #[derive(Debug, Default)]
 pub struct Mutex<T>(parking_lot::Mutex<T>);
+
+// As std's locks, but without poisoning: callers' code and violations of the simulator, which may
+// panic, come before or after a change, so no panic leaves what a lock protects half changed.
+impl<T> UnwindSafe for Mutex<T> {}
+impl<T> RefUnwindSafe for Mutex<T> {}
+impl<T> UnwindSafe for RwLock<T> {}
+impl<T> RefUnwindSafe for RwLock<T> {}
 
 impl<T> Mutex<T> {
     /// A mutex.

@@ -4,7 +4,7 @@ use crate::error::{Code, DeviceError, ErrorKind, Operation};
 use crate::fork;
 
 /// Why no real GPU can be used. Formatting it asks no driver.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unavailable {
     /// The program was built without CUDA.
@@ -75,6 +75,8 @@ pub enum Unavailable {
         code: Code,
     },
 }
+
+crate::debug_as_display!(Unavailable);
 
 /// Advice for a driver that refuses to start.
 fn advice(code: Code) -> &'static str {

@@ -11,7 +11,7 @@ use crate::dtype::DType;
 /// Why a kernel was not launched, or the kernels not loaded. Nothing was enqueued, unless the
 /// driver refused a later one of several steps; then only the contents of the destination are
 /// undefined.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
     /// The caller passed memory that the kernel cannot work on.
@@ -80,6 +80,8 @@ pub enum KernelError {
     Device(#[from] DeviceError),
 }
 
+aquifer_device::debug_as_display!(KernelError);
+
 impl KernelError {
     /// Whether memory was lacking, so that freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
@@ -133,7 +135,7 @@ impl From<AllocError> for KernelError {
 }
 
 /// Memory that a kernel cannot work on, and why.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[error("kernel {kernel}: `{operand}`, {len} elements of {dtype} on {device}, {fault}")]
 #[non_exhaustive]
 pub struct OperandError {
@@ -150,6 +152,8 @@ pub struct OperandError {
     /// The fault.
     pub fault: OperandFault,
 }
+
+aquifer_device::debug_as_display!(OperandError);
 
 /// The fault of an operand.
 #[derive(Clone, Debug, PartialEq, Eq)]

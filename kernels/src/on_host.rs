@@ -10,7 +10,7 @@ use crate::dtype::{Bytes, DType, Element};
 
 /// Why [`convert_host`] converted nothing: the caller passed slices that do not hold the same
 /// number of whole elements.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{from_bytes} bytes of {from} cannot become {to_bytes} bytes of {to}: both must hold the same number of whole elements"
 )]
@@ -25,6 +25,8 @@ pub struct ConvertError {
     /// Bytes of the destination.
     pub to_bytes: u64,
 }
+
+aquifer_device::debug_as_display!(ConvertError);
 
 /// Converts elements in host memory from one dtype to another, by the rules of
 /// [`crate::Kernels::cast`] and with the same bits. Memory needs no alignment. Elements of the same

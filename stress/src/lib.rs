@@ -20,12 +20,14 @@ pub mod driver_pool;
 pub mod exit;
 pub mod expandable;
 pub mod harness;
+pub mod headline;
 pub mod input;
 pub mod inputs;
 pub mod lag_bound;
 mod live;
 pub mod map;
 pub mod observe;
+pub mod output;
 pub mod plot;
 pub mod profile;
 pub mod random;
@@ -83,6 +85,7 @@ fn reported(ended: Result<Outcome, Failure>) -> Outcome {
 
 fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
     let global = &cli.global;
+    cli.command.iter().try_for_each(output::check)?;
     let measuring = || Session::new(global).map(Session::for_measuring);
     let resizable = |command| Session::resizable(global, command);
     let listing = |list| if list { Session::without_device(global) } else { Session::new(global) };

@@ -16,6 +16,7 @@ use plotters::element::{DynElement, IntoDynElement};
 use plotters::prelude::*;
 
 use crate::exit::Failure;
+use crate::output;
 use crate::session::Session;
 
 /// An axis of values.
@@ -144,7 +145,7 @@ fn save(
     // Screen readers say the title.
     let title = title.replace('&', "&amp;").replace('<', "&lt;");
     let svg = svg.replacen('>', &format!(" role=\"img\"><title>{title}</title>"), 1);
-    std::fs::write(path, svg).map_err(|cause| Failure::File { path: path.to_owned(), cause })?;
+    output::write(path, &svg)?;
     session.message(format_args!("plot: {}", path.display()));
     Ok(())
 }

@@ -7,8 +7,9 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
+use crate::headline::headlines;
 use crate::input::{Event, Labels, Program, Site};
-use crate::text::one_line;
+use crate::text::plural;
 
 /// The most buckets.
 const BUCKETS: u64 = 1000;
@@ -17,7 +18,7 @@ const GROUPS: usize = 24;
 /// The name of the group of all others.
 pub const OTHERS: &str = "others";
 /// The most frames of a call stack that are shown.
-const FRAMES: usize = 48;
+const FRAMES: usize = 128;
 
 /// The least and the most of a figure in each bucket.
 #[derive(Debug, Clone, Default, Serialize, PartialEq, Eq)]
@@ -192,7 +193,8 @@ trait Key {
     /// The key of an allocation's group.
     fn of(&self, bytes: u64, stream: u16, site: Site) -> u64;
 
-    fn name(&self, key: u64) -> String;
+    /// The names of the groups with these keys.
+    fn names(&self, keys: &[u64]) -> Vec<String>;
 
     fn detail(&self, _: u64) -> String {
         String::new()
@@ -212,8 +214,9 @@ impl Key for Tags<'_> {
         site.tag.into()
     }
 
-    fn name(&self, key: u64) -> String {
-        u32::try_from(key).ok().and_then(|tag| self.0.text(tag)).unwrap_or("without a tag").to_owned()
+    fn names(&self, keys: &[u64]) -> Vec<String> {
+        let text = |key: u64| u32::try_from(key).ok().and_then(|tag| self.0.text(tag));
+        keys.iter().map(|&key| text(key).unwrap_or("without a tag").to_owned()).collect()
     }
 }
 
@@ -225,13 +228,18 @@ impl Key for Stacks<'_> {
         site.stack.into()
     }
 
-    fn name(&self, key: u64) -> String {
-        headline(self.0, u32::try_from(key).unwrap_or(0))
+    fn names(&self, keys: &[u64]) -> Vec<String> {
+        headlines(self.0, keys.iter().map(|&key| u32::try_from(key).unwrap_or(0)))
     }
 
     fn detail(&self, key: u64) -> String {
-        let frames: Vec<String> = self.0.frames(u32::try_from(key).unwrap_or(0)).take(FRAMES).collect();
-        frames.join("\n")
+        let mut calls = self.0.calls(u32::try_from(key).unwrap_or(0)).map(|call| call.to_string());
+        let mut lines: Vec<String> = calls.by_ref().take(FRAMES).collect();
+        let more = calls.count();
+        if more > 0 {
+            lines.push(format!("and {}", plural(more as u64, "more frame")));
+        }
+        lines.join("\n")
     }
 }
 
@@ -244,11 +252,12 @@ impl Key for Sizes {
         u64::from(u64::BITS - (bytes.saturating_sub(1) >> 10).leading_zeros())
     }
 
-    fn name(&self, key: u64) -> String {
-        match key {
+    fn names(&self, keys: &[u64]) -> Vec<String> {
+        let name = |&key| match key {
             0 => "up to 1 KiB".to_owned(),
             _ => format!("{} to {}", size(key - 1), size(key)),
-        }
+        };
+        keys.iter().map(name).collect()
     }
 }
 
@@ -269,8 +278,8 @@ impl Key for Streams<'_> {
         stream.into()
     }
 
-    fn name(&self, key: u64) -> String {
-        format!("stream {key}")
+    fn names(&self, keys: &[u64]) -> Vec<String> {
+        keys.iter().map(|key| format!("stream {key}")).collect()
     }
 
     /// The recording's own number.
@@ -278,20 +287,6 @@ impl Key for Streams<'_> {
         let number = usize::try_from(key).ok().and_then(|index| self.0.get(index));
         number.filter(|&&number| number != key).map_or_else(String::new, |number| format!("recorded as {number}"))
     }
-}
-
-/// The frame that tells most about a call stack: the innermost of the program's own Python code,
-/// or else the innermost of all.
-pub fn headline(labels: &Labels, stack: u32) -> String {
-    let frames: Vec<String> = labels.frames(stack).take(FRAMES).collect();
-    let libraries = ["site-packages", "dist-packages", "/torch/", "<frozen", "/lib/python"];
-    let own = |frame: &&String| frame.contains(".py:") && !libraries.iter().any(|library| frame.contains(library));
-    let Some(frame) = frames.iter().find(own).or(frames.first()) else { return "without a call stack".to_owned() };
-    // The last two parts of the file's path tell enough.
-    let Some((name, file)) = frame.split_once(" (") else { return one_line(frame, 80) };
-    let parts: Vec<&str> = file.rsplitn(3, '/').take(2).collect();
-    let short: Vec<&str> = parts.into_iter().rev().collect();
-    one_line(&format!("{name} ({}", short.join("/")), 80)
 }
 
 /// The live bytes and blocks of a group.
@@ -315,9 +310,11 @@ fn grouping<K: Key>(program: &Program, buckets: &Buckets, peak: Peak, key: &K) -
     let at_peak = order.len().min(GROUPS / 2);
     order[at_peak..].sort_by_key(|&group| std::cmp::Reverse((first[group].most, first[group].allocs)));
     let shown = order.len().min(GROUPS);
-    let mut rows: Vec<Group> = order[..shown]
-        .iter()
-        .map(|&group| row(key.name(keys[group]), key.detail(keys[group]), first[group].allocs, buckets.n))
+    let shown_keys: Vec<u64> = order[..shown].iter().map(|&group| keys[group]).collect();
+    let mut rows: Vec<Group> = distinct(key.names(&shown_keys))
+        .into_iter()
+        .zip(&order)
+        .map(|(name, &group)| row(name, key.detail(keys[group]), first[group].allocs, buckets.n))
         .collect();
     if order.len() > shown {
         let allocs = order[shown..].iter().map(|&group| first[group].allocs).sum();
@@ -331,6 +328,18 @@ fn grouping<K: Key>(program: &Program, buckets: &Buckets, peak: Peak, key: &K) -
     rows.sort_by_key(|row| std::cmp::Reverse(row.peak_bytes));
     rows.extend(others);
     Grouping { by: K::BY, title: K::TITLE, rows }
+}
+
+/// The names, of which equal ones are numbered.
+fn distinct(mut names: Vec<String>) -> Vec<String> {
+    for at in 1..names.len() {
+        let (before, [name, ..]) = names.split_at_mut(at) else { break };
+        let numbered = (2..).map(|number| format!("{name} ({number})"));
+        if let Some(other) = [name.clone()].into_iter().chain(numbered).find(|name| !before.contains(name)) {
+            *name = other;
+        }
+    }
+    names
 }
 
 fn row(name: String, detail: String, allocs: u64, buckets: usize) -> Group {
@@ -452,6 +461,13 @@ mod tests {
             assert_eq!(grouping.rows.iter().map(|row| row.peak_bytes).sum::<u64>(), profile.peak.bytes);
             assert_eq!(grouping.rows.iter().map(|row| row.allocs).sum::<u64>(), 5000);
         }
+    }
+
+    #[test]
+    fn groups_of_one_name_are_numbered() {
+        let named = |names: &[&str]| distinct(names.iter().map(|&name| name.to_owned()).collect());
+        assert_eq!(named(&["a", "b", "a", "a (2)", "a"]), ["a", "b", "a (2)", "a (2) (2)", "a (3)"]);
+        assert_eq!(named(&[]), [""; 0]);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! returns causes that the message does not contain.
 
 use std::any::Any;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
 
 use aquifer_allocator::{AllocError, OomReport};
@@ -13,7 +14,7 @@ use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
 use crate::tensor::OperandsError;
 
 /// The error of a transfer, or of another request to the runtime. The runtime stays usable.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferError {
     /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the
@@ -221,6 +222,12 @@ pub enum TransferError {
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
+
+aquifer_device::debug_as_display!(TransferError);
+
+// A cause is only read.
+impl UnwindSafe for TransferError {}
+impl RefUnwindSafe for TransferError {}
 
 /// Advice about page-locked memory that ran out, which copies of the runtime need, too.
 fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {

@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -72,6 +73,10 @@ enum Value<T> {
     Later(Box<dyn FnOnce() -> Result<T, TransferError> + Send>),
     Taken,
 }
+
+// The closure is called once, and what it was called for is `Taken` after a panic.
+impl<T: UnwindSafe> UnwindSafe for Value<T> {}
+impl<T: RefUnwindSafe> RefUnwindSafe for Value<T> {}
 
 impl<T> Value<T> {
     fn take(&mut self) -> Result<T, TransferError> {

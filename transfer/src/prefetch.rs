@@ -7,7 +7,7 @@ mod batch;
 
 use std::error::Error;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::panic::{AssertUnwindSafe, Location, RefUnwindSafe, UnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -84,6 +84,10 @@ pub struct Prefetcher<B: Batch> {
     starved: u64,
     worker: Option<(JoinHandle<()>, Arc<WorkerStatus>)>,
 }
+
+// The loader runs on a thread of its own, where its panics are caught.
+impl<B: Batch> UnwindSafe for Prefetcher<B> {}
+impl<B: Batch> RefUnwindSafe for Prefetcher<B> {}
 
 /// The period after which the thread checks again whether the prefetcher is dropped, and the
 /// consumer checks again whether the allocator sleeps.

@@ -108,13 +108,23 @@ impl StreamAccess for Stream {
 }
 
 /// Why [`StreamAccess::with`] failed.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub enum WithError<E> {
     /// The stream could not be ordered after the buffers' earlier work. The caller's work was not
     /// called.
     Order(AllocError),
     /// The error of the caller's work.
     Work(E),
+}
+
+/// That of the error inside.
+impl<E: fmt::Debug> fmt::Debug for WithError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WithError::Order(error) => error.fmt(f),
+            WithError::Work(error) => error.fmt(f),
+        }
+    }
 }
 
 impl<E: fmt::Display> fmt::Display for WithError<E> {

@@ -5,6 +5,7 @@
 //! its own mark gets an error instead of waiting.
 
 use std::ops::{Deref, DerefMut};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use aquifer_device::AccessKind;
@@ -47,6 +48,10 @@ pub(crate) struct LockedUses<'a> {
     storage: &'a Storage,
     uses: MutexGuard<'a, Uses>,
 }
+
+// Uses are changed after the driver calls that may panic.
+impl UnwindSafe for LockedUses<'_> {}
+impl RefUnwindSafe for LockedUses<'_> {}
 
 impl Storage {
     /// Locks the uses of the memory.

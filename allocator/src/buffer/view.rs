@@ -6,6 +6,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::panic::UnwindSafe;
 
 use super::Buffer;
 
@@ -34,6 +35,9 @@ pub struct ViewMut<'a, T> {
     buffer: Buffer<T>,
     borrow: PhantomData<&'a mut Buffer<T>>,
 }
+
+// A panic changes no element: only work on the device does.
+impl<T> UnwindSafe for ViewMut<'_, T> {}
 
 impl<T> View<'_, T> {
     pub(super) fn new(buffer: Buffer<T>) -> Self {

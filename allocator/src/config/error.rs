@@ -15,9 +15,11 @@ use super::tokens::Span;
 ///   max_split_mb:40
 ///   ^^^^^^^^^^^^
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.render())]
 pub struct ConfigError(Box<Details>);
+
+aquifer_device::debug_as_display!(ConfigError);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Details {

@@ -1,12 +1,12 @@
 //! Snapshots as files.
 
-use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Snapshot, pickle};
+use crate::replace_file::{Step, replace_file};
 
 /// Formats of snapshot files. Both have the same keys and values; JSON has arrays in place of
 /// tuples.
@@ -23,7 +23,7 @@ pub enum FileFormat {
 
 /// Why a snapshot was not saved. A file that was at the path before is unchanged, and no new file
 /// remains.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
     /// The caller gave a path whose ending names no format. Nothing was written.
@@ -60,6 +60,12 @@ pub enum SaveError {
     },
 }
 
+aquifer_device::debug_as_display!(SaveError);
+
+// A cause is only read.
+impl UnwindSafe for SaveError {}
+impl RefUnwindSafe for SaveError {}
+
 impl FileFormat {
     /// The format that the ending of a path names: `.pickle` or `.pkl`, or `.json`, in upper or
     /// lower case.
@@ -84,7 +90,8 @@ impl Snapshot {
     ///
     /// The data goes to a temporary file in the same directory, which is renamed when it is
     /// complete. So the file at the path is complete at any time, even if the disk is full or the
-    /// program ends early. Saving takes a fixed amount of memory, however long the history is.
+    /// program ends early. A symbolic link stays, and its target is replaced. A pipe or a device is
+    /// written directly. Saving takes a fixed amount of memory, however long the history is.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -106,7 +113,15 @@ impl Snapshot {
     pub fn save(&self, path: impl AsRef<Path>) -> Result<(), SaveError> {
         let path = path.as_ref();
         let format = FileFormat::of(path)?;
-        replace(path, |file| self.write(format, file))
+        let failed = |step, cause: io::Error| {
+            let (path, cause) = (path.to_owned(), cause.into());
+            match step {
+                Step::Create => SaveError::Create { path, cause },
+                Step::Write => SaveError::Write { path, cause },
+                Step::Rename => SaveError::Rename { path, cause },
+            }
+        };
+        replace_file(path, failed, |file| self.write(format, file).map_err(|cause| failed(Step::Write, cause)))
     }
 
     /// Writes the snapshot to anything that takes bytes. Writes are large, so `out` needs no
@@ -125,38 +140,6 @@ impl Snapshot {
 }
 
 const BUFFER_BYTES: usize = 64 << 10;
-
-/// Replaces the file at `path` by one with the data that `write` gives it, or leaves it as it is.
-fn replace(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> Result<(), SaveError> {
-    let (temporary, file) =
-        create_beside(path).map_err(|cause| SaveError::Create { path: path.to_owned(), cause: cause.into() })?;
-    // Network file systems report only then that the disk is full.
-    let synced = write(&file).and_then(|()| file.sync_all());
-    let written = synced.map_err(|cause| SaveError::Write { path: path.to_owned(), cause: cause.into() });
-    // Before the rename, which some systems do not allow for an open file.
-    drop(file);
-    let rename = || {
-        fs::rename(&temporary, path).map_err(|cause| SaveError::Rename { path: path.to_owned(), cause: cause.into() })
-    };
-    written.and_then(|()| rename()).inspect_err(|_| {
-        // The first error is the one to report.
-        let _ = fs::remove_file(&temporary);
-    })
-}
-
-/// Creates a new file in the directory of `path`.
-fn create_beside(path: &Path) -> io::Result<(PathBuf, File)> {
-    static CREATED: AtomicU64 = AtomicU64::new(0);
-    loop {
-        let (process, number) = (std::process::id(), CREATED.fetch_add(1, Ordering::Relaxed));
-        let temporary = path.with_file_name(format!(".aquifer-snapshot-{process}-{number}.tmp"));
-        match OpenOptions::new().write(true).create_new(true).open(&temporary) {
-            // From an earlier process with the same number, or from one on another machine.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            created => return created.map(|file| (temporary, file)),
-        }
-    }
-}
 
 #[cfg(test)]
 mod tests;

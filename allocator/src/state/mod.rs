@@ -102,7 +102,7 @@ pub(crate) struct AllocatorState {
     pub(crate) wakefulness: CachePadded<Wakefulness>,
     /// The checks of a simulated device, which are notified of blocks. A leaf: under it only the
     /// checks' own lock is taken.
-    checks: parking_lot::RwLock<Option<Arc<Checks>>>,
+    checks: fork::RwLock<Option<Arc<Checks>>>,
 }
 
 #[derive(Debug, Default)]

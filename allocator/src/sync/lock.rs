@@ -27,6 +27,7 @@ use std::cell::UnsafeCell;
 use std::fmt::{Debug, Formatter};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 
 use crate::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
@@ -47,6 +48,10 @@ pub(crate) struct Mutex<T> {
 // SAFETY: the value is reached only through a guard, and there is one guard at a time: a shared
 // mutex passes the value from thread to thread, which `T: Send` allows.
 unsafe impl<T: Send> Sync for Mutex<T> {}
+
+// No foreign code runs under this lock, so no panic leaves the value half changed.
+impl<T> UnwindSafe for Mutex<T> {}
+impl<T> RefUnwindSafe for Mutex<T> {}
 
 impl<T> Mutex<T> {
     #[inline]

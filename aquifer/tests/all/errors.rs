@@ -85,3 +85,40 @@ fn errors_are_no_larger_than_those_of_the_driver_and_a_word() {
     assert!(size_of::<AllocError>() <= most);
     assert!(size_of::<TransferError>() <= size_of::<KernelError>() + size_of::<usize>());
 }
+
+/// `main` and `unwrap` show an error by its `Debug`.
+#[test]
+fn errors_are_shown_in_words_by_debug() -> Result<(), Error> {
+    fn in_words(error: impl std::error::Error) -> String {
+        let text = error.to_string();
+        assert_eq!((format!("{error:?}"), format!("{error:#?}")), (text.clone(), text.clone()));
+        text
+    }
+    let device = Device::open("sim:1GiB")?;
+    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let _half = memory.alloc::<u8>(600 << 20, &stream)?;
+    let refused = memory.alloc::<u8>(600 << 20, &stream).expect_err("too much");
+    assert!(in_words(refused.clone()).contains("\n  try: "), "{refused}");
+    assert!(in_words(Error::from(refused.clone())).starts_with("out of memory. Tried to allocate"));
+    assert!(Error::from(refused).report().is_some());
+
+    let (mut x, y) = (memory.alloc_zeros::<f32>(4, &stream)?, memory.alloc_zeros::<f32>(8, &stream)?);
+    let mut errors = vec![
+        in_words(Device::open("gpu").expect_err("no such device")),
+        in_words(x.try_slice(2..9).expect_err("out of bounds")),
+        in_words(x.upload(vec![1.0], &stream).expect_err("of another length")),
+        in_words(x.add_assign(&y, &stream).expect_err("of another length")),
+        in_words(memory.snapshot().save("x.txt").expect_err("no such format")),
+        in_words(aquifer::memory::Config::parse("limit:3").expect_err("no such option")),
+        in_words(aquifer::device::sim::SimConfig::parse("1GiB,x=3").expect_err("no such setting")),
+        in_words(
+            stream
+                .with([write(&mut x)], |_, _| Err::<(), _>(Error::from(y.item(&stream).expect_err("eight"))))
+                .expect_err("of the work"),
+        ),
+    ];
+    errors.sort();
+    errors.dedup();
+    assert_eq!(errors.len(), 8);
+    Ok(())
+}

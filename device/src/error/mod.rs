@@ -199,8 +199,22 @@ pub enum Attempt {
     Request(&'static str),
 }
 
+/// Implements `Debug` of an error as its `Display`. `main` and `unwrap` show an error by its
+/// `Debug`, and its text is for people.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! debug_as_display {
+    ($error:ty) => {
+        impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+
 /// A failed driver call, or a request that was refused before it reached the driver.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceError {
     /// The call that failed, or that the request would have led to.
@@ -217,6 +231,8 @@ pub struct DeviceError {
     /// The request and advice, where that helps. Boxed: errors travel on fast paths.
     pub detail: Option<Box<str>>,
 }
+
+crate::debug_as_display!(DeviceError);
 
 impl DeviceError {
     /// An error of `operation` with the raw `code` that the driver returned, classified by it.

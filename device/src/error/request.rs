@@ -4,7 +4,7 @@ use crate::label::DeviceMismatch;
 
 /// A request that cannot be served as the caller made it. Nothing was done. The errors of all
 /// crates contain this one.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RequestError {
     /// The caller passed a stream or memory of another device. Use one of the device that is
@@ -43,6 +43,8 @@ pub enum RequestError {
         what: &'static str,
     },
 }
+
+crate::debug_as_display!(RequestError);
 
 impl RequestError {
     /// The caller passed a stream or memory of the device with the identity `is`, where the device

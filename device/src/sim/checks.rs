@@ -27,13 +27,12 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::interval::IntervalMap;
 use super::thread::{self, Caller, MovesContents};
 use super::violation::{BlockRef, DropRef, ViolationKind};
 use super::work::{Body, End};
 use crate::driver::DevicePtr;
+use crate::fork::Mutex;
 use crate::launch::AccessKind;
 
 /// A block that an allocator hands out.

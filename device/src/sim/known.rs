@@ -12,9 +12,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use parking_lot::Mutex;
-
 use super::clock::{OpClock, StreamKey};
+use crate::fork::Mutex;
 
 /// Devices numbered so far.
 static DEVICES: AtomicU32 = AtomicU32::new(0);

@@ -18,8 +18,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
-
 use super::interval::IntervalMap;
 use super::thread::moves_contents;
 use super::{Checks, SimDriver};
@@ -30,6 +28,7 @@ use crate::driver::{
     RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::fork::Mutex;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
 

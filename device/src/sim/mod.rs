@@ -98,8 +98,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
 pub use checks::{Checks, NewBlock};
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
@@ -117,6 +115,7 @@ pub use vmm::Mapped;
 use crate::capturing_streams::CapturingStreams;
 use crate::driver::{DeviceInfo, DevicePtr, DriverKind, RawStream};
 use crate::error::{Operation, Result};
+use crate::fork::Mutex;
 use machine::Machine;
 use refused::Answer;
 

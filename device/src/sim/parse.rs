@@ -12,7 +12,7 @@ use super::preset::Preset;
 use crate::error::{Code, Operation};
 
 /// A device string that cannot be understood.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` at byte {offset}{}: expected {expected}", of_file(file))]
 #[non_exhaustive]
 pub struct SimConfigError {
@@ -25,6 +25,8 @@ pub struct SimConfigError {
     /// What should have stood there.
     pub expected: String,
 }
+
+crate::debug_as_display!(SimConfigError);
 
 fn of_file(file: &Option<String>) -> String {
     file.as_ref().map_or_else(String::new, |file| format!(" of {file}"))

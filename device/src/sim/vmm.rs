@@ -7,8 +7,6 @@
 
 use std::collections::BTreeSet;
 
-use parking_lot::Mutex;
-
 use super::machine::Machine;
 use super::mappings::GRANULARITY;
 use super::memory::StoreId;
@@ -19,6 +17,7 @@ use super::violation::{Violation, ViolationKind};
 use super::work::Body;
 use crate::driver::{DevicePtr, MemoryInfo, PoolUsage, RawPhysical, RawStream};
 use crate::error::{Code, Operation};
+use crate::fork::Mutex;
 use crate::physical::PhysicalOptions;
 
 /// Plain allocations take memory in multiples of this.

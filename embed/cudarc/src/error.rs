@@ -8,7 +8,7 @@ use aquifer::transfer::TransferError;
 use cudarc::driver::{DriverError, sys};
 
 /// Why a call failed that involves Aquifer and cudarc.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Aquifer refused, or a driver call that it made failed.
@@ -39,6 +39,13 @@ pub enum Error {
         /// Name of the type.
         to: &'static str,
     },
+}
+
+/// The text, as `main` and `unwrap` show it.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

@@ -1,7 +1,9 @@
 //! Why memory was not handed over.
 
+use std::fmt;
+
 /// Why memory was not handed over. What was to be imported has gone back to its producer.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The caller exports memory of a simulated device, which means nothing to other libraries.
@@ -44,6 +46,13 @@ pub enum Error {
     /// Aquifer refused.
     #[error(transparent)]
     Aquifer(#[from] aquifer::Error),
+}
+
+/// The text, as `main` and `unwrap` show it.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Errors of Aquifer's parts.

@@ -10,7 +10,7 @@ use crate::session::Session;
 pub fn run(session: &Session) -> Result<Outcome, Failure> {
     for line in aquifer_allocator::internal::OPTIONS.lines() {
         let line = line.replace("[`", "").replace("`]", "").replace(['`', '*'], "");
-        match line.trim_matches('|').split(" | ").map(str::trim).collect::<Vec<_>>()[..] {
+        match line.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>()[..] {
             ["option" | "---", ..] => {}
             [name, values, default, effect] => {
                 let default = if default.is_empty() { String::new() } else { format!("; default {default}") };

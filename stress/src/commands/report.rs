@@ -14,6 +14,7 @@ use crate::commands::{jobs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::map::{Figures, Map};
+use crate::output;
 use crate::profile::{Buckets, Grouping, Peak, Range};
 use crate::session::Session;
 use crate::text::Bytes;
@@ -121,7 +122,7 @@ pub(super) fn write(session: &Session, programs: &[Program], path: &Path) -> Res
     }
     if !all.is_empty() {
         let page = page(&all);
-        std::fs::write(path, &page).map_err(|cause| Failure::File { path: path.to_owned(), cause })?;
+        output::write(path, &page)?;
         session.message(format_args!("report: {}: {}", path.display(), Bytes(page.len() as u64)));
     }
     Ok(outcome)

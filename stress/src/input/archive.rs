@@ -80,7 +80,7 @@ fn is_other(reason: &Reason) -> bool {
             | Reason::Empty
             | Reason::NoEvents
             | Reason::NoHistory
-            | Reason::DebugLog
+            | Reason::NotARecording(_)
             | Reason::NothingInside(_)
             | Reason::NotASnapshot { .. }
     )

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::error::Reason;
-use super::program::{Frame, Labels};
+use super::labels::{Frame, Labels};
 
 /// Declares the strings with a meaning in snapshots.
 macro_rules! words {

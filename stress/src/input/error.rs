@@ -127,12 +127,9 @@ pub enum Reason {
         /// Advice that the file's name suggests; may be empty.
         hint: &'static str,
     },
-    /// The wrong one of RMM's logs.
-    #[error(
-        "this is RMM's debug log; Aquifer reads its CSV log, which RMM writes to the file that RMM_LOG_FILE or a \
-         logging resource adaptor names"
-    )]
-    DebugLog,
+    /// A file that is easily taken for a recording: what it is, and how to get a recording.
+    #[error("{0}")]
+    NotARecording(&'static str),
     /// An archive or a page without anything to replay.
     #[error("{0} has no recording in it")]
     NothingInside(&'static str),

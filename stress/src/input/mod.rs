@@ -15,15 +15,18 @@
 //! (`allowance.rs`). A damaged file causes an [`InputError`].
 //!
 //! Pickles and JSON are read into the same values (`arena.rs`), where `structure.rs` finds
-//! snapshots. `recording.rs` completes recordings that begin later than the program or have gaps.
+//! snapshots. `others.rs` names files that are no recordings. `recording.rs` completes recordings
+//! that begin later than the program or have gaps.
 
 mod allowance;
 mod archive;
 mod arena;
 mod error;
 mod json;
+mod labels;
 mod layers;
 mod lines;
+mod others;
 mod page;
 mod program;
 mod recording;
@@ -40,7 +43,8 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
-pub use program::{Event, Labels, Program, Site};
+pub use labels::{Call, Labels};
+pub use program::{Event, Program, Site};
 
 use allowance::Allowance;
 use error::Fault;

@@ -99,16 +99,6 @@ pub(super) fn is_row(line: &str) -> bool {
     Columns::usual().row(line).is_ok_and(|row| kind(row.action).is_some() && pointer(row.pointer).is_ok())
 }
 
-/// Whether a line is one of RMM's other log, which is about its pools.
-pub(super) fn is_debug_log(line: &str) -> bool {
-    let mut parts = line.split(']').map(|part| part.strip_prefix('['));
-    let mut next = |is: fn(char) -> bool| {
-        parts.next().flatten().is_some_and(|part| !part.is_empty() && part.trim_end().chars().all(is))
-    };
-    let digit = |char: char| char.is_ascii_digit();
-    next(digit) && next(|char| char.is_ascii_digit() || char == ':') && next(|char| char.is_ascii_lowercase())
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Allocate,
@@ -420,16 +410,6 @@ mod tests {
         }
         assert!(read(&format!("{rows}1,t,steal,0x1,8,0")).is_err());
         assert_eq!(read(&format!("{rows}1,t,free,0x1,8,0")).unwrap().operations(), 3);
-    }
-
-    #[test]
-    fn the_debug_log_is_recognised() {
-        for line in ["[777419][16:47:00:093520][info  ] ----- RMM LOG BEGIN", "[1][00:00:00:000000][error ] [A]"] {
-            assert!(is_debug_log(line), "{line}");
-        }
-        for line in ["[1]", "[[1]]", "[1][2]", "[]", "", "[1, 2][x]", "[1][1:2"] {
-            assert!(!is_debug_log(line), "{line}");
-        }
     }
 
     #[test]

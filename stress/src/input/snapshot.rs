@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use super::arena::Word;
 use super::error::{Fault, Location, Reason};
-use super::program::{Builder, Labels, Program, Site};
+use super::labels::Labels;
+use super::program::{Builder, Program, Site};
 use super::recording::Recording;
 use crate::map::{Piece, Use};
 

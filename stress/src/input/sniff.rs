@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::error::{Fault, Reason};
 use super::layers::{Content, head};
-use super::{rmm, trace};
+use super::{others, rmm, trace};
 use crate::text::one_line;
 
 /// The formats, compression aside.
@@ -22,8 +22,8 @@ pub(super) enum Format {
 /// The byte-order mark of UTF-8.
 const MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// How many bytes of the content are examined.
-const HEAD: u64 = 4096;
+/// How many bytes of the content are examined. Logs have their rows below other lines.
+const HEAD: u64 = 64 << 10;
 
 /// Recognises the format of the content.
 pub(super) fn open<'a>(path: &Path, mut content: Content<'a>) -> Result<(Format, Content<'a>), Fault> {
@@ -46,28 +46,36 @@ fn format(path: &Path, head: &[u8]) -> Result<Format, Reason> {
         [0x80, ..] => Ok(Format::Pickle),
         [b'P', b'K', 3 | 5, ..] => Ok(Format::Archive),
         [b'<', ..] => Ok(Format::Page),
-        [b'[', ..] if rmm::is_debug_log(first) => Err(Reason::DebugLog),
+        [b'[', rest @ ..] if !rest.trim_ascii_start().starts_with(b"{") => {
+            others::describe(head).map_or(Ok(Format::Json), |what| Err(Reason::NotARecording(what)))
+        }
         [b'{' | b'[', ..] => Ok(Format::Json),
         [] => Ok(Format::Trace),
         _ if trace::is_line(first) => Ok(Format::Trace),
         // Spark's log has other lines before the rows.
         _ if lines().any(|line| rmm::is_header(line) || rmm::is_row(line)) => Ok(Format::Rmm),
-        _ if lines().any(rmm::is_debug_log) => Err(Reason::DebugLog),
-        start => Err(Reason::Unrecognised { found: found(start, first), hint: hint(path) }),
+        start => Err(match others::describe(head) {
+            Some(what) => Reason::NotARecording(what),
+            None => Reason::Unrecognised { found: found(start, first), hint: hint(path) },
+        }),
     }
 }
 
 /// Describes the beginning of the content.
 fn found(start: &[u8], line: &str) -> String {
-    let known: [(&[u8], &str); 5] = [
+    let known: [(&[u8], &str); 6] = [
         (b"BZh", "data that bzip2 compressed"),
         (b"\xff\xfe", "text in UTF-16, not in UTF-8"),
         (b"\xfe\xff", "text in UTF-16, not in UTF-8"),
         (b"7z\xbc\xaf", "a 7-Zip archive"),
+        (b"SQLite format 3", "an SQLite database"),
         (b"(", "a pickle of protocol 0 or 1"),
     ];
     if let Some((_, what)) = known.iter().find(|(magic, _)| start.starts_with(magic)) {
         return (*what).to_owned();
+    }
+    if start.get(257..262) == Some(b"ustar") {
+        return "a tar archive".to_owned();
     }
     let text = line.chars().filter(|char| char.is_ascii_graphic() || char.is_alphanumeric() || *char == ' ').count();
     if text > 0 && line.chars().count() - text <= text / 8 {
@@ -132,6 +140,8 @@ mod tests {
         for (start, what) in [
             (&b"7z\xbc\xaf\0"[..], "a 7-Zip archive"),
             (b"\xff\xfe{\0", "text in UTF-16, not in UTF-8"),
+            (b"SQLite format 3\0", "an SQLite database"),
+            (&[&[b'n'; 257][..], b"ustar\0"].concat(), "a tar archive"),
             (b"\x01\x02\xfd", "data of another kind"),
         ] {
             assert_eq!(found(start, std::str::from_utf8(start).unwrap_or_default()), what);

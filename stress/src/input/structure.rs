@@ -5,9 +5,13 @@ use std::sync::Arc;
 use super::allowance::{Allowance, VALUES};
 use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
+use super::others::BFC;
 use super::program::{Program, Site};
 use super::snapshot::{self, Action, Entry, Segment, Snapshot, positive};
 use crate::map::Use;
+
+/// Keys of the state of TensorFlow's allocator, as they are written.
+const BFC_KEYS: [&str; 4] = ["\"allocatorName\"", "\"allocator_name\"", "\"binSummary\"", "\"bin_summary\""];
 
 /// How many dictionaries with the key `snapshot` may be nested.
 const WRAPPERS: u32 = 3;
@@ -93,6 +97,10 @@ fn not_it(arena: &Arena, value: Value) -> Reason {
         Value::Dict(dict) if arena.get(dict, Word::TraceEvents).is_some() => {
             "a Chrome trace, as torch.profiler writes it; take a snapshot with torch.cuda.memory._dump_snapshot()"
                 .into()
+        }
+        // The JSON form of TensorFlow's `MemoryDump`.
+        Value::Dict(_) if arena.keys().iter().any(|key| BFC_KEYS.contains(&&**key)) => {
+            return Reason::NotARecording(BFC);
         }
         Value::Dict(_) => with_keys("a dictionary"),
         Value::List(_) if arena.keys().is_empty() => "a list of values".into(),
@@ -455,11 +463,11 @@ mod tests {
         );
         for program in [read_pickle(&pickled).unwrap().remove(0), read_json(&json).unwrap().remove(0)] {
             let [site] = program.sites[..] else { panic!("{:?}", program.sites) };
-            let frames: Vec<String> = program.labels.frames(site.stack).collect();
+            let frames: Vec<String> = program.labels.calls(site.stack).map(|call| call.to_string()).collect();
             assert_eq!(frames, ["forward (/home/me/train.py:31)", "main (/home/me/train.py:7)"]);
             assert_eq!(program.labels.text(site.tag), Some("step 3"));
             assert_eq!(program.options.as_deref(), Some("max_split_size_mb:128"));
-            assert_eq!(crate::profile::headline(&program.labels, site.stack), "forward (me/train.py:31)");
+            assert_eq!(crate::headline::headline(&program.labels, site.stack), "forward (me/train.py:31)");
         }
     }
 

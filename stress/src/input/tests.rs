@@ -259,9 +259,44 @@ fn errors_name_the_file() {
     assert!(fails("a.trace.bz2", b"BZh91AY").ends_with("found data that bzip2 compressed"));
     assert!(fails("s", b"\x80\x02}(X\x08\0\0\0segments]u.").contains("the snapshot has no history"));
     assert!(fails("s", b"\x80\x02}.").contains("not a memory snapshot: found an empty dictionary"));
-    let log = b"[777419][16:47:00:093520][info  ] ----- RMM LOG BEGIN [PTDS ENABLED] -----\n";
-    assert!(fails("log.txt", log).starts_with("log.txt: this is RMM's debug log; Aquifer reads its CSV log"));
     assert!(load("no such file".as_ref()).unwrap_err().to_string().starts_with("no such file: "));
+}
+
+#[test]
+fn what_is_no_recording_says_what_to_do() {
+    let timeline = "<html>\n<head><title>GPU Memory Timeline HTML</title></head>\n<img src='data:image/png;base64,A'>";
+    let pprof = b"\x0a\x04\x08\x01\x10\x02\x0a\x04\x08\x03\x10\x04\x12\x06\x0a\x02\x01\x02";
+    let log = b"[ 24960][08:23:56:059423][info  ] ----- RMM LOG BEGIN [PTDS DISABLED] -----\n\
+        [ 24960][08:23:56:059480][error ] [A][Stream 0x1][Upstream 10737418240B][FAILURE maximum pool size exceeded]\n";
+    for (name, content, what, todo) in [
+        ("log.txt", &log[..], "RMM's debug log", "RMM_LOG_FILE"),
+        ("s.pickle", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "Git LFS", "git lfs pull"),
+        ("t.html", timeline.as_bytes(), "memory timeline of PyTorch's profiler", "_dump_snapshot()"),
+        ("t.json", b"[[1, 2], [[0, 0], [1, 2]]]", "memory timeline of PyTorch's profiler", "_dump_snapshot()"),
+        ("t.raw.json.gz", &gzip(b"[[17, 0, 512, 3]]"), "memory timeline of PyTorch's profiler", "_dump_snapshot()"),
+        ("memory.prof", &gzip(pprof), "pprof", "XLA_PYTHON_CLIENT_ALLOCATOR=platform"),
+        ("tf.log", b"a.py\nW bfc_allocator.cc:491] Allocator (GPU_0_bfc)", "BFC", "TF_GPU_ALLOCATOR=cuda_malloc_async"),
+        ("map.json", b"{\"allocatorName\": \"GPU_0_bfc\", \"chunk\": []}", "BFC", "aquifer-stress run"),
+    ] {
+        let error = read(name.as_ref(), content).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("{name}: this is ")) && error.contains(what) && error.contains(todo),
+            "{error}"
+        );
+        assert!(!error.contains('…'), "{error}");
+    }
+    // Below other lines, and beside a log that is read.
+    let padded = [&b"Starting the cluster\n".repeat(500)[..], log].concat();
+    assert!(read("log.txt".as_ref(), &padded[..]).unwrap_err().to_string().contains("RMM's debug log"));
+    let rows = [&b"1,t,allocate,0x1,8,0\n"[..], log].concat();
+    assert_eq!(one("log.txt", &rows).operations(), 1);
+}
+
+/// RMM 0.7 wrote other columns, and a path at the end of each row.
+#[test]
+fn logs_of_old_versions_of_rmm_are_read() {
+    let program = one("l.csv", include_bytes!("../../testdata/rmm_log_0_7.csv"));
+    assert_eq!((program.operations(), program.peak_requested_bytes), (4, 3 << 20));
 }
 
 #[test]

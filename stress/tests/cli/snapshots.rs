@@ -102,10 +102,58 @@ fn paths_that_cannot_be_written_are_errors() {
     let output = stress(&["replay", &trace, "--snapshot", "s.txt"]);
     assert_eq!(output.status.code(), Some(2), "before anything runs");
     assert!(errors(&output).contains("the name must end in .pickle, .pkl or .json"), "{}", errors(&output));
-    for command in [&["replay", "--repeat", "1", &trace][..], &["oom", "--way", "too_big"], &["soak", "--ops", "10"]] {
-        let options = ["--device", "sim:8GiB", "--snapshot", "/nonexistent/s.pickle"];
-        let output = stress(&[command, &options].concat());
-        assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
-        assert!(errors(&output).contains("cannot save a snapshot as /nonexistent/s.pickle: "), "{}", errors(&output));
+    for command in [
+        &["replay", &trace, "--snapshot"][..],
+        &["oom", "--way", "too_big", "--snapshot"],
+        &["soak", "--ops", "10", "--snapshot"],
+        &["run", "--snapshot"],
+        &["run", "--report"],
+        &["report", &trace, "--output"],
+        &["demo", "--report"],
+        &["bench", "--plot"],
+        &["compare", &trace, "--plot"],
+    ] {
+        for path in ["/nonexistent/s.pickle", "/dev/null/s.pickle", "/"] {
+            let path = if command.ends_with(&["--plot"]) { path.replace("pickle", "svg") } else { path.to_owned() };
+            let output = stress(&[command, &[&path, "--", "true"][..if command[0] == "run" { 3 } else { 1 }]].concat());
+            // Others are refused by their ending.
+            let expected =
+                if path == "/" && !command.ends_with(&["--report"]) && command[0] != "report" { 2 } else { 1 };
+            assert_eq!(output.status.code(), Some(expected), "{command:?} {path}: {}", errors(&output));
+            assert!(expected == 2 || errors(&output).starts_with(&format!("error: {path}: ")), "{}", errors(&output));
+            assert!(output.stdout.is_empty(), "before anything runs");
+        }
     }
+}
+
+/// As when the disk is full: no file may become long.
+#[test]
+#[cfg(unix)]
+fn files_that_cannot_be_written_in_full_stay_as_they_were() {
+    let folder = std::env::temp_dir().join(format!("aquifer-stress-full-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let trace = data("fsdp_start.trace");
+    for (command, name) in [
+        (&["report", &trace, "--output"][..], "page.html"),
+        (&["compare", &trace, "--repeat", "1", "--plot"], "plot.svg"),
+        (&["replay", &trace, "--repeat", "1", "--snapshot"], "s.pickle"),
+    ] {
+        let out = folder.join(name);
+        for before in [None, Some("before")] {
+            if let Some(before) = before {
+                std::fs::write(&out, before).unwrap();
+            }
+            let mut limited = Command::new("sh");
+            let script = "trap '' XFSZ; ulimit -f 4; exec \"$@\"";
+            limited.args(["-c", script, "sh", env!("CARGO_BIN_EXE_aquifer-stress")]).args(command).arg(&out);
+            let output = limited.env("CUDA_VISIBLE_DEVICES", "").output().unwrap();
+            assert_eq!(output.status.code(), Some(1), "{command:?}: {}", errors(&output));
+            assert!(errors(&output).contains(out.to_str().unwrap()), "{}", errors(&output));
+            assert_eq!(std::fs::read_to_string(&out).ok().as_deref(), before, "{command:?}");
+        }
+    }
+    let mut left: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["page.html", "plot.svg", "s.pickle"]);
+    std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -2,6 +2,7 @@
 
 use std::any::TypeId;
 use std::ops::Range;
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
 
 use aquifer_device::fork::RwLock;
@@ -24,6 +25,10 @@ pub(crate) struct Owned {
     /// Whether dropping the owner may run code of the caller.
     is_foreign: bool,
 }
+
+// The owner is only kept and dropped.
+impl UnwindSafe for Owned {}
+impl RefUnwindSafe for Owned {}
 
 impl Owned {
     /// The memory that `owner` returns now.

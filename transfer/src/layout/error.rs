@@ -7,7 +7,7 @@ pub const MAX_DIMENSIONS: usize = 8;
 
 /// An impossible layout, or view of one: the caller asked for dimensions that it does not have.
 /// Extents are outermost first.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
     /// More dimensions than a layout may have.
@@ -106,6 +106,8 @@ pub enum LayoutError {
         has: usize,
     },
 }
+
+aquifer_device::debug_as_display!(LayoutError);
 
 /// The numbers of the dimensions, in messages.
 struct Dimensions(usize);

@@ -10,7 +10,7 @@ use crate::layout::MAX_DIMENSIONS;
 pub(super) const HEADER_MAX: u64 = 100_000_000;
 
 /// A file that cannot be loaded, and its fault. Nothing was loaded.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{path}: {fault}")]
 #[non_exhaustive]
 pub struct CheckpointError {
@@ -19,6 +19,8 @@ pub struct CheckpointError {
     /// The problem.
     pub fault: CheckpointFault,
 }
+
+aquifer_device::debug_as_display!(CheckpointError);
 
 /// The fault of a file of tensors. The file is at fault unless a variant says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -117,7 +119,7 @@ pub enum CheckpointFault {
 }
 
 /// All differences that prevent loading files into a set. Either is at fault; nothing was changed.
-#[derive(Clone, Debug, Default, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Default, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct SetMismatch {
     /// Names in the set that are not in the files, in the set's order.
@@ -128,6 +130,8 @@ pub struct SetMismatch {
     /// Tensors that are in both, and are not of one shape, or one kind of dtype.
     pub different: Vec<DifferentTensor>,
 }
+
+aquifer_device::debug_as_display!(SetMismatch);
 
 /// A tensor that is not the same in files and set.
 #[derive(Clone, Debug, PartialEq, Eq)]

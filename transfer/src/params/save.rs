@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, ErrorKind, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io::{BufWriter, Write};
+use std::path::Path;
 
+use aquifer_allocator::internal::replace_file;
 use aquifer_device::RequestError;
 use serde_json::{Map, Value, json};
 
@@ -33,31 +33,11 @@ impl ParamSet {
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), TransferError> {
         let _place = self.called_here();
         let path = path.as_ref();
-        match SaveTarget::of(path).map_err(|error| file_error(path, error))? {
-            SaveTarget::Stream => self.write(path, File::options().write(true).open(path)),
-            SaveTarget::File(place) => self.write_in_place_of(&place, path),
-        }
+        replace_file(path, |_, error| file_error(path, error), |file| self.write(path, file))
     }
 
     /// Errors name the file as the caller does.
-    fn write_in_place_of(&self, place: &Path, path: &Path) -> Result<(), TransferError> {
-        let part = temporary(place);
-        // Before it has contents, which not all users may be allowed to read.
-        let created = File::create(&part).and_then(|file| match std::fs::metadata(place) {
-            Ok(replaced) => file.set_permissions(replaced.permissions()).map(|()| file),
-            Err(_) => Ok(file),
-        });
-        let written = self
-            .write(path, created)
-            .and_then(|()| std::fs::rename(&part, place).map_err(|error| file_error(path, error)));
-        if written.is_err() {
-            // The first error is reported; one of the removal is ignored.
-            let _ = std::fs::remove_file(&part);
-        }
-        written
-    }
-
-    fn write(&self, path: &Path, file: std::io::Result<File>) -> Result<(), TransferError> {
+    fn write(&self, path: &Path, file: &mut File) -> Result<(), TransferError> {
         let failed = |error| file_error(path, error);
         // Larger elements first, so that all are aligned, then by name: as the reference
         // implementation has it.
@@ -65,63 +45,15 @@ impl ParamSet {
         params
             .sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
         let header = header(&params, self.metadata())?;
-        let mut file = BufWriter::new(file.map_err(failed)?);
+        let mut file = BufWriter::new(file);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
         for param in params {
             let host = param.tensor.to(Place::Host)?.wait()?.contiguous()?;
             file.write_all(host.host_bytes()?).map_err(failed)?;
         }
-        let file = file.into_inner().map_err(|error| failed(error.into_error()))?;
-        // Pipes and most devices refuse it.
-        if file.metadata().map_err(failed)?.is_file() { file.sync_all().map_err(failed) } else { Ok(()) }
+        file.flush().map_err(failed)
     }
-}
-
-/// The file at a path.
-#[derive(Debug, PartialEq, Eq)]
-enum SaveTarget {
-    /// A regular file at this place, reached through no link, or nothing yet.
-    File(PathBuf),
-    /// A pipe or a device, which must not be replaced.
-    Stream,
-}
-
-/// Bytes of a file's name that the name of its part begins with. File systems take names of 255.
-const NAME_BYTES: usize = 200;
-
-/// Links that are followed one after the other, as many as Linux follows.
-const LINKS_MAX: usize = 40;
-
-impl SaveTarget {
-    fn of(path: &Path) -> std::io::Result<SaveTarget> {
-        match std::fs::metadata(path) {
-            Ok(metadata) if metadata.is_dir() => return Err(ErrorKind::IsADirectory.into()),
-            Ok(metadata) if !metadata.is_file() => return Ok(SaveTarget::Stream),
-            Ok(_) => {}
-            // Or a link to a missing file.
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
-        }
-        let mut place = path.to_owned();
-        for _ in 0..LINKS_MAX {
-            let Ok(to) = std::fs::read_link(&place) else { break };
-            // Relative to the directory of the link, unless it begins at the root.
-            place = place.parent().unwrap_or(Path::new("")).join(to);
-        }
-        Ok(SaveTarget::File(place))
-    }
-}
-
-/// A name in the same directory that no other save of this process uses. It begins with the name of
-/// `place`, cut to the length that file systems allow.
-fn temporary(place: &Path) -> PathBuf {
-    static SAVES: AtomicU64 = AtomicU64::new(0);
-    let number = SAVES.fetch_add(1, Ordering::Relaxed);
-    let name = place.file_name().unwrap_or_default().to_string_lossy();
-    let end = (0..=NAME_BYTES.min(name.len())).rev().find(|&end| name.is_char_boundary(end)).unwrap_or(0);
-    let start = &name[..end];
-    place.with_file_name(format!("{start}.part-{}-{number}", std::process::id()))
 }
 
 /// The header in JSON, filled with spaces to a multiple of 8 bytes.

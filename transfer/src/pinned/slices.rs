@@ -3,6 +3,7 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Range, RangeBounds};
+use std::panic::UnwindSafe;
 use std::slice;
 use std::sync::Arc;
 
@@ -82,6 +83,9 @@ pub struct PinnedSliceMut<'a, T> {
     span: Span,
     element: PhantomData<&'a mut [T]>,
 }
+
+// Elements are plain numbers, of which every value is valid.
+impl<T> UnwindSafe for PinnedSliceMut<'_, T> {}
 
 impl<'a, T: Pod> PinnedSlice<'a, T> {
     /// All of the memory, which must hold `len` values.

@@ -20,7 +20,7 @@ pub struct OperandInfo {
 
 /// Operands that an operation cannot take together: the caller passed tensors on different devices,
 /// or of dtypes or shapes that do not fit. Nothing was enqueued.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{operation}: {reason}; {}", Listed(operands))]
 #[non_exhaustive]
 pub struct OperandsError {
@@ -31,6 +31,8 @@ pub struct OperandsError {
     /// All operands.
     pub operands: Vec<OperandInfo>,
 }
+
+aquifer_device::debug_as_display!(OperandsError);
 
 struct Listed<'a>(&'a [OperandInfo]);
 

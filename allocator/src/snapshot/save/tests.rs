@@ -1,5 +1,7 @@
 //! Files of snapshots: their formats, and errors that leave nothing behind.
 
+use std::fs::{self, OpenOptions};
+
 use aquifer_device::Device;
 use aquifer_device::sim::{SimConfig, SimDriver};
 
@@ -131,43 +133,12 @@ fn a_disk_that_is_full_at_any_byte_is_an_error() {
 }
 
 #[test]
-fn what_fails_half_way_leaves_the_file_that_was_there() {
-    let directory = Directory::new("full");
-    let path = directory.0.join("s.pickle");
-    for before in [None, Some("before")] {
-        if let Some(before) = before {
-            fs::write(&path, before).unwrap();
-        }
-        let error = replace(&path, |mut file| {
-            file.write_all(b"half of it")?;
-            Err(io::ErrorKind::StorageFull.into())
-        });
-        assert!(matches!(&error, Err(SaveError::Write { path: of, .. }) if *of == path), "{error:?}");
-        assert_eq!(fs::read_to_string(&path).ok().as_deref(), before);
-        assert_eq!(directory.names().len(), usize::from(before.is_some()));
-    }
-}
-
-#[test]
 #[cfg(target_os = "linux")]
 fn a_device_that_is_always_full_is_an_error() {
     let full = || OpenOptions::new().write(true).open("/dev/full").unwrap();
     for format in [FileFormat::Pickle, FileFormat::Json] {
         assert_eq!(snapshot().write(format, full()).unwrap_err().kind(), io::ErrorKind::StorageFull);
     }
-}
-
-#[test]
-fn temporary_files_of_others_are_left_alone() {
-    let directory = Directory::new("others");
-    let path = directory.0.join("s.json");
-    let (first, _) = create_beside(&path).unwrap();
-    let number: u64 = first.file_stem().unwrap().to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
-    let others =
-        (number + 1..number + 20).map(|number| format!(".aquifer-snapshot-{}-{number}.tmp", std::process::id()));
-    others.for_each(|name| fs::write(directory.0.join(name), "of another").unwrap());
-    snapshot().save(&path).unwrap();
-    assert_eq!(directory.names().len(), 21);
 }
 
 #[test]

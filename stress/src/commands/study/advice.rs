@@ -7,8 +7,9 @@ use serde::Serialize;
 
 use super::{Case, Manager, SPLITTING, Study, try_all};
 use crate::cli::ConfigArg;
+use crate::headline::headline;
 use crate::input::{Event, Program, Site};
-use crate::profile::{Profile, headline};
+use crate::profile::Profile;
 use crate::session::Session;
 use crate::text::{Bytes, plural};
 
