@@ -302,7 +302,8 @@ impl Allocator {
         self.inner.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it.
+    /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it. The share
+    /// `bytes / total` allows `bytes`.
     ///
     /// # Errors
     /// When the fraction is out of range.
