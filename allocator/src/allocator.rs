@@ -21,7 +21,7 @@ use crate::recovery::hooks::Hooks;
 use crate::request::Request;
 use crate::size_class::{MIN_BLOCK, SizeClasses};
 use crate::state::shared::SharedState;
-use crate::state::{AllocatorState, Service, close_abandoned, leave_services, special};
+use crate::state::{AllocatorState, Service, close_abandoned, special};
 use crate::tags::Tag;
 
 /// The alignment that every allocation has, in bytes.
@@ -51,8 +51,10 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 ///
 /// Dropping the last handle waits for the device and gives back all memory that is not live. It
 /// stays open while a [`crate::Growable`], [`crate::Exportable`] or [`crate::PinnedMapping`] lives.
-/// Memory of buffers that outlive the allocator goes back later: when an allocator is made or
-/// dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
+/// Dropping a buffer makes no driver call, so where the last buffer outlives the allocator, memory
+/// goes back at a later call: one that waits for the device or a stream of it, asks for its memory,
+/// or creates or drops a stream, an event or an allocator, once the work that used the memory is
+/// done; and when the last handle of the device is dropped.
 #[derive(Clone)]
 pub struct Allocator {
     // Closed before memory is given back.
@@ -122,7 +124,10 @@ impl Drop for Inner {
         if fork::is_child() {
             return;
         }
-        leave_services(std::mem::take(self.services.get_mut()));
+        let services = std::mem::take(self.services.get_mut());
+        if !services.is_empty() {
+            self.device.drop_later(Box::new(services));
+        }
         self.state.close();
     }
 }
@@ -174,7 +179,7 @@ impl Allocator {
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
         let shared = SharedState {
-            device: Some(device.clone()),
+            device: Some(device.for_memory()),
             classes: classes.clone(),
             crosses_streams,
             collects_garbage: config.garbage_collection_threshold > 0.0,
@@ -188,7 +193,7 @@ impl Allocator {
         let tagged = config.tags != TagSource::Off;
         let inner = Inner {
             state,
-            device: device.clone(),
+            device: device.for_memory(),
             config,
             classes,
             limit: limit.into(),

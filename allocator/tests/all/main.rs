@@ -3,6 +3,7 @@
 
 mod adopted;
 mod attribution;
+mod last_buffer;
 mod observability;
 mod reservations;
 mod second_access;
