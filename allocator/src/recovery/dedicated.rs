@@ -2,7 +2,7 @@
 
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
-use crate::backing::trim::trim_to;
+use crate::backing::trim::{trim_idle_pools, trim_to};
 use crate::error::AllocError;
 use crate::pools::capture::refuse_unannounced_capture;
 use crate::recovery::oom::{Tried, out_of_memory};
@@ -40,6 +40,14 @@ pub(crate) fn climb_dedicated<T>(
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
+        }
+        let of_pools = trim_idle_pools(allocator, target)?;
+        if of_pools > 0 {
+            tried.released += of_pools;
+            match attempt()? {
+                Ok(served) => return Ok(served),
+                Err(refusal) => tried.refusal = Some(refusal),
+            }
         }
         if !reclaimers.ask() {
             // Memory that other threads were moving was on no list when it was looked for.
