@@ -13,6 +13,7 @@ use crate::accounting::counters::Hot;
 use crate::allocation::CHECKED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
+use crate::backing::trim::trim_to;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
@@ -67,13 +68,24 @@ pub struct Allocator {
 /// ([`Allocator::kept_open`]). Driver calls are allowed when the last of the former is dropped.
 struct AtLast {
     device: Device,
-    inner: Weak<Inner>,
+    /// `None` once it is being dropped.
+    inner: Option<Arc<Inner>>,
 }
 
 impl Drop for AtLast {
     fn drop(&mut self) {
-        // Buffers may keep it open.
-        if self.inner.strong_count() == 0 {
+        let Some(inner) = self.inner.take() else { return };
+        let weak = Arc::downgrade(&inner);
+        // Buffers may keep it open; bare allocations do not.
+        if Arc::strong_count(&inner) == 1 && !fork::is_child() {
+            let closing = Allocator { inner, _at_last: None };
+            if closing.memory_allocated() > 0
+                && let Err(error) = trim_to(&closing, 0)
+            {
+                tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
+            }
+        }
+        if weak.strong_count() == 0 {
             self.device.settle();
             close_abandoned();
         }
@@ -236,7 +248,7 @@ impl Allocator {
 
     /// A handle of an allocator that is open.
     pub(crate) fn of_inner(inner: Arc<Inner>) -> Allocator {
-        let at_last = AtLast { device: inner.device.clone(), inner: Arc::downgrade(&inner) };
+        let at_last = AtLast { device: inner.device.clone(), inner: Some(inner.clone()) };
         Allocator { inner, _at_last: Some(Arc::new(at_last)) }
     }
 

@@ -49,12 +49,18 @@ pub(crate) fn climb_dedicated<T>(
                 Err(refusal) => tried.refusal = Some(refusal),
             }
         }
+        while tried.refusal != Some(Refusal::Limit) && tried.ask_others(allocator, request.size) {
+            match attempt()? {
+                Ok(served) => return Ok(served),
+                Err(refusal) => tried.refusal = Some(refusal),
+            }
+        }
         if !reclaimers.ask() {
             // Memory that other threads were moving was on no list when it was looked for.
             allocator.gate()?.wait();
             return attempt()?.map_err(|refusal| {
                 tried.refusal = Some(refusal);
-                tried.reclaimers = reclaimers.into_answers();
+                tried.reclaimers.extend(reclaimers.into_answers());
                 out_of_memory(allocator, request, tried)
             });
         }

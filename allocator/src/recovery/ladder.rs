@@ -16,7 +16,8 @@
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 8. release everything unused, mapped memory where it stands in the way, and grow; then what
 //!    private pools keep although no graph may use it, as much as the request needs, and grow;
-//! 9. where the device refused, have the driver give back what its own pools keep unused, and grow;
+//! 9. where the device refused, have the driver give back what its own pools keep unused, and other
+//!    allocators of the process what they cache, and grow;
 //! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all
 //!     of them again as long as they free something (`reclaim.rs`);
 //! 11. wait until other threads have finished moving memory, search, and grow;
@@ -91,6 +92,7 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
         wait_for_lender,
         release_and_grow,
         trim_driver_pools,
+        trim_others_and_grow,
         reclaim,
         wait_for_others,
         split_and_grow,
@@ -235,6 +237,21 @@ fn trim_driver_pools(allocator: &Allocator, request: &Request, tried: &mut Tried
     }
     tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
     try_grow(allocator, request, tried)
+}
+
+/// Has other allocators of the device give back what they cache. Does not help where our own limit
+/// refused.
+fn trim_others_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    while !matches!(tried.refusal, Some(Refusal::Limit) | None) {
+        let bytes = growth_bytes(allocator, &allocator.state().shared(), request);
+        if !tried.ask_others(allocator, bytes) {
+            break;
+        }
+        if let Some(granted) = try_grow(allocator, request, tried)? {
+            return Ok(Some(granted));
+        }
+    }
+    Ok(None)
 }
 
 fn reclaim(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {

@@ -249,3 +249,25 @@ fn memory_of_a_graph_stays_until_its_launches_are_done() {
         assert_eq!(driver.violations(), []);
     }
 }
+
+#[test]
+fn allocations_keep_no_cache_beside_them() {
+    for options in BACKINGS {
+        let Bench { driver, device, memory, stream } = bench(options);
+        let side = device.stream().unwrap();
+        let block = memory.alloc_bytes(400 * MIB, &stream).unwrap();
+        drop(memory.alloc_bytes(200 * MIB, &stream).unwrap());
+        let used = memory.alloc_bytes(100 * MIB, &stream).unwrap();
+        side.wait_for(&stream.tick()).unwrap();
+        driver.stall(side.raw(), Duration::from_secs(1)).unwrap();
+        side.fill(used.ptr(), 1, 100 * MIB).unwrap();
+        used.record_stream(&side).unwrap();
+        drop(used);
+        drop(memory);
+        assert_eq!(driver.held_bytes(), 400 * MIB, "{options:?}");
+        drop_last(&driver, block);
+        device.memory_info().unwrap();
+        assert_eq!(driver.held_bytes(), 0, "{options:?}");
+        assert_eq!(driver.violations(), []);
+    }
+}

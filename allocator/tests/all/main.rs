@@ -9,3 +9,4 @@ mod observability;
 mod reservations;
 mod second_access;
 mod tags;
+mod together;
