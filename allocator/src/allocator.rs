@@ -77,14 +77,15 @@ impl Drop for AtLast {
         let Some(inner) = self.inner.take() else { return };
         let weak = Arc::downgrade(&inner);
         // Buffers may keep it open; bare allocations do not.
-        if Arc::strong_count(&inner) == 1 && !fork::is_child() {
-            let closing = Allocator { inner, _at_last: None };
-            if closing.memory_allocated() > 0
-                && let Err(error) = trim_to(&closing, 0)
-            {
-                tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
-            }
+        let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
+        let closing = Allocator { inner, _at_last: None };
+        if closes
+            && closing.memory_allocated() > 0
+            && let Err(error) = trim_to(&closing, 0)
+        {
+            tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
         }
+        drop(closing);
         if weak.strong_count() == 0 {
             self.device.settle();
             close_abandoned();

@@ -374,8 +374,11 @@ fn close_later(mut shared: SharedState, inners: Vec<ArenaInner>) {
 }
 
 /// All work so far that may use the memory. `None` if it is not known: graphs that other libraries
-/// launch.
+/// launch, and copies of contents where waking up failed.
 fn last_uses(shared: &SharedState, device: &Device) -> Option<Vec<Tick>> {
+    if shared.paged.as_ref().is_some_and(|paged| !paged.absent.is_empty()) {
+        return None;
+    }
     let launched = shared.pools.awaited_launches(&device.wait_mark(), None);
     let streams = shared.timelines.iter().flatten().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
     (!launched.is_device_pending()).then(|| streams.map(Timeline::tick).collect())
