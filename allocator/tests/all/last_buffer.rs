@@ -175,7 +175,8 @@ fn other_work_is_not_waited_for() {
 
 #[test]
 fn other_owners_of_memory_may_be_the_last() {
-    let owners: [fn(&Allocator, &Stream) -> Box<dyn Any>; 4] = [
+    type Owner = fn(&Allocator, &Stream) -> Box<dyn Any>;
+    let owners: [Owner; 4] = [
         |memory, stream| Box::new(memory.alloc_exportable(64 * MIB, HandleKind::PosixFd, stream).unwrap()),
         |memory, stream| {
             let mut growable = memory.growable(128 * MIB, stream).unwrap();
