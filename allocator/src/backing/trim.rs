@@ -9,6 +9,7 @@ use aquifer_device::{Operation, fork};
 use crate::allocator::Allocator;
 use crate::backing::paged::trim::{synchronize_free, trim_paged, trim_pools};
 use crate::backing::segments::{release_where, whole_segments};
+use crate::cross_stream::progress::synchronize_all;
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
 use crate::pools::capture::poll_launches;
@@ -43,8 +44,10 @@ fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
 }
 
 /// Gives free memory back that private pools keep although no graph may use it, until at most
-/// `bytes` are held from the device. Waits for nothing.
+/// `bytes` are held from the device. Waits for the last launches of graphs that were dropped.
 pub(crate) fn trim_idle_pools(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
+    let last: Vec<_> = allocator.state().shared().pools.iter().flat_map(|pool| pool.graphs.last_launches()).collect();
+    synchronize_all(&last)?;
     let segments = release_where(allocator, |guard| excess(guard, bytes, Which::Idle))?;
     Ok(segments + trim_pools(allocator, bytes, Which::Idle)?)
 }

@@ -132,6 +132,26 @@ fn blocks_that_other_streams_use_are_waited_for() {
     }
 }
 
+#[test]
+fn the_last_launches_of_a_graph_that_was_dropped_are_waited_for() {
+    for backing in BACKINGS {
+        let bench = Bench::new(backing, 1024);
+        let Bench { driver, device, memory, stream } = &bench;
+        let (pool, side) = (bench.pool(), device.stream().unwrap());
+        let capture = stream.begin_capture().unwrap();
+        let route = memory.capture(stream, &pool).unwrap();
+        let scratch = memory.alloc_bytes(400 * MIB, stream).unwrap();
+        stream.fill(scratch.ptr(), 7, 400 * MIB).unwrap();
+        drop((scratch, route));
+        let graph = capture.end().unwrap();
+        driver.stall(side.raw(), Duration::from_secs(1)).unwrap();
+        graph.launch(&side).unwrap();
+        drop(graph);
+        assert!(!bench.is_refused(900), "{backing:?}");
+        assert_eq!(driver.violations(), []);
+    }
+}
+
 /// Captured here, or by another library; ended, or not yet.
 #[test]
 fn what_a_graph_may_use_is_never_given_out() {
