@@ -13,6 +13,7 @@ use crate::accounting::counters::Hot;
 use crate::allocation::CHECKED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
+use crate::backing::trim::trim_to;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
@@ -21,7 +22,7 @@ use crate::recovery::hooks::Hooks;
 use crate::request::Request;
 use crate::size_class::{MIN_BLOCK, SizeClasses};
 use crate::state::shared::SharedState;
-use crate::state::{AllocatorState, Service, close_abandoned, leave_services, special};
+use crate::state::{AllocatorState, Service, close_abandoned, special};
 use crate::tags::Tag;
 
 /// The alignment that every allocation has, in bytes.
@@ -51,8 +52,10 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 ///
 /// Dropping the last handle waits for the device and gives back all memory that is not live. It
 /// stays open while a [`crate::Growable`], [`crate::Exportable`] or [`crate::PinnedMapping`] lives.
-/// Memory of buffers that outlive the allocator goes back later: when an allocator is made or
-/// dropped, or with [`Device::settle`]. Dropping a buffer makes no driver call.
+/// Dropping a buffer makes no driver call, so where the last buffer outlives the allocator, memory
+/// goes back at a later call: one that waits for the device or a stream of it, asks for its memory,
+/// or creates or drops a stream, an event or an allocator, once the work that used the memory is
+/// done; and when the last handle of the device is dropped.
 #[derive(Clone)]
 pub struct Allocator {
     // Closed before memory is given back.
@@ -65,13 +68,25 @@ pub struct Allocator {
 /// ([`Allocator::kept_open`]). Driver calls are allowed when the last of the former is dropped.
 struct AtLast {
     device: Device,
-    inner: Weak<Inner>,
+    /// `None` once it is being dropped.
+    inner: Option<Arc<Inner>>,
 }
 
 impl Drop for AtLast {
     fn drop(&mut self) {
-        // Buffers may keep it open.
-        if self.inner.strong_count() == 0 {
+        let Some(inner) = self.inner.take() else { return };
+        let weak = Arc::downgrade(&inner);
+        // Buffers may keep it open; bare allocations do not.
+        let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
+        let closing = Allocator { inner, _at_last: None };
+        if closes
+            && closing.memory_allocated() > 0
+            && let Err(error) = trim_to(&closing, 0)
+        {
+            tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
+        }
+        drop(closing);
+        if weak.strong_count() == 0 {
             self.device.settle();
             close_abandoned();
         }
@@ -122,7 +137,10 @@ impl Drop for Inner {
         if fork::is_child() {
             return;
         }
-        leave_services(std::mem::take(self.services.get_mut()));
+        let services = std::mem::take(self.services.get_mut());
+        if !services.is_empty() {
+            self.device.drop_later(Box::new(services));
+        }
         self.state.close();
     }
 }
@@ -174,7 +192,7 @@ impl Allocator {
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
         let shared = SharedState {
-            device: Some(device.clone()),
+            device: Some(device.for_memory()),
             classes: classes.clone(),
             crosses_streams,
             collects_garbage: config.garbage_collection_threshold > 0.0,
@@ -188,7 +206,7 @@ impl Allocator {
         let tagged = config.tags != TagSource::Off;
         let inner = Inner {
             state,
-            device: device.clone(),
+            device: device.for_memory(),
             config,
             classes,
             limit: limit.into(),
@@ -231,7 +249,7 @@ impl Allocator {
 
     /// A handle of an allocator that is open.
     pub(crate) fn of_inner(inner: Arc<Inner>) -> Allocator {
-        let at_last = AtLast { device: inner.device.clone(), inner: Arc::downgrade(&inner) };
+        let at_last = AtLast { device: inner.device.clone(), inner: Some(inner.clone()) };
         Allocator { inner, _at_last: Some(Arc::new(at_last)) }
     }
 
@@ -302,7 +320,8 @@ impl Allocator {
         self.inner.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it.
+    /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it. The share
+    /// `bytes / total` allows `bytes`.
     ///
     /// # Errors
     /// When the fraction is out of range.

@@ -2,8 +2,10 @@
 
 use aquifer_device::{Device, Operation, fork};
 
-use crate::allocator::all_open;
+use crate::allocator::{Allocator, all_open};
+use crate::backing::trim::{trim_idle_pools, trim_to};
 use crate::error::AllocError;
+use crate::recovery::hooks::is_within_an_observer;
 
 /// Gives the unused memory of all allocators of a device back to it, for another allocator of the
 /// process whose memory ran out: such as cudarc's or the driver's pool. Returns how many bytes that
@@ -33,4 +35,28 @@ pub fn empty_caches(device: &Device) -> Result<u64, AllocError> {
     let ours = all_open().into_iter().filter(|allocator| allocator.device().id() == device.id());
     let freed: Vec<_> = ours.map(|allocator| allocator.empty_cache()).collect();
     freed.into_iter().sum()
+}
+
+/// Has the other open allocators of the device give unused memory back, about `bytes` if they have
+/// as much, rather than that a request is refused. Returns how many bytes that was.
+///
+/// The caller holds no lock, so two allocators may ask each other at the same time. An observer of
+/// mappings runs under the gate of its allocator: requests that it makes of others ask nobody.
+pub(crate) fn trim_others(allocator: &Allocator, bytes: u64) -> u64 {
+    if is_within_an_observer() || allocator.device().is_capturing() {
+        return 0;
+    }
+    let (device, own) = (allocator.device().id(), allocator.state());
+    let mut freed = 0;
+    for other in all_open() {
+        if freed >= bytes || other.device().id() != device || std::ptr::eq(other.state(), own) {
+            continue;
+        }
+        let left = || other.memory_reserved().saturating_sub(bytes.saturating_sub(freed));
+        match trim_to(&other, left()).and_then(|freed| Ok(freed + trim_idle_pools(&other, left() + freed)?)) {
+            Ok(more) => freed += more,
+            Err(error) => tracing::debug!(%error, "another allocator could not give its unused memory back"),
+        }
+    }
+    freed
 }

@@ -12,7 +12,7 @@
 //! callers runs under it.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::fork::Mutex as Leaf;
@@ -24,7 +24,7 @@ use crate::driver::{DevicePtr, Driver, DriverKind, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
-use crate::release::{Effort, ReleaseQueue};
+use crate::release::{Effort, ReleaseQueue, Work};
 use crate::sim::thread::Caller;
 use crate::sim::{CalledFrom, Checks};
 use crate::sync::Mutex;
@@ -49,6 +49,8 @@ pub(crate) struct Context {
     pub(crate) waits_inserted: AtomicU64,
     /// The capturing streams of all drivers that share the driver's context.
     pub(crate) capturing: Arc<CapturingStreams>,
+    /// Number of the device's handles that callers have.
+    pub(crate) handles: Arc<AtomicUsize>,
     /// The timelines of all its streams.
     timelines: Leaf<Timelines>,
     pub(crate) waits: Arc<Waits>,
@@ -65,6 +67,9 @@ pub(crate) trait Waited: fmt::Debug + Send + Sync {
 
     /// Ticks below this are done.
     fn mark_done(&self, covers: u64);
+
+    /// Asks the driver whether all work enqueued so far is done.
+    fn is_idle(&self) -> Result<bool>;
 }
 
 /// Timelines, and some that are gone.
@@ -86,7 +91,8 @@ impl Context {
         let capturing = driver.capturing_streams();
         let (is_simulated, checks) = (driver.info().kind == DriverKind::Simulated, driver.checks());
         let driver = Arc::new(Counted::new(driver));
-        let releases = ReleaseQueue::new(driver.clone(), capturing.clone());
+        let waits = Arc::<Waits>::default();
+        let releases = ReleaseQueue::new(driver.clone(), capturing.clone(), waits.clone());
         Arc::new(Context {
             driver,
             is_simulated,
@@ -98,8 +104,9 @@ impl Context {
             events_recorded: AtomicU64::new(0),
             waits_inserted: AtomicU64::new(0),
             capturing,
+            handles: Arc::default(),
             timelines: Leaf::default(),
-            waits: Arc::default(),
+            waits,
             adopting: Mutex::default(),
         })
     }
@@ -193,14 +200,21 @@ impl Context {
             return 0;
         }
         // Objects that no work can use go without it.
-        let held_off =
-            if effort == Effort::Waiting || self.releases.any_host_memory() { self.hold_off() } else { None };
-        let wait = held_off.as_ref().map(|held_off| || self.wait_for_all(held_off));
-        let settled = self.releases.settle(effort, wait.as_ref().map(|wait| wait as &dyn Fn() -> Result<()>));
+        let held_off = if effort == Effort::Waiting || self.releases.any_in_use() { self.hold_off() } else { None };
+        let work = held_off.as_ref().map(|held_off| AllWork { context: self, held_off, was_waited_for: false });
+        let settled = self.releases.settle(effort, work.as_ref().map(|work| work as &dyn Work));
         drop(held_off);
         // Runs code of callers.
         drop(settled.owners);
         settled.host_bytes
+    }
+
+    /// Gives memory of allocators that are gone back, as far as no work uses it any more. Waits for
+    /// nothing.
+    pub(crate) fn settle_left(&self) {
+        if self.releases.any_memory() {
+            self.settle(Effort::WithoutWaiting);
+        }
     }
 
     /// Holds captures off for a call that would break one; refused while a stream captures.
@@ -213,19 +227,40 @@ impl Context {
     /// Waits on the host until the device is idle; refused while a stream captures, because that
     /// would break the capture.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        let detail = "the device cannot be waited for while one of its streams captures";
-        self.wait_for_all(&self.hold_off_for(Operation::Synchronize, detail)?)
+        self.wait_for_all(&self.hold_off_to_wait()?)
+    }
+
+    /// As [`Context::synchronize`]. Then gives memory back that was left to the device.
+    pub(crate) fn synchronize_and_settle(&self) -> Result<()> {
+        let held_off = self.hold_off_to_wait()?;
+        self.wait_for_all(&held_off)?;
+        if self.releases.any_memory() {
+            let work = AllWork { context: self, held_off: &held_off, was_waited_for: true };
+            let settled = self.releases.settle(Effort::WithoutWaiting, Some(&work));
+            drop(held_off);
+            drop(settled.owners);
+        }
+        Ok(())
+    }
+
+    fn hold_off_to_wait(&self) -> Result<HeldOff<'_>> {
+        self.hold_off_for(Operation::Synchronize, "the device cannot be waited for while one of its streams captures")
     }
 
     /// As [`Context::synchronize`], while the caller holds captures off.
     pub(crate) fn wait_for_all(&self, _: &HeldOff<'_>) -> Result<()> {
         let wait = self.waits.begin();
-        let timelines: Vec<Arc<dyn Waited>> = self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect();
+        let timelines = self.timelines();
         let reached: Vec<u64> = timelines.iter().map(|timeline| timeline.begin_wait()).collect();
         self.driver.synchronize()?;
         timelines.iter().zip(reached).for_each(|(timeline, reached)| timeline.mark_done(reached));
         self.waits.end(wait);
         Ok(())
+    }
+
+    /// The timelines of its streams that something refers to.
+    fn timelines(&self) -> Vec<Arc<dyn Waited>> {
+        self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Registers a stream's timeline, so that it is updated when the host has waited for the
@@ -254,6 +289,24 @@ impl Context {
         let detail = "memory cannot be unmapped while a stream captures: that might break the capture";
         let _held_off = self.hold_off_for(Operation::Unmap, detail)?;
         self.driver.unmap(ptr, bytes)
+    }
+}
+
+/// The work of a device, as its timelines know it.
+struct AllWork<'a> {
+    context: &'a Context,
+    held_off: &'a HeldOff<'a>,
+    /// True if the host has waited for it just now.
+    was_waited_for: bool,
+}
+
+impl Work for AllWork<'_> {
+    fn wait(&self) -> Result<()> {
+        self.context.wait_for_all(self.held_off)
+    }
+
+    fn is_over(&self) -> bool {
+        self.was_waited_for || self.context.timelines().iter().all(|timeline| timeline.is_idle().unwrap_or(false))
     }
 }
 

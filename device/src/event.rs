@@ -85,7 +85,9 @@ impl Event {
     /// # Errors
     /// Errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
-        self.context.driver.synchronize_event(self.raw)
+        self.context.driver.synchronize_event(self.raw)?;
+        self.context.settle_left();
+        Ok(())
     }
 
     /// Milliseconds from this event to `end`. Both must be created with timing, recorded and

@@ -27,7 +27,7 @@ impl HostBuffer {
     /// Errors of the driver.
     pub fn new(device: &Device, bytes: usize) -> Result<HostBuffer> {
         let ptr = device.driver().host_alloc(bytes)?;
-        Ok(HostBuffer { device: device.clone(), ptr, bytes, uses: Vec::new() })
+        Ok(HostBuffer { device: device.for_memory(), ptr, bytes, uses: Vec::new() })
     }
 
     /// Its length in bytes.

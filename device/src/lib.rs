@@ -111,5 +111,6 @@ pub mod internal {
     pub use crate::launches::{LaunchOrder, Launches};
     pub use crate::release::Reservation;
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};
+    pub use crate::unfinished::drop_left;
     pub use crate::waits::WaitMark;
 }

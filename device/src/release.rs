@@ -7,9 +7,11 @@
 //! * It takes the objects in the order in which they came. After a failure it keeps the rest,
 //!   because the next ones would fail, too.
 //! * Objects that no work can use go at once. For the others it waits for the device, or asks for
-//!   the ticks that page-locked memory carries. While a stream captures they stay, because waiting
-//!   would break the capture.
+//!   the ticks that memory carries. While a stream captures they stay, because waiting would break
+//!   the capture.
 //! * On a lost device objects go with the driver.
+//! * One thread settles at a time, so that a thread which needs memory does not miss what another
+//!   one is just giving back.
 //!
 //! When its device is closed, the queue tries each object once more, and finishes later if that
 //! fails ([`crate::unfinished`]). Events are the exception: there are many, so they have a
@@ -18,6 +20,7 @@
 //! The queue's lock is a leaf: no driver call is made under it, and nothing is dropped.
 
 use std::any::Any;
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -30,7 +33,9 @@ use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, HostPtr, RawEvent, RawGraph, RawModule, RawPhysical, RawStream};
 use crate::error::{Code, DeviceError, Result};
 use crate::fork::{self, Mutex};
+use crate::sync::Mutex as Turn;
 use crate::unfinished::CleanUp;
+use crate::waits::{WaitMark, Waits};
 
 /// Bytes of registered memory that may stay although its uses are done. Unregistering waits for the
 /// device, so it is done for much memory at a time.
@@ -67,15 +72,6 @@ impl Object {
             Object::Physical(_) | Object::Stream(_) | Object::Graph(_) | Object::Event(_) => true,
             Object::Reservation(reservation) => reservation.mapped.is_empty(),
             Object::Allocation(_) | Object::Module(_) | Object::Host(_) => false,
-        }
-    }
-
-    /// True if the device must be waited for before the driver is called.
-    fn needs_wait(&self) -> bool {
-        match self {
-            Object::Allocation(_) => false,
-            Object::Host(memory) => !memory.is_known_done(),
-            _ => !self.is_unused(),
         }
     }
 
@@ -117,7 +113,7 @@ pub struct Reservation {
 pub(crate) type MemoryOwner = Box<dyn Any + Send>;
 
 /// The work that may still use an object.
-pub(crate) trait Uses: fmt::Debug + Send {
+pub(crate) trait Uses: fmt::Debug + Send + Sync {
     /// True if all of it is known to be done. No driver call.
     fn are_known_done(&self) -> bool;
 
@@ -136,8 +132,6 @@ pub(crate) struct HostMemory {
     bytes: u64,
     /// The owner of registered memory; dropped only once the memory is not registered any more.
     owner: Option<ManuallyDrop<MemoryOwner>>,
-    /// `None` once the device's last handle is gone: then only a wait for the device answers.
-    uses: Option<Box<dyn Uses>>,
 }
 
 impl HostMemory {
@@ -145,14 +139,42 @@ impl HostMemory {
     ///
     /// # Safety
     /// As for [`Driver::host_free`], or [`Driver::host_unregister`] if there is an owner, but for
-    /// the work that `uses` names.
-    pub(crate) unsafe fn new(ptr: HostPtr, bytes: u64, owner: Option<MemoryOwner>, uses: Box<dyn Uses>) -> HostMemory {
-        HostMemory { ptr, bytes, owner: owner.map(ManuallyDrop::new), uses: Some(uses) }
+    /// the work that [`ReleaseQueue::add_used`] is told with it.
+    pub(crate) unsafe fn new(ptr: HostPtr, bytes: u64, owner: Option<MemoryOwner>) -> HostMemory {
+        HostMemory { ptr, bytes, owner: owner.map(ManuallyDrop::new) }
+    }
+}
+
+/// An object in the queue.
+#[derive(Debug)]
+struct Entry {
+    object: Object,
+    /// The work that may use it. `None` if only a wait for the device tells.
+    uses: Option<Arc<dyn Uses>>,
+    /// All work that was enqueued before the object came here.
+    mark: WaitMark,
+}
+
+impl Entry {
+    /// True if no work uses it, as far as the host knows.
+    fn is_known_done(&self) -> bool {
+        self.mark.is_passed() || self.uses.as_ref().is_some_and(|uses| uses.are_known_done())
     }
 
-    fn is_known_done(&self) -> bool {
-        self.uses.as_ref().is_some_and(|uses| uses.are_known_done())
+    /// True if the device must be waited for before the driver is called. The driver itself waits
+    /// when it frees an allocation.
+    fn needs_wait(&self) -> bool {
+        !matches!(self.object, Object::Allocation(_)) && !self.object.is_unused() && !self.is_known_done()
     }
+}
+
+/// The work of a device, while captures are held off.
+pub(crate) trait Work {
+    /// Waits on the host until all of it is done.
+    fn wait(&self) -> Result<()>;
+
+    /// True if all of it is done, so that calls by which the driver waits take no time.
+    fn is_over(&self) -> bool;
 }
 
 /// How far [`ReleaseQueue::settle`] may go.
@@ -182,22 +204,37 @@ pub(crate) struct Settled {
 pub(crate) struct ReleaseQueue {
     driver: Arc<Counted>,
     capturing: Arc<CapturingStreams>,
-    objects: Mutex<Vec<Object>>,
+    waits: Arc<Waits>,
+    entries: Mutex<Vec<Entry>>,
+    /// Held by the thread that settles, across its driver calls. No leaf.
+    settling: Turn<()>,
     /// Events that could not be recycled. They are destroyed before the next one is recorded.
     events: SegQueue<RawEvent>,
 }
 
 impl ReleaseQueue {
-    pub(crate) fn new(driver: Arc<Counted>, capturing: Arc<CapturingStreams>) -> Arc<ReleaseQueue> {
-        Arc::new(ReleaseQueue { driver, capturing, objects: Mutex::default(), events: SegQueue::new() })
+    pub(crate) fn new(driver: Arc<Counted>, capturing: Arc<CapturingStreams>, waits: Arc<Waits>) -> Arc<ReleaseQueue> {
+        Arc::new(ReleaseQueue {
+            driver,
+            capturing,
+            waits,
+            entries: Mutex::default(),
+            settling: Turn::default(),
+            events: SegQueue::new(),
+        })
     }
 
     /// Adds an object. Makes no driver call, so it may be called anywhere.
     pub(crate) fn add(&self, object: Object) {
+        self.add_used(object, None);
+    }
+
+    /// As [`ReleaseQueue::add`], with the work that may use the object.
+    pub(crate) fn add_used(&self, object: Object, uses: Option<Arc<dyn Uses>>) {
         if fork::is_child() {
-            return std::mem::forget(object);
+            return std::mem::forget((object, uses));
         }
-        self.objects.lock().push(object);
+        self.entries.lock().push(Entry { object, uses, mark: self.waits.mark() });
     }
 
     /// Adds an event that is not known to be complete. Makes no driver call.
@@ -218,12 +255,25 @@ impl ReleaseQueue {
 
     /// True if the queue has objects. Events are too small to count.
     pub(crate) fn any(&self) -> bool {
-        !self.objects.lock().is_empty()
+        !self.entries.lock().is_empty()
     }
 
-    /// True if the queue has page-locked memory.
-    pub(crate) fn any_host_memory(&self) -> bool {
-        self.objects.lock().iter().any(|object| object.host().is_some())
+    /// True if a thread is giving objects back, or there are some to be given back.
+    pub(crate) fn may_give_back(&self) -> bool {
+        self.settling.try_lock().is_none() || self.any()
+    }
+
+    /// True if the queue has objects that work may use.
+    pub(crate) fn any_in_use(&self) -> bool {
+        self.entries.lock().iter().any(|entry| !entry.object.is_unused())
+    }
+
+    /// True if the queue has memory of the device.
+    pub(crate) fn any_memory(&self) -> bool {
+        let is_memory = |entry: &Entry| {
+            matches!(entry.object, Object::Allocation(_) | Object::Reservation(_) | Object::Physical(_))
+        };
+        self.entries.lock().iter().any(is_memory)
     }
 
     /// True if nothing is left, or the device is lost, so that everything goes with the driver.
@@ -231,49 +281,64 @@ impl ReleaseQueue {
         self.driver.lost().is_some() || (!self.any() && self.events.is_empty())
     }
 
-    /// Releases the objects that can go. `wait` waits for the device; it is `None` while a stream
-    /// captures, and then only objects go that no work can use.
-    pub(crate) fn settle(&self, effort: Effort, wait: Option<&dyn Fn() -> Result<()>>) -> Settled {
+    /// Releases the objects that can go. `work` is `None` while a stream captures, and then only
+    /// objects go that no work can use. Unless it may wait, this does nothing while another thread
+    /// settles.
+    pub(crate) fn settle(&self, effort: Effort, work: Option<&dyn Work>) -> Settled {
+        let _turn = match effort {
+            Effort::Waiting => self.settling.lock(),
+            Effort::WithoutWaiting | Effort::MuchAtATime => match self.settling.try_lock() {
+                Some(turn) => turn,
+                None => return Settled::default(),
+            },
+        };
         if effort == Effort::Waiting {
             self.destroy_events();
         }
-        let objects = std::mem::take(&mut *self.objects.lock());
-        let Some(wait) = wait else { return self.release_those(objects, Object::is_unused) };
-        ask(&objects);
+        let entries = std::mem::take(&mut *self.entries.lock());
+        let Some(work) = work else { return self.release_those(entries, |entry| entry.object.is_unused()) };
+        ask(&entries);
         if effort == Effort::Waiting {
-            let waited = if objects.iter().any(Object::needs_wait) { wait() } else { Ok(()) };
+            let waited = if entries.iter().any(Entry::needs_wait) { work.wait() } else { Ok(()) };
             if let Err(error) = &waited {
                 log_kept(error, "the device could not be waited for; objects that it may use stay");
             }
-            let goes = |object: &Object| match object {
-                Object::Host(memory) => memory.is_known_done() || (waited.is_ok() && memory.uses.is_none()),
-                _ => waited.is_ok() || !object.needs_wait(),
-            };
-            let mut settled = self.release_those(objects, goes);
+            let mut settled = self.release_those(entries, |entry| waited.is_ok() || !entry.needs_wait());
             // Also the memory of reservations, and the objects after one that the driver refused.
-            let rest = std::mem::take(&mut *self.objects.lock());
-            settled.owners.extend(self.release_those(rest, Object::is_unused).owners);
+            let rest = std::mem::take(&mut *self.entries.lock());
+            settled.owners.extend(self.release_those(rest, |entry| entry.object.is_unused()).owners);
             return settled;
         }
-        let registered = |memory: &&HostMemory| memory.owner.is_some() && memory.is_known_done();
-        let registered_bytes: u64 =
-            objects.iter().filter_map(Object::host).filter(registered).map(|memory| memory.bytes).sum();
+        let is_registered = |entry: &&Entry| entry.object.host().is_some_and(|memory| memory.owner.is_some());
+        let registered = entries.iter().filter(is_registered).filter(|entry| entry.is_known_done());
+        let registered_bytes: u64 = registered.filter_map(|entry| entry.object.host()).map(|memory| memory.bytes).sum();
         let unregisters = effort == Effort::MuchAtATime && registered_bytes > REGISTERED_KEPT_BYTES;
-        self.release_those(objects, |object| match object {
-            Object::Host(memory) => memory.is_known_done() && (unregisters || memory.owner.is_none()),
-            _ => object.is_unused(),
-        })
+        let is_over = OnceCell::new();
+        let mut settled = self.release_those(entries, |entry| match &entry.object {
+            Object::Host(memory) => entry.is_known_done() && (unregisters || memory.owner.is_none()),
+            Object::Reservation(_) => entry.object.is_unused() || entry.is_known_done(),
+            // The driver waits for all work.
+            Object::Allocation(_) | Object::Module(_) => {
+                entry.is_known_done() && *is_over.get_or_init(|| work.is_over())
+            }
+            _ => true,
+        });
+        // The memory of reservations.
+        let rest = std::mem::take(&mut *self.entries.lock());
+        settled.owners.extend(self.release_those(rest, |entry| entry.object.is_unused()).owners);
+        settled
     }
 
     /// Releases the objects for which `goes` is true. The rest stays; after a failure that is all
     /// the rest.
-    fn release_those(&self, objects: Vec<Object>, goes: impl Fn(&Object) -> bool) -> Settled {
+    fn release_those(&self, entries: Vec<Entry>, goes: impl Fn(&Entry) -> bool) -> Settled {
         let (mut settled, mut refused, mut kept) = (Settled::default(), None, Vec::new());
-        for object in objects {
-            if refused.is_some() || !goes(&object) {
-                kept.push(object);
+        for entry in entries {
+            if refused.is_some() || !goes(&entry) {
+                kept.push(entry);
                 continue;
             }
+            let Entry { object, uses, mark } = entry;
             let bytes = object.host().map_or(0, |memory| memory.bytes);
             match self.give_back(object) {
                 Ok(owner) => {
@@ -282,26 +347,21 @@ impl ReleaseQueue {
                 }
                 Err((error, object)) => {
                     log_kept(&error, format_args!("{object} could not be released; it will be tried again"));
-                    refused = Some(object);
+                    refused = Some(Entry { object, uses, mark });
                 }
             }
         }
         // The others go first next time.
         kept.extend(refused);
-        self.objects.lock().extend(kept);
+        self.entries.lock().extend(kept);
         settled
     }
 
-    /// Forgets which work uses page-locked memory, because ticks keep the device's context alive.
-    /// The device is waited for instead.
+    /// Forgets which work uses objects, because ticks keep the device's context alive. The device
+    /// is waited for instead.
     pub(crate) fn forget_uses(&self) {
-        let mut ticks = Vec::new();
-        for object in &mut *self.objects.lock() {
-            if let Object::Host(memory) = object {
-                ticks.extend(memory.uses.take());
-            }
-        }
-        drop(ticks);
+        let uses: Vec<_> = self.entries.lock().iter_mut().filter_map(|entry| entry.uses.take()).collect();
+        drop(uses);
     }
 
     /// Destroys events that could not be recycled.
@@ -363,15 +423,15 @@ impl CleanUp for ReleaseQueue {
     /// with the driver.
     fn finish(&self) -> bool {
         let held_off = self.capturing.hold_off();
-        let wait = || self.driver.synchronize();
+        let work = OfDriver(&self.driver);
         let mut owners = Vec::new();
-        let attempts = ATTEMPTS_AT_CLOSE.max(self.objects.lock().len());
+        let attempts = ATTEMPTS_AT_CLOSE.max(self.entries.lock().len());
         for _ in 0..attempts {
             if self.is_finished() {
                 break;
             }
-            let wait: Option<&dyn Fn() -> Result<()>> = if held_off.is_some() { Some(&wait) } else { None };
-            owners.extend(self.settle(Effort::Waiting, wait).owners);
+            let work = held_off.is_some().then_some(&work as &dyn Work);
+            owners.extend(self.settle(Effort::Waiting, work).owners);
         }
         drop(held_off);
         drop(owners);
@@ -379,16 +439,29 @@ impl CleanUp for ReleaseQueue {
     }
 }
 
-/// Asks the driver how far the streams got that page-locked memory waits for, once for each stream.
-/// Uses about which the driver cannot tell count as not done.
-fn ask(objects: &[Object]) {
-    let all = || objects.iter().filter_map(Object::host).filter_map(|memory| memory.uses.as_ref());
+/// The work of a device without handles.
+struct OfDriver<'a>(&'a Counted);
+
+impl Work for OfDriver<'_> {
+    fn wait(&self) -> Result<()> {
+        self.0.synchronize()
+    }
+
+    fn is_over(&self) -> bool {
+        false
+    }
+}
+
+/// Asks the driver how far the streams got that memory waits for, once for each stream. Uses about
+/// which the driver cannot tell count as not done.
+fn ask(entries: &[Entry]) {
+    let all = || entries.iter().filter(|entry| !entry.is_known_done()).filter_map(|entry| entry.uses.as_ref());
     // A tick that no event covers would never be known to be done.
     let covered = all().map(|uses| uses.cover()).fold(Ok(()), Result::and);
     let mut asked = BTreeSet::new();
     let answered = all().map(|uses| uses.ask(&mut asked)).fold(Ok(()), Result::and);
     if let Err(error) = covered.and(answered) {
-        tracing::debug!(%error, "the device could not be asked about page-locked memory");
+        tracing::debug!(%error, "the device could not be asked about memory that is to go back");
     }
 }
 

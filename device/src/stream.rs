@@ -1,6 +1,7 @@
 //! The handle of a stream.
 
 use std::panic::Location;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use crate::capture::{AnnouncedCapture, Capture, StreamHandle};
@@ -14,6 +15,7 @@ use crate::launch::{Access, Launch};
 use crate::launches::Launches;
 use crate::sim::CalledFrom;
 use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
+use crate::unfinished;
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives
 /// another handle of the same stream.
@@ -210,6 +212,7 @@ impl Stream {
         let reached = self.0.timeline.begin_wait();
         self.0.context.driver.synchronize_stream(raw)?;
         self.0.timeline.mark_done(reached);
+        self.0.context.settle_left();
         Ok(())
     }
 
@@ -473,6 +476,13 @@ impl Drop for StreamInner {
         let has_ended = if self.is_adopted { self.timeline.has_ended() } else { self.timeline.destroy() };
         if has_ended && let Some(reusable) = reusable.upgrade() {
             reusable.add(self.timeline.clone());
+        }
+        if !self.is_adopted {
+            self.context.settle_left();
+            // Else the last handle of the device does that.
+            if self.context.handles.load(Ordering::Acquire) == 0 {
+                unfinished::drop_left_of(self.context.device_id);
+            }
         }
     }
 }

@@ -5,9 +5,16 @@
 //! when one is in the way of a call. Invariant: an unfinished clean-up is in the list, or one
 //! thread is trying it.
 //!
-//! The list's lock is a leaf: nothing is called or dropped under it.
+//! Things whose drop makes driver calls, and that are dropped where none may be made, wait in a list
+//! of their own, by device: handles of a device whose allocator went with its last buffer, and what
+//! other crates kept for it. They are dropped at a later call of the device, with its last handle of
+//! a caller, or, if callers have none any more, when any device of the process is opened or settled.
+//!
+//! The lists' locks are leaves: nothing is called or dropped under them.
 
+use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::fork::{self, Mutex};
 
@@ -24,6 +31,54 @@ pub(crate) trait CleanUp: Send + Sync {
 
 static UNFINISHED: Mutex<Vec<Arc<dyn CleanUp>>> = Mutex::new(Vec::new());
 
+/// Something that is dropped later.
+struct Left {
+    device: u32,
+    /// Number of handles of the device that callers have.
+    handles: Arc<AtomicUsize>,
+    _thing: Box<dyn Any + Send>,
+}
+
+#[cfg(not(aquifer_shuttle))]
+static LEFT: Mutex<Vec<Left>> = Mutex::new(Vec::new());
+
+// A scheduler's locks, which devices have, are bound to one execution.
+#[cfg(aquifer_shuttle)]
+shuttle::lazy_static! {
+    static ref LEFT: Mutex<Vec<Left>> = Mutex::new(Vec::new());
+}
+
+/// False if that list is empty. Changed under its lock, and read without it.
+static ANY_LEFT: AtomicBool = AtomicBool::new(false);
+
+/// Leaves something of a device to be dropped where driver calls are allowed. Makes none.
+pub(crate) fn drop_later(device: u32, handles: Arc<AtomicUsize>, thing: Box<dyn Any + Send>) {
+    let mut all = LEFT.lock();
+    all.push(Left { device, handles, _thing: thing });
+    ANY_LEFT.store(true, Ordering::Release);
+}
+
+/// Drops what is left of a device.
+pub(crate) fn drop_left_of(device: u32) {
+    drop_those(|left| left.device == device);
+}
+
+/// Drops what is left of devices of which callers have no handle. The others' next call does it.
+pub fn drop_left() {
+    drop_those(|left| left.handles.load(Ordering::Acquire) == 0);
+}
+
+fn drop_those(is_one: impl Fn(&Left) -> bool) {
+    if fork::is_child() || !ANY_LEFT.load(Ordering::Acquire) {
+        return;
+    }
+    let mut all = LEFT.lock();
+    let those: Vec<_> = all.extract_if(.., |left| is_one(left)).collect();
+    ANY_LEFT.store(!all.is_empty(), Ordering::Release);
+    drop(all);
+    drop(those);
+}
+
 /// Adds a clean-up to the list. Makes no driver call.
 pub(crate) fn keep(clean_up: Arc<dyn CleanUp>) {
     UNFINISHED.lock().push(clean_up);
@@ -36,8 +91,9 @@ pub(crate) fn finish_or_keep(clean_up: Arc<dyn CleanUp>) {
     }
 }
 
-/// Tries everything in the list.
+/// Tries everything in the list, and drops what was left.
 pub(crate) fn finish_all() {
+    drop_left();
     finish_those(|_| true);
 }
 

@@ -84,7 +84,8 @@ impl Kernels {
         }
         let processors = device.driver().attribute(Attribute::MultiprocessorCount)?;
         let processors = u32::try_from(processors).unwrap_or(u32::MAX);
-        let mut inner = Inner { device: device.clone(), modules: Vec::with_capacity(Module::ALL.len()), processors };
+        let mut inner =
+            Inner { device: device.for_memory(), modules: Vec::with_capacity(Module::ALL.len()), processors };
         for module in Module::ALL {
             inner.modules.push(device.driver().load_module(module.ptx())?);
         }

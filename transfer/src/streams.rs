@@ -41,7 +41,7 @@ const STREAMS_MAX: usize = 32;
 impl Levels {
     /// No streams yet; there will be `count` (1 to [`STREAMS_MAX`]) per direction at each priority.
     pub(crate) fn new(device: &Device, count: usize) -> Levels {
-        Levels { device: device.clone(), count: count.clamp(1, STREAMS_MAX), made: Mutex::default() }
+        Levels { device: device.for_memory(), count: count.clamp(1, STREAMS_MAX), made: Mutex::default() }
     }
 
     /// The streams of the priority that is nearest to this among those that the device has.

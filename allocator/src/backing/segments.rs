@@ -20,7 +20,7 @@ use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Heap, Key, Region, State, kind_of};
 use crate::history::{Action, Subject};
 use crate::pools::lookup::{heap_with_pool, heaps_with, look_for_in};
-use crate::pools::table::Which;
+use crate::pools::table::{Private, Which};
 use crate::request::{Place, Request};
 use crate::state::AllocatorState;
 use crate::state::guard::StateGuard;
@@ -36,6 +36,23 @@ struct Releasing {
     /// Who may have its one block, as [`crate::heap::Block`] says.
     owner: u32,
     after: u64,
+}
+
+/// A segment to be released.
+struct Chosen {
+    place: Place,
+    addr: u64,
+    /// Whether it was chosen although graphs of other libraries may use it.
+    kept_for_graphs: bool,
+}
+
+impl Chosen {
+    fn new(guard: &StateGuard, place: Place) -> Chosen {
+        let block = guard.block(place);
+        let owner = guard.pools.owner_of(block.pool);
+        let kept_for_graphs = owner.is_some_and(|private| private.keeps_for_graphs(block.pool));
+        Chosen { place, addr: block.addr, kept_for_graphs }
+    }
 }
 
 /// The most segments that are taken out of heaps while locks are held without a break.
@@ -105,14 +122,14 @@ pub(crate) fn release_where(
     }
     let mut guard = allocator.state().lock(None);
     let chosen = choose(&mut guard);
-    let chosen: Vec<(Place, u64)> = chosen.into_iter().map(|place| (place, guard.block(place).addr)).collect();
+    let chosen: Vec<Chosen> = chosen.into_iter().map(|place| Chosen::new(&guard, place)).collect();
     let mut segments = Vec::with_capacity(chosen.len());
-    for (at, &(place, addr)) in chosen.iter().enumerate() {
+    for (at, chosen) in chosen.iter().enumerate() {
         if at > 0 && at.is_multiple_of(BATCH) {
             drop(guard);
             guard = allocator.state().lock(None);
         }
-        segments.extend(begin_release(&mut guard, place, addr));
+        segments.extend(begin_release(&mut guard, chosen));
     }
     drop(guard);
     let mut released = 0;
@@ -163,13 +180,17 @@ fn count_segment(guard: &mut StateGuard, pool: u16, slot: u32, tag: Tag, addr: u
 
 /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use
 /// it by now.
-fn begin_release(guard: &mut StateGuard, place: Place, addr: u64) -> Option<Releasing> {
+fn begin_release(guard: &mut StateGuard, &Chosen { place, addr, kept_for_graphs }: &Chosen) -> Option<Releasing> {
     guard.try_arena(place.arena)?;
     let (block, heap) = (guard.block(place), guard.heap_of(place.arena));
     if block.state != State::Free || block.addr != addr || !is_whole_segment(guard, heap, block) {
         return None;
     }
-    if guard.pools.owner_of(block.pool).is_some_and(|private| private.keeps_for_our_graphs(block.pool)) {
+    let owner = guard.pools.owner_of(block.pool);
+    let kept = |private: &Private| {
+        private.keeps_for_our_graphs(block.pool) || (!kept_for_graphs && private.keeps_for_graphs(block.pool))
+    };
+    if owner.is_some_and(kept) {
         return None;
     }
     let heap = &mut guard.arena(place.arena).heap;

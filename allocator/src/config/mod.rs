@@ -262,7 +262,7 @@ impl Config {
 
     /// The most bytes that may be held from a device with `total` bytes of memory, of which `free`
     /// are free when the allocator starts: the smallest of the limits that are set, or `None` if
-    /// none is. Shares of a byte are cut off.
+    /// none is. A share of `bytes / total` allows `bytes`; parts of a byte are cut off.
     pub fn limit_bytes(&self, total: u64, free: u64) -> Option<u64> {
         let of_total = (self.per_process_memory_fraction < 1.0).then(|| share(total, self.per_process_memory_fraction));
         let of_free = self.limit_free_fraction.map(|fraction| share(free, fraction));
@@ -270,10 +270,18 @@ impl Config {
     }
 }
 
-/// `fraction * bytes`, cut off.
-#[expect(clippy::cast_possible_truncation, reason = "cutting off is what is wanted, and the cast saturates")]
-fn share(bytes: u64, fraction: f64) -> u64 {
-    (bytes as f64 * fraction) as u64
+/// The most bytes whose share of `total`, as a program computes it, is at most `fraction`: so the
+/// fraction `bytes / total` stands for `bytes`, although it was rounded.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a fraction in [0, 1] of fewer than 2^53 bytes; the casts saturate"
+)]
+pub(crate) fn share(total: u64, fraction: f64) -> u64 {
+    let cut_off = (total as f64 * fraction) as u64;
+    let next = cut_off.saturating_add(1);
+    if next as f64 / total as f64 <= fraction { next.min(total) } else { cut_off }
 }
 
 /// Options as text where a configuration is wanted, such as `"limit_mb:4096"`.

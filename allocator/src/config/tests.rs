@@ -8,7 +8,7 @@ use std::ffi::OsString;
 
 use proptest::prelude::*;
 
-use super::{Backing, Config, ConfigErrorKind, CrossStream, TagSource, env, listed};
+use super::{Backing, Config, ConfigErrorKind, CrossStream, TagSource, env, listed, share};
 
 const MIB: u64 = 1 << 20;
 
@@ -243,6 +243,25 @@ fn the_smallest_limit_counts() {
     assert_eq!(config.limit_bytes(1000 * MIB, 80 * MIB), Some(20 * MIB));
     assert_eq!(parse("per_process_memory_fraction:0").limit_bytes(MIB, MIB), Some(0));
     assert_eq!(parse("per_process_memory_fraction:1").limit_bytes(MIB, MIB), None);
+}
+
+#[test]
+fn a_share_that_a_program_computed_allows_the_bytes_it_was_computed_from() {
+    // What cards have, and sizes that are hard to divide by.
+    for total in [25_438_126_080_u64, 84_974_239_744, 150_121_545_728, 1_000_003 * MIB, 3 * MIB + 1, 7] {
+        let some = (1..6000).map(|n| n * 2 * MIB).chain((1..3000).map(|n| total / 3000 * n + n % 7)).chain(1..7);
+        for bytes in some.filter(|&bytes| bytes < total) {
+            let fraction = bytes as f64 / total as f64;
+            let of_total = Config { per_process_memory_fraction: fraction, ..Config::default() };
+            let of_free = Config { limit_free_fraction: Some(fraction), ..Config::default() };
+            assert_eq!(of_total.limit_bytes(total, total), Some(bytes), "of {total}");
+            assert_eq!(of_free.limit_bytes(0, total), Some(bytes), "of {total}");
+        }
+    }
+    for total in [0, 1, MIB, u64::MAX] {
+        assert_eq!(share(total, 0.0), 0);
+        assert_eq!(share(total, 1.0), total);
+    }
 }
 
 #[test]

@@ -100,6 +100,13 @@ impl Graphs {
         self.foreign || self.ours.values().any(|graph| graph.pending().is_none())
     }
 
+    /// The launches under way of graphs that are not launched any more: streams, each with the tick
+    /// that its timeline must reach.
+    pub(crate) fn last_launches(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> + '_ {
+        let pending = self.ours.values().filter(|graph| graph.is_over()).flat_map(|graph| graph.pending_here());
+        pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)).filter(is_pending)
+    }
+
     #[cfg(all(test, not(aquifer_shuttle)))]
     pub(crate) fn known(&self) -> usize {
         self.ours.len()

@@ -5,7 +5,7 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_device::Stream;
+use aquifer_device::{Device, Stream};
 
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::{cannot_be_asked, synchronize_all};
@@ -39,10 +39,8 @@ pub(super) fn close_pool(shared: &mut SharedState, key: PoolKey) -> Launched {
 
 /// The launches that memory of closed pools still waits for: of all of them, or of one.
 pub(crate) fn awaited_launches(shared: &SharedState, of: Option<PoolKey>) -> Launched {
-    let closed =
-        shared.pools.at(shared.pools.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
-    let closed = closed.filter(|private| of.is_none_or(|key| key.id == private.id) && private.graphs.any());
-    closed.map(|private| launches_of(shared, private)).fold(Launched::default(), Launched::and)
+    let now = shared.device.as_ref().map(Device::wait_mark);
+    now.map_or_else(Launched::default, |now| shared.pools.awaited_launches(&now, of))
 }
 
 /// The heap of a stream that has allocated, for a region to be added to a pool.

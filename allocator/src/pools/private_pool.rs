@@ -25,10 +25,11 @@ use crate::state::special;
 /// ([`Allocator::capture`]). Dropping it releases its unused memory; live allocations stay valid,
 /// and their memory is released later.
 ///
-/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called or the
-/// pool is dropped. Memory of a graph whose capture allocated from the pool stays, in addition,
-/// until the graph is dropped and its launches are done. For a graph that another library captured,
-/// this is not known here: keep the pool as long as the graph is launched.
+/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called, the pool
+/// is dropped, or a request to the allocator, for whatever pool, would be refused otherwise. Memory
+/// of a graph whose capture allocated from the pool stays, in any case, until the graph is dropped
+/// and its launches are done. For a graph that another library captured, this is not known here:
+/// keep the pool as long as the graph is launched.
 ///
 /// Requests outside of captures never get memory that a graph of the pool uses. Other captures do,
 /// so graphs that share a pool run one after the other, whatever streams they are launched on. The
@@ -173,7 +174,7 @@ impl PrivatePool {
 
     fn release(&self) -> Result<u64, AllocError> {
         let segments = release_where(&self.allocator, |guard| whole_segments(guard, Which::UnusedOf(self.key)))?;
-        Ok(segments + trim_pools(&self.allocator, Which::UnusedOf(self.key))?)
+        Ok(segments + trim_pools(&self.allocator, 0, Which::UnusedOf(self.key))?)
     }
 
     /// Closes the pool, and gives back memory that is no longer used. Events cover the last uses

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, ThreadId};
 
-use aquifer_device::internal::Launches;
+use aquifer_device::internal::{Launches, WaitMark};
 
 use crate::error::AllocError;
 use crate::heap::{HeapPoolOptions, kind_of};
-use crate::pools::graphs::Graphs;
+use crate::pools::graphs::{Graphs, Launched};
 use crate::size_class::PoolKind;
 
 /// A private pool: its id, and its place in the table.
@@ -69,6 +69,9 @@ pub(crate) enum Which {
     /// To be asked about under the same locks as choosing that memory, because a graph may be
     /// captured while a thread waits.
     Unpromised,
+    /// The other private ones whose free memory no graph may use. Their pool keeps it unless a
+    /// request would be refused otherwise.
+    Idle,
     /// Those of a private pool.
     Of(PoolKey),
     /// Those of a private pool, save where a graph of ours may use the free memory.
@@ -192,6 +195,7 @@ impl PoolTable {
         match which {
             Which::All => true,
             Which::Unpromised => owner.is_none_or(Private::is_released),
+            Which::Idle => owner.is_some_and(|private| !private.is_released() && !private.keeps_for_graphs(number)),
             Which::Of(key) => owner.is_some_and(|private| private.id == key.id),
             Which::UnusedOf(key) => {
                 owner.is_some_and(|private| private.id == key.id && !private.keeps_for_our_graphs(number))
@@ -203,7 +207,7 @@ impl PoolTable {
     /// order.
     pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = (u16, u32)> + '_ {
         let (closed, one) = match which {
-            Which::All => (None, None),
+            Which::All | Which::Idle => (None, None),
             Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
             Which::Of(key) | Which::UnusedOf(key) => (None, Some(self.find(key))),
         };
@@ -211,6 +215,14 @@ impl PoolTable {
         let pools = all.into_iter().flatten().chain(closed.into_iter().flatten()).chain(one.flatten());
         let regions = pools.flat_map(|private| private.regions.keys().copied());
         regions.filter(move |&(number, _)| self.is_among(number, which))
+    }
+
+    /// The launches that memory of closed pools still waits for: of all of them, or of one. Launches
+    /// that are not seen here come before `now`.
+    pub(crate) fn awaited_launches(&self, now: &WaitMark, of: Option<PoolKey>) -> Launched {
+        let closed = self.at(self.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
+        let closed = closed.filter(|private| of.is_none_or(|key| key.id == private.id) && private.graphs.any());
+        closed.map(|private| private.graphs.launched(now.clone())).fold(Launched::default(), Launched::and)
     }
 
     /// Notes a new region of a heap pool in a stream's arena.

@@ -2,7 +2,7 @@
 
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
-use crate::backing::trim::trim_to;
+use crate::backing::trim::{trim_idle_pools, trim_to};
 use crate::error::AllocError;
 use crate::pools::capture::refuse_unannounced_capture;
 use crate::recovery::oom::{Tried, out_of_memory};
@@ -41,12 +41,26 @@ pub(crate) fn climb_dedicated<T>(
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
         }
+        let of_pools = trim_idle_pools(allocator, target)?;
+        if of_pools > 0 {
+            tried.released += of_pools;
+            match attempt()? {
+                Ok(served) => return Ok(served),
+                Err(refusal) => tried.refusal = Some(refusal),
+            }
+        }
+        while tried.refusal != Some(Refusal::Limit) && tried.ask_others(allocator, request.size) {
+            match attempt()? {
+                Ok(served) => return Ok(served),
+                Err(refusal) => tried.refusal = Some(refusal),
+            }
+        }
         if !reclaimers.ask() {
             // Memory that other threads were moving was on no list when it was looked for.
             allocator.gate()?.wait();
             return attempt()?.map_err(|refusal| {
                 tried.refusal = Some(refusal);
-                tried.reclaimers = reclaimers.into_answers();
+                tried.reclaimers.extend(reclaimers.into_answers());
                 out_of_memory(allocator, request, tried)
             });
         }

@@ -8,6 +8,7 @@
 
 use crate::allocator::Allocator;
 use crate::backing::segments::release_where;
+use crate::config::share;
 use crate::error::AllocError;
 use crate::request::Place;
 use crate::state::guard::StateGuard;
@@ -48,15 +49,4 @@ fn aged(guard: &mut StateGuard) -> Vec<Place> {
     // An average that was cut off would let segments go that are younger than it.
     let count = segments.len() as u128;
     segments.into_iter().filter(|place| u128::from(age(place)) * count >= total).collect()
-}
-
-/// A share of a number of bytes.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    clippy::cast_precision_loss,
-    reason = "a share in [0, 1] of fewer than 2^53 bytes"
-)]
-pub(crate) fn share(bytes: u64, share: f64) -> u64 {
-    (bytes as f64 * share) as u64
 }

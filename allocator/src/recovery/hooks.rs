@@ -148,6 +148,11 @@ thread_local! {
     static OBSERVING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
+/// True if this thread is within an observer of the mappings of any allocator.
+pub(crate) fn is_within_an_observer() -> bool {
+    OBSERVING.try_with(|observing| !observing.borrow().is_empty()).unwrap_or(true)
+}
+
 /// While it lives, this thread is within a callback of one kind.
 pub(crate) struct Within(&'static LocalKey<Cell<bool>>);
 

@@ -14,8 +14,10 @@
 //! 5. release oversize segments, and grow;
 //! 6. wait on the host for blocks that other streams still use;
 //! 7. make the stream wait for another stream's block, unless blocks never cross streams;
-//! 8. release everything unused, mapped memory where it stands in the way, and grow;
-//! 9. where the device refused, have the driver give back what its own pools keep unused, and grow;
+//! 8. release everything unused, mapped memory where it stands in the way, and grow; then what
+//!    private pools keep although no graph may use it, as much as the request needs, and grow;
+//! 9. where the device refused, have the driver give back what its own pools keep unused, and other
+//!    allocators of the process what they cache, and grow;
 //! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all
 //!     of them again as long as they free something (`reclaim.rs`);
 //! 11. wait until other threads have finished moving memory, search, and grow;
@@ -27,11 +29,12 @@
 
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
-use crate::backing::growth::Growth;
+use crate::backing::growth::{Growth, growth_bytes};
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
 use crate::backing::segments::{grow_segment, oversize_to_release, releasable, release_where};
+use crate::backing::trim::trim_idle_pools;
 use crate::config::CrossStream;
 use crate::cross_stream::lending::{borrow, borrow_waiting, growth_instead_of_borrowing};
 use crate::cross_stream::waiting::synchronize_pending;
@@ -89,6 +92,7 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
         wait_for_lender,
         release_and_grow,
         trim_driver_pools,
+        trim_others_and_grow,
         reclaim,
         wait_for_others,
         split_and_grow,
@@ -176,7 +180,26 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
     allocator.state().count(|counters| &counters.num_alloc_retries);
-    try_grow(allocator, request, tried)
+    match try_grow(allocator, request, tried)? {
+        None => release_idle_pools_and_grow(allocator, request, tried),
+        served => Ok(served),
+    }
+}
+
+fn release_idle_pools_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    loop {
+        let shared = allocator.state().shared();
+        let target = shared.reserved.saturating_sub(growth_bytes(allocator, &shared, request));
+        drop(shared);
+        let released = trim_idle_pools(allocator, target)?;
+        if released == 0 {
+            return Ok(None);
+        }
+        tried.released += released;
+        if let Some(granted) = try_grow(allocator, request, tried)? {
+            return Ok(Some(granted));
+        }
+    }
 }
 
 /// Gives free granules back to the device where the request needs that. A request for mapped memory
@@ -214,6 +237,21 @@ fn trim_driver_pools(allocator: &Allocator, request: &Request, tried: &mut Tried
     }
     tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
     try_grow(allocator, request, tried)
+}
+
+/// Has other allocators of the device give back what they cache. Does not help where our own limit
+/// refused.
+fn trim_others_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+    while !matches!(tried.refusal, Some(Refusal::Limit) | None) {
+        let bytes = growth_bytes(allocator, &allocator.state().shared(), request);
+        if !tried.ask_others(allocator, bytes) {
+            break;
+        }
+        if let Some(granted) = try_grow(allocator, request, tried)? {
+            return Ok(Some(granted));
+        }
+    }
+    Ok(None)
 }
 
 fn reclaim(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {

@@ -17,8 +17,7 @@
 //! Lock order: the shared state's lock, arenas, and then leaf locks: history, publishing, the list
 //! of idle allocator states. No timeline is locked under them; only atomic values of timelines are
 //! read there. While one of these locks is held there is no driver call, no wait and no foreign
-//! code. The lock of the list of devices of closed allocators is a leaf, too, and devices are
-//! dropped outside of it.
+//! code.
 
 pub(crate) mod arena;
 pub(crate) mod awake;
@@ -33,8 +32,9 @@ mod table;
 use std::any::Any;
 use std::sync::Arc;
 
+use aquifer_device::internal::{Timeline, drop_left};
 use aquifer_device::sim::Checks;
-use aquifer_device::{Device, DevicePtr, Stream, fork};
+use aquifer_device::{Device, DevicePtr, Stream, Tick, fork};
 use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
 
@@ -112,43 +112,15 @@ struct Read {
     special: AtomicU32,
 }
 
+/// Allocator states without an allocator, to be recycled.
 #[cfg(not(aquifer_shuttle))]
-mod lists {
-    use aquifer_device::Device;
-    use aquifer_device::fork::Mutex;
+static IDLE: fork::Mutex<Vec<&'static AllocatorState>> = fork::Mutex::new(Vec::new());
 
-    use super::AllocatorState;
-    use crate::state::Service;
-
-    /// Allocator states without an allocator, to be recycled.
-    pub(super) static IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
-
-    /// Devices whose memory was given up where no driver call may be made. They are closed when the
-    /// last handle of any allocator is dropped, or when the next allocator is made.
-    pub(super) static CLOSED_DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
-
-    /// What was kept for allocators that closed where no driver call may be made.
-    pub(super) static SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
-}
-
-/// The same lists, empty at the start of each modelled execution, because a scheduler's locks are
-/// bound to one execution.
+// A scheduler's locks are bound to one execution.
 #[cfg(aquifer_shuttle)]
-mod lists {
-    use aquifer_device::Device;
-    use aquifer_device::fork::Mutex;
-
-    use super::AllocatorState;
-    use crate::state::Service;
-
-    shuttle::lazy_static! {
-        pub(super) static ref IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
-        pub(super) static ref CLOSED_DEVICES: Mutex<Vec<Device>> = Mutex::new(Vec::new());
-        pub(super) static ref SERVICES: Mutex<Vec<Service>> = Mutex::new(Vec::new());
-    }
+shuttle::lazy_static! {
+    static ref IDLE: fork::Mutex<Vec<&'static AllocatorState>> = fork::Mutex::new(Vec::new());
 }
-
-use lists::{CLOSED_DEVICES, IDLE, SERVICES};
 
 impl AllocatorState {
     /// An allocator state around `shared`.
@@ -363,8 +335,8 @@ impl AllocatorState {
 
 /// Gives memory back that outlived its allocator, on devices without handles.
 /// Dropping the last buffer of such an allocator makes no driver call, so its memory stays until
-/// this is called. Making or dropping any allocator calls it, too. Call it on a thread that drops
-/// others' last buffers and may make driver calls.
+/// this is called, or a device of the process is opened or called. Making or dropping any allocator
+/// calls it, too. Call it on a thread that drops others' last buffers and may make driver calls.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -380,36 +352,34 @@ impl AllocatorState {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn close_abandoned() {
-    if fork::is_child() {
-        return;
-    }
-    // Devices in use stay as they are: their users give abandoned memory back when they next need
-    // memory, and would miss memory that another thread is just giving back. The devices are taken
-    // out first, because closing them calls drivers, which must not happen under a lock.
-    let services = std::mem::take(&mut *SERVICES.lock());
-    drop(services);
-    let devices = std::mem::take(&mut *CLOSED_DEVICES.lock());
-    drop(devices);
+    // Devices in use stay as they are: their next call gives abandoned memory back.
+    drop_left();
 }
 
-/// Keeps the services of an allocator that is closed until driver calls are allowed.
-pub(crate) fn leave_services(services: Vec<Service>) {
-    if !services.is_empty() {
-        SERVICES.lock().extend(services);
-    }
-}
-
-/// Hands every segment to the device object, to be freed at its next driver calls, and drops the
-/// handle of the device. The device stays open until driver calls are allowed again.
+/// Hands all memory to the device object, which gives it back at a later call of the device, once
+/// the work that may use it is done. Drops the handle of the device where driver calls are allowed.
 fn close_later(mut shared: SharedState, inners: Vec<ArenaInner>) {
     let Some(device) = shared.device.take() else { return };
+    let uses = last_uses(&shared, &device).map(Arc::new);
     for region in inners.iter().flat_map(|inner| inner.heap.regions()).filter(|region| !region.is_paged()) {
-        device.free_later(DevicePtr(region.addr));
+        device.free_after(DevicePtr(region.addr), uses.as_ref());
     }
     if let Some(paged) = shared.paged.take() {
-        paged.release_later(&device);
+        paged.release_later(&device, uses.as_ref());
     }
+    drop(uses);
     // The device goes last: its driver must not end with the timelines that this thread drops.
     drop((shared, inners));
-    CLOSED_DEVICES.lock().push(device);
+    device.drop_later(Box::new(device.for_memory()));
+}
+
+/// All work so far that may use the memory. `None` if it is not known: graphs that other libraries
+/// launch, and copies of contents where waking up failed.
+fn last_uses(shared: &SharedState, device: &Device) -> Option<Vec<Tick>> {
+    if shared.paged.as_ref().is_some_and(|paged| !paged.absent.is_empty()) {
+        return None;
+    }
+    let launched = shared.pools.awaited_launches(&device.wait_mark(), None);
+    let streams = shared.timelines.iter().flatten().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
+    (!launched.is_device_pending()).then(|| streams.map(Timeline::tick).collect())
 }

@@ -3,7 +3,10 @@
 
 mod adopted;
 mod attribution;
+mod idle_pools;
+mod last_buffer;
 mod observability;
 mod reservations;
 mod second_access;
 mod tags;
+mod together;

@@ -42,8 +42,30 @@ use crate::waits::WaitMark;
 /// device.free(ptr)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone)]
-pub struct Device(Arc<DeviceInner>);
+pub struct Device(Arc<DeviceInner>, Held);
+
+/// Who has a handle of a device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Held {
+    ByCaller,
+    /// Memory, or what is kept for it.
+    ByMemory,
+}
+
+impl Clone for Device {
+    fn clone(&self) -> Device {
+        Device::of_inner(self.0.clone())
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let context = &self.0.context;
+        if self.1 == Held::ByCaller && context.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            unfinished::drop_left_of(context.device_id);
+        }
+    }
+}
 
 pub(crate) struct DeviceInner {
     context: Arc<Context>,
@@ -63,6 +85,8 @@ impl Drop for DeviceInner {
         if fork::is_child() {
             return;
         }
+        // If streams still use the context, the rest goes with the last of them.
+        self.context.settle_left();
         self.context.releases.forget_uses();
     }
 }
@@ -90,14 +114,27 @@ impl Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None, false);
-        Device(Arc::new(DeviceInner {
+        let inner = DeviceInner {
             context,
             default_stream,
             per_thread: Mutex::default(),
             reusable: Arc::default(),
             streams: StreamTable::default(),
             choice: OnceLock::new(),
-        }))
+        };
+        Device::of_inner(Arc::new(inner))
+    }
+
+    fn of_inner(inner: Arc<DeviceInner>) -> Device {
+        inner.context.handles.fetch_add(1, Ordering::AcqRel);
+        Device(inner, Held::ByCaller)
+    }
+
+    /// A handle for memory, and for what is kept for it. The device gives such things back with its
+    /// last handle of a caller.
+    #[doc(hidden)]
+    pub fn for_memory(&self) -> Device {
+        Device(self.0.clone(), Held::ByMemory)
     }
 
     /// Notes why [`Device::best`] chose the device. The first reason stays.
@@ -157,6 +194,7 @@ impl Device {
     /// # Errors
     /// Errors of the driver.
     pub fn memory_info(&self) -> Result<MemoryInfo> {
+        self.give_back_left();
         self.0.context.driver.memory_info()
     }
 
@@ -175,6 +213,7 @@ impl Device {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn memory_users(&self) -> MemoryUsers {
+        self.give_back_left();
         self.0.context.driver.memory_users()
     }
 
@@ -238,6 +277,7 @@ impl Device {
     /// # Errors
     /// Errors of the driver.
     pub fn create_event(&self, timing: bool) -> Result<Event> {
+        self.give_back_left();
         Event::new(self.0.context.clone(), timing)
     }
 
@@ -260,12 +300,13 @@ impl Device {
     }
 
     /// Waits on the host until all work of the device is done. All ticks taken before on any of its
-    /// streams are then known to be done.
+    /// streams are then known to be done, and memory that outlived its allocator goes back.
     ///
     /// # Errors
     /// When a stream captures, and errors of the driver.
     pub fn synchronize(&self) -> Result<()> {
-        self.0.context.synchronize()
+        unfinished::drop_left_of(self.id());
+        self.0.context.synchronize_and_settle()
     }
 
     /// Makes a plain driver allocation, which nothing caches. If the device lacks memory,
@@ -277,9 +318,10 @@ impl Device {
     #[track_caller]
     pub fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
         let _place = self.called_from(Location::caller());
+        unfinished::drop_left_of(self.id());
         self.settle_unused();
         match self.0.context.driver.alloc(bytes) {
-            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.releases.any() => {
+            Err(error) if error.kind == ErrorKind::OutOfMemory && self.0.context.releases.may_give_back() => {
                 self.settle();
                 self.0.context.driver.alloc(bytes)
             }
@@ -295,6 +337,7 @@ impl Device {
     #[track_caller]
     pub fn free(&self, ptr: DevicePtr) -> Result<()> {
         let _place = self.called_from(Location::caller());
+        self.give_back_left();
         self.0.context.free(ptr)
     }
 
@@ -318,7 +361,7 @@ impl Device {
 impl Device {
     /// The device, unless its last handle is gone.
     pub(crate) fn upgrade(device: &std::sync::Weak<DeviceInner>) -> Option<Device> {
-        device.upgrade().map(Device)
+        device.upgrade().map(Device::of_inner)
     }
 
     /// A reference that does not keep the device open.

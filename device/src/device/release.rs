@@ -1,11 +1,12 @@
 //! Leaving objects to a device, which gives them back to the driver later.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use super::Device;
 use crate::driver::{DevicePtr, HostPtr, RawModule, RawPhysical};
 use crate::fork;
-use crate::release::{Effort, HostMemory, Object, Reservation};
+use crate::release::{Effort, HostMemory, Object, Reservation, Uses};
 use crate::timeline::Tick;
 use crate::unfinished;
 
@@ -14,14 +15,34 @@ impl Device {
     /// at a [`Device::alloc`] that lacks memory, or when the last handle of the device is dropped.
     /// Makes no driver call, so it can be used in destructors.
     pub fn free_later(&self, ptr: DevicePtr) {
-        self.0.context.releases.add(Object::Allocation(ptr));
+        self.free_after(ptr, None);
+    }
+
+    /// As [`Device::free_later`], with the work that may use the memory: all work of these ticks'
+    /// streams before them. Once that is done, the next call of the device that is no work frees
+    /// the memory, or, if other work is under way, the next one that waits for the device. With
+    /// `None`, only a wait for the device tells.
+    #[doc(hidden)]
+    pub fn free_after(&self, ptr: DevicePtr, uses: Option<&Arc<Vec<Tick>>>) {
+        self.add_used(Object::Allocation(ptr), uses);
+    }
+
+    /// As [`Device::unreserve_later`], with the work that may use the memory, as in
+    /// [`Device::free_after`].
+    #[doc(hidden)]
+    pub fn unreserve_after(&self, reservation: Reservation, uses: Option<&Arc<Vec<Tick>>>) {
+        self.add_used(Object::Reservation(reservation), uses);
+    }
+
+    fn add_used(&self, object: Object, uses: Option<&Arc<Vec<Tick>>>) {
+        self.0.context.releases.add_used(object, uses.map(|uses| uses.clone() as Arc<dyn Uses>));
     }
 
     /// Leaves reserved addresses, and the memory mapped there, to the device, to be given back when
     /// memory of [`Device::free_later`] is. That waits for the device, unless nothing is mapped
     /// there. Makes no driver call.
     pub fn unreserve_later(&self, reservation: Reservation) {
-        self.0.context.releases.add(Object::Reservation(reservation));
+        self.unreserve_after(reservation, None);
     }
 
     /// Leaves physical memory that is mapped nowhere to the device, to be released when memory of
@@ -56,8 +77,8 @@ impl Device {
     /// starts at `ptr`, which nothing else frees.
     pub unsafe fn host_free_later(&self, ptr: HostPtr, bytes: u64, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
-        let memory = unsafe { HostMemory::new(ptr, bytes, None, Box::new(uses)) };
-        self.0.context.releases.add(Object::Host(memory));
+        let memory = unsafe { HostMemory::new(ptr, bytes, None) };
+        self.0.context.releases.add_used(Object::Host(memory), Some(Arc::new(uses)));
     }
 
     /// Leaves registered memory to the device, to be unregistered
@@ -73,8 +94,22 @@ impl Device {
     /// with it starts at `ptr`, which nothing else unregisters.
     pub unsafe fn host_unregister_later(&self, ptr: HostPtr, bytes: u64, owner: Box<dyn Any + Send>, uses: Vec<Tick>) {
         // SAFETY: passed on to the caller.
-        let memory = unsafe { HostMemory::new(ptr, bytes, Some(owner), Box::new(uses)) };
-        self.0.context.releases.add(Object::Host(memory));
+        let memory = unsafe { HostMemory::new(ptr, bytes, Some(owner)) };
+        self.0.context.releases.add_used(Object::Host(memory), Some(Arc::new(uses)));
+    }
+
+    /// Leaves something to the device whose drop makes driver calls: it is dropped at a later call of
+    /// the device that is no work, or when its last handle of a caller is. Makes no driver call.
+    #[doc(hidden)]
+    pub fn drop_later(&self, thing: Box<dyn Any + Send>) {
+        unfinished::drop_later(self.id(), self.0.context.handles.clone(), thing);
+    }
+
+    /// Drops what was left, and gives memory back that outlived its allocator, as far as no work
+    /// uses it any more. Waits for nothing.
+    pub(super) fn give_back_left(&self) {
+        unfinished::drop_left_of(self.id());
+        self.0.context.settle_left();
     }
 
     /// Asks the driver how far streams got, and gives back page-locked memory of
@@ -99,6 +134,7 @@ impl Device {
             return;
         }
         self.give_up_captures_of_ended_threads();
+        unfinished::drop_left_of(self.id());
         unfinished::finish_all();
         self.0.context.settle(Effort::Waiting);
     }

@@ -87,6 +87,7 @@ impl Device {
     /// Errors of the driver.
     pub fn stream_with(&self, flags: StreamFlags) -> Result<Stream> {
         fork::check(Operation::CreateStream)?;
+        self.give_back_left();
         let context = &self.0.context;
         let raw = context.driver.create_stream(flags)?;
         let kind = if flags.non_blocking { StreamKind::NonBlocking } else { StreamKind::Blocking };

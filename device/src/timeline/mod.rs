@@ -427,6 +427,12 @@ impl Waited for Timeline {
     fn mark_done(&self, covers: u64) {
         self.done.fetch_max(covers, Ordering::AcqRel);
     }
+
+    fn is_idle(&self) -> Result<bool> {
+        let now = self.now();
+        self.cover(now)?;
+        self.is_done(now)
+    }
 }
 
 /// The reason why nothing can be enqueued on a stream any more.

@@ -55,7 +55,9 @@ impl Tick {
     /// # Errors
     /// Errors of the driver's event and synchronisation calls.
     pub fn synchronize(&self) -> Result<()> {
-        self.timeline.synchronize(self.n)
+        self.timeline.synchronize(self.n)?;
+        self.timeline.context().settle_left();
+        Ok(())
     }
 }
 

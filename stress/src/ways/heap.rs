@@ -63,11 +63,18 @@ pub(super) fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
     let bytes = stand.unrounded(stand.percent(60));
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let pool = stand.allocator.create_pool(PoolOptions::default())?;
-    let hoard = pool.alloc_bytes(bytes, &stand.stream)?;
-    stand.stream.fill(hoard.ptr(), 1, hoard.bytes())?;
-    drop(hoard);
+    let stream = stand.allocator.device().stream()?;
+    let capture = stream.begin_capture()?;
+    let route = stand.allocator.capture(&stream, &pool)?;
+    let scratch = stand.allocator.alloc_bytes(bytes, &stream)?;
+    stream.fill(scratch.ptr(), 1, scratch.bytes())?;
+    drop((scratch, route));
+    let graph = capture.end()?;
+    graph.launch(&stream)?;
     let refusal = stand.request(stand.unrounded(bytes / 6 * 5))?;
-    let released = pool.empty_cache()?;
+    let kept = stand.allocator.reserved_by_private_pools().get(&pool.id()).copied().unwrap_or(0);
+    drop(graph);
     let recovered = stand.is_served(refusal.requested)?;
-    Ok(Story { refusal, recovered_by: format!("the pool giving back {}", Bytes(released)), recovered })
+    let recovered_by = format!("dropping the graph that the pool kept {} for", Bytes(kept));
+    Ok(Story { refusal, recovered_by, recovered })
 }

@@ -75,7 +75,7 @@ pub const ALL: [Way; 9] = [
         options: |given| format!("headroom_mb:{}", (given.free - given.room / 4 * 3) >> 20),
         ..Way::new("headroom", "asks for what headroom_mb leaves to libraries", rules::headroom)
     },
-    Way::new("private_pool", "asks for what a private pool caches for itself", heap::private_pool),
+    Way::new("private_pool", "asks for what a private pool keeps for a graph", heap::private_pool),
     Way {
         served: true,
         ..Way::new(

@@ -68,12 +68,12 @@ fn private_pools_are_named_before_other_memory_to_free() {
     for backing in BACKINGS {
         let bench = Bench::new(64 * MIB, &on(backing, ""));
         let pool = bench.pool();
-        drop(pool.alloc_bytes(22 * MIB, &bench.stream).unwrap());
+        let in_pool = pool.alloc_bytes(22 * MIB, &bench.stream).unwrap();
         let held = bench.alloc(22 * MIB);
         let report = bench.report(60 * MIB);
         assert_eq!(report.lacking_on_device, 40 * MIB);
-        assert_eq!(report.advice, [Advice::ReleasePools { held: 22 * MIB }, free(18 * MIB)], "{report}");
-        drop((pool, held));
+        assert_eq!(report.advice, [Advice::ReleasePools { held: 22 * MIB }, free(22 * MIB)], "{report}");
+        drop((pool, in_pool, held));
         drop(bench.alloc(60 * MIB));
     }
 }
@@ -207,14 +207,18 @@ fn exportable_segments_are_no_pool_of_the_callers() {
 }
 
 #[test]
-fn a_pool_is_to_be_emptied_for_its_own_requests() {
+fn a_pool_is_to_be_emptied_for_its_own_requests_where_the_limit_refuses_at_once() {
     for backing in BACKINGS {
-        let bench = Bench::new(64 * MIB, &on(backing, ""));
+        let bench = Bench::new(128 * MIB, &on(backing, "limit_mb:64,throw_on_cudamalloc_oom:True"));
         let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
         let held: Vec<_> = (0..5).map(|_| pool.alloc_bytes(10 * MIB, &bench.stream).unwrap()).collect();
         drop(held);
         let report = report(pool.alloc_bytes(40 * MIB, &bench.stream));
-        assert_eq!(report.advice, [Advice::EmptyPool { held: 50 * MIB }], "{report}");
+        assert_eq!(
+            report.advice,
+            [Advice::EmptyPool { held: 50 * MIB }, Advice::RaiseLimit { to: 90 * MIB }],
+            "{report}"
+        );
         pool.empty_cache().unwrap();
         drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
     }

@@ -69,7 +69,7 @@ impl SharedPool {
         let PinnedConfig { limit_bytes, slabs } = config;
         let state = Mutex::new(PoolState::new(limit_bytes));
         SharedPool {
-            device: device.clone(),
+            device: device.for_memory(),
             source: slabs,
             caches: ReclaimableCaches::default(),
             state,

@@ -4,9 +4,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::sync::Arc;
 
 use aquifer_device::internal::{HostBuffer, Reservation};
-use aquifer_device::{Device, DevicePtr, PhysicalOptions};
+use aquifer_device::{Device, DevicePtr, PhysicalOptions, Tick};
 
 use crate::backing::paged::absent::{Absent, Cordon, united, within};
 use crate::backing::paged::capacity::Capacity;
@@ -419,9 +420,9 @@ impl Paged {
         })
     }
 
-    /// Passes all memory and addresses to the device object, which gives them back at its next
-    /// driver call.
-    pub(crate) fn release_later(mut self, device: &Device) {
+    /// Passes all memory and addresses to the device object, which gives them back once the work
+    /// that may use them is done ([`Device::free_after`]).
+    pub(crate) fn release_later(mut self, device: &Device, uses: Option<&Arc<Vec<Tick>>>) {
         for absent in std::mem::take(&mut self.absent) {
             let (mapped, loose) = absent.frames.split_at(absent.mapped);
             self.put_all(absent.range.start, mapped);
@@ -436,7 +437,7 @@ impl Paged {
             let lingering = self.lingering.iter().map(|lingering| lingering.range.clone()).filter(within);
             let lingering = lingering.map(|range| (DevicePtr(range.start), range.end - range.start, None));
             let mapped = mapped.chain(lingering).collect();
-            device.unreserve_later(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
+            device.unreserve_after(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped }, uses);
         }
         let unmoved = self.lingering.iter().flat_map(|lingering| lingering.unmoved.iter().copied());
         self.spares.iter().chain(unmoved).for_each(|frame| device.release_later(frame.physical));

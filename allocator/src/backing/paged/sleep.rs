@@ -32,10 +32,11 @@ use crate::backing::paged::frames::{Frame, granules_of, sizes};
 use crate::backing::paged::lingering::{has_lingering, unmap_lingering_at_gate};
 use crate::backing::paged::saved::{Mover, UsedBuffers};
 use crate::backing::paged::sleep_options::{Part, SleepOptions};
-use crate::backing::trim::trim_to;
+use crate::backing::trim::{trim_idle_pools, trim_to};
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::keep_awake::kept_awake_by;
+use crate::open::trim_others;
 use crate::state::awake::Kept;
 use crate::state::guard::StateGuard;
 use crate::state::special;
@@ -135,6 +136,24 @@ pub(crate) fn wake_parts(allocator: &Allocator, parts: &[Part]) -> Result<(), Al
 
 fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+    match wake_up_alone(allocator, waking) {
+        Err(AllocError::Device(error)) if error.is_out_of_memory() && make_room(allocator)? => {
+            wake_up_alone(allocator, waking)
+        }
+        done => done,
+    }
+}
+
+/// Gives back unused memory for what sleeps, of this allocator and of others of the device. Returns
+/// false if there was none.
+fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
+    let bytes = allocator.sleeping_bytes();
+    let target = allocator.memory_reserved().saturating_sub(bytes);
+    let own = trim_to(allocator, target)? + trim_idle_pools(allocator, target)?;
+    Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
+}
+
+fn wake_up_alone(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     let _one_at_a_time = allocator.gate()?.sleep();
     let _alone = allocator.gate()?.exclusive();
     bring_back(allocator, waking)

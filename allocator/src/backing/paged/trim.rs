@@ -49,10 +49,10 @@ pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, Allo
     Ok(recycled + trim_free(allocator, target, true, Which::Unpromised)?)
 }
 
-/// Gives the free frames of some pools back to the device. Spare frames and dedicated memory stay:
-/// they belong to no pool.
-pub(crate) fn trim_pools(allocator: &Allocator, which: Which) -> Result<u64, AllocError> {
-    trim_free(allocator, 0, false, which)
+/// As [`trim_paged`], of some private pools. Spare frames and dedicated memory stay: they belong to
+/// no pool.
+pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Result<u64, AllocError> {
+    trim_free(allocator, target, false, which)
 }
 
 fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which) -> Result<u64, AllocError> {

@@ -237,7 +237,8 @@ impl OomReport {
         let all = [
             (stays_cached && held.cached + live > 0, Advice::EmptyCache { cached: held.cached }),
             (held.captures, Advice::AfterCapture { cached: self.kept_by_captures }),
-            (held.own_pool > 0, own_pool),
+            // Otherwise it gave back what it could.
+            (held.own_pool > 0 && (held.own_pool_has_graphs || stays_cached || held.captures), own_pool),
             (self.lacking_below_limit > 0, Advice::RaiseLimit { to: takes }),
             (needs_device && self.headroom > 0, self.lower_headroom()),
             (held.pinned > 0, Advice::EndPins { held: held.pinned }),

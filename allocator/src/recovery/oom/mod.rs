@@ -16,6 +16,7 @@ use crate::backing::paged::draft::lacking_bytes;
 use crate::cross_stream::waiting::{waiting_bytes, waiting_requested};
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
+use crate::open::trim_others;
 use crate::recovery::oom::advise::{advice_from_blocks, advice_on_segments, advice_to_lend};
 use crate::request::Request;
 use crate::state::shared::SharedState;
@@ -40,6 +41,24 @@ pub(crate) struct Tried {
     pub(crate) dedicated: bool,
     /// Bytes that the owner of such memory has already and keeps.
     pub(crate) own: u64,
+}
+
+/// The name under which reports count what other allocators gave back.
+const OTHER_ALLOCATORS: &str = "other allocators of this process";
+
+impl Tried {
+    /// Has other allocators of the device give back what they cache, about `bytes`. Returns true if
+    /// they gave anything.
+    pub(crate) fn ask_others(&mut self, allocator: &Allocator, bytes: u64) -> bool {
+        let freed = trim_others(allocator, bytes);
+        if freed > 0 {
+            match self.reclaimers.iter_mut().find(|one| one.name == OTHER_ALLOCATORS) {
+                Some(one) => one.bytes = one.bytes.saturating_add(freed),
+                None => self.reclaimers.push(Reclaimed { name: OTHER_ALLOCATORS.to_owned(), bytes: freed, why: None }),
+            }
+        }
+        freed > 0
+    }
 }
 
 /// How long an answer about processes serves, for programs that are refused often.
