@@ -59,9 +59,9 @@ its own. One that fails is printed, made as small as it can be with the failure.
 
 JSON keys:
   first_seed, seeds         the first seed, and the number of seeds that were run
-  failures, failed_seeds    the number of programs that failed, and their seeds; after 10 the run ends
-  steps, turns              steps of all threads, and how often the schedule passed from thread to
-                            thread
+  failures, failed_seeds    the number of programs that failed, and their seeds; the run ends after 10
+  steps                     steps of all threads
+  turns                     how often the schedule passed from thread to thread
   driver_calls              calls of the simulated driver
   virtual_seconds           time of the simulated devices
   seconds, seeds_per_s      time of the run, and its rate";

@@ -2,8 +2,8 @@
 //! deterministic schedule, so that a failure is a seed.
 //!
 //! A seed fixes everything: the device and the options of its allocators, the steps of the threads,
-//! their schedule ([`aquifer_device::executor`]: a thread may be interrupted at each driver call, at
-//! each lock that is taken, and between steps), the order of the device's work, and the faults.
+//! their schedule ([`aquifer_device::executor`]: a thread may be interrupted at each driver call,
+//! where it finds a lock taken, and between steps), the order of the device's work, and the faults.
 //!
 //! *Safety*, after each step: contents by pattern, races and misuse, statistics, snapshots, no
 //! panic, no error without a cause. *Liveness*: all threads end; once faults have stopped,
