@@ -1,0 +1,1 @@
+//! Tests of the oracle against the simulator's race detector.
