@@ -369,17 +369,20 @@ impl Machine {
 
     pub(super) fn elapsed_ms(&mut self, start: RawEvent, end: RawEvent) -> Answer<f64> {
         let mut times = [0; 2];
+        let mut reached = Vec::with_capacity(2);
         for (time, event) in times.iter_mut().zip([start, end]) {
             let timing = self.event(event)?.timing;
-            let (true, Some((at, _))) = (timing, self.reached(event)?) else {
+            let (true, Some((at, clock))) = (timing, self.reached(event)?) else {
                 let why = if timing { "was never recorded" } else { "was created without timing" };
                 return Err(Refused::new(Code::INVALID_HANDLE, format!("event {:#x} {why}", event.0)));
             };
             *time = at;
+            reached.push(clock);
         }
         if times[0].max(times[1]) > self.now {
             return Err(Refused::new(Code::NOT_READY, "an event's latest record is not complete"));
         }
+        reached.iter().for_each(|clock| self.detector.known.learn(clock));
         let [from, to] = times.map(|time| time as f64);
         Ok((to - from) / 1e6)
     }

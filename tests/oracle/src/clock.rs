@@ -16,7 +16,7 @@ pub(crate) struct Clock(BTreeMap<Line, u64>);
 impl Clock {
     /// Whether the operation `number` of `line` happened before.
     pub(crate) fn covers(&self, line: Line, number: u64) -> bool {
-        self.0.get(&line).is_some_and(|&until| until >= number)
+        self.until(line) >= number
     }
 
     /// Adds the operations of `line` up to `number`.
@@ -30,6 +30,11 @@ impl Clock {
         for (&line, &number) in &other.0 {
             self.advance(line, number);
         }
+    }
+
+    /// The number up to which operations of `line` happened before.
+    pub(crate) fn until(&self, line: Line) -> u64 {
+        self.0.get(&line).copied().unwrap_or_default()
     }
 
     /// The lines and their numbers.

@@ -155,7 +155,7 @@ impl World {
         };
         let capture = self.captures.get_mut(&id)?;
         let clock = &mut capture.chains[chain as usize];
-        let number = capture.nodes.iter().filter(|node| node.chain == chain).count() as u64 + 1;
+        let number = clock.until(chain) + 1;
         clock.advance(chain, number);
         capture.nodes.push(Node { chain, clock: clock.clone(), number, call, stream, touches });
         None
@@ -193,14 +193,12 @@ impl World {
                 capture.chains[chain as usize].join(&before);
                 self.at(key).capture = Some((id, chain));
             }
-            (record, None) => {
+            (Some(Record::Run(before)), None) => {
                 self.act(key);
-                if let Some(Record::Run(before)) = record {
-                    self.at(key).clock.join(&before);
-                }
+                self.at(key).clock.join(&before);
             }
-            // A graph has no edges to work outside.
-            (_, Some(_)) => {}
+            // Waiting for an event that was never recorded does nothing. A graph has no edges to work outside.
+            (None, _) | (_, Some(_)) => {}
         }
     }
 

@@ -1,0 +1,1 @@
+//! Programs with a known answer, by rule.
