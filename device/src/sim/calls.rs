@@ -307,10 +307,8 @@ impl Machine {
             EventRecord::Captured { capture: member.capture, clock: Arc::new(member.clock.clone()) }
         } else {
             self.streams.arrive(id);
-            let now = self.now;
-            let stream = self.streams.get(id)?;
-            self.detector.prune(&mut stream.clock);
-            EventRecord::Work { at: stream.tail.max(now), clock: Arc::new(stream.clock.clone()) }
+            let (at, clock) = self.end_of(id)?;
+            EventRecord::Work { at, clock }
         };
         if let Some(event) = self.events.get_mut(event.0) {
             event.record = record;
@@ -327,15 +325,27 @@ impl Machine {
             EventRecord::Never => self.forbid_outside_event(id),
             EventRecord::Work { at, clock } => {
                 self.forbid_outside_event(id)?;
-                self.streams.arrive(id);
-                let stream = self.streams.get(id)?;
-                stream.clock.join(&clock);
-                stream.tail = stream.tail.max(at);
-                let tail = stream.tail;
-                self.horizon = self.horizon.max(tail);
-                Ok(())
+                self.order_after(id, at, &clock)
             }
         }
+    }
+
+    /// When the work enqueued on the stream so far is done, and its clock.
+    pub(super) fn end_of(&mut self, id: u32) -> Answer<(u64, Arc<OpClock>)> {
+        let now = self.now;
+        let stream = self.streams.get(id)?;
+        self.detector.prune(&mut stream.clock);
+        Ok((stream.tail.max(now), Arc::new(stream.clock.clone())))
+    }
+
+    /// Orders later work of the stream after work that is done at `at`.
+    pub(super) fn order_after(&mut self, id: u32, at: u64, clock: &OpClock) -> Answer<()> {
+        self.streams.arrive(id);
+        let stream = self.streams.get(id)?;
+        stream.clock.join(clock);
+        stream.tail = stream.tail.max(at);
+        self.horizon = self.horizon.max(stream.tail);
+        Ok(())
     }
 
     /// When the event's latest record is reached, and the clock that the host learns then. `None`

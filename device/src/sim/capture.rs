@@ -3,7 +3,8 @@
 //! A capture has one origin stream; a stream that waits for one of its events joins it. Inside a
 //! capture order is kept with clocks of its own, so unordered accesses of one graph are found while
 //! it is captured. A graph then runs as the work was captured, one after the other on the stream it
-//! is launched on, which is one of the orders it allows.
+//! is launched on, which is one of the orders it allows. Launches of one graph wait for each other,
+//! on whichever streams.
 //!
 //! Invariant: a stream has a membership exactly while it is a member of a live capture.
 
@@ -294,7 +295,14 @@ impl Machine {
             let range = at..block.as_ref().map_or(at, |block| at + block.bytes);
             self.detector.report(Violation { kind, first: None, second, range, missing: why, block });
         }
-        found.works.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))
+        match found.launched {
+            Some((at, clock)) => self.order_after(id, at, &clock)?,
+            None => self.streams.arrive(id),
+        }
+        found.works.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))?;
+        let launched = Some(self.end_of(id)?);
+        self.graphs.get_mut(graph.0).into_iter().for_each(|graph| graph.launched.clone_from(&launched));
+        Ok(())
     }
 
     pub(super) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {

@@ -64,6 +64,8 @@ pub(super) struct CapturedGraph {
     pub(super) works: Vec<Body>,
     /// Blocks that must be live whenever it is launched.
     pub(super) needed: BTreeSet<Needed>,
+    /// When its latest launch is done, and the clock after it. The next launch waits for it.
+    pub(super) launched: Option<(u64, Arc<OpClock>)>,
 }
 
 /// A piece of physical memory.

@@ -7,9 +7,9 @@ use std::thread;
 use aquifer_device::internal::CapturingStreams;
 use aquifer_device::sim::Checks;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Copy2d, CopyEnd, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr, Launch,
-    MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical,
-    RawStream, Result, StreamFlags, forward_calls,
+    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
+    HostPtr, Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
+    RawPhysical, RawStream, Result, StreamFlags, forward_calls,
 };
 use parking_lot::Mutex;
 
@@ -312,15 +312,15 @@ impl Driver for Judged {
         self.judge(|below| below.begin_capture(stream), |()| Some(Call::BeginCapture { stream }))
     }
 
-    /// A call that fails ends the capture, or leaves it as it was: the driver is asked which.
+    /// A capture that was broken, or that a stream did not join back to, is over when this fails.
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
         let mut judge = self.judge.lock();
-        let graph = self.below.end_capture(stream);
-        let is_over = graph.is_ok() || self.below.capture_status(stream) == Ok(CaptureStatus::None);
-        if is_over {
-            judge.take(Call::EndCapture { stream, graph: graph.as_ref().ok().copied() });
+        let ended = self.below.end_capture(stream);
+        let is_over = |error: &DeviceError| matches!(error.code, Code::CAPTURE_INVALIDATED | Code::CAPTURE_UNJOINED);
+        if ended.as_ref().err().is_none_or(is_over) {
+            judge.take(Call::EndCapture { stream, graph: ended.as_ref().ok().copied() });
         }
-        graph
+        ended
     }
 
     fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()> {

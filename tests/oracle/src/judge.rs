@@ -3,8 +3,9 @@
 //! # What the two checkers agree on
 //!
 //! The oracle and the simulator's race detector judge the same calls, and must agree, for every
-//! program, on **the first call that races, and on the [`RaceKind`]s found in it**. A program
-//! without such a call is free of races for both. Beyond the first race the two may differ: which
+//! program, on **the first call that races, and on the [`RaceKind`]s found in it**. Nodes of one
+//! graph race in the call that captures the later one, whether or not the graph is launched. A
+//! program without such a call is free of races for both. Beyond the first race the two may differ: which
 //! of several unordered accesses counts as the last one is a matter of choice. So are the pairs
 //! and ranges that a report names.
 //!
@@ -18,10 +19,10 @@
 //!   the target. A copy to pageable host memory is complete when the call returns, and with it the
 //!   earlier work of its stream ("API synchronization behavior").
 //! * Page-locked memory is touched by the device at any time until the copy is complete.
-//! * `cuMemFree` waits for all work of the device, and so does `cuMemHostUnregister` here. Unmapping
-//!   device memory and freeing page-locked memory wait for nothing, so work through these addresses
-//!   must be known to be complete. Releasing a handle of physical memory takes nothing away from
-//!   its mappings (`cuMemRelease`).
+//! * `cuMemFree` waits for all work of the device. Unmapping device memory and freeing page-locked
+//!   memory wait for nothing, so work through these addresses must be known to be complete. So must
+//!   it before `cuMemHostUnregister`, although the driver waits there. Releasing a handle of
+//!   physical memory takes nothing away from its mappings (`cuMemRelease`).
 //! * An allocation from the pool is usable by work that comes after it on its stream, and freed like
 //!   a write to all of it ("Stream Ordered Memory Allocator").
 //!
@@ -69,7 +70,7 @@ pub enum Call {
     PageLock { ptr: HostPtr, bytes: usize },
     /// Page-locked memory was freed.
     HostFree { ptr: HostPtr },
-    /// Host memory was unregistered, after all work was done.
+    /// Host memory was unregistered; then all work was done.
     HostUnregister { ptr: HostPtr },
     /// The host accesses page-locked memory.
     HostAccess { ptr: HostPtr, bytes: usize, kind: AccessKind },
@@ -151,14 +152,14 @@ impl Oracle {
                 return races(RaceKind::Removal, host("cuMemFreeHost"), pending);
             }
             Call::HostUnregister { ptr } => {
+                let Some(range) = memory.allocation(Side::Host, ptr.0 as u64) else { return Vec::new() };
+                let pending = memory.remove(Side::Host, range, |op| world.is_known(op));
                 world.all_is_complete();
-                if let Some(range) = memory.allocation(Side::Host, ptr.0 as u64) {
-                    memory.remove(Side::Host, range, |_| true);
-                }
+                return races(RaceKind::Removal, host("cuMemHostUnregister"), pending);
             }
             Call::HostAccess { ptr, bytes, kind } => {
                 let touch = Touch { at: CopyEnd::Host(ptr), bytes: bytes as u64, kind };
-                let pending = memory.access(None, &[touch], |op| world.is_known(op));
+                let pending = memory.host_access(touch, |op| world.is_known(op));
                 return races(RaceKind::Host, host("host access"), pending);
             }
             Call::CreateStream { stream, non_blocking } => world.create_stream(stream, non_blocking),
@@ -195,11 +196,13 @@ impl Oracle {
         races
     }
 
-    fn run(&mut self, Started { op, before, touches }: Started) -> Vec<Race> {
-        let is_before = |earlier: &Op| {
-            earlier == &op || before.covers(earlier.line, earlier.number) || self.world.is_known(earlier)
+    fn run(&mut self, Started { op, before, touches, capture }: Started) -> Vec<Race> {
+        let is_before = |earlier: &Op| before.covers(earlier.line, earlier.number) || *earlier == op;
+        let found = if let Some(accesses) = capture.and_then(|capture| self.world.accesses(capture)) {
+            accesses.add(op, &self.memory.pieces(&touches), is_before)
+        } else {
+            self.memory.access(op, &touches, |earlier| is_before(earlier) || self.world.is_known(earlier))
         };
-        let found = self.memory.access(Some(op), &touches, is_before);
         races(RaceKind::Work, op, found)
     }
 }

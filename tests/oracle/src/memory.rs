@@ -47,13 +47,23 @@ pub(crate) enum Side {
 
 type SpaceId = u64;
 
-#[derive(Clone, Debug, Default)]
-struct Space {
-    /// By first byte.
-    cells: BTreeMap<u64, Cell>,
-    /// Mappings, and the handle of physical memory.
-    holders: u32,
+/// A piece of a range of addresses.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    space: SpaceId,
+    bytes: Range<u64>,
+    kind: AccessKind,
+    /// What to add to the bytes for addresses.
+    shift: u64,
 }
+
+/// The latest accesses to each space.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Accesses(HashMap<SpaceId, Cells>);
+
+/// By first byte.
+#[derive(Clone, Debug, Default)]
+struct Cells(BTreeMap<u64, Cell>);
 
 /// Bytes with the same accesses.
 #[derive(Clone, Debug)]
@@ -94,7 +104,9 @@ pub(crate) type Conflict = (Op, Range<u64>);
 pub(crate) struct Memory {
     device: BTreeMap<u64, Mapping>,
     host: BTreeMap<u64, Mapping>,
-    spaces: HashMap<SpaceId, Space>,
+    /// For each space, how many mappings and handles it has.
+    holders: HashMap<SpaceId, u32>,
+    accesses: Accesses,
     physical: HashMap<RawPhysical, SpaceId>,
     next: SpaceId,
 }
@@ -122,9 +134,7 @@ impl Memory {
     /// Maps all of `physical` at `start`.
     pub(crate) fn map(&mut self, start: u64, bytes: u64, physical: RawPhysical) {
         let Some(&space) = self.physical.get(&physical) else { return };
-        if let Some(space) = self.spaces.get_mut(&space) {
-            space.holders += 1;
-        }
+        *self.holders.entry(space).or_default() += 1;
         self.device.insert(start, Mapping { end: start + bytes, space, offset: 0, uses: Latest::default() });
     }
 
@@ -152,42 +162,36 @@ impl Memory {
         pending
     }
 
-    /// Accesses by one operation. Returns the accesses that it conflicts with and that `is_before`
-    /// does not put before it. `op` is `None` for an access by the host, which is over when the next
-    /// operation begins.
-    pub(crate) fn access(
-        &mut self,
-        op: Option<Op>,
-        touches: &[Touch],
-        is_before: impl Fn(&Op) -> bool,
-    ) -> Vec<Conflict> {
-        let mut conflicts = Vec::new();
+    /// Accesses by one operation: see [`Accesses::add`]. Notes that it went through the mappings.
+    pub(crate) fn access(&mut self, op: Op, touches: &[Touch], is_before: impl Fn(&Op) -> bool) -> Vec<Conflict> {
         for touch in touches {
             let (side, range) = touch.range();
-            for (space, bytes, shift) in self.resolve(side, range, op) {
-                let Some(space) = self.spaces.get_mut(&space) else { continue };
-                let found = space.access(op, bytes, touch.kind, &is_before);
-                conflicts.extend(found.into_iter().map(|(first, at)| {
-                    (first, at.start.wrapping_add(shift)..at.end.wrapping_add(shift))
-                }));
+            for (_, mapping) in overlapping(self.side(side), range) {
+                mapping.uses.note(op);
             }
         }
-        conflicts
+        let pieces = self.pieces(touches);
+        self.accesses.add(op, &pieces, is_before)
     }
 
-    /// The pieces of a range of addresses: the space, the bytes in it, and what to add to them for
-    /// addresses. Notes that `op` went through the mappings.
-    fn resolve(&mut self, side: Side, range: Range<u64>, op: Option<Op>) -> Vec<(SpaceId, Range<u64>, u64)> {
-        let mappings = self.side(side);
-        let first = mappings.range(..=range.start).next_back().map_or(range.start, |(&start, _)| start);
+    /// The accesses that an access by the host conflicts with, unless `is_before` puts them before
+    /// it. It is over when the next operation begins, so it is not noted.
+    pub(crate) fn host_access(&mut self, touch: Touch, is_before: impl Fn(&Op) -> bool) -> Vec<Conflict> {
+        let pieces = self.pieces(&[touch]);
+        pieces.iter().flat_map(|piece| self.accesses.conflicts(piece, &is_before)).collect()
+    }
+
+    /// The pieces of memory that are touched.
+    pub(crate) fn pieces(&mut self, touches: &[Touch]) -> Vec<Piece> {
         let mut pieces = Vec::new();
-        for (&start, mapping) in mappings.range_mut(first..range.end) {
-            let (from, to) = (range.start.max(start), range.end.min(mapping.end));
-            if from < to {
-                op.into_iter().for_each(|op| mapping.uses.note(op));
+        for touch in touches {
+            let (side, range) = touch.range();
+            pieces.extend(overlapping(self.side(side), range.clone()).map(|(&start, mapping)| {
                 let shift = start.wrapping_sub(mapping.offset);
-                pieces.push((mapping.space, from.wrapping_sub(shift)..to.wrapping_sub(shift), shift));
-            }
+                let (from, to) = (range.start.max(start), range.end.min(mapping.end));
+                let bytes = from.wrapping_sub(shift)..to.wrapping_sub(shift);
+                Piece { space: mapping.space, bytes, kind: touch.kind, shift }
+            }));
         }
         pieces
     }
@@ -201,67 +205,88 @@ impl Memory {
 
     fn new_space(&mut self) -> SpaceId {
         self.next += 1;
-        self.spaces.insert(self.next, Space { cells: BTreeMap::new(), holders: 1 });
+        self.holders.insert(self.next, 1);
         self.next
     }
 
-    fn drop_holder(&mut self, id: SpaceId) {
-        if let Some(space) = self.spaces.get_mut(&id) {
-            space.holders -= 1;
-            if space.holders == 0 {
-                self.spaces.remove(&id);
+    fn drop_holder(&mut self, space: SpaceId) {
+        if let Some(holders) = self.holders.get_mut(&space) {
+            *holders -= 1;
+            if *holders == 0 {
+                self.holders.remove(&space);
+                self.accesses.0.remove(&space);
             }
         }
     }
 }
 
-impl Space {
-    fn access(
-        &mut self,
-        op: Option<Op>,
-        range: Range<u64>,
-        kind: AccessKind,
-        is_before: impl Fn(&Op) -> bool,
-    ) -> Vec<Conflict> {
+/// The mappings that hold addresses of a range.
+fn overlapping(mappings: &mut BTreeMap<u64, Mapping>, range: Range<u64>) -> impl Iterator<Item = (&u64, &mut Mapping)> {
+    let first = mappings.range(..=range.start).next_back().map_or(range.start, |(&start, _)| start);
+    let within = mappings.range_mut(first..range.end.max(first));
+    within.filter(move |(_, mapping)| mapping.end > range.start && !range.is_empty())
+}
+
+impl Accesses {
+    /// Notes the accesses of one operation. Returns those that it conflicts with and that
+    /// `is_before` does not put before it.
+    pub(crate) fn add(&mut self, op: Op, pieces: &[Piece], is_before: impl Fn(&Op) -> bool) -> Vec<Conflict> {
+        let mut conflicts = Vec::new();
+        for piece in pieces {
+            conflicts.extend(self.conflicts(piece, &is_before));
+            self.0.entry(piece.space).or_default().note(op, piece.bytes.clone(), piece.kind);
+        }
+        conflicts
+    }
+
+    fn conflicts(&self, piece: &Piece, is_before: impl Fn(&Op) -> bool) -> Vec<Conflict> {
+        let Piece { space, bytes, kind, shift } = piece;
+        let Some(Cells(cells)) = self.0.get(space) else { return Vec::new() };
+        let first = cells.range(..=bytes.start).next_back().map_or(bytes.start, |(&start, _)| start);
+        let mut conflicts = Vec::new();
+        for (&start, cell) in cells.range(first..bytes.end).filter(|(_, cell)| cell.end > bytes.start) {
+            let at = start.max(bytes.start).wrapping_add(*shift)..cell.end.min(bytes.end).wrapping_add(*shift);
+            let reads = cell.reads.0.iter().filter(|_| *kind == AccessKind::Write);
+            let earlier = cell.write.iter().chain(reads).filter(|op| !is_before(op));
+            conflicts.extend(earlier.map(|op| (*op, at.clone())));
+        }
+        conflicts
+    }
+}
+
+impl Cells {
+    fn note(&mut self, op: Op, range: Range<u64>, kind: AccessKind) {
         self.split(range.start);
         self.split(range.end);
-        let mut conflicts = Vec::new();
-        for (&start, cell) in self.cells.range(range.clone()) {
-            let reads = cell.reads.0.iter().filter(|_| kind == AccessKind::Write);
-            let earlier = cell.write.iter().chain(reads).filter(|op| !is_before(op));
-            conflicts.extend(earlier.map(|op| (*op, start..cell.end)));
-        }
-        let Some(op) = op else { return conflicts };
-        let covered: Vec<u64> = self.cells.range(range.clone()).map(|(&start, _)| start).collect();
+        let covered: Vec<u64> = self.0.range(range.clone()).map(|(&start, _)| start).collect();
         if kind == AccessKind::Write {
-            covered.iter().for_each(|start| drop(self.cells.remove(start)));
-            self.cells.insert(range.start, Cell { end: range.end, write: Some(op), reads: Latest::default() });
-            return conflicts;
+            covered.iter().for_each(|start| drop(self.0.remove(start)));
+            self.0.insert(range.start, Cell { end: range.end, write: Some(op), reads: Latest::default() });
+            return;
         }
         let mut gap = range.start;
         for start in covered {
             if gap < start {
-                self.cells.insert(gap, Cell { end: start, write: None, reads: Latest(vec![op]) });
+                self.0.insert(gap, Cell { end: start, write: None, reads: Latest(vec![op]) });
             }
-            if let Some(cell) = self.cells.get_mut(&start) {
+            if let Some(cell) = self.0.get_mut(&start) {
                 cell.reads.note(op);
                 gap = cell.end;
             }
         }
         if gap < range.end {
-            self.cells.insert(gap, Cell { end: range.end, write: None, reads: Latest(vec![op]) });
+            self.0.insert(gap, Cell { end: range.end, write: None, reads: Latest(vec![op]) });
         }
-        conflicts
     }
 
     /// Makes cells end or begin at `at`.
     fn split(&mut self, at: u64) {
-        if let Some((_, cell)) = self.cells.range_mut(..at).next_back()
+        if let Some((_, cell)) = self.0.range_mut(..at).next_back()
             && at < cell.end
         {
             let rest = cell.clone();
             cell.end = at;
-            self.cells.insert(at, rest);
+            self.0.insert(at, rest);
         }
     }
 }

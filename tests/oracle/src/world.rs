@@ -20,9 +20,9 @@
 //! * A launch runs after the earlier work of its stream and after earlier launches of the same
 //!   graph. Later work of its stream runs after all nodes (`cuGraphLaunch`).
 //!
-//! Where NVIDIA promises nothing, nothing is ordered: the legacy stream does not wait for a
-//! destroyed stream, and waiting for a blocking stream does not cover the legacy stream's later
-//! work.
+//! NVIDIA leaves some cases open. A destroyed stream counts as a stream until its work is done, so
+//! the legacy stream waits for it. Waiting on the host for a blocking stream does not cover the
+//! legacy stream's later work.
 
 use std::collections::HashMap;
 use std::thread::ThreadId;
@@ -30,7 +30,7 @@ use std::thread::ThreadId;
 use aquifer_device::{RawEvent, RawGraph, RawStream};
 
 use crate::clock::{Clock, Known, Line};
-use crate::memory::Touch;
+use crate::memory::{Accesses, Touch};
 use crate::race::Op;
 
 /// The identity of a live stream: its handle, or the thread whose default stream it is.
@@ -70,6 +70,7 @@ struct Capture {
     /// For each chain, what comes before its next node.
     chains: Vec<Clock>,
     nodes: Vec<Node>,
+    accesses: Accesses,
 }
 
 /// A node of a graph.
@@ -99,12 +100,17 @@ pub(crate) struct Started {
     pub(crate) op: Op,
     pub(crate) before: Clock,
     pub(crate) touches: Vec<Touch>,
+    /// The capture that it is recorded in instead of run. The line and the clock are those of the
+    /// capture then.
+    pub(crate) capture: Option<u64>,
 }
 
 /// Everything that orders work.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct World {
     streams: HashMap<Key, Stream>,
+    /// What comes before the end of destroyed blocking streams.
+    destroyed: Clock,
     events: HashMap<RawEvent, Record>,
     captures: HashMap<u64, Capture>,
     graphs: HashMap<RawGraph, Graph>,
@@ -128,16 +134,19 @@ impl World {
     }
 
     pub(crate) fn destroy_stream(&mut self, stream: RawStream) {
-        let gone = self.streams.remove(&Key::Handle(stream));
+        let Some(gone) = self.streams.remove(&Key::Handle(stream)) else { return };
+        if gone.blocking {
+            self.destroyed.join(&gone.clock);
+        }
         // A capture ends with the stream that began it.
-        if let Some((capture, _)) = gone.and_then(|stream| stream.capture)
+        if let Some((capture, _)) = gone.capture
             && self.captures.get(&capture).is_some_and(|capture| capture.origin == Key::Handle(stream))
         {
             self.close(capture);
         }
     }
 
-    /// Enqueues work on a stream, or records it where the stream captures; then nothing runs.
+    /// Enqueues work on a stream, or records it where the stream captures.
     pub(crate) fn enqueue(
         &mut self,
         thread: ThreadId,
@@ -146,19 +155,23 @@ impl World {
         touches: Vec<Touch>,
     ) -> Option<Started> {
         let key = self.key(thread, stream);
-        let (id, chain) = match self.streams[&key].capture {
-            Some(at) => at,
-            None => {
-                let before = self.act(key);
-                return Some(Started { op: self.append(key, call, stream), before, touches });
-            }
+        let Some((id, chain)) = self.streams[&key].capture else {
+            let before = self.act(key);
+            return Some(Started { op: self.append(key, call, stream), before, touches, capture: None });
         };
         let capture = self.captures.get_mut(&id)?;
         let clock = &mut capture.chains[chain as usize];
         let number = clock.until(chain) + 1;
         clock.advance(chain, number);
+        let op = Op { line: chain, number, call, stream: Some(stream) };
+        let started = Started { op, before: clock.clone(), touches: touches.clone(), capture: Some(id) };
         capture.nodes.push(Node { chain, clock: clock.clone(), number, call, stream, touches });
-        None
+        Some(started)
+    }
+
+    /// The accesses of the nodes of a capture.
+    pub(crate) fn accesses(&mut self, capture: u64) -> Option<&mut Accesses> {
+        self.captures.get_mut(&capture).map(|capture| &mut capture.accesses)
     }
 
     /// Destroys an event.
@@ -233,7 +246,9 @@ impl World {
     pub(crate) fn begin_capture(&mut self, thread: ThreadId, stream: RawStream) {
         let origin = self.key(thread, stream);
         self.next_capture += 1;
-        self.captures.insert(self.next_capture, Capture { origin, chains: vec![Clock::default()], nodes: Vec::new() });
+        let (nodes, accesses) = (Vec::new(), Accesses::default());
+        let capture = Capture { origin, chains: vec![Clock::default()], nodes, accesses };
+        self.captures.insert(self.next_capture, capture);
         self.at(origin).capture = Some((self.next_capture, 0));
     }
 
@@ -252,15 +267,11 @@ impl World {
         self.graphs.remove(&graph);
     }
 
-    /// Launches a graph: its nodes, in an order that their edges allow. A launch that is captured
-    /// adds copies of its nodes to the capture instead.
+    /// Launches a graph: its nodes, in an order that their edges allow. Drivers here refuse to
+    /// capture a launch.
     pub(crate) fn launch(&mut self, thread: ThreadId, graph: RawGraph, stream: RawStream) -> Vec<Started> {
         let key = self.key(thread, stream);
         let Some(mut launched) = self.graphs.get(&graph).cloned() else { return Vec::new() };
-        if let Some((id, chain)) = self.streams[&key].capture {
-            self.insert_nodes(id, chain, launched.nodes);
-            return Vec::new();
-        }
         let mut before = self.act(key);
         before.join(&launched.last);
         let base = self.number;
@@ -272,7 +283,7 @@ impl World {
                 let mut before = before.clone();
                 clock.iter().for_each(|(chain, until)| before.advance(line_of(chain), base + until));
                 let op = Op { line: line_of(chain), number: base + number, call, stream: Some(stream) };
-                Started { op, before, touches }
+                Started { op, before, touches, capture: None }
             })
             .collect();
         self.number = started.iter().map(|node| node.op.number).max().unwrap_or(base);
@@ -284,22 +295,6 @@ impl World {
         launched.nodes = self.graphs.remove(&graph).map(|graph| graph.nodes).unwrap_or_default();
         self.graphs.insert(graph, launched);
         started
-    }
-
-    /// Adds the nodes of a graph to a capture, after those that `chain` comes after.
-    fn insert_nodes(&mut self, capture: u64, chain: Line, nodes: Vec<Node>) {
-        let Some(capture) = self.captures.get_mut(&capture) else { return };
-        let first = index(capture.chains.len());
-        let mut after = capture.chains[chain as usize].clone();
-        for mut node in nodes {
-            let mut clock = capture.chains[chain as usize].clone();
-            node.clock.iter().for_each(|(chain, until)| clock.advance(first + chain, until));
-            node.chain += first;
-            capture.chains.resize(capture.chains.len().max(node.chain as usize + 1), Clock::default());
-            after.join(&clock);
-            capture.nodes.push(Node { clock, ..node });
-        }
-        capture.chains[chain as usize] = after;
     }
 
     /// Takes a capture out of the streams that take part in it.
@@ -314,6 +309,7 @@ impl World {
     fn act(&mut self, key: Key) -> Clock {
         let mut clock = std::mem::take(&mut self.at(key).clock);
         if key == LEGACY {
+            clock.join(&self.destroyed);
             self.streams.values().filter(|stream| stream.blocking).for_each(|stream| clock.join(&stream.clock));
         } else if self.streams[&key].blocking
             && let Some(legacy) = self.streams.get(&LEGACY)
@@ -366,7 +362,8 @@ impl World {
             Record::Captured(..) => None,
         });
         let graphs = self.graphs.values_mut().map(|graph| &mut graph.last);
-        streams.chain(events).chain(graphs).for_each(|clock| self.known.prune(clock));
+        let destroyed = std::iter::once(&mut self.destroyed);
+        streams.chain(events).chain(graphs).chain(destroyed).for_each(|clock| self.known.prune(clock));
     }
 }
 
