@@ -269,7 +269,7 @@ impl Machine {
         let range = self.host.registered(ptr.0)?;
         let op = self.op_ref(None, Operation::HostUnregister, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
-        let waited = self.wait_until(self.horizon);
+        let waited = self.wait_for_all();
         self.checks().inspect(|checks| checks.host_removed(range.clone()));
         self.detector.host.clear(range);
         self.host.free(ptr.0, op);

@@ -100,6 +100,6 @@ impl SimDriver {
 
     /// How many pieces of work a live graph holds.
     pub fn graph_len(&self, graph: RawGraph) -> Option<usize> {
-        self.machine.lock().graphs.get(graph.0).map(|graph| graph.works.len())
+        self.machine.lock().graphs.get(graph.0).map(|graph| graph.nodes.len())
     }
 }

@@ -25,6 +25,8 @@ const PLAIN: std::ops::Range<usize> = 0..2;
 const POOL: std::ops::Range<usize> = 2..4;
 const MAPPED: std::ops::Range<usize> = 4..7;
 const PINNED: std::ops::Range<usize> = 7..9;
+/// Among those that are page-locked, memory of the program's own.
+const REGISTERED: usize = 8;
 const PAGEABLE: usize = 9;
 const MEMORIES: usize = 10;
 
@@ -195,6 +197,8 @@ struct Running {
     /// Memory that work touched since a capture began.
     captured: Vec<(usize, u64)>,
     pageable: Vec<u8>,
+    /// The memory of [`REGISTERED`].
+    registered: Vec<u8>,
     done: Outcome,
 }
 
@@ -255,6 +259,7 @@ impl Running {
             physical: [None; 2],
             captured: Vec::new(),
             pageable: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
+            registered: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
             done: Outcome::default(),
             both,
         };
@@ -285,14 +290,13 @@ impl Running {
         self.act(&step.action);
     }
 
-    /// Frees what the simulator does not: page-locked memory is the host's.
+    /// Frees page-locked memory, which outlives the simulator otherwise.
     fn end(&mut self) {
         self.both.sim.clear_faults();
+        // A capture would keep registered memory from being given back.
+        self.streams.iter().flatten().for_each(|&stream| drop(self.both.end_capture(stream)));
         for memory in PINNED {
-            if let (Some(ptr), _) = self.memories[memory] {
-                // SAFETY: nothing refers to it, and the simulator checks that its own work is done.
-                let _ = unsafe { self.both.host_free(HostPtr(usize::try_from(ptr).unwrap())) };
-            }
+            let _ = self.free(memory);
         }
         let _ = self.both.sim.take_violations();
     }
@@ -357,6 +361,9 @@ impl Running {
             }
             Action::FreeAsync(memory, stream) => {
                 Call::FreeAsync { ptr: DevicePtr(self.memories[memory].0?), stream: self.streams[stream]? }
+            }
+            Action::Renew(REGISTERED, _) => {
+                Call::HostUnregister { ptr: HostPtr(usize::try_from(self.memories[REGISTERED].0?).ok()?) }
             }
             Action::Renew(memory, _) if PINNED.contains(&memory) => {
                 Call::HostFree { ptr: HostPtr(usize::try_from(self.memories[memory].0?).ok()?) }
@@ -550,13 +557,13 @@ impl Running {
         *version += 1;
     }
 
-    fn renew(&mut self, memory: usize, stream: usize) -> Option<()> {
+    fn free(&mut self, memory: usize) -> Option<()> {
         let both = self.both.clone();
-        if MAPPED.contains(&memory) {
-            return None;
-        }
         if let (Some(old), _) = self.memories[memory] {
-            if PINNED.contains(&memory) {
+            if memory == REGISTERED {
+                // SAFETY: as for memory that the driver allocated.
+                unsafe { both.host_unregister(HostPtr(usize::try_from(old).unwrap())) }.ok()?;
+            } else if PINNED.contains(&memory) {
                 // SAFETY: only the simulator touches it, which knows that its work is done, or reports it.
                 unsafe { both.host_free(HostPtr(usize::try_from(old).unwrap())) }.ok()?;
             } else {
@@ -564,10 +571,23 @@ impl Running {
             }
             self.forget(memory);
         }
+        Some(())
+    }
+
+    fn renew(&mut self, memory: usize, stream: usize) -> Option<()> {
+        let both = self.both.clone();
+        if MAPPED.contains(&memory) {
+            return None;
+        }
+        self.free(memory)?;
         let bytes = UNIT * UNITS;
         self.memories[memory].0 = match memory {
             memory if PLAIN.contains(&memory) => Some(both.alloc(bytes).ok()?.0),
             memory if POOL.contains(&memory) => Some(both.alloc_async(bytes, self.streams[stream]?).ok()?.0),
+            // SAFETY: the memory outlives the device's use of it: the program ends by unregistering it.
+            REGISTERED => {
+                Some(unsafe { both.host_register(self.registered.as_mut_ptr(), self.registered.len()) }.ok()?.0 as u64)
+            }
             _ => Some(both.host_alloc(usize::try_from(bytes).unwrap()).ok()?.0 as u64),
         };
         Some(())
