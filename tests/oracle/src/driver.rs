@@ -18,7 +18,7 @@ use crate::memory::Touch;
 use crate::race::Race;
 
 /// A driver in front of another one, whose calls an [`Oracle`] judges. Calls that fail are taken to
-/// have done nothing.
+/// have done nothing, unless the device is lost.
 ///
 /// It makes one call at a time, so that the oracle meets calls in the order in which the device
 /// does: a thread that waits for the device keeps the others waiting.
@@ -42,6 +42,13 @@ impl Judge {
         let found = self.oracle.take(thread::current().id(), call);
         let room = Judge::RACES_MAX.saturating_sub(self.races.len());
         self.races.extend(found.into_iter().take(room));
+    }
+
+    /// The pending work of a lost device never happens, so nothing can meet it any more.
+    fn note_failure(&mut self, error: &DeviceError) {
+        if error.is_device_lost() {
+            self.take(Call::DeviceComplete);
+        }
     }
 }
 
@@ -67,7 +74,7 @@ impl Judged {
 
     /// Makes a call that changes neither order nor memory.
     fn call<T>(&self, _: Operation, make: impl FnOnce(&dyn Driver) -> Result<T>) -> Result<T> {
-        make(self.below())
+        make(self.below()).inspect_err(|error| self.judge.lock().note_failure(error))
     }
 
     /// Makes a call and tells the oracle, if it succeeded and says something.
@@ -77,7 +84,7 @@ impl Judged {
         told: impl FnOnce(&T) -> Option<Call>,
     ) -> Result<T> {
         let mut judge = self.judge.lock();
-        let answer = make(self.below())?;
+        let answer = make(self.below()).inspect_err(|error| judge.note_failure(error))?;
         told(&answer).into_iter().for_each(|call| judge.take(call));
         Ok(answer)
     }
@@ -231,7 +238,7 @@ impl Driver for Judged {
     /// Succeeds only if both events are complete.
     fn elapsed_ms(&self, start: RawEvent, end: RawEvent) -> Result<f64> {
         let mut judge = self.judge.lock();
-        let elapsed = self.below.elapsed_ms(start, end)?;
+        let elapsed = self.below.elapsed_ms(start, end).inspect_err(|error| judge.note_failure(error))?;
         [start, end].into_iter().for_each(|event| judge.take(Call::EventComplete { event }));
         Ok(elapsed)
     }
@@ -317,6 +324,7 @@ impl Driver for Judged {
         let mut judge = self.judge.lock();
         let ended = self.below.end_capture(stream);
         let is_over = |error: &DeviceError| matches!(error.code, Code::CAPTURE_INVALIDATED | Code::CAPTURE_UNJOINED);
+        ended.as_ref().err().into_iter().for_each(|error| judge.note_failure(error));
         if ended.as_ref().err().is_none_or(is_over) {
             judge.take(Call::EndCapture { stream, graph: ended.as_ref().ok().copied() });
         }

@@ -3,8 +3,8 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
+use aquifer_device::Driver;
 use aquifer_device::sim::{Fault, SimConfig, SimDriver, ViolationKind};
-use aquifer_device::{Code, Driver};
 use aquifer_oracle::{Judged, RaceKind};
 
 /// What a checker found: the kinds of races, sorted.
@@ -26,13 +26,10 @@ impl Deref for Both {
 }
 
 impl Both {
-    /// A device of 64 MiB. Its calls fail at `rate`, without effect.
-    pub(crate) fn new(seed: u64, rate: f64) -> Both {
-        let mut config = SimConfig::new(64 << 20).seed(seed).checks(false);
-        if rate > 0.0 {
-            config = config.fault(Fault::Rate { operation: None, rate, code: Code::OUT_OF_MEMORY });
-        }
-        let sim = SimDriver::new(config);
+    /// A device of 64 MiB.
+    pub(crate) fn new(seed: u64, fault: Option<Fault>) -> Both {
+        let config = SimConfig::new(64 << 20).seed(seed).checks(false);
+        let sim = SimDriver::new(fault.into_iter().fold(config, SimConfig::fault));
         Both { judged: Judged::new(sim.clone()), sim }
     }
 

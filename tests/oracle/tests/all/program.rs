@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_device::sim::Fault;
 use aquifer_device::{
-    Access, AccessKind, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, PhysicalOptions, RawEvent, RawGraph,
-    RawPhysical, RawStream, StreamFlags,
+    Access, AccessKind, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, PhysicalOptions, RawEvent,
+    RawGraph, RawPhysical, RawStream, StreamFlags,
 };
 use aquifer_oracle::{Call, Touch};
 use parking_lot::Mutex;
@@ -93,7 +94,7 @@ pub(crate) struct Step {
 }
 
 fn place(memories: std::ops::Range<usize>) -> impl Strategy<Value = Place> {
-    let units = prop_oneof![8 => 1..=2_u64, 1 => 3..=UNITS];
+    let units = prop_oneof![16 => 1..=2_u64, 2 => 3..=UNITS, 1 => Just(0)];
     (memories, 0..UNITS, units).prop_map(|(memory, from, units)| Place { memory, from, units: units.min(UNITS - from) })
 }
 
@@ -181,7 +182,11 @@ pub(crate) fn program() -> impl Strategy<Value = Vec<Step>> {
     let steps = (thread, prop::bool::weighted(0.1), actions).prop_map(|(thread, bold, actions)| {
         actions.into_iter().map(|action| Step { thread, bold, action }).collect::<Vec<_>>()
     });
-    prop::collection::vec(steps, 1..60).prop_map(|steps| steps.concat())
+    let steps = prop::collection::vec(steps, 1..60).prop_map(|steps| steps.concat());
+    (steps, prop::bool::weighted(0.3)).prop_map(|(mut steps, has_threads)| {
+        steps.iter_mut().for_each(|step| step.thread *= usize::from(has_threads));
+        steps
+    })
 }
 
 /// The objects of a program, by number.
@@ -220,9 +225,18 @@ impl Outcome {
     }
 }
 
+/// Calls fail in one program of four, and the device is lost in one of sixteen.
+fn fault(seed: u64) -> Option<Fault> {
+    match seed % 16 {
+        0 | 4 | 8 | 12 => Some(Fault::Rate { operation: None, rate: 0.03, code: Code::OUT_OF_MEMORY }),
+        1 => Some(Fault::LostAt { nth: 40 + seed % 64 }),
+        _ => None,
+    }
+}
+
 /// Runs a program until its first race for either checker, or to its end.
-pub(crate) fn run(seed: u64, rate: f64, steps: &[Step]) -> Outcome {
-    let both = Both::new(seed, rate);
+pub(crate) fn run(seed: u64, steps: &[Step]) -> Outcome {
+    let both = Both::new(seed, fault(seed));
     let running = Arc::new(Mutex::new(Running::new(both)));
     let mut crew = Crew::default();
     for (number, step) in steps.iter().enumerate() {

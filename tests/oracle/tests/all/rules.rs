@@ -2,10 +2,12 @@
 
 use std::thread;
 
+use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{
-    Access, AccessKind, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, PhysicalOptions, RawPhysical, RawStream,
-    StreamFlags,
+    Access, AccessKind, Copy2d, CopyEnd, CopyPart, DevicePtr, Driver, HostPtr, Launch, PhysicalOptions, RawPhysical,
+    RawStream, StreamFlags,
 };
+use aquifer_oracle::Judged;
 use aquifer_oracle::RaceKind::{self, Host, Removal, Work};
 
 use crate::both::Both;
@@ -27,7 +29,7 @@ struct Bench {
 
 impl Bench {
     fn new() -> Bench {
-        let both = Both::new(1, 0.0);
+        let both = Both::new(1, None);
         let stream = |non_blocking| both.create_stream(StreamFlags { non_blocking, priority: 0 }).unwrap();
         Bench {
             blocking: [stream(false), stream(false)],
@@ -261,6 +263,15 @@ fn a_record_on_the_legacy_stream_orders_blocking_streams() {
 }
 
 #[test]
+fn a_wait_of_the_legacy_stream_orders_blocking_streams() {
+    let bench = Bench::new();
+    bench.write(bench.blocking[0]);
+    bench.order(bench.free[0], LEGACY);
+    bench.write(bench.blocking[1]);
+    bench.is_race_free();
+}
+
+#[test]
 fn the_legacy_stream_waits_for_a_destroyed_stream() {
     let bench = Bench::new();
     bench.write(bench.blocking[0]);
@@ -355,8 +366,10 @@ fn a_query_tells_only_when_it_is_true() {
 #[test]
 fn a_query_that_is_false_orders_nothing() {
     let bench = Bench::new();
+    let event = bench.both.create_event(false).unwrap();
     bench.write(bench.free[0]);
-    assert!(!bench.both.query_stream(bench.free[0]).unwrap());
+    bench.both.record(event, bench.free[0]).unwrap();
+    assert!(!bench.both.query_event(event).unwrap() && !bench.both.query_stream(bench.free[0]).unwrap());
     bench.write(bench.free[1]);
     bench.races(Work);
 }
@@ -583,6 +596,23 @@ fn addresses_with_other_memory_behind_them_are_other_memory() {
 }
 
 #[test]
+fn work_across_mappings_uses_the_memory_of_each() {
+    let bench = Bench::new();
+    let (both, alias) = (bench.both.reserve(2 * GRANULE, 0).unwrap(), bench.addresses());
+    let (first, second) = (bench.physical(), bench.physical());
+    bench.map(both, first);
+    bench.map(both.offset(GRANULE), second);
+    bench.map(alias, second);
+    bench.fill(both.offset(GRANULE - 1), bench.free[0]);
+    bench.fill(alias.offset(BYTES - 1), bench.free[1]);
+    bench.both.assert_found(&[]);
+    bench.both.memset(alias.offset(BYTES - 2), 1, 1, bench.free[1]).unwrap();
+    bench.both.assert_found(&[Work]);
+    bench.both.unmap(both, 2 * GRANULE).unwrap();
+    bench.both.assert_found(&[Work, Removal]);
+}
+
+#[test]
 fn pool_memory_is_usable_in_the_order_of_its_stream() {
     let bench = Bench::new();
     let memory = bench.both.alloc_async(BYTES, bench.free[0]).unwrap();
@@ -752,5 +782,33 @@ fn calls_that_fail_do_nothing() {
     bench.both.synchronize_stream(not_a_stream).unwrap_err();
     bench.both.free(bench.memory.offset(1)).unwrap_err();
     bench.write(bench.free[1]);
+    bench.races(Work);
+}
+
+#[test]
+fn the_work_of_a_lost_device_never_happens() {
+    let bench = Bench::new();
+    bench.download(64, bench.free[0]);
+    bench.both.sim.inject(Fault::LostAt { nth: 1 });
+    assert!(bench.both.create_event(false).unwrap_err().is_device_lost());
+    bench.host_access(AccessKind::Write);
+    bench.is_race_free();
+}
+
+#[test]
+fn peers_invent_no_races() {
+    let bench = Bench::new();
+    let peer = Judged::new(SimDriver::new(SimConfig::new(64 << 20).ordinal(1)));
+    let (theirs, event) = (peer.create_stream(StreamFlags::default()).unwrap(), peer.create_event(false).unwrap());
+    let memory = peer.alloc(BYTES).unwrap();
+    bench.write(bench.free[0]);
+    let ours = bench.both.create_event(false).unwrap();
+    bench.both.record(ours, bench.free[0]).unwrap();
+    peer.wait_peer(theirs, &*bench.both.judged, ours).unwrap();
+    peer.record(event, theirs).unwrap();
+    bench.both.wait_peer(bench.free[1], &*peer, event).unwrap();
+    bench.both.copy_peer(bench.memory, &*peer, memory, BYTES, bench.free[1]).unwrap();
+    bench.both.assert_found(&[]);
+    bench.write(bench.free[0]);
     bench.races(Work);
 }
