@@ -82,16 +82,15 @@ struct Mapping {
     uses: Latest,
 }
 
-/// The latest operation of each line.
+/// Operations that nothing orders among themselves. What comes before one of them is left out: what
+/// is ordered after the later one is ordered after both.
 #[derive(Clone, Debug, Default)]
 struct Latest(Vec<Op>);
 
 impl Latest {
-    fn note(&mut self, op: Op) {
-        match self.0.iter_mut().find(|latest| latest.line == op.line) {
-            Some(latest) => *latest = op,
-            None => self.0.push(op),
-        }
+    fn note(&mut self, op: Op, is_before: impl Fn(&Op) -> bool) {
+        self.0.retain(|earlier| !is_before(earlier));
+        self.0.push(op);
     }
 }
 
@@ -167,7 +166,7 @@ impl Memory {
         for touch in touches {
             let (side, range) = touch.range();
             for (_, mapping) in overlapping(self.side(side), range) {
-                mapping.uses.note(op);
+                mapping.uses.note(op, &is_before);
             }
         }
         let pieces = self.pieces(touches);
@@ -234,7 +233,7 @@ impl Accesses {
         let mut conflicts = Vec::new();
         for piece in pieces {
             conflicts.extend(self.conflicts(piece, &is_before));
-            self.0.entry(piece.space).or_default().note(op, piece.bytes.clone(), piece.kind);
+            self.0.entry(piece.space).or_default().note(op, piece.bytes.clone(), piece.kind, &is_before);
         }
         conflicts
     }
@@ -255,7 +254,7 @@ impl Accesses {
 }
 
 impl Cells {
-    fn note(&mut self, op: Op, range: Range<u64>, kind: AccessKind) {
+    fn note(&mut self, op: Op, range: Range<u64>, kind: AccessKind, is_before: impl Fn(&Op) -> bool) {
         self.split(range.start);
         self.split(range.end);
         let covered: Vec<u64> = self.0.range(range.clone()).map(|(&start, _)| start).collect();
@@ -270,7 +269,7 @@ impl Cells {
                 self.0.insert(gap, Cell { end: start, write: None, reads: Latest(vec![op]) });
             }
             if let Some(cell) = self.0.get_mut(&start) {
-                cell.reads.note(op);
+                cell.reads.note(op, &is_before);
                 gap = cell.end;
             }
         }

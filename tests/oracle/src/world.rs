@@ -29,7 +29,7 @@ use std::thread::ThreadId;
 
 use aquifer_device::{RawEvent, RawGraph, RawStream};
 
-use crate::clock::{Clock, Known, Line};
+use crate::clock::{Clock, Line};
 use crate::memory::{Accesses, Touch};
 use crate::race::Op;
 
@@ -81,7 +81,6 @@ struct Node {
     clock: Clock,
     number: u64,
     call: &'static str,
-    stream: RawStream,
     touches: Vec<Touch>,
 }
 
@@ -114,7 +113,8 @@ pub(crate) struct World {
     events: HashMap<RawEvent, Record>,
     captures: HashMap<u64, Capture>,
     graphs: HashMap<RawGraph, Graph>,
-    known: Known,
+    /// What the host knows to be complete. It comes before all that the host does from now on.
+    known: Clock,
     lines: Line,
     number: u64,
     next_capture: u64,
@@ -165,7 +165,7 @@ impl World {
         clock.advance(chain, number);
         let op = Op { line: chain, number, call, stream: Some(stream) };
         let started = Started { op, before: clock.clone(), touches: touches.clone(), capture: Some(id) };
-        capture.nodes.push(Node { chain, clock: clock.clone(), number, call, stream, touches });
+        capture.nodes.push(Node { chain, clock: clock.clone(), number, call, touches });
         Some(started)
     }
 
@@ -218,28 +218,25 @@ impl World {
     /// Orders later work of the stream after all work.
     pub(crate) fn wait_for_all(&mut self, thread: ThreadId, stream: RawStream) {
         let key = self.key(thread, stream);
-        let ends = self.streams.values().map(|stream| (stream.line, self.number));
-        let graphs = self.graphs.values().flat_map(|graph| &graph.lines).map(|&line| (line, self.number));
-        let all: Vec<_> = ends.chain(graphs).collect();
-        all.into_iter().for_each(|(line, number)| self.at(key).clock.advance(line, number));
+        self.at(key).clock = Clock::all(self.number);
     }
 
     /// The host learns that the stream is complete.
     pub(crate) fn stream_is_complete(&mut self, thread: ThreadId, stream: RawStream) {
         let key = self.key(thread, stream);
-        self.known.learn(&self.streams[&key].clock);
+        self.known.join(&self.streams[&key].clock);
     }
 
     /// The host learns that the event is complete.
     pub(crate) fn event_is_complete(&mut self, event: RawEvent) {
         if let Some(Record::Run(before)) = self.events.get(&event) {
-            self.known.learn(before);
+            self.known.join(before);
         }
     }
 
     /// The host learns that all work is complete.
     pub(crate) fn all_is_complete(&mut self) {
-        self.known.learn_all(self.number);
+        self.known = Clock::all(self.number);
         self.prune();
     }
 
@@ -271,29 +268,25 @@ impl World {
     /// capture a launch.
     pub(crate) fn launch(&mut self, thread: ThreadId, graph: RawGraph, stream: RawStream) -> Vec<Started> {
         let key = self.key(thread, stream);
-        let Some(mut launched) = self.graphs.get(&graph).cloned() else { return Vec::new() };
         let mut before = self.act(key);
-        before.join(&launched.last);
         let base = self.number;
-        let line_of = |chain: Line| launched.lines[chain as usize];
-        let started: Vec<Started> = launched
-            .nodes
-            .into_iter()
-            .map(|Node { chain, clock, number, call, stream, touches }| {
-                let mut before = before.clone();
-                clock.iter().for_each(|(chain, until)| before.advance(line_of(chain), base + until));
-                let op = Op { line: line_of(chain), number: base + number, call, stream: Some(stream) };
-                Started { op, before, touches, capture: None }
-            })
-            .collect();
+        let Some(Graph { nodes, lines, last }) = self.graphs.get(&graph) else { return Vec::new() };
+        before.join(last);
+        let line = |chain: Line| lines[chain as usize];
+        let start = |node: &Node| {
+            let mut before = before.clone();
+            node.clock.lines().for_each(|(chain, until)| before.advance(line(chain), base + until));
+            let op = Op { line: line(node.chain), number: base + node.number, call: node.call, stream: Some(stream) };
+            Started { op, before, touches: node.touches.clone(), capture: None }
+        };
+        let started: Vec<Started> = nodes.iter().map(start).collect();
         self.number = started.iter().map(|node| node.op.number).max().unwrap_or(base);
         started.iter().for_each(|node| before.join(&node.before));
         self.at(key).clock = before;
         // The launch is itself an operation of the stream, after its nodes.
         self.append(key, "cuGraphLaunch", stream);
-        launched.last = self.streams[&key].clock.clone();
-        launched.nodes = self.graphs.remove(&graph).map(|graph| graph.nodes).unwrap_or_default();
-        self.graphs.insert(graph, launched);
+        let last = self.at(key).clock.clone();
+        self.graphs.get_mut(&graph).into_iter().for_each(|graph| graph.last.clone_from(&last));
         started
     }
 
@@ -363,7 +356,7 @@ impl World {
         });
         let graphs = self.graphs.values_mut().map(|graph| &mut graph.last);
         let destroyed = std::iter::once(&mut self.destroyed);
-        streams.chain(events).chain(graphs).chain(destroyed).for_each(|clock| self.known.prune(clock));
+        streams.chain(events).chain(graphs).chain(destroyed).for_each(|clock| clock.prune(&self.known));
     }
 }
 

@@ -10,7 +10,8 @@ use aquifer_oracle::RaceKind;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-use crate::program::{Outcome, Step, program, run};
+use crate::program::{Step, program};
+use crate::running::{Outcome, run};
 
 /// How many programs run where nothing else is asked for.
 const PROGRAMS: u64 = 300;
