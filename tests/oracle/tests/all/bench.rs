@@ -24,7 +24,7 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new() -> Bench {
-        let both = Both::new(1, None);
+        let both = Both::new(1);
         let stream = |non_blocking| both.create_stream(StreamFlags { non_blocking, priority: 0 }).unwrap();
         Bench {
             blocking: [stream(false), stream(false)],

@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use aquifer_device::Driver;
-use aquifer_device::sim::{Fault, SimConfig, SimDriver, ViolationKind};
+use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
 use aquifer_oracle::{Judged, RaceKind};
 
 /// What a checker found: the kinds of races, sorted.
@@ -27,9 +27,8 @@ impl Deref for Both {
 
 impl Both {
     /// A device of 64 MiB.
-    pub(crate) fn new(seed: u64, fault: Option<Fault>) -> Both {
-        let config = SimConfig::new(64 << 20).seed(seed).checks(false);
-        let sim = SimDriver::new(fault.into_iter().fold(config, SimConfig::fault));
+    pub(crate) fn new(seed: u64) -> Both {
+        let sim = SimDriver::new(SimConfig::new(64 << 20).seed(seed).checks(false));
         Both { judged: Judged::new(sim.clone()), sim }
     }
 

@@ -29,6 +29,9 @@ struct Running {
     memories: [(Option<u64>, u64); MEMORIES],
     mapped: [bool; MEMORIES],
     physical: [Option<RawPhysical>; 2],
+    /// How many other streams come and go before each one is created, so that identities are close
+    /// together or far apart.
+    strangers: usize,
     /// Memory that work touched since a capture began.
     captured: Vec<(usize, u64)>,
     pageable: Vec<u8>,
@@ -59,15 +62,14 @@ impl Outcome {
 fn fault(seed: u64) -> Option<Fault> {
     match seed % 16 {
         0 | 4 | 8 | 12 => Some(Fault::Rate { operation: None, rate: 0.03, code: Code::OUT_OF_MEMORY }),
-        1 => Some(Fault::LostAt { nth: 40 + seed % 64 }),
+        1 => Some(Fault::LostAt { nth: 1 + seed / 16 % 64 }),
         _ => None,
     }
 }
 
 /// Runs a program until its first race for either checker, or to its end.
 pub(crate) fn run(seed: u64, steps: &[Step]) -> Outcome {
-    let both = Both::new(seed, fault(seed));
-    let running = Arc::new(Mutex::new(Running::new(both)));
+    let running = Arc::new(Mutex::new(Running::new(seed)));
     let mut crew = Crew::default();
     for (number, step) in steps.iter().enumerate() {
         if matches!(step.action, Action::EndThread) {
@@ -93,7 +95,7 @@ pub(crate) fn run(seed: u64, steps: &[Step]) -> Outcome {
 }
 
 impl Running {
-    fn new(both: Both) -> Running {
+    fn new(seed: u64) -> Running {
         let mut running = Running {
             streams: [Some(RawStream::LEGACY), Some(RawStream::PER_THREAD), None, None, None, None],
             events: [None; EVENTS],
@@ -101,11 +103,12 @@ impl Running {
             memories: [(None, 0); MEMORIES],
             mapped: [false; MEMORIES],
             physical: [None; 2],
+            strangers: if seed % 3 == 0 { 30 } else { 0 },
             captured: Vec::new(),
             pageable: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
             registered: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
             done: Outcome::default(),
-            both,
+            both: Both::new(seed),
         };
         running.memories[PAGEABLE].0 = Some(running.pageable.as_mut_ptr().addr() as u64);
         for memory in MAPPED {
@@ -118,7 +121,8 @@ impl Running {
         PLAIN.chain(POOL).chain(PINNED).for_each(|memory| running.act(&Action::Renew(memory, 0)));
         (0..EVENTS).for_each(|event| running.act(&Action::RenewEvent(event)));
         (2..STREAMS).for_each(|stream| running.act(&Action::CreateStream(stream, stream > 3)));
-        let _ = running.both.synchronize();
+        running.both.synchronize().unwrap();
+        fault(seed).into_iter().for_each(|fault| running.both.sim.inject(fault));
         running.done = Outcome::default();
         running
     }
@@ -266,6 +270,10 @@ impl Running {
             Action::Advance(ns) => both.sim.advance(Duration::from_nanos(ns)),
             Action::CreateStream(stream, non_blocking) => {
                 if self.streams[stream].is_none() {
+                    for _ in 0..self.strangers {
+                        let passing = both.create_stream(StreamFlags::default()).ok()?;
+                        both.destroy_stream(passing).ok()?;
+                    }
                     self.streams[stream] = Some(both.create_stream(StreamFlags { non_blocking, priority: 0 }).ok()?);
                 }
             }
