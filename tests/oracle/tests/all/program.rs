@@ -132,12 +132,13 @@ fn action() -> impl Strategy<Value = Action> {
 /// A capture of one stream or two, and launches of its graph.
 fn capture() -> impl Strategy<Value = Vec<Action>> {
     use Action::*;
-    let memory = || prop_oneof![3 => place(0..PINNED.start), 1 => place(PINNED)];
+    // Graphs mostly name mapped memory, so that two places are one more often.
+    let device = || prop_oneof![2 => place(MAPPED), 1 => place(0..PINNED.start)];
+    let memory = move || prop_oneof![3 => device(), 1 => place(PINNED)];
     let node = move |stream: usize| {
         prop_oneof![
-            prop::collection::vec((place(0..PINNED.start), kind()), 0..3)
-                .prop_map(move |touches| Kernel(stream, touches)),
-            place(0..PINNED.start).prop_map(move |place| Fill(stream, place)),
+            prop::collection::vec((device(), kind()), 0..3).prop_map(move |touches| Kernel(stream, touches)),
+            device().prop_map(move |place| Fill(stream, place)),
             (memory(), memory()).prop_map(move |(from, to)| Copy(stream, from, to)),
         ]
     };
@@ -151,7 +152,14 @@ fn capture() -> impl Strategy<Value = Vec<Action>> {
             3 => (0..STREAMS).prop_map(move |stream| LaunchGraph(graph, stream)),
             1 => action(),
         ];
-        let launches = prop::collection::vec(after, 1..5);
+        // Addresses that the graph names may have other memory behind them when it is launched.
+        let moves = prop::option::weighted(0.4, (MAPPED, 0..2_usize));
+        let launches = (moves, prop::collection::vec(after, 1..5)).prop_map(|(moves, mut launches)| {
+            if let Some((memory, physical)) = moves {
+                launches.splice(..0, [Synchronize, Unmap(memory), Map(memory, physical)]);
+            }
+            launches
+        });
         (node(origin), link(origin, other), nodes(), nodes(), link(other, origin), launches).prop_map(
             move |(first, fork, one, two, join, launches)| {
                 let mut actions = vec![BeginCapture(origin), first, fork.0, fork.1];
