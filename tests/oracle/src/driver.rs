@@ -89,16 +89,20 @@ impl Judged {
         Ok(answer)
     }
 
-    /// Enqueues work. Copies and fills of no bytes enqueue nothing.
+    /// Enqueues work. Copies and fills of no bytes enqueue nothing. `touches` is asked once the
+    /// driver has checked the arguments.
     fn enqueue(
         &self,
         operation: Operation,
         stream: RawStream,
-        touches: Vec<Touch>,
+        touches: impl FnOnce() -> Vec<Touch>,
         make: impl FnOnce(&dyn Driver) -> Result<()>,
     ) -> Result<()> {
-        let is_work = operation == Operation::Launch || touches.iter().any(|touch| touch.bytes > 0);
-        self.judge(make, |()| is_work.then(|| Call::Work { call: operation.name(), stream, touches }))
+        self.judge(make, |()| {
+            let touches = touches();
+            let is_work = operation == Operation::Launch || touches.iter().any(|touch| touch.bytes > 0);
+            is_work.then(|| Call::Work { call: operation.name(), stream, touches })
+        })
     }
 }
 
@@ -127,7 +131,8 @@ fn rows(first: CopyEnd, pitch: u64, copy: &Copy2d, touch: fn(CopyEnd, u64) -> To
             CopyEnd::Host(HostPtr(ptr.saturating_add(further)))
         }
     };
-    (0..copy.height).map(|at| touch(row(at), copy.width)).collect()
+    let height = if copy.width == 0 { 0 } else { copy.height };
+    (0..height).map(|at| touch(row(at), copy.width)).collect()
 }
 
 impl Driver for Judged {
@@ -248,7 +253,7 @@ impl Driver for Judged {
     }
 
     unsafe fn copy_to_device(&self, dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
-        let touches = vec![read(host(src), bytes as u64), write(CopyEnd::Device(dst), bytes as u64)];
+        let touches = || vec![read(host(src), bytes as u64), write(CopyEnd::Device(dst), bytes as u64)];
         self.enqueue(Operation::CopyToDevice, stream, touches, |below| {
             // SAFETY: the caller's promise is passed on unchanged.
             unsafe { below.copy_to_device(dst, src, bytes, stream) }
@@ -256,7 +261,7 @@ impl Driver for Judged {
     }
 
     unsafe fn copy_to_host(&self, dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> Result<()> {
-        let touches = vec![read(CopyEnd::Device(src), bytes as u64), write(host(dst), bytes as u64)];
+        let touches = || vec![read(CopyEnd::Device(src), bytes as u64), write(host(dst), bytes as u64)];
         self.enqueue(Operation::CopyToHost, stream, touches, |below| {
             // SAFETY: the caller's promise is passed on unchanged.
             unsafe { below.copy_to_host(dst, src, bytes, stream) }
@@ -264,7 +269,7 @@ impl Driver for Judged {
     }
 
     fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
-        let touches = vec![read(CopyEnd::Device(src), bytes), write(CopyEnd::Device(dst), bytes)];
+        let touches = || vec![read(CopyEnd::Device(src), bytes), write(CopyEnd::Device(dst), bytes)];
         self.enqueue(Operation::CopyOnDevice, stream, touches, |below| below.copy_on_device(dst, src, bytes, stream))
     }
 
@@ -276,13 +281,16 @@ impl Driver for Judged {
         bytes: u64,
         stream: RawStream,
     ) -> Result<()> {
-        let touches = vec![write(CopyEnd::Device(dst), bytes)];
+        let touches = || vec![write(CopyEnd::Device(dst), bytes)];
         self.enqueue(Operation::CopyPeer, stream, touches, |below| below.copy_peer(dst, peer, src, bytes, stream))
     }
 
     unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
-        let mut touches = rows(copy.src, copy.src_pitch, copy, read);
-        touches.extend(rows(copy.dst, copy.dst_pitch, copy, write));
+        let touches = || {
+            let mut touches = rows(copy.src, copy.src_pitch, copy, read);
+            touches.extend(rows(copy.dst, copy.dst_pitch, copy, write));
+            touches
+        };
         self.enqueue(Operation::Copy2d, stream, touches, |below| {
             // SAFETY: the caller's promise is passed on unchanged.
             unsafe { below.copy_2d(copy, stream) }
@@ -291,7 +299,7 @@ impl Driver for Judged {
 
     unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
         let both = |part: &CopyPart| [read(part.src, part.bytes), write(part.dst, part.bytes)];
-        let touches = copies.iter().flat_map(both).collect();
+        let touches = || copies.iter().flat_map(both).collect();
         self.enqueue(Operation::CopyBatch, stream, touches, |below| {
             // SAFETY: the caller's promise is passed on unchanged.
             unsafe { below.copy_batch(copies, stream) }
@@ -299,7 +307,7 @@ impl Driver for Judged {
     }
 
     fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
-        let touches = vec![write(CopyEnd::Device(ptr), bytes)];
+        let touches = || vec![write(CopyEnd::Device(ptr), bytes)];
         self.enqueue(Operation::Memset, stream, touches, |below| below.memset(ptr, value, bytes, stream))
     }
 
@@ -309,10 +317,15 @@ impl Driver for Judged {
             bytes: access.bytes,
             kind: access.kind,
         };
-        self.enqueue(Operation::Launch, stream, launch.accesses.iter().map(touch).collect(), |below| {
-            // SAFETY: the caller's promise is passed on unchanged.
-            unsafe { below.launch(launch, stream) }
-        })
+        self.enqueue(
+            Operation::Launch,
+            stream,
+            || launch.accesses.iter().map(touch).collect(),
+            |below| {
+                // SAFETY: the caller's promise is passed on unchanged.
+                unsafe { below.launch(launch, stream) }
+            },
+        )
     }
 
     fn begin_capture(&self, stream: RawStream) -> Result<()> {

@@ -3,11 +3,13 @@
 //! # What the two checkers agree on
 //!
 //! The oracle and the simulator's race detector judge the same calls, and must agree, for every
-//! program, on **the first call that races, and on the [`RaceKind`]s found in it**. Nodes of one
-//! graph race in the call that captures the later one, whether or not the graph is launched. A
-//! program without such a call is free of races for both. Beyond the first race the two may differ: which
-//! of several unordered accesses counts as the last one is a matter of choice. So are the pairs
-//! and ranges that a report names.
+//! program, on **the first call that races, and on the [`RaceKind`]s found in it**. A program
+//! without such a call is free of races for both. Nodes of one graph race in the call that captures
+//! the later one, whether or not the graph is launched; if they race because mappings changed since,
+//! in the launch.
+//!
+//! Beyond the first race the two may differ: which of several unordered accesses counts as the last
+//! one is a matter of choice. So are the pairs and ranges that a report names.
 //!
 //! # Rules of memory
 //!
@@ -18,7 +20,7 @@
 //! * A copy from pageable host memory has read it when the call returns; the device may still write
 //!   the target. A copy to pageable host memory is complete when the call returns, and with it the
 //!   earlier work of its stream ("API synchronization behavior").
-//! * Page-locked memory is touched by the device at any time until the copy is complete.
+//! * The device may touch page-locked memory at any time until the copy is complete.
 //! * `cuMemFree` waits for all work of the device. Unmapping device memory and freeing page-locked
 //!   memory wait for nothing, so work through these addresses must be known to be complete. So must
 //!   it before `cuMemHostUnregister`, although the driver waits there. Releasing a handle of
@@ -33,6 +35,8 @@
 //!   peer is a write here alone. So a race may be missed there, and none is invented.
 //! * Order among host threads: the host's own accesses race with work only, never with each other.
 //! * Pageable memory: the host's use of it is a matter of Rust's own rules.
+//! * Captures that a thread leaves behind on its default stream when it ends.
+//! * Modules that are unloaded while their kernels may still run.
 
 use std::thread::ThreadId;
 

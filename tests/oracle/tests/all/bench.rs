@@ -98,7 +98,7 @@ impl Bench {
     }
 
     #[track_caller]
-    pub(crate) fn is_race_free(self) {
+    pub(crate) fn races_nowhere(self) {
         self.both.assert_found(&[]);
     }
 }

@@ -19,12 +19,15 @@ use crate::program::{
     UNITS,
 };
 
+/// The number of a memory, and how often it was renewed.
+type Version = (usize, u64);
+
 /// The objects of a program, by number.
 struct Running {
     both: Both,
     streams: [Option<RawStream>; STREAMS],
     events: [Option<RawEvent>; EVENTS],
-    graphs: [Option<(RawGraph, Vec<(usize, u64)>)>; GRAPHS],
+    graphs: [Option<(RawGraph, Vec<Version>)>; GRAPHS],
     /// The first address of each memory, and how often it was renewed.
     memories: [(Option<u64>, u64); MEMORIES],
     mapped: [bool; MEMORIES],
@@ -33,7 +36,7 @@ struct Running {
     /// together or far apart.
     strangers: usize,
     /// Memory that work touched since a capture began.
-    captured: Vec<(usize, u64)>,
+    captured: Vec<Version>,
     pageable: Vec<u8>,
     /// The memory of [`REGISTERED`].
     registered: Vec<u8>,
@@ -103,7 +106,7 @@ impl Running {
             memories: [(None, 0); MEMORIES],
             mapped: [false; MEMORIES],
             physical: [None; 2],
-            strangers: if seed % 3 == 0 { 30 } else { 0 },
+            strangers: if seed.is_multiple_of(3) { 30 } else { 0 },
             captured: Vec::new(),
             pageable: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
             registered: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
@@ -154,7 +157,7 @@ impl Running {
         let (Some(start), _) = self.memories[place.memory] else { return None };
         let first = start + place.from * UNIT;
         if place.memory >= PINNED.start {
-            return Some(CopyEnd::Host(HostPtr(usize::try_from(first).unwrap())));
+            return Some(CopyEnd::Host(host(first)));
         }
         (!MAPPED.contains(&place.memory) || self.mapped[place.memory]).then_some(CopyEnd::Device(DevicePtr(first)))
     }
@@ -210,11 +213,9 @@ impl Running {
             Action::FreeAsync(memory, stream) => {
                 Call::FreeAsync { ptr: DevicePtr(self.memories[memory].0?), stream: self.streams[stream]? }
             }
-            Action::Renew(REGISTERED, _) => {
-                Call::HostUnregister { ptr: HostPtr(usize::try_from(self.memories[REGISTERED].0?).ok()?) }
-            }
+            Action::Renew(REGISTERED, _) => Call::HostUnregister { ptr: host(self.memories[REGISTERED].0?) },
             Action::Renew(memory, _) if PINNED.contains(&memory) => {
-                Call::HostFree { ptr: HostPtr(usize::try_from(self.memories[memory].0?).ok()?) }
+                Call::HostFree { ptr: host(self.memories[memory].0?) }
             }
             Action::Renew(memory, _) if POOL.contains(&memory) => {
                 Call::Free { ptr: DevicePtr(self.memories[memory].0?) }
@@ -290,7 +291,7 @@ impl Running {
             }
             Action::LaunchGraph(graph, stream) => {
                 let (graph, memories) = self.graphs[graph].as_ref()?;
-                let is_there = |&(memory, version): &(usize, u64)| {
+                let is_there = |&(memory, version): &Version| {
                     let (ptr, latest) = self.memories[memory];
                     ptr.is_some() && latest == version && (!MAPPED.contains(&memory) || self.mapped[memory])
                 };
@@ -414,10 +415,10 @@ impl Running {
         if let (Some(old), _) = self.memories[memory] {
             if memory == REGISTERED {
                 // SAFETY: as for memory that the driver allocated.
-                unsafe { both.host_unregister(HostPtr(usize::try_from(old).unwrap())) }.ok()?;
+                unsafe { both.host_unregister(host(old)) }.ok()?;
             } else if PINNED.contains(&memory) {
                 // SAFETY: only the simulator touches it, which knows that its work is done, or reports it.
-                unsafe { both.host_free(HostPtr(usize::try_from(old).unwrap())) }.ok()?;
+                unsafe { both.host_free(host(old)) }.ok()?;
             } else {
                 both.free(DevicePtr(old)).ok()?;
             }
@@ -436,14 +437,21 @@ impl Running {
         self.memories[memory].0 = match memory {
             memory if PLAIN.contains(&memory) => Some(both.alloc(bytes).ok()?.0),
             memory if POOL.contains(&memory) => Some(both.alloc_async(bytes, self.streams[stream]?).ok()?.0),
-            // SAFETY: the memory outlives the device's use of it: the program ends by unregistering it.
             REGISTERED => {
-                Some(unsafe { both.host_register(self.registered.as_mut_ptr(), self.registered.len()) }.ok()?.0 as u64)
+                let Running { registered, .. } = self;
+                // SAFETY: the memory outlives the device, which is dropped before it.
+                let at = unsafe { both.host_register(registered.as_mut_ptr(), registered.len()) }.ok()?;
+                Some(at.0 as u64)
             }
             _ => Some(both.host_alloc(usize::try_from(bytes).unwrap()).ok()?.0 as u64),
         };
         Some(())
     }
+}
+
+/// Memory is kept by number, whether of the device or the host.
+fn host(address: u64) -> HostPtr {
+    HostPtr(usize::try_from(address).unwrap())
 }
 
 /// The place `bytes` bytes further on.

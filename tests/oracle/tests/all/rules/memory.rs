@@ -14,7 +14,7 @@ fn a_download_to_pageable_memory_is_complete_at_return() {
     unsafe { bench.both.copy_to_host(pageable.as_mut_ptr(), bench.memory, 64, bench.free[0]) }.unwrap();
     bench.fill(bench.other, bench.free[1]);
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn the_host_may_use_what_it_waited_for() {
     bench.both.synchronize_stream(bench.free[0]).unwrap();
     bench.host_access(AccessKind::Write);
     bench.upload(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn unregistering_waits_for_all_work() {
     // SAFETY: registered above.
     unsafe { bench.both.host_unregister(host) }.unwrap();
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -133,6 +133,19 @@ fn rows_leave_the_bytes_between_them_alone() {
     bench.both.assert_found(&[]);
     copy(&bench, 31, bench.blocking[0]);
     bench.races(Work);
+}
+
+#[test]
+fn rows_that_are_refused_or_empty_cost_nothing() {
+    let bench = Bench::new();
+    let end = CopyEnd::Device(bench.memory);
+    for width in [0, 1] {
+        let copy = Copy2d { dst: end, dst_pitch: 64, src: end, src_pitch: 64, width, height: u64::MAX };
+        // SAFETY: device memory alone.
+        let answer = unsafe { bench.both.copy_2d(&copy, bench.free[0]) };
+        assert_eq!(answer.is_ok(), width == 0);
+    }
+    bench.races_nowhere();
 }
 
 #[test]
@@ -201,7 +214,7 @@ fn addresses_with_other_memory_behind_them_are_other_memory() {
     bench.both.unmap(two, GRANULE).unwrap();
     bench.map(two, second);
     bench.fill(two, bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -230,7 +243,7 @@ fn pool_memory_is_usable_in_the_order_of_its_stream() {
     bench.fill(memory, bench.free[1]);
     bench.order(bench.free[1], bench.free[0]);
     bench.both.free_async(memory, bench.free[0]).unwrap();
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]

@@ -16,7 +16,7 @@ fn work_of_one_stream_is_ordered() {
     bench.write(bench.free[0]);
     bench.read(bench.free[0]);
     bench.write(bench.free[0]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn readers_do_not_race() {
     let bench = Bench::new();
     bench.read(bench.free[0]);
     bench.read(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn adjacent_ranges_do_not_race() {
     let bench = Bench::new();
     bench.both.memset(bench.memory, 1, 64, bench.free[0]).unwrap();
     bench.both.memset(bench.memory.offset(64), 1, 64, bench.free[1]).unwrap();
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn a_wait_orders_what_was_recorded() {
     bench.write(bench.free[0]);
     bench.order(bench.free[0], bench.free[1]);
     bench.read(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn order_passes_through_a_third_stream() {
     bench.order(bench.free[0], bench.blocking[0]);
     bench.order(bench.blocking[0], bench.free[1]);
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn a_wait_keeps_the_record_it_was_made_for() {
     bench.both.wait(bench.free[1], event).unwrap();
     bench.both.record(event, bench.blocking[0]).unwrap();
     bench.read(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn the_legacy_stream_and_blocking_streams_wait_for_each_other() {
     bench.read(bench.blocking[1]);
     bench.read(MINE);
     bench.write(RawStream(0));
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -161,7 +161,7 @@ fn a_record_on_the_legacy_stream_orders_blocking_streams() {
     bench.write(bench.blocking[0]);
     bench.both.record(event, LEGACY).unwrap();
     bench.write(bench.blocking[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_wait_of_the_legacy_stream_orders_blocking_streams() {
     bench.write(bench.blocking[0]);
     bench.order(bench.free[0], LEGACY);
     bench.write(bench.blocking[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn the_legacy_stream_waits_for_a_destroyed_stream() {
     bench.write(bench.blocking[0]);
     bench.both.destroy_stream(bench.blocking[0]).unwrap();
     bench.write(LEGACY);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn waiting_for_the_device_covers_destroyed_streams() {
     bench.both.destroy_stream(bench.free[0]).unwrap();
     bench.both.synchronize().unwrap();
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn the_legacy_stream_waits_for_the_stream_of_an_ended_thread() {
     let bench = Bench::new();
     thread::scope(|scope| scope.spawn(|| bench.write(MINE)).join()).unwrap();
     bench.write(LEGACY);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn what_one_thread_waited_for_is_known_to_the_next_caller() {
     bench.write(bench.free[0]);
     thread::scope(|scope| scope.spawn(|| bench.both.synchronize_stream(bench.free[0])).join()).unwrap().unwrap();
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn waiting_for_a_stream_on_the_host_orders_others() {
     bench.write(bench.free[0]);
     bench.both.synchronize_stream(bench.free[0]).unwrap();
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn a_query_tells_only_when_it_is_true() {
     bench.both.sim.advance(Duration::from_secs(1));
     assert!(is_done());
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn an_elapsed_time_tells_that_both_events_are_complete() {
     bench.both.sim.advance(Duration::from_secs(1));
     bench.both.elapsed_ms(start, end).unwrap();
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -295,7 +295,7 @@ fn freeing_device_memory_waits_for_all_work() {
     bench.write(bench.free[0]);
     bench.both.free(bench.other).unwrap();
     bench.write(bench.free[1]);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
@@ -316,7 +316,7 @@ fn the_work_of_a_lost_device_never_happens() {
     bench.both.sim.inject(Fault::LostAt { nth: 1 });
     assert!(bench.both.create_event(false).unwrap_err().is_device_lost());
     bench.host_access(AccessKind::Write);
-    bench.is_race_free();
+    bench.races_nowhere();
 }
 
 #[test]
