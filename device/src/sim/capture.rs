@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use super::checks::Misuse;
 use super::clock::{OpClock, StreamKey};
 use super::machine::Machine;
-use super::objects::{CaptureState, CapturedGraph, GraphAccesses, GraphNode, Membership};
+use super::objects::{CaptureState, GraphAccesses, GraphNode, Membership};
 use super::queue::LEGACY;
 use super::race::Epoch;
 use super::refused::{Answer, Refused};
@@ -276,36 +276,38 @@ impl Machine {
     }
 
     pub(super) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
-        let found = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
+        let unknown = || Refused::handle("graph", graph.0);
+        let found = self.graphs.get(graph.0).ok_or_else(unknown)?;
+        let (needed, launched) = (found.needed.clone(), found.launched.clone());
+        let bodies: Vec<Body> = found.nodes.iter().map(|node| node.body.clone()).collect();
         let id = self.streams.find(stream)?;
         self.forbid_capture(id, || unsupported("launches of graphs cannot be captured"))?;
-        if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(found.needed.iter().copied())) {
+        if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(needed)) {
             let second = self.op_ref(Some(id), Operation::LaunchGraph, None);
             let Misuse { kind, at, block, why } = misuse;
             let range = at..block.as_ref().map_or(at, |block| at + block.bytes);
             self.detector.report(Violation { kind, first: None, second, range, missing: why, block });
         }
-        self.check_aliased(&found);
-        match found.launched {
+        self.check_aliased(graph);
+        match launched {
             Some((at, clock)) => self.order_after(id, at, &clock)?,
             None => self.streams.arrive(id),
         }
-        found.nodes.into_iter().try_for_each(|node| self.submit_checked(id, node.body, false).map(|_| ()))?;
+        bodies.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))?;
         let launched = Some(self.end_of(id)?);
-        self.graphs.get_mut(graph.0).into_iter().for_each(|graph| graph.launched.clone_from(&launched));
+        self.graphs.get_mut(graph.0).ok_or_else(unknown)?.launched = launched;
         Ok(())
     }
 
     /// Reports nodes that race because their addresses have become the same memory since they were
     /// captured.
-    fn check_aliased(&mut self, graph: &CapturedGraph) {
-        if graph.races || !self.physicals.has_aliases() {
-            return;
-        }
+    fn check_aliased(&mut self, graph: RawGraph) {
+        let Machine { graphs, physicals, address, detector, .. } = self;
+        let Some(graph) = graphs.get(graph.0).filter(|graph| !graph.races && physicals.has_aliases()) else { return };
         let mut accesses = GraphAccesses::default();
         for node in &graph.nodes {
-            for (space, conflict) in accesses.add(node, &self.physicals, &self.address.mappings) {
-                self.detector.conflict(space, &conflict, node.epoch.op);
+            for (space, conflict) in accesses.add(node, physicals, &address.mappings) {
+                detector.conflict(space, &conflict, node.epoch.op);
             }
         }
     }

@@ -43,7 +43,7 @@ impl Place {
 pub(crate) enum Action {
     Kernel(usize, Vec<(Place, AccessKind)>),
     Fill(usize, Place),
-    /// Copies from one place to the start of another memory's unit.
+    /// Copies from the first place to the second, as much as both hold.
     Copy(usize, Place, Place),
     CopyRows(usize, Place, Place),
     CopyBatch(usize, Vec<(Place, Place)>),
@@ -102,7 +102,8 @@ fn action() -> impl Strategy<Value = Action> {
         8 => (stream(), device()).prop_map(|(stream, place)| Fill(stream, place)),
         12 => (stream(), any(), any()).prop_map(|(stream, from, to)| Copy(stream, from, to)),
         2 => (stream(), any(), any()).prop_map(|(stream, from, to)| CopyRows(stream, from, to)),
-        2 => (stream(), prop::collection::vec((any(), any()), 1..3)).prop_map(|(stream, parts)| CopyBatch(stream, parts)),
+        2 => (stream(), prop::collection::vec((any(), any()), 1..3))
+            .prop_map(|(stream, parts)| CopyBatch(stream, parts)),
         10 => (event(), stream()).prop_map(|(event, stream)| Record(event, stream)),
         10 => (stream(), event()).prop_map(|(stream, event)| Wait(stream, event)),
         4 => stream().prop_map(SynchronizeStream),

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::sim::{Fault, SimConfig, SimDriver};
-use aquifer_device::{AccessKind, Driver, RawStream, StreamFlags};
+use aquifer_device::{AccessKind, Device, Driver, RawStream, StreamFlags};
 use aquifer_oracle::Judged;
 use aquifer_oracle::RaceKind::Work;
 
@@ -317,6 +317,21 @@ fn the_work_of_a_lost_device_never_happens() {
     assert!(bench.both.create_event(false).unwrap_err().is_device_lost());
     bench.host_access(AccessKind::Write);
     bench.races_nowhere();
+}
+
+#[test]
+fn devices_work_over_the_decorator() {
+    let bench = Bench::new();
+    let device = Device::new(bench.both.judged.clone());
+    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
+    one.fill(bench.memory, 1, BYTES).unwrap();
+    two.wait_for(&one.tick()).unwrap();
+    two.fill(bench.memory, 2, BYTES).unwrap();
+    bench.both.assert_found(&[]);
+    one.fill(bench.memory, 3, BYTES).unwrap();
+    bench.both.assert_found(&[Work]);
+    let race = bench.both.judged.races()[0].to_string();
+    assert!(race.starts_with("unordered work: `cuMemsetD8Async` on stream 0x"), "{race}");
 }
 
 #[test]
