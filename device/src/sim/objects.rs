@@ -89,7 +89,7 @@ impl GraphAccesses {
 }
 
 /// Work that a capture recorded.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct GraphNode {
     pub(super) body: Body,
     pub(super) epoch: Epoch,
@@ -98,7 +98,7 @@ pub(super) struct GraphNode {
 }
 
 /// A captured graph.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct CapturedGraph {
     pub(super) nodes: Vec<GraphNode>,
     /// Whether a race among its nodes was reported.
