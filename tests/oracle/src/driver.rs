@@ -1,4 +1,4 @@
-//! The driver that tells the oracle what its programs do.
+//! The driver that passes each call on to another one, and then to the oracle.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -77,15 +77,15 @@ impl Judged {
         make(self.below()).inspect_err(|error| self.judge.lock().note_failure(error))
     }
 
-    /// Makes a call and tells the oracle, if it succeeded and says something.
+    /// Makes a call. If it succeeds, the oracle takes what `describe` makes of its answer.
     fn judge<T>(
         &self,
         make: impl FnOnce(&dyn Driver) -> Result<T>,
-        told: impl FnOnce(&T) -> Option<Call>,
+        describe: impl FnOnce(&T) -> Option<Call>,
     ) -> Result<T> {
         let mut judge = self.judge.lock();
         let answer = make(self.below()).inspect_err(|error| judge.note_failure(error))?;
-        told(&answer).into_iter().for_each(|call| judge.take(call));
+        describe(&answer).into_iter().for_each(|call| judge.take(call));
         Ok(answer)
     }
 
@@ -184,8 +184,8 @@ impl Driver for Judged {
     }
 
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()> {
-        let told = |(): &()| Some(Call::HostAccess { ptr, bytes, kind });
-        self.judge(|below| below.host_access(ptr, bytes, kind), told)
+        let describe = |(): &()| Some(Call::HostAccess { ptr, bytes, kind });
+        self.judge(|below| below.host_access(ptr, bytes, kind), describe)
     }
 
     unsafe fn host_register(&self, ptr: *mut u8, bytes: usize) -> Result<HostPtr> {
@@ -200,8 +200,8 @@ impl Driver for Judged {
     }
 
     fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
-        let told = |&stream: &RawStream| Some(Call::CreateStream { stream, non_blocking: flags.non_blocking });
-        self.judge(|below| below.create_stream(flags), told)
+        let describe = |&stream: &RawStream| Some(Call::CreateStream { stream, non_blocking: flags.non_blocking });
+        self.judge(|below| below.create_stream(flags), describe)
     }
 
     fn destroy_stream(&self, stream: RawStream) -> Result<()> {

@@ -1,13 +1,14 @@
 //! A second race checker for programs that make driver calls, written from CUDA's documentation and
 //! apart from the simulator's race detector, so that the two check each other.
 //!
-//! [`Judged`] decorates a driver, and tells an [`Oracle`] each call that succeeded. The oracle
+//! [`Judged`] decorates a driver, and passes each call that succeeded to an [`Oracle`]. The oracle
 //! decides by vector clocks which operations happen before which, and finds those that touch the
 //! same memory without an order.
 //!
 //! * `clock` – vector clocks, and what the host knows to be complete;
 //! * `memory` – who wrote each byte last and who has read it since; mappings;
 //! * `world` – streams, events, captures and graphs, and **the rules of order**;
+//! * `race` – the reports;
 //! * `judge` – the oracle, **the rules of memory**, what is not judged, and what the two checkers
 //!   must agree on;
 //! * `driver` – the decorator.

@@ -3,8 +3,8 @@
 
 mod bench;
 mod both;
-mod crew;
 mod program;
 mod programs;
 mod rules;
 mod running;
+mod threads;

@@ -13,11 +13,11 @@ use parking_lot::Mutex;
 
 use crate::bench::GRANULE;
 use crate::both::{Both, Found};
-use crate::crew::Crew;
 use crate::program::{
     Action, EVENTS, GRAPHS, MAPPED, MEMORIES, PAGEABLE, PINNED, PLAIN, POOL, Place, REGISTERED, STREAMS, Step, UNIT,
     UNITS,
 };
+use crate::threads::Threads;
 
 /// The number of a memory, and how often it was renewed.
 type Version = (usize, u64);
@@ -34,7 +34,7 @@ struct Running {
     physical: [Option<RawPhysical>; 2],
     /// How many other streams come and go before each one is created, so that identities are close
     /// together or far apart.
-    strangers: usize,
+    passing_streams: usize,
     /// Memory that work touched since a capture began.
     captured: Vec<Version>,
     pageable: Vec<u8>,
@@ -73,17 +73,17 @@ fn fault(seed: u64) -> Option<Fault> {
 /// Runs a program until its first race for either checker, or to its end.
 pub(crate) fn run(seed: u64, steps: &[Step]) -> Outcome {
     let running = Arc::new(Mutex::new(Running::new(seed)));
-    let mut crew = Crew::default();
+    let mut threads = Threads::default();
     for (number, step) in steps.iter().enumerate() {
         if matches!(step.action, Action::EndThread) {
             // CUDA says nothing about captures that a thread leaves behind.
             if running.lock().both.sim.live_objects().captures == 0 {
-                crew.end(step.thread);
+                threads.end(step.thread);
             }
             continue;
         }
         let (on, step) = (running.clone(), step.clone());
-        crew.run(step.thread, move || on.lock().step(&step));
+        threads.run(step.thread, move || on.lock().step(&step));
         let mut running = running.lock();
         let (detector, oracle) = running.both.found();
         if !detector.is_empty() || !oracle.is_empty() {
@@ -106,7 +106,7 @@ impl Running {
             memories: [(None, 0); MEMORIES],
             mapped: [false; MEMORIES],
             physical: [None; 2],
-            strangers: if seed.is_multiple_of(3) { 30 } else { 0 },
+            passing_streams: if seed.is_multiple_of(3) { 30 } else { 0 },
             captured: Vec::new(),
             pageable: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
             registered: vec![0; usize::try_from(UNIT * UNITS).unwrap()],
@@ -271,7 +271,7 @@ impl Running {
             Action::Advance(ns) => both.sim.advance(Duration::from_nanos(ns)),
             Action::CreateStream(stream, non_blocking) => {
                 if self.streams[stream].is_none() {
-                    for _ in 0..self.strangers {
+                    for _ in 0..self.passing_streams {
                         let passing = both.create_stream(StreamFlags::default()).ok()?;
                         both.destroy_stream(passing).ok()?;
                     }

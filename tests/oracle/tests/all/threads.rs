@@ -1,4 +1,4 @@
-//! Host threads that run one at a time, in the order that a program tells.
+//! Host threads that run one at a time, in the order that a program gives.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -7,7 +7,7 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// The calling thread, as number 0, and others that start when they are first needed.
 #[derive(Default)]
-pub(crate) struct Crew {
+pub(crate) struct Threads {
     others: Vec<Option<Worker>>,
 }
 
@@ -17,7 +17,7 @@ struct Worker {
     thread: JoinHandle<()>,
 }
 
-impl Crew {
+impl Threads {
     /// Runs `job` on a thread and waits for it.
     ///
     /// # Panics
@@ -42,7 +42,7 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for Threads {
     fn drop(&mut self) {
         (1..=self.others.len()).for_each(|thread| self.end(thread));
     }
