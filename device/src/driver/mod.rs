@@ -339,7 +339,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// not capture, or if an earlier call broke the capture, which is gone then.
     fn end_capture(&self, stream: RawStream) -> Result<RawGraph>;
 
-    /// Enqueues one run of a captured graph.
+    /// Enqueues one run of a captured graph. It comes after earlier runs of the same graph, on
+    /// whichever streams they were enqueued.
     fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()>;
 
     /// Destroys a graph.

@@ -269,7 +269,7 @@ impl Machine {
         let range = self.host.registered(ptr.0)?;
         let op = self.op_ref(None, Operation::HostUnregister, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
-        let waited = self.wait_until(self.horizon);
+        let waited = self.wait_for_all();
         self.checks().inspect(|checks| checks.host_removed(range.clone()));
         self.detector.host.clear(range);
         self.host.free(ptr.0, op);
@@ -307,10 +307,8 @@ impl Machine {
             EventRecord::Captured { capture: member.capture, clock: Arc::new(member.clock.clone()) }
         } else {
             self.streams.arrive(id);
-            let now = self.now;
-            let stream = self.streams.get(id)?;
-            self.detector.prune(&mut stream.clock);
-            EventRecord::Work { at: stream.tail.max(now), clock: Arc::new(stream.clock.clone()) }
+            let (at, clock) = self.end_of(id)?;
+            EventRecord::Work { at, clock }
         };
         if let Some(event) = self.events.get_mut(event.0) {
             event.record = record;
@@ -327,15 +325,27 @@ impl Machine {
             EventRecord::Never => self.forbid_outside_event(id),
             EventRecord::Work { at, clock } => {
                 self.forbid_outside_event(id)?;
-                self.streams.arrive(id);
-                let stream = self.streams.get(id)?;
-                stream.clock.join(&clock);
-                stream.tail = stream.tail.max(at);
-                let tail = stream.tail;
-                self.horizon = self.horizon.max(tail);
-                Ok(())
+                self.order_after(id, at, &clock)
             }
         }
+    }
+
+    /// When the work enqueued on the stream so far is done, and its clock.
+    pub(super) fn end_of(&mut self, id: u32) -> Answer<(u64, Arc<OpClock>)> {
+        let now = self.now;
+        let stream = self.streams.get(id)?;
+        self.detector.prune(&mut stream.clock);
+        Ok((stream.tail.max(now), Arc::new(stream.clock.clone())))
+    }
+
+    /// Orders later work of the stream after work that is done at `at`.
+    pub(super) fn order_after(&mut self, id: u32, at: u64, clock: &OpClock) -> Answer<()> {
+        self.streams.arrive(id);
+        let stream = self.streams.get(id)?;
+        stream.clock.join(clock);
+        stream.tail = stream.tail.max(at);
+        self.horizon = self.horizon.max(stream.tail);
+        Ok(())
     }
 
     /// When the event's latest record is reached, and the clock that the host learns then. `None`
@@ -369,17 +379,20 @@ impl Machine {
 
     pub(super) fn elapsed_ms(&mut self, start: RawEvent, end: RawEvent) -> Answer<f64> {
         let mut times = [0; 2];
+        let mut reached = Vec::with_capacity(2);
         for (time, event) in times.iter_mut().zip([start, end]) {
             let timing = self.event(event)?.timing;
-            let (true, Some((at, _))) = (timing, self.reached(event)?) else {
+            let (true, Some((at, clock))) = (timing, self.reached(event)?) else {
                 let why = if timing { "was never recorded" } else { "was created without timing" };
                 return Err(Refused::new(Code::INVALID_HANDLE, format!("event {:#x} {why}", event.0)));
             };
             *time = at;
+            reached.push(clock);
         }
         if times[0].max(times[1]) > self.now {
             return Err(Refused::new(Code::NOT_READY, "an event's latest record is not complete"));
         }
+        reached.iter().for_each(|clock| self.detector.known.learn(clock));
         let [from, to] = times.map(|time| time as f64);
         Ok((to - from) / 1e6)
     }

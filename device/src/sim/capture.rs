@@ -2,8 +2,9 @@
 //!
 //! A capture has one origin stream; a stream that waits for one of its events joins it. Inside a
 //! capture order is kept with clocks of its own, so unordered accesses of one graph are found while
-//! it is captured. A graph then runs as the work was captured, one after the other on the stream it
-//! is launched on, which is one of the orders it allows.
+//! it is captured, or when it is launched and its addresses have become the same memory. A graph
+//! runs as the work was captured, one after the other on the stream it is launched on, which is one
+//! of the orders it allows. Launches of one graph wait for each other, on whichever streams.
 //!
 //! Invariant: a stream has a membership exactly while it is a member of a live capture.
 
@@ -12,9 +13,9 @@ use std::collections::BTreeSet;
 use super::checks::Misuse;
 use super::clock::{OpClock, StreamKey};
 use super::machine::Machine;
-use super::objects::{CaptureState, Membership};
+use super::objects::{CaptureState, GraphAccesses, GraphNode, Membership};
 use super::queue::LEGACY;
-use super::race::{Conflict, Epoch, Space};
+use super::race::Epoch;
 use super::refused::{Answer, Refused};
 use super::violation::Violation;
 use super::work::Body;
@@ -259,42 +260,56 @@ impl Machine {
         }
         let op = self.op_ref(Some(id), body.operation(), body.kernel());
         let key = self.streams.key(id);
-        let touches = body.touches();
-        let needed = if is_new { self.check_blocks(op, &touches) } else { Vec::new() };
-        let (physicals, mappings) = (&self.physicals, &self.address.mappings);
+        let needed = if is_new { self.check_blocks(op, &body.touches()) } else { Vec::new() };
         let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
         member.clock.raise(key, member.seq);
-        let epoch = Epoch { stream: key, seq: member.seq, op };
-        let Some(capture) = self.captures.get_mut(&member.capture) else { return Ok(Some(body)) };
-        for touch in touches {
-            let shadow = if touch.space == Space::Device { &mut capture.device } else { &mut capture.host };
-            let ordered = |earlier: &Epoch| member.clock.get(earlier.stream) >= earlier.seq;
-            let mut conflicts: Vec<Conflict> = Vec::new();
-            for alias in touch.aliases(physicals, mappings) {
-                conflicts.extend(shadow.conflicts(alias, touch.kind, ordered));
-            }
-            conflicts.extend(shadow.access(touch.range, touch.kind, epoch, ordered));
-            for conflict in conflicts {
-                self.detector.conflict(touch.space, &conflict, op);
-            }
+        let node = GraphNode { body, epoch: Epoch { stream: key, seq: member.seq, op }, clock: member.clock.clone() };
+        let Some(capture) = self.captures.get_mut(&member.capture) else { return Ok(Some(node.body)) };
+        for (space, conflict) in capture.accesses.add(&node, &self.physicals, &self.address.mappings) {
+            self.detector.conflict(space, &conflict, op);
+            capture.graph.races = true;
         }
         capture.graph.needed.extend(needed);
-        capture.graph.works.push(body);
+        capture.graph.nodes.push(node);
         Ok(None)
     }
 
     pub(super) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
-        let found = self.graphs.get(graph.0).cloned().ok_or_else(|| Refused::handle("graph", graph.0))?;
+        let unknown = || Refused::handle("graph", graph.0);
+        let found = self.graphs.get(graph.0).ok_or_else(unknown)?;
+        let (needed, launched) = (found.needed.clone(), found.launched.clone());
+        let bodies: Vec<Body> = found.nodes.iter().map(|node| node.body.clone()).collect();
         let id = self.streams.find(stream)?;
         self.forbid_capture(id, || unsupported("launches of graphs cannot be captured"))?;
-        if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(found.needed.iter().copied())) {
+        if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(needed)) {
             let second = self.op_ref(Some(id), Operation::LaunchGraph, None);
             let Misuse { kind, at, block, why } = misuse;
             let range = at..block.as_ref().map_or(at, |block| at + block.bytes);
             self.detector.report(Violation { kind, first: None, second, range, missing: why, block });
         }
-        found.works.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))
+        self.check_aliased(graph);
+        match launched {
+            Some((at, clock)) => self.order_after(id, at, &clock)?,
+            None => self.streams.arrive(id),
+        }
+        bodies.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))?;
+        let launched = Some(self.end_of(id)?);
+        self.graphs.get_mut(graph.0).ok_or_else(unknown)?.launched = launched;
+        Ok(())
+    }
+
+    /// Reports nodes that race because their addresses have become the same memory since they were
+    /// captured.
+    fn check_aliased(&mut self, graph: RawGraph) {
+        let Machine { graphs, physicals, address, detector, .. } = self;
+        let Some(graph) = graphs.get(graph.0).filter(|graph| !graph.races && physicals.has_aliases()) else { return };
+        let mut accesses = GraphAccesses::default();
+        for node in &graph.nodes {
+            for (space, conflict) in accesses.add(node, physicals, &address.mappings) {
+                detector.conflict(space, &conflict, node.epoch.op);
+            }
+        }
     }
 
     pub(super) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::SimDriver;
 use super::engine::EngineTimes;
+use super::objects::CapturedGraph;
 use crate::driver::{DevicePtr, RawEvent, RawGraph, RawStream};
 
 /// The capture that a stream is part of.
@@ -98,8 +99,16 @@ impl SimDriver {
         }
     }
 
+    /// Another graph with the work of a live one, as a second instantiation makes it: launches of the
+    /// two do not wait for each other.
+    pub fn copy_graph(&self, graph: RawGraph) -> Option<RawGraph> {
+        let mut machine = self.machine.lock();
+        let copy = CapturedGraph { launched: None, ..machine.graphs.get(graph.0)?.clone() };
+        Some(RawGraph(machine.graphs.insert(copy)))
+    }
+
     /// How many pieces of work a live graph holds.
     pub fn graph_len(&self, graph: RawGraph) -> Option<usize> {
-        self.machine.lock().graphs.get(graph.0).map(|graph| graph.works.len())
+        self.machine.lock().graphs.get(graph.0).map(|graph| graph.nodes.len())
     }
 }

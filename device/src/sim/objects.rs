@@ -10,7 +10,7 @@ use super::clock::OpClock;
 use super::handle::HandleTable;
 use super::mappings::Mappings;
 use super::memory::StoreId;
-use super::race::{Epoch, Shadow};
+use super::race::{Conflict, Epoch, Shadow, Space};
 use super::refused::{Answer, Refused};
 use super::work::Body;
 use crate::driver::RawPhysical;
@@ -54,16 +54,59 @@ pub(super) struct CaptureState {
     pub(super) members: BTreeSet<u32>,
     pub(super) graph: CapturedGraph,
     pub(super) invalid: bool,
-    pub(super) device: Shadow,
-    pub(super) host: Shadow,
+    pub(super) accesses: GraphAccesses,
 }
 
-/// The work that a capture recorded.
+/// The accesses of a graph's nodes.
+#[derive(Debug, Default)]
+pub(super) struct GraphAccesses {
+    device: Shadow,
+    host: Shadow,
+}
+
+impl GraphAccesses {
+    /// Notes the accesses of a node, and returns those of other nodes that no edge orders before
+    /// it.
+    pub(super) fn add(
+        &mut self,
+        node: &GraphNode,
+        physicals: &PhysicalTable,
+        mappings: &Mappings,
+    ) -> Vec<(Space, Conflict)> {
+        let ordered = |earlier: &Epoch| node.clock.get(earlier.stream) >= earlier.seq;
+        let mut found = Vec::new();
+        for touch in node.body.touches() {
+            let shadow = if touch.space == Space::Device { &mut self.device } else { &mut self.host };
+            let mut conflicts: Vec<Conflict> = Vec::new();
+            for alias in touch.aliases(physicals, mappings) {
+                conflicts.extend(shadow.conflicts(alias, touch.kind, ordered));
+            }
+            conflicts.extend(shadow.access(touch.range, touch.kind, node.epoch, ordered));
+            found.extend(conflicts.into_iter().map(|conflict| (touch.space, conflict)));
+        }
+        found
+    }
+}
+
+/// Work that a capture recorded.
+#[derive(Clone, Debug)]
+pub(super) struct GraphNode {
+    pub(super) body: Body,
+    pub(super) epoch: Epoch,
+    /// What it is ordered after, within the capture.
+    pub(super) clock: OpClock,
+}
+
+/// A captured graph.
 #[derive(Clone, Debug, Default)]
 pub(super) struct CapturedGraph {
-    pub(super) works: Vec<Body>,
+    pub(super) nodes: Vec<GraphNode>,
+    /// Whether a race among its nodes was reported.
+    pub(super) races: bool,
     /// Blocks that must be live whenever it is launched.
     pub(super) needed: BTreeSet<Needed>,
+    /// When its latest launch is done, and the clock after it. The next launch waits for it.
+    pub(super) launched: Option<(u64, Arc<OpClock>)>,
 }
 
 /// A piece of physical memory.
@@ -116,10 +159,15 @@ impl PhysicalTable {
         Some(physical)
     }
 
+    /// Whether any memory is mapped at more than one address.
+    pub(super) fn has_aliases(&self) -> bool {
+        self.aliased > 0
+    }
+
     /// The other addresses of the memory that is mapped in a range.
     pub(super) fn aliases(&self, mappings: &Mappings, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut found = Vec::new();
-        if self.aliased == 0 {
+        if !self.has_aliases() {
             return found;
         }
         for mapping in mappings.overlapping(range) {

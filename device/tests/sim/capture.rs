@@ -1,5 +1,7 @@
 //! Graph capture: the work that it records, and the calls that it forbids.
 
+use std::time::Duration;
+
 use aquifer_device::sim::{SimDriver, ViolationKind};
 use aquifer_device::{Code, Driver, ErrorKind, RawStream};
 
@@ -68,12 +70,29 @@ fn accesses_of_a_graph_are_checked_at_each_launch() {
     driver.memset(memory, 1, MIB, one).unwrap();
     let graph = driver.end_capture(one).unwrap();
     driver.launch_graph(graph, one).unwrap();
-    driver.launch_graph(graph, two).unwrap();
-    assert_eq!(driver.violations().len(), 1, "two launches without an order");
+    driver.memset(memory, 2, MIB, two).unwrap();
+    assert_eq!(driver.violations().len(), 1, "a launch and a fill without an order");
     driver.free(memory).unwrap();
     driver.launch_graph(graph, one).unwrap();
     assert_eq!(driver.take_violations()[1].kind, ViolationKind::UseAfterFree);
     assert_eq!(code(driver.synchronize()), Code::ILLEGAL_ADDRESS);
+}
+
+#[test]
+fn launches_of_one_graph_run_one_after_the_other() {
+    let driver = device(0);
+    let (one, two, memory) = (driver.stream(), driver.stream(), driver.alloc(2 * MIB).unwrap());
+    driver.memset(memory, 1, 2 * MIB, one).unwrap();
+    driver.synchronize().unwrap();
+    driver.begin_capture(one).unwrap();
+    driver.copy_on_device(memory.offset(MIB), memory, MIB, one).unwrap();
+    driver.memset(memory, 2, MIB, one).unwrap();
+    let graph = driver.end_capture(one).unwrap();
+    driver.stall(one, Duration::from_millis(1)).unwrap();
+    driver.launch_graph(graph, one).unwrap();
+    driver.launch_graph(graph, two).unwrap();
+    assert_eq!(driver.get(memory.offset(MIB), 1, two).unwrap(), [2], "the second copies what the first wrote");
+    assert_eq!(driver.violations(), []);
 }
 
 #[test]

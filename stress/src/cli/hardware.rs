@@ -59,7 +59,7 @@ its own. One that fails is printed, made as small as it can be with the failure.
 
 JSON keys:
   first_seed, seeds         the first seed, and the number of seeds that were run
-  failures, failed_seeds    the number of programs that failed, and their seeds; the run ends after 10
+  failures, failed_seeds    the number of programs that failed, and their seeds; 10 end the run
   steps                     steps of all threads
   turns                     how often the schedule passed from thread to thread
   driver_calls              calls of the simulated driver

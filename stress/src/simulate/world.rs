@@ -8,8 +8,10 @@ use aquifer::device::Capture;
 use aquifer::device::sim::{Fault, SimConfig, SimDriver};
 use aquifer::memory::{AllocError, Config, Snapshot, Stat};
 use aquifer::{Allocator, Device};
+use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
-use aquifer_device::{Code, Driver};
+use aquifer_device::sim::{Violation, ViolationKind};
+use aquifer_oracle::Judged;
 
 use super::plan::Plan;
 use super::player::Owned;
@@ -54,6 +56,8 @@ pub(super) struct World {
     pub(super) second: Allocator,
     pub(super) device: Device,
     pub(super) driver: Arc<SimDriver>,
+    /// In front of it.
+    judged: Arc<Judged>,
     pub(super) threads: usize,
     handed: Mutex<Vec<Handed>>,
     /// A fault was injected: any call may fail, and fail again.
@@ -68,7 +72,8 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(plan: &Plan) -> Result<World, String> {
         let driver = SimDriver::new(SimConfig::new(plan.capacity).seed(plan.seed));
-        let device = Device::new(driver.clone());
+        let judged = Judged::new(driver.clone());
+        let device = Device::new(judged.clone());
         let text = |error: &dyn std::fmt::Display| format!("{:?}: {error}", plan.options);
         let config = Config::parse(&plan.options).map_err(|error| text(&error))?;
         Ok(World {
@@ -76,6 +81,7 @@ impl World {
             second: Allocator::new(&device, Config::default()).map_err(|error| text(&error))?,
             device,
             driver,
+            judged,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
             handed: Mutex::default(),
             faulty: false.into(),
@@ -174,10 +180,17 @@ impl World {
         self.check_violations();
     }
 
-    /// Reports what the race detector and the checks of memory found.
+    /// Reports what the race detector, the second race checker and the checks of memory found.
     pub(super) fn check_violations(&self) {
-        while let Some(violation) = self.driver.take_violation() {
-            self.report(violation);
+        let (violations, races) = (self.driver.violations(), self.judged.races());
+        let is_race = |violation: &Violation| {
+            use ViolationKind::{HostAccess, PendingWork, ReadWrite, WriteRead, WriteWrite};
+            matches!(violation.kind, WriteWrite | ReadWrite | WriteRead | HostAccess | PendingWork)
+        };
+        match (violations.iter().find(|violation| is_race(violation)), races.first()) {
+            (Some(violation), None) => self.report(format!("only the race detector finds: {violation}")),
+            (None, Some(race)) => self.report(format!("only the second race checker finds: {race}")),
+            _ => violations.first().into_iter().for_each(|violation| self.report(violation.to_string())),
         }
     }
 

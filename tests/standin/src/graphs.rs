@@ -1,5 +1,5 @@
-//! Graphs: the result of a capture, and executables made from it. Each of them keeps the captured
-//! work alive.
+//! Graphs: the result of a capture, and executables made from it. Each of them has a copy of the
+//! captured work.
 
 use std::collections::{HashMap, HashSet};
 
@@ -82,19 +82,15 @@ impl Life {
     fn instantiate(&self, out: Out<'_, Handle>, graph: Handle) -> Answer {
         let out = needed(out)?;
         let mut table = self.graphs.0.lock();
-        let work = table.get(graph, Kind::Graph)?;
+        let work = self.sim.copy_graph(table.get(graph, Kind::Graph)?).ok_or(Code::INVALID_HANDLE)?;
         out.write(table.add(Kind::Executable, work));
         Ok(())
     }
 
-    /// Destroys a graph or an executable, and the work with the last of them.
+    /// Destroys a graph or an executable.
     fn destroy(&self, handle: Handle, kind: Kind) -> Answer {
         let mut table = self.graphs.0.lock();
-        let work = table.get(handle, kind)?;
-        let others = table.live.iter().filter(|(other, (_, held))| **other != handle && *held == work).count();
-        if others == 0 {
-            self.sim.destroy_graph(work).map_err(code)?;
-        }
+        self.sim.destroy_graph(table.get(handle, kind)?).map_err(code)?;
         table.live.remove(&handle);
         Ok(())
     }

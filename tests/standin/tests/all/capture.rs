@@ -74,6 +74,23 @@ fn an_executable_outlives_its_graph() {
 }
 
 #[test]
+fn launches_wait_for_those_of_the_same_executable_alone() {
+    let card = Card::new();
+    let (one, two, ptr) = (card.stream(1), card.stream(1), card.alloc(MIB));
+    let (mut graph, mut executables) = (null_mut(), [null_mut(); 2]);
+    assert_eq!(call!(cuStreamBeginCapture_v2(one, RELAXED)), 0);
+    assert_eq!(call!(cuMemsetD8Async(ptr, 5, MIB, one)), 0);
+    assert_eq!(call!(cuStreamEndCapture(one, &mut graph)), 0);
+    for executable in &mut executables {
+        assert_eq!(call!(cuGraphInstantiateWithFlags(executable, graph, 0)), 0);
+    }
+    assert_eq!([call!(cuGraphLaunch(executables[0], one)), call!(cuGraphLaunch(executables[0], two))], [0; 2]);
+    card.assert_no_violation();
+    assert_eq!(call!(cuGraphLaunch(executables[1], one)), 0);
+    assert_eq!(card.device.violations().len(), 1);
+}
+
+#[test]
 fn the_status_tells_active_from_broken() {
     let card = Card::new();
     let (stream, side) = (card.stream(1), card.stream(1));
