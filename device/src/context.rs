@@ -212,7 +212,7 @@ impl Context {
     /// Gives memory of allocators that are gone back, as far as no work uses it any more. Waits for
     /// nothing.
     pub(crate) fn settle_left(&self) {
-        if self.releases.any_memory() {
+        if !fork::is_child() && self.releases.any_memory() {
             self.settle(Effort::WithoutWaiting);
         }
     }
