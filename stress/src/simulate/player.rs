@@ -230,7 +230,10 @@ impl<'a> Player<'a> {
         let pattern = self.pattern();
         let mut owned = Owned { buffer, pattern: None };
         self.write_all(&mut owned, stream, pattern);
-        self.owned.push(owned);
+        // Memory that is allocated in a capture is its graph's, and other graphs of the pool write it.
+        if self.runs(stream) {
+            self.owned.push(owned);
+        }
     }
 
     fn alloc_raw(&mut self, stream: &Stream, bytes: u64) {
