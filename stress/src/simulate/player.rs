@@ -114,14 +114,16 @@ impl<'a> Player<'a> {
         match step {
             Step::Alloc { stream, bytes } => {
                 let stream = self.stream(stream);
+                let runs = self.runs(&stream);
                 let made = world.memory.alloc::<u8>(length(bytes), &stream);
-                self.add(made, &stream);
+                self.add(made, &stream, runs);
             }
             Step::AllocFrom { pool, stream, bytes } => {
                 let stream = self.stream(stream);
                 let Some(pool) = at(&self.pools, pool) else { return };
+                let runs = self.runs(&stream);
                 let made = self.pools[pool].alloc::<u8>(length(bytes), &stream);
-                self.add(made, &stream);
+                self.add(made, &stream, runs);
             }
             Step::AllocRaw { stream, bytes } => self.alloc_raw(&self.stream(stream), bytes),
             Step::FreeRaw(pick) => self.free_raw(pick),
@@ -210,12 +212,9 @@ impl<'a> Player<'a> {
             Step::OtherProcess(bytes) => world.driver.set_other_process_bytes(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
-                if let Some(buffer) = world.served(world.second.alloc::<u8>(length(bytes), &stream)) {
-                    let pattern = self.pattern();
-                    let mut owned = Owned { buffer, pattern: None };
-                    self.write_all(&mut owned, &stream, pattern);
-                    self.owned.push(owned);
-                }
+                let runs = self.runs(&stream);
+                let made = world.second.alloc::<u8>(length(bytes), &stream);
+                self.add(made, &stream, runs);
             }
             Step::Nap { save } => self.nap(save),
             Step::Look => world.look(),
@@ -225,13 +224,14 @@ impl<'a> Player<'a> {
         }
     }
 
-    fn add(&mut self, made: Result<Buffer<u8>, AllocError>, stream: &Stream) {
+    /// Writes a new buffer and keeps it, unless it was allocated in a capture: then it is the graph's,
+    /// and other graphs of the pool write it, too.
+    fn add(&mut self, made: Result<Buffer<u8>, AllocError>, stream: &Stream, runs: bool) {
         let Some(buffer) = self.world.served(made) else { return };
         let pattern = self.pattern();
         let mut owned = Owned { buffer, pattern: None };
         self.write_all(&mut owned, stream, pattern);
-        // Memory that is allocated in a capture is its graph's, and other graphs of the pool write it.
-        if self.runs(stream) {
+        if runs {
             self.owned.push(owned);
         }
     }
@@ -339,6 +339,7 @@ impl<'a> Player<'a> {
         let slept = world.memory.sleep(contents);
         if !save {
             self.owned.iter_mut().for_each(|owned| owned.pattern = None);
+            world.forget_contents();
         }
         world.served(slept);
         world.served(world.memory.wake());

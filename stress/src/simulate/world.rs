@@ -121,6 +121,15 @@ impl World {
         self.handed.lock().pop()
     }
 
+    /// Contents of buffers that no thread has are not compared any more.
+    pub(super) fn forget_contents(&self) {
+        for handed in &mut *self.handed.lock() {
+            if let Handed::Buffer(owned) = handed {
+                owned.pattern = None;
+            }
+        }
+    }
+
     /// Makes each call of the driver fail at random, in so many cases of a thousand.
     pub(super) fn inject_rate(&self, thousandths: u32) {
         self.driver.clear_faults();
