@@ -346,6 +346,7 @@ fn message_of(panic: &(dyn Any + Send)) -> String {
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
     use super::*;
     use crate::fork;
@@ -365,8 +366,7 @@ mod tests {
             }) as Body
         });
         run(seed, 1000, bodies.collect()).unwrap();
-        let log = log.lock().clone();
-        log
+        log.lock().clone()
     }
 
     #[test]
