@@ -13,7 +13,6 @@ use crate::accounting::counters::Hot;
 use crate::allocation::CHECKED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
-use crate::backing::trim::trim_to;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
@@ -65,32 +64,12 @@ pub struct Allocator {
 }
 
 /// Shared by the callers' handles, but not by those that only keep the allocator open
-/// ([`Allocator::kept_open`]). Driver calls are allowed when the last of the former is dropped.
-struct AtLast {
-    device: Device,
+/// ([`Allocator::kept_open`]). Driver calls are allowed when the last of the former is dropped
+/// (`open.rs`).
+pub(crate) struct AtLast {
+    pub(crate) device: Device,
     /// `None` once it is being dropped.
-    inner: Option<Arc<Inner>>,
-}
-
-impl Drop for AtLast {
-    fn drop(&mut self) {
-        let Some(inner) = self.inner.take() else { return };
-        let weak = Arc::downgrade(&inner);
-        // Buffers may keep it open; bare allocations do not.
-        let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
-        let closing = Allocator { inner, _at_last: None };
-        if closes
-            && closing.memory_allocated() > 0
-            && let Err(error) = trim_to(&closing, 0)
-        {
-            tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
-        }
-        drop(closing);
-        if weak.strong_count() == 0 {
-            self.device.settle();
-            close_abandoned();
-        }
-    }
+    pub(crate) inner: Option<Arc<Inner>>,
 }
 
 pub(crate) struct Inner {
@@ -247,6 +226,11 @@ impl Allocator {
         &self.inner
     }
 
+    /// A handle that only keeps the allocator open.
+    pub(crate) fn keeping(inner: Arc<Inner>) -> Allocator {
+        Allocator { inner, _at_last: None }
+    }
+
     /// A handle of an allocator that is open.
     pub(crate) fn of_inner(inner: Arc<Inner>) -> Allocator {
         let at_last = AtLast { device: inner.device.clone(), inner: Some(inner.clone()) };
@@ -257,7 +241,7 @@ impl Allocator {
     /// is the last one, memory that is not live goes back like that of buffers which outlive the
     /// allocator.
     pub(crate) fn kept_open(&self) -> Allocator {
-        Allocator { inner: self.inner.clone(), _at_last: None }
+        Allocator::keeping(self.inner.clone())
     }
 
     /// The device.

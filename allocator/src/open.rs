@@ -1,11 +1,14 @@
-//! Giving the unused memory of all open allocators back.
+//! Giving unused memory back: of all open allocators, and of one that closes.
+
+use std::sync::Arc;
 
 use aquifer_device::{Device, Operation, fork};
 
-use crate::allocator::{Allocator, all_open};
+use crate::allocator::{Allocator, AtLast, all_open};
 use crate::backing::trim::{trim_idle_pools, trim_to};
 use crate::error::AllocError;
 use crate::recovery::hooks::is_within_an_observer;
+use crate::state::close_abandoned;
 
 /// Gives the unused memory of all allocators of a device back to it, for another allocator of the
 /// process whose memory ran out: such as cudarc's or the driver's pool. Returns how many bytes that
@@ -59,4 +62,25 @@ pub(crate) fn trim_others(allocator: &Allocator, bytes: u64) -> u64 {
         }
     }
     freed
+}
+
+impl Drop for AtLast {
+    fn drop(&mut self) {
+        let Some(inner) = self.inner.take() else { return };
+        let weak = Arc::downgrade(&inner);
+        // Buffers may keep it open; bare allocations do not.
+        let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
+        let closing = Allocator::keeping(inner);
+        if closes
+            && closing.memory_allocated() > 0
+            && let Err(error) = trim_to(&closing, 0)
+        {
+            tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
+        }
+        drop(closing);
+        if weak.strong_count() == 0 {
+            self.device.settle();
+            close_abandoned();
+        }
+    }
 }

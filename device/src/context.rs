@@ -189,7 +189,7 @@ impl Context {
     /// were dropped and could not be ended are tried again first.
     pub(crate) fn hold_off(&self) -> Option<HeldOff<'_>> {
         self.capturing.hold_off().or_else(|| {
-            unfinished::end_captures();
+            unfinished::end_captures(&self.capturing);
             self.capturing.hold_off()
         })
     }

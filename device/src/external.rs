@@ -3,6 +3,7 @@
 use crate::driver::CaptureStatus;
 use crate::error::{Operation, Result};
 use crate::fork;
+use crate::release::Object;
 use crate::stream::Stream;
 
 /// A stream that another library owns, adopted so that ticks can be taken on it.
@@ -96,8 +97,8 @@ impl Drop for ExternalStream {
         let timeline = self.stream.timeline();
         let scope = timeline.capture().filter(|scope| scope.began_on(timeline));
         if let Some(scope) = scope.as_ref().filter(|scope| !scope.launches.is_foreign()) {
-            match scope.end(timeline) {
-                Ok(graph) => scope.discard(self.stream.context(), graph),
+            match scope.end_to_discard(timeline) {
+                Ok(graph) => self.stream.context().releases.release(Object::Graph(graph)),
                 Err(error) => tracing::warn!(%error, "a capture on an adopted stream could not be ended"),
             }
         }

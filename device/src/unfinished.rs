@@ -1,9 +1,9 @@
 //! Clean-up that a failing driver or a capture in progress interrupted, after the last handle was
 //! dropped: captures to be ended, and the release queues of devices that were closed.
 //!
-//! Each is tried again whenever a device of the process is opened or settled, and captures also
-//! when one is in the way of a call. Invariant: an unfinished clean-up is in the list, or one
-//! thread is trying it.
+//! Captures are tried again when one is in the way of a call of their device. What belongs to devices
+//! of which callers have no handle is tried whenever any device of the process is opened or settled. Invariant: an unfinished clean-up is in the list, or, if it is
+//! of a release queue, one thread is trying it.
 //!
 //! Things whose drop makes driver calls, and that are dropped where none may be made, wait in a list
 //! of their own, by device: handles of a device whose allocator went with its last buffer, and what
@@ -16,6 +16,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use crate::capturing_streams::CapturingStreams;
 use crate::fork::{self, Mutex};
 
 /// A clean-up that may have to be tried several times.
@@ -23,8 +24,13 @@ pub(crate) trait CleanUp: Send + Sync {
     /// Tries to finish. Returns true if nothing is left to do.
     fn finish(&self) -> bool;
 
-    /// True if this ends a capture.
-    fn ends_capture(&self) -> bool {
+    /// For a capture to be ended: the capturing streams that its own are among.
+    fn captures_in(&self) -> Option<Arc<CapturingStreams>> {
+        None
+    }
+
+    /// True if callers have a handle of the device, whose calls then do the clean-up.
+    fn has_callers(&self) -> bool {
         false
     }
 }
@@ -91,21 +97,33 @@ pub(crate) fn finish_or_keep(clean_up: Arc<dyn CleanUp>) {
     }
 }
 
-/// Tries everything in the list, and drops what was left.
+/// Drops what was left, and tries the clean-up of devices of which callers have no handle.
 pub(crate) fn finish_all() {
     drop_left();
-    finish_those(|_| true);
-}
-
-/// Tries to end the captures in the list.
-pub(crate) fn end_captures() {
-    finish_those(|clean_up| clean_up.ends_capture());
-}
-
-fn finish_those(is_one: impl Fn(&dyn CleanUp) -> bool) {
+    end_those(|capture| !capture.has_callers());
     if fork::is_child() {
         return;
     }
-    let those: Vec<_> = UNFINISHED.lock().extract_if(.., |clean_up| is_one(&**clean_up)).collect();
-    those.into_iter().for_each(finish_or_keep);
+    let queues: Vec<_> = UNFINISHED.lock().extract_if(.., |clean_up| clean_up.captures_in().is_none()).collect();
+    queues.into_iter().for_each(finish_or_keep);
+}
+
+/// Tries to end the captures that were dropped on streams of these.
+pub(crate) fn end_captures(of: &Arc<CapturingStreams>) {
+    end_those(|capture| capture.captures_in().is_some_and(|own| Arc::ptr_eq(&own, of)));
+}
+
+/// Tries to end captures. They stay in the list meanwhile, so another thread that one is in the way
+/// of waits for this one.
+fn end_those(is_one: impl Fn(&dyn CleanUp) -> bool) {
+    if fork::is_child() {
+        return;
+    }
+    let listed: Vec<_> = UNFINISHED.lock().iter().map(Arc::clone).collect();
+    let captures = listed.into_iter().filter(|clean_up| clean_up.captures_in().is_some() && is_one(&**clean_up));
+    for capture in captures.filter(|capture| capture.finish()) {
+        let is_it = |other: &mut Arc<dyn CleanUp>| std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(&capture));
+        let ended: Vec<_> = UNFINISHED.lock().extract_if(.., is_it).collect();
+        drop(ended);
+    }
 }

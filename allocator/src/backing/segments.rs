@@ -117,7 +117,7 @@ pub(crate) fn release_where(
     allocator: &Allocator,
     choose: impl FnOnce(&mut StateGuard) -> Vec<Place>,
 ) -> Result<u64, AllocError> {
-    if allocator.device().is_capturing() {
+    if allocator.device().still_captures() {
         return Ok(0);
     }
     let mut guard = allocator.state().lock(None);

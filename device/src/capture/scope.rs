@@ -8,8 +8,9 @@
 use std::any::Any;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::context::Context;
+use crate::capturing_streams::CapturingStreams;
 use crate::driver::{CaptureStatus, Driver, RawGraph};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
@@ -31,6 +32,10 @@ pub(crate) struct Scope {
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended
     /// in its place. Taken before locks of timelines.
     ending: Mutex<()>,
+    /// The capturing streams that its own are among.
+    capturing: Arc<CapturingStreams>,
+    /// Number of handles of the device that callers have.
+    handles: Arc<AtomicUsize>,
     /// The thread that alone can end the capture, if it began on that thread's default stream.
     thread: Option<RunningThread>,
     /// A leaf, below the lock of a timeline.
@@ -52,7 +57,9 @@ impl Scope {
     /// a stream that the calling thread can use.
     pub(super) fn new(timeline: &Timeline, ours: bool) -> Arc<Scope> {
         let thread = timeline.is_per_thread().then(RunningThread::current);
-        Arc::new(Scope { launches: Launches::new(ours), ending: Mutex::new(()), thread, members: Leaf::default() })
+        let (capturing, handles) = (timeline.context().capturing.clone(), timeline.context().handles.clone());
+        let (launches, members) = (Launches::new(ours), Leaf::default());
+        Arc::new(Scope { launches, ending: Mutex::new(()), capturing, handles, thread, members })
     }
 
     /// Adds a stream. Returns false if the capture is over already.
@@ -100,6 +107,16 @@ impl Scope {
     /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
     /// Returns the graph.
     pub(crate) fn end(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
+        self.end_and(timeline, false)
+    }
+
+    /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before the
+    /// capture counts as over.
+    pub(crate) fn end_to_discard(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
+        self.end_and(timeline, true)
+    }
+
+    fn end_and(self: &Arc<Self>, timeline: &Timeline, discards: bool) -> Result<RawGraph> {
         let operation = Operation::EndCapture;
         fork::check(operation)?;
         let alone = self.ending.lock();
@@ -123,12 +140,13 @@ impl Scope {
                 return Err(goes_on(error.clone()));
             }
         }
+        let kept = if discards || ended.is_err() { self.launches.note_gone() } else { Vec::new() };
         let streams = self.close();
         self.launches.cover();
         drop(alone);
         // Dropping streams, and the objects that the launches keep, runs code of callers.
-        drop(streams);
-        ended.inspect_err(|_| drop(self.launches.note_gone()))
+        drop((streams, kept));
+        ended
     }
 
     /// Makes the capture over for all its streams. Makes no driver call. Returns the streams, to be
@@ -141,12 +159,6 @@ impl Scope {
         drop(members);
         streams.iter().for_each(|(stream, _)| stream.end_capture(self));
         streams
-    }
-
-    /// Discards the graph of the capture, which has ended.
-    pub(crate) fn discard(&self, context: &Context, raw: RawGraph) {
-        let _kept_until_then = self.launches.note_gone();
-        context.releases.release(Object::Graph(raw));
     }
 
     /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:
@@ -181,8 +193,8 @@ impl Abandoned {
             scope.give_up();
             return Ok(());
         }
-        match scope.end(&timeline) {
-            Ok(raw) => scope.discard(timeline.context(), raw),
+        match scope.end_to_discard(&timeline) {
+            Ok(raw) => timeline.context().releases.release(Object::Graph(raw)),
             Err(error) if scope.is_over() => tracing::debug!(%error, "a capture that was dropped broke before"),
             Err(error) => return Err(error),
         }
@@ -191,8 +203,12 @@ impl Abandoned {
 }
 
 impl CleanUp for Abandoned {
-    fn ends_capture(&self) -> bool {
-        true
+    fn captures_in(&self) -> Option<Arc<CapturingStreams>> {
+        Some(self.0.capturing.clone())
+    }
+
+    fn has_callers(&self) -> bool {
+        self.0.handles.load(Ordering::Acquire) > 0
     }
 
     fn finish(&self) -> bool {

@@ -355,6 +355,16 @@ impl Device {
     pub fn is_capturing(&self) -> bool {
         self.0.context.is_capturing()
     }
+
+    /// As [`Device::is_capturing`], once captures that were dropped before they ended are over, if
+    /// they can be ended. Call it without a lock: things that their graphs kept are dropped.
+    #[doc(hidden)]
+    pub fn still_captures(&self) -> bool {
+        self.is_capturing() && {
+            unfinished::end_captures(&self.0.context.capturing);
+            self.is_capturing()
+        }
+    }
 }
 
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]

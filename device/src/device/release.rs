@@ -135,6 +135,7 @@ impl Device {
         }
         self.give_up_captures_of_ended_threads();
         unfinished::drop_left_of(self.id());
+        unfinished::end_captures(&self.0.context.capturing);
         unfinished::finish_all();
         self.0.context.settle(Effort::Waiting);
     }

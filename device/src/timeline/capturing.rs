@@ -67,7 +67,7 @@ impl Timeline {
     fn end_abandoned(&self, operation: Operation) -> Result<()> {
         fork::check(operation)?;
         self.capture().map_or(Ok(()), |capture| capture.end_if_abandoned(operation))?;
-        unfinished::end_captures();
+        unfinished::end_captures(&self.context.capturing);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::any::Any;
 use std::time::Duration;
 
 use aquifer::transfer::Transfer;
-use aquifer_device::CaptureStatus;
+use aquifer_device::{CaptureStatus, DriverKind};
 use aquifer_standin::in_process;
 use aquifer_tests::prelude::*;
 
@@ -235,10 +235,14 @@ fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
     }
     soon(&|| {
         settle_the_process();
+        // Objects that only the CUDA driver knows go back when its context is waited for.
+        let _ = driver.synchronize();
         driver.free() == CAPACITY && (before.is_none() || driver.live_objects() == before)
     });
     assert_eq!(driver.free(), CAPACITY);
-    assert_eq!(driver.live_objects(), before);
+    // NVIDIA's driver keeps a captured graph that it refused to destroy three times with its context.
+    let kept = u64::from(driver.info().kind == DriverKind::Cuda);
+    assert!(driver.live_objects() <= before.map(|before| before + kept), "{:?} {before:?}", driver.live_objects());
     driver.assert_no_reservation();
     driver.synchronize().expect("nothing captures any more");
     driver.assert_no_violation();
