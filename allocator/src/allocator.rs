@@ -343,31 +343,42 @@ impl Allocator {
 }
 
 #[cfg(not(aquifer_shuttle))]
-static OPEN: Mutex<Vec<(Weak<Inner>, &'static AllocatorState)>> = Mutex::new(Vec::new());
+static OPEN: Mutex<Vec<Entered>> = Mutex::new(Vec::new());
 
 // A scheduler's locks are bound to one execution.
 #[cfg(aquifer_shuttle)]
 shuttle::lazy_static! {
-    static ref OPEN: Mutex<Vec<(Weak<Inner>, &'static AllocatorState)>> = Mutex::new(Vec::new());
+    static ref OPEN: Mutex<Vec<Entered>> = Mutex::new(Vec::new());
+}
+
+/// An allocator in that list.
+struct Entered {
+    inner: Weak<Inner>,
+    state: &'static AllocatorState,
+    device: u32,
 }
 
 /// Enters an allocator.
 pub(crate) fn register(inner: &Arc<Inner>) {
     let mut open = OPEN.lock();
     // Buffers of a closed allocator may live as long as its state serves no other one.
-    open.retain(|(other, state)| other.strong_count() > 0 || !std::ptr::eq(*state, inner.state));
-    open.push((Arc::downgrade(inner), inner.state));
+    open.retain(|other| other.inner.strong_count() > 0 || !std::ptr::eq(other.state, inner.state));
+    open.push(Entered { inner: Arc::downgrade(inner), state: inner.state, device: inner.device.id() });
 }
 
-/// Handles of all open allocators, in the order in which they were made. The lock is not held when
-/// they are dropped, as dropping the last handle of an allocator may call the driver.
-pub(crate) fn all_open() -> Vec<Allocator> {
-    let open: Vec<_> = OPEN.lock().iter().filter_map(|(inner, _)| inner.upgrade()).collect();
-    open.into_iter().map(Allocator::of_inner).collect()
+/// Handles of all open allocators, in the order in which they were made, or of those of a device
+/// alone: a handle keeps its allocator open as long as it lives. The lock is not held when they are
+/// dropped, as dropping the last handle of an allocator may call the driver.
+pub(crate) fn all_open(device: Option<u32>) -> Vec<Allocator> {
+    let open = OPEN.lock();
+    let those = open.iter().filter(|entered| device.is_none_or(|device| entered.device == device));
+    let those: Vec<_> = those.filter_map(|entered| entered.inner.upgrade()).collect();
+    drop(open);
+    those.into_iter().map(Allocator::of_inner).collect()
 }
 
 /// The states of all allocators, each once, closed ones included. Unlike their handles, these keep
 /// none open.
 pub(crate) fn all_states() -> Vec<&'static AllocatorState> {
-    OPEN.lock().iter().map(|&(_, state)| state).collect()
+    OPEN.lock().iter().map(|entered| entered.state).collect()
 }

@@ -35,8 +35,8 @@ use crate::state::close_abandoned;
 /// other allocators give their memory back, too.
 pub fn empty_caches(device: &Device) -> Result<u64, AllocError> {
     fork::check(Operation::Free)?;
-    let ours = all_open().into_iter().filter(|allocator| allocator.device().id() == device.id());
-    let freed: Vec<_> = ours.map(|allocator| allocator.empty_cache()).collect();
+    let ours = all_open(Some(device.id()));
+    let freed: Vec<_> = ours.into_iter().map(|allocator| allocator.empty_cache()).collect();
     freed.into_iter().sum()
 }
 
@@ -49,10 +49,9 @@ pub(crate) fn trim_others(allocator: &Allocator, bytes: u64) -> u64 {
     if is_within_an_observer() || allocator.device().is_capturing() {
         return 0;
     }
-    let (device, own) = (allocator.device().id(), allocator.state());
     let mut freed = 0;
-    for other in all_open() {
-        if freed >= bytes || other.device().id() != device || std::ptr::eq(other.state(), own) {
+    for other in all_open(Some(allocator.device().id())) {
+        if freed >= bytes || std::ptr::eq(other.state(), allocator.state()) {
             continue;
         }
         let left = || other.memory_reserved().saturating_sub(bytes.saturating_sub(freed));

@@ -41,7 +41,7 @@ pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
     if ptr.0 == 0 || fork::is_child() {
         return None;
     }
-    all_open().into_iter().find_map(|allocator| {
+    all_open(None).into_iter().find_map(|allocator| {
         let (ptr, bytes) = find(allocator.state(), ptr)?;
         Some(RawOwner { allocator, ptr, bytes })
     })
