@@ -315,12 +315,10 @@ fn after_a_failed_policy_the_others_are_shown() {
 }
 
 #[test]
-fn simulated_programs_are_clean_and_repeatable() {
+fn simulated_programs_are_clean() {
     let run = |seeds: &[&str]| rows(0, &[&["simulate"], seeds].concat()).remove(0);
     let row = run(&["--seeds", "100..140"]);
     assert_eq!((&row["first_seed"], &row["seeds"], &row["failures"]), (&100.into(), &40.into(), &0.into()));
-    let counts = |row: &Value| ["steps", "turns", "driver_calls", "virtual_seconds"].map(|key| row[key].clone());
-    assert_eq!(counts(&row), counts(&run(&["--seeds", "100..140"])));
     assert_eq!(run(&["--replay", "100"])["seeds"], 1);
     for wrong in ["7", "7..7", "b..9"] {
         let output = stress(&["simulate", "--seeds", wrong]);
