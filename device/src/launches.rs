@@ -8,11 +8,11 @@
 //! Launches into a capture do not occur: CUDA refuses them.
 //!
 //! Locks: that of an order of launches is held for a launch, and taken before those of timelines,
-//! by address where there are several. That of a graph's launches is a leaf.
+//! by number where there are several. That of a graph's launches is a leaf.
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::error::Result;
 use crate::sync::Mutex;
@@ -39,6 +39,7 @@ use crate::timeline::{Tick, Timeline};
 /// ```
 #[derive(Debug)]
 pub struct Launches {
+    number: u64,
     /// True if they are made by [`crate::Graph::launch`].
     ours: bool,
     /// True if the graph itself was dropped, or was never made.
@@ -62,17 +63,35 @@ pub(crate) type KeptAlive = Arc<dyn Any + Send + Sync>;
 
 /// An order of launches. Graphs that share it are launched one after the other, on any streams,
 /// because they use the same memory: [`Launches::keep_order`].
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct LaunchOrder {
+    number: u64,
     /// The last launch of any of them.
     last: Mutex<Option<Tick>>,
+}
+
+/// A number of what is made here, in the order in which it is made.
+fn next_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Default for LaunchOrder {
+    fn default() -> LaunchOrder {
+        LaunchOrder { number: next_number(), last: Mutex::default() }
+    }
 }
 
 impl Launches {
     /// The launches of a graph that is captured here (`ours`), or of one that another library
     /// captures and will launch.
     pub(crate) fn new(ours: bool) -> Arc<Launches> {
-        Arc::new(Launches { ours, gone: AtomicBool::new(false), made: Mutex::default() })
+        Arc::new(Launches { number: next_number(), ours, gone: AtomicBool::new(false), made: Mutex::default() })
+    }
+
+    /// A number that no other graph's launches have; later captures have larger ones.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// Makes all launches come after the tick, because the graph uses memory that was in use
@@ -98,7 +117,7 @@ impl Launches {
         if !made.orders.iter().any(|known| Arc::ptr_eq(known, order)) {
             made.orders.push(order.clone());
             // In the order in which their locks are taken.
-            made.orders.sort_by_key(Arc::as_ptr);
+            made.orders.sort_by_key(|order| order.number);
         }
     }
 

@@ -107,11 +107,13 @@ impl<'a> AccessGuard<'a> {
     fn acquire_all(mut wanted: Vec<(&'a Stream, &'a Storage, AccessKind)>) -> Result<AccessGuard<'a>, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         wanted.retain(|(_, storage, _)| storage.bytes() > 0);
-        // By address, the same order for all guards, so that they do not wait for each other in a
-        // circle; and writing before reading, so that removing duplicates keeps it.
+        // By the memory's address, the same order for all guards, so that they do not wait for each
+        // other in a circle; and writing before reading, so that removing duplicates keeps it.
         let place =
             |stream: &Stream, storage| (std::ptr::from_ref::<Storage>(storage), stream.device_id(), stream.id());
-        wanted.sort_unstable_by_key(|&(stream, storage, kind)| (place(stream, storage), std::cmp::Reverse(kind)));
+        wanted.sort_unstable_by_key(|&(stream, storage, kind)| {
+            (storage.device_id(), storage.ptr(), place(stream, storage), std::cmp::Reverse(kind))
+        });
         wanted.dedup_by_key(|(stream, storage, _)| place(stream, storage));
         if let Some((stream, storage, _)) =
             wanted.iter().find(|(stream, storage, _)| storage.device_id() != stream.device_id())

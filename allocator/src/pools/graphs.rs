@@ -44,8 +44,8 @@ pub(crate) struct Graphs {
     /// Memory that one graph's capture freed may be used by the next graph. So the graphs are
     /// launched one after the other.
     order: Arc<LaunchOrder>,
-    /// Graphs captured through this library, by address, except some that are over and done.
-    ours: BTreeMap<usize, Arc<Launches>>,
+    /// Graphs captured through this library, by number, except some that are over and done.
+    ours: BTreeMap<u64, Arc<Launches>>,
     /// How many of them were left when those that are over were last forgotten.
     left: usize,
     /// True if other libraries captured graphs.
@@ -63,7 +63,7 @@ impl Graphs {
         if launches.is_foreign() {
             return !std::mem::replace(&mut self.foreign, true);
         }
-        let is_new = self.ours.insert(Arc::as_ptr(launches).addr(), launches.clone()).is_none();
+        let is_new = self.ours.insert(launches.number(), launches.clone()).is_none();
         // Once there are enough of them to pay for the search.
         if is_new && self.ours.len() > 2 * self.left + 8 {
             self.foreign = self.any_foreign();

@@ -84,8 +84,12 @@ impl<'a> Player<'a> {
         drop((growables, graphs, owned, pools));
     }
 
+    /// The stream that `pick` stands for, or the next one without a capture that another thread may
+    /// be ending just now.
     fn stream(&self, pick: u32) -> Stream {
-        self.streams[pick as usize % self.streams.len()].clone()
+        let first = pick as usize % self.streams.len();
+        let from_there = self.streams[first..].iter().chain(&self.streams[..first]);
+        from_there.clone().find(|stream| self.runs(stream)).unwrap_or(&self.streams[first]).clone()
     }
 
     /// True if work that the stream enqueues now is run, not captured.
