@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer::device::{DevicePtr, Graph, StreamFlags, Tick};
 use aquifer::memory::{AllocError, Contents, Growable, PoolOptions, PrivatePool};
 use aquifer::prelude::*;
-use aquifer_device::{Driver, executor};
+use aquifer_device::executor;
 
 use super::plan::{Ending, Step};
 use super::world::{Dropping, Handed, World};
@@ -213,7 +213,7 @@ impl<'a> Player<'a> {
             Step::EmptyCache => drop(world.allow(world.memory.empty_cache())),
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
             Step::SetLimit(limit) => world.memory.set_limit(limit),
-            Step::OtherProcess(bytes) => world.driver.set_other_process_bytes(bytes),
+            Step::OtherProcess(bytes) => world.set_other_process(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
                 let runs = self.runs(&stream);
@@ -335,8 +335,7 @@ impl<'a> Player<'a> {
         let world = self.world;
         // Bare work of other threads would meet memory that is not there, and memory that another
         // process took meanwhile could not come back.
-        let lacks_memory = world.driver.memory_info().is_ok_and(|info| info.free + world.held() < info.total);
-        if world.threads > 1 || lacks_memory {
+        if world.threads > 1 || world.has_other_process() {
             return;
         }
         let contents = if save { Contents::SaveToHost } else { Contents::Discard };

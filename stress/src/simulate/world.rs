@@ -63,6 +63,8 @@ pub(super) struct World {
     /// A fault was injected: any call may fail, and fail again.
     faulty: AtomicBool,
     lost: AtomicBool,
+    /// Bytes that another process holds.
+    other_process: AtomicU64,
     /// A stream captures or may have: calls that would break a capture are refused.
     captured: AtomicBool,
     found: Mutex<Option<String>>,
@@ -86,15 +88,21 @@ impl World {
             handed: Mutex::default(),
             faulty: false.into(),
             lost: false.into(),
+            other_process: 0.into(),
             captured: false.into(),
             found: Mutex::default(),
             steps: 0.into(),
         })
     }
 
-    /// Bytes that both allocators hold.
-    pub(super) fn held(&self) -> u64 {
-        self.memory.memory_reserved() + self.second.memory_reserved()
+    /// Another process holds so much from now on.
+    pub(super) fn set_other_process(&self, bytes: u64) {
+        self.other_process.store(bytes, Ordering::Relaxed);
+        self.driver.set_other_process_bytes(bytes);
+    }
+
+    pub(super) fn has_other_process(&self) -> bool {
+        self.other_process.load(Ordering::Relaxed) > 0
     }
 
     /// Reports a failure; the first one counts.
