@@ -88,8 +88,7 @@ impl CapturingStreams {
         }
         (!self.any()).then(|| {
             holding_off.any += 1;
-            let _ = HELD_OFF.try_with(|held_off| held_off.set(held_off.get() + 1));
-            HeldOff(self, PhantomData)
+            HeldOff(self, HeldByThread::new())
         })
     }
 
@@ -99,7 +98,7 @@ impl CapturingStreams {
         let mut holding_off = self.holding_off.lock();
         (self.blocking.load(Ordering::Acquire) == 0).then(|| {
             holding_off.blocking += 1;
-            BlockingHeldOff(self)
+            BlockingHeldOff(self, HeldByThread::new())
         })
     }
 
@@ -114,13 +113,29 @@ thread_local! {
     static HELD_OFF: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Holds captures off while it lives. It stays on its thread, because that counts it.
+/// One of the times that the thread holds captures off. It stays on the thread, which counts it.
 #[derive(Debug)]
-pub(crate) struct HeldOff<'a>(&'a CapturingStreams, PhantomData<*const ()>);
+struct HeldByThread(PhantomData<*const ()>);
+
+impl HeldByThread {
+    fn new() -> HeldByThread {
+        let _ = HELD_OFF.try_with(|held_off| held_off.set(held_off.get() + 1));
+        HeldByThread(PhantomData)
+    }
+}
+
+impl Drop for HeldByThread {
+    fn drop(&mut self) {
+        let _ = HELD_OFF.try_with(|held_off| held_off.set(held_off.get().saturating_sub(1)));
+    }
+}
+
+/// Holds captures off while it lives.
+#[derive(Debug)]
+pub(crate) struct HeldOff<'a>(&'a CapturingStreams, HeldByThread);
 
 impl Drop for HeldOff<'_> {
     fn drop(&mut self) {
-        let _ = HELD_OFF.try_with(|held_off| held_off.set(held_off.get().saturating_sub(1)));
         self.0.holding_off.lock().any -= 1;
         self.0.changed.notify_all();
     }
@@ -128,7 +143,7 @@ impl Drop for HeldOff<'_> {
 
 /// Holds captures of blocking streams off while it lives.
 #[derive(Debug)]
-pub(crate) struct BlockingHeldOff<'a>(&'a CapturingStreams);
+pub(crate) struct BlockingHeldOff<'a>(&'a CapturingStreams, HeldByThread);
 
 impl Drop for BlockingHeldOff<'_> {
     fn drop(&mut self) {

@@ -94,7 +94,7 @@ impl Timeline {
         let (reached, mut refusals) = (self.begin_wait(), 0);
         let mut held_off = Ok(held_off);
         loop {
-            let waited = held_off.and_then(|_held_off| driver.synchronize_stream(raw));
+            let waited = held_off.as_ref().map_err(Clone::clone).and_then(|_held_off| driver.synchronize_stream(raw));
             let waited = waited.or_else(|error| match error.kind {
                 ErrorKind::DeviceLost | ErrorKind::Capture => Err(error),
                 // This very thread may be the one that captures, so the end of such a capture is
@@ -115,12 +115,15 @@ impl Timeline {
                         error.with_more("the device cannot be waited for, and is taken to run nothing any more")
                     );
                 }
-                Err(error) => refusals += u32::from(error.kind != ErrorKind::Capture),
+                // The thread that ends the capture in the way may have to begin another one first, so
+                // captures are not held off while the host sleeps.
+                Err(error) if error.kind == ErrorKind::Capture => held_off = Ok(None),
+                Err(_) => refusals += 1,
             }
             executor::pause(PAUSE);
-            // Captures are not held off while the host sleeps: the thread that ends a capture in
-            // the way may have to begin another one first.
-            held_off = self.protect_captures(raw, operation);
+            if !matches!(held_off, Ok(Some(_))) {
+                held_off = self.protect_captures(raw, operation);
+            }
         }
     }
 }

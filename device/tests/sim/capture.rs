@@ -1,11 +1,13 @@
 //! Graph capture: the work that it records, and the calls that it forbids.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use aquifer_device::sim::{SimDriver, ViolationKind};
-use aquifer_device::{Code, Driver, ErrorKind, RawStream};
+use aquifer_device::executor::{self, Body};
+use aquifer_device::sim::{Fault, SimDriver, ViolationKind};
+use aquifer_device::{Code, Driver, ErrorKind, Operation, RawStream, StreamFlags};
 
-use crate::common::{MIB, Short, code, device};
+use crate::common::{Bench, MIB, Short, code, device};
 
 #[test]
 fn captured_work_runs_when_the_graph_is_launched_each_time() {
@@ -164,4 +166,34 @@ fn captures_that_cannot_begin_or_end_are_refused() {
     driver.record(driver.event(), RawStream::LEGACY).unwrap();
     driver.host_alloc(64).unwrap();
     driver.end_capture(two).unwrap();
+}
+
+#[test]
+fn a_read_whose_wait_is_refused_ends_though_a_capture_is_about_to_begin() {
+    let (mut reads, mut captures) = (0, 0);
+    for seed in 0..200 {
+        let bench = Bench::new();
+        let legacy = bench.device.default_stream().clone();
+        let stream = bench.device.stream_with(StreamFlags { non_blocking: false, priority: 0 }).unwrap();
+        bench.fill(&legacy);
+        for operation in [Operation::SynchronizeStream, Operation::Synchronize] {
+            bench.driver.inject(Fault::Nth { operation: Some(operation), nth: 1, code: Code(999) });
+        }
+        let (ptr, has_read) = (bench.ptr, Arc::new(Mutex::new(false)));
+        let reader: Body = {
+            let has_read = has_read.clone();
+            Box::new(move || *has_read.lock().unwrap() = legacy.download_blocking(&mut [0_u8], ptr).is_ok())
+        };
+        // Nobody ends the capture before the read has ended.
+        let capture = Arc::new(Mutex::new(None));
+        let capturer: Body = {
+            let capture = capture.clone();
+            Box::new(move || *capture.lock().unwrap() = stream.begin_capture().ok())
+        };
+        executor::run(seed, 10_000, vec![reader, capturer]).unwrap_or_else(|failure| panic!("{seed}: {failure}"));
+        reads += u32::from(*has_read.lock().unwrap());
+        captures += u32::from(capture.lock().unwrap().take().is_some());
+        bench.assert_no_violation();
+    }
+    assert!(reads > 50 && captures == 200, "{reads} reads, {captures} captures");
 }
