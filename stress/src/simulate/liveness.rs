@@ -6,7 +6,7 @@ use aquifer::Allocator;
 use aquifer::memory::AllocError;
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_device::DevicePtr;
+use aquifer_device::{DeviceError, DevicePtr};
 
 use super::Counts;
 use super::world::{Handed, World, count};
@@ -43,6 +43,17 @@ impl World {
             _ => {}
         }
         self.served(outcome)
+    }
+
+    /// What sleeps could not wake up for lack of memory: checks that it does not fit.
+    pub(super) fn check_lack(&self, error: &DeviceError) {
+        if self.is_alone() {
+            count(&self.counts.liveness);
+            let (need, room) = (self.memory.sleeping_bytes(), self.room(&self.memory));
+            if need <= room {
+                self.report(format!("{need} bytes cannot wake up, and {room} are free: {error}"));
+            }
+        }
     }
 
     /// Free bytes of the device.

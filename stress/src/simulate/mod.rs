@@ -18,6 +18,7 @@ mod world;
 
 use std::sync::Arc;
 
+use aquifer::device::sim::SimDriver;
 use aquifer_device::executor::{self, Body};
 use aquifer_device::fork::Mutex;
 
@@ -98,7 +99,21 @@ pub fn run(plan: &Plan) -> Result<Counts, Failed> {
         is_stuck: !matches!(failure, executor::Failure::Panicked(_)),
     })?;
     let counts = std::mem::replace(&mut *result.lock(), Ok(Counts::default()))?;
+    let fails = |step: &Step| matches!(step, Step::Faults(_) | Step::Fault(_) | Step::Lose(_));
+    if !plan.threads.iter().flatten().any(fails) {
+        check_objects(&driver)?;
+    }
     Ok(Counts { turns, calls: driver.calls_made(), time_ns: driver.now_ns(), ..counts })
+}
+
+/// Checks that nothing of the driver's is left once the last allocator and device are gone. Default
+/// streams stay.
+fn check_objects(driver: &SimDriver) -> Result<(), String> {
+    let (left, bytes) = (driver.live_objects(), driver.held_bytes());
+    if (left.events, left.captures, left.graphs, left.host, bytes) == (0, 0, 0, 0, 0) {
+        return Ok(());
+    }
+    Err(format!("in the end, {bytes} bytes of the device are left, and of other objects {left:?}"))
 }
 
 /// Makes a failing program smaller as long as it fails. Returns it, and how it fails.

@@ -172,7 +172,7 @@ impl Player<'_> {
     /// Memory that others took meanwhile may be lacking.
     fn judge_waking(&self, woken: Result<(), AllocError>) {
         match woken {
-            Err(AllocError::Device(error)) if error.is_out_of_memory() => {}
+            Err(AllocError::Device(error)) if error.is_out_of_memory() => self.world.check_lack(&error),
             other => drop(self.world.served(other)),
         }
     }

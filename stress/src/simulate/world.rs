@@ -9,6 +9,7 @@ use aquifer::device::{Capture, Graph};
 use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
 use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer::{Allocator, Device};
+use aquifer_allocator::snapshot::Segment;
 use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::{Lagging, Violation, ViolationKind};
@@ -150,12 +151,15 @@ impl World {
 
     /// True if nothing is in the way of requests but memory in use: what fits can be told exactly.
     pub(super) fn is_calm(&self) -> bool {
-        let set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        self.is_alone() && !self.limited.load(Ordering::Relaxed) && !self.sleeping.may_refuse(self.threads)
+    }
+
+    /// True if no other thread or process takes memory, no call fails, and the host may wait for the
+    /// device.
+    pub(super) fn is_alone(&self) -> bool {
         self.threads == 1
-            && !set(&self.faulty)
-            && !set(&self.limited)
+            && !self.faulty.load(Ordering::Relaxed)
             && self.other_process.load(Ordering::Relaxed) == 0
-            && !self.sleeping.may_refuse(self.threads)
             && !self.handed.lock().iter().any(|handed| matches!(handed, Handed::Capture(..)))
     }
 
@@ -309,10 +313,16 @@ impl World {
         if self.threads == 1 {
             let snapshot = self.memory.snapshot();
             self.check_tiling(&snapshot);
-            let total: u64 = snapshot.segments.iter().map(|segment| segment.total_size).sum();
-            if is_awake && total > reserved.current {
-                let reserved = reserved.current;
-                self.report(format!("the segments of a snapshot have {total} bytes, of {reserved} that are reserved"));
+            let sum = |of: fn(&Segment) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
+            let shown = [
+                sum(|segment| segment.requested_size),
+                sum(|segment| segment.allocated_size),
+                sum(|segment| segment.active_size),
+            ];
+            let counted = [requested, allocated, active].map(|stat| stat.current);
+            let (total, reserved) = (sum(|segment| segment.total_size), reserved.current);
+            if is_awake && (shown != counted || total > reserved) {
+                self.report(format!("a snapshot shows {shown:?} and {total} bytes, of {counted:?} and {reserved}"));
             }
         }
     }
