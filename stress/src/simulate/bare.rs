@@ -7,7 +7,7 @@ use aquifer::device::{DevicePtr, RawStream, Tick};
 use aquifer::memory::{Growable, TagScope};
 
 use super::plan::{Ending, Freeing};
-use super::player::{END, Player, at};
+use super::player::{END, Player, at, length};
 use super::sleep::{BARE, BARE_KIND};
 use super::world::{Dropping, Handed};
 
@@ -28,6 +28,9 @@ pub(super) struct Raw {
 pub(super) struct Growing {
     memory: Growable,
     used: Tick,
+    /// As of [`Raw`].
+    pattern: Option<u8>,
+    lost: u64,
 }
 
 impl Player<'_> {
@@ -76,7 +79,7 @@ impl Player<'_> {
             return;
         }
         let raw = &self.raw[at];
-        let mut found = vec![0; END.min(usize::try_from(raw.bytes).unwrap_or(END))];
+        let mut found = vec![0; END.min(length(raw.bytes))];
         if raw.lost == world.sleeping.lost(BARE_KIND)
             && let Some(pattern) = raw.pattern
             && world.allow(stream.download_blocking(&mut found, raw.ptr)).is_some()
@@ -165,29 +168,42 @@ impl Player<'_> {
         let _scope = TagScope::new(BARE);
         let made = world.memory.growable(capacity, &self.streams[0]);
         let used = self.streams[0].tick();
-        self.growables.extend(world.served(made).map(|memory| Growing { memory, used }));
+        self.growables.extend(world.served(made).map(|memory| Growing { memory, used, pattern: None, lost: 0 }));
     }
 
+    /// Grows or shrinks memory, compares what was there before, and writes it.
     pub(super) fn resize(&mut self, pick: u32, stream: u32, bytes: u64) {
-        let (world, stream) = (self.world, self.stream(stream));
+        let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let Some(at) = at(&self.growables, pick) else { return };
         let _scope = TagScope::new(BARE);
-        let Growing { memory, used } = &mut self.growables[at];
-        if world.allow(stream.wait_for(used)).is_none() {
+        let runs = self.runs(&stream);
+        let growing = &mut self.growables[at];
+        if world.allow(stream.wait_for(&growing.used)).is_none() {
             return;
         }
+        let memory = &mut growing.memory;
         let (bytes, before) = (bytes.min(memory.capacity()), memory.bytes());
         let resized = if bytes > before {
             world.request(&world.memory, bytes - before, || memory.grow_to(bytes, &stream))
         } else {
             world.served(memory.shrink_to(bytes, &stream))
         };
-        if resized.is_some() && bytes > 0 {
-            world.allow(stream.fill(memory.ptr(), 3, bytes));
-            world.allow(memory.record_stream(&stream));
+        let mut found = vec![0; END.min(length(bytes.min(before)))];
+        if resized.is_some()
+            && growing.lost == world.sleeping.lost(BARE_KIND)
+            && let Some(pattern) = growing.pattern
+            && world.allow(stream.download_blocking(&mut found, growing.memory.ptr())).is_some()
+        {
+            world.compare(&found, pattern);
         }
-        *used = stream.tick();
+        if resized.is_some() && bytes > 0 {
+            growing.lost = world.sleeping.lost(BARE_KIND);
+            let written = world.allow(stream.fill(growing.memory.ptr(), pattern, bytes));
+            growing.pattern = written.filter(|()| runs).map(|()| pattern);
+            world.allow(growing.memory.record_stream(&stream));
+        }
+        growing.used = stream.tick();
     }
 
     /// Frees what bare pointers are left.

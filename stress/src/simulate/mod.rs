@@ -1,13 +1,17 @@
 //! Whole-system simulation: programs of several threads on a simulated device, under a
 //! deterministic schedule, so that a failure is a seed.
 //!
-//! A seed fixes everything: the device and the options of its allocators, the steps of the threads,
-//! their schedule ([`aquifer_device::executor`]: a thread may be interrupted at each driver call,
-//! where it finds a lock taken, and between steps), the order of the device's work, and the faults.
+//! A seed fixes everything: the device, its size and how far it lags behind the host, the options of
+//! its allocators, the steps of the threads, their schedule ([`aquifer_device::executor`]: a thread
+//! may be interrupted at each driver call, where it finds a lock taken, and between steps), the order
+//! of the device's work, and the faults. Sizes that a machine would choose, such as the number of
+//! threads that copy, are part of the program.
 //!
 //! *Safety*, after each step: contents by pattern, races and misuse, statistics, snapshots, no
-//! panic, no error without a cause. *Liveness*: all threads end; once faults have stopped,
-//! everything goes back to the device, and a request that fits is served.
+//! panic, no error without a cause. *Liveness*, while a program of one thread runs: what fits is
+//! served, and wakes up. At the end of each program, once faults have stopped: all threads have ended,
+//! everything goes back to the device, and a request that fits is served within a bounded number of
+//! driver calls, also where the other allocator holds all memory without need.
 
 mod bare;
 mod liveness;

@@ -177,8 +177,9 @@ impl Plan {
             lost: random.below(20) == 0,
             sleeps: random.below(4) == 0,
             others: random.below(2) == 0,
+            alone: count == 1,
         };
-        let options = options(random, count == 1 && !kind.faults && !kind.lost);
+        let options = options(random, kind.alone && !kind.faults && !kind.lost);
         let lag = if random.below(3) == 0 { random.size(1, 200) } else { 0 };
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
@@ -228,6 +229,8 @@ struct Kind {
     sleeps: bool,
     /// Another process and limits take memory away, so that what fits is not known.
     others: bool,
+    /// There is one thread, so that it is known otherwise.
+    alone: bool,
 }
 
 /// Options of an allocator. `splits` if memory that is in use may be copied elsewhere meanwhile: no
@@ -319,6 +322,9 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         161..=164 if kind.faults => Step::Fault(u64::from(1 + pick % 12)),
         165 | 166 if kind.lost => Step::Lose(u64::from(1 + pick % 40)),
         167..=169 => Step::Drop(pick),
+        170..=173 if kind.alone => {
+            Step::Fill { second: other < 2, stream, bytes: MIB + bytes % (24 * MIB), keep: pick % 8 }
+        }
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }
 }

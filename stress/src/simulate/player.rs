@@ -371,7 +371,7 @@ impl<'a> Player<'a> {
     }
 }
 
-fn length(bytes: u64) -> usize {
+pub(super) fn length(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
