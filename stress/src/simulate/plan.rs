@@ -16,6 +16,8 @@ pub struct Plan {
     pub capacity: u64,
     /// Options of the allocator.
     pub options: String,
+    /// Options of the second allocator.
+    pub second: String,
     /// How many steps of all threads the device lags behind, as far as the host can see.
     pub lag: u64,
     /// Sizes of the ring that stages transfers: the bytes of a chunk, and the threads that copy.
@@ -179,12 +181,13 @@ impl Plan {
             others: random.below(2) == 0,
             alone: count == 1,
         };
-        let options = options(random, kind.alone && !kind.faults && !kind.lost);
+        let splits = kind.alone && !kind.faults && !kind.lost;
+        let (options, second) = (options(random, splits), options(random, splits));
         let lag = if random.below(3) == 0 { random.size(1, 200) } else { 0 };
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
         let threads = (0..count).map(|_| (0..steps).map(|_| step(random, &kind)).collect()).collect();
-        Plan { seed, capacity, options, lag, chunk_bytes, copiers, threads }
+        Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }
     }
 
     /// How many steps it has.
@@ -211,6 +214,7 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "seed {}, a device of {} MiB, options {:?}", self.seed, self.capacity / MIB, self.options)?;
+        write!(f, " and of the second allocator {:?}", self.second)?;
         if self.lag > 0 {
             write!(f, ", {} steps behind", self.lag)?;
         }

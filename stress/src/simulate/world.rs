@@ -110,16 +110,19 @@ impl World {
         let lagging = Lagging::new(driver.clone(), plan.lag);
         let judged = Judged::new(lagging.clone());
         let device = Device::new(judged.clone());
-        let text = |error: &dyn std::fmt::Display| format!("{:?}: {error}", plan.options);
-        let config = Config::parse(&plan.options).map_err(|error| text(&error))?;
-        let memory = Allocator::new(&device, config).map_err(|error| text(&error))?;
+        let text = |error: &dyn std::fmt::Display| format!("{:?}, {:?}: {error}", plan.options, plan.second);
+        let open = |options: &str| {
+            let config = Config::parse(options).map_err(|error| text(&error))?;
+            Allocator::new(&device, config).map_err(|error| text(&error))
+        };
+        let (memory, second) = (open(&plan.options)?, open(&plan.second)?);
         // Sizes that the machine does not choose.
         let staging = StagingConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
         let transfer = Transfer::with_config(&memory, TransferConfig::default().staging(staging));
         Ok(World {
             memory,
             transfer: transfer.map_err(|error| text(&error))?,
-            second: Allocator::new(&device, Config::default()).map_err(|error| text(&error))?,
+            second,
             device,
             driver,
             lagging,
