@@ -10,7 +10,7 @@ use crate::cli::SimulateArgs;
 use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
-use crate::simulate::{self, Counts, Plan};
+use crate::simulate::{self, Counts, Failed, Plan};
 use crate::text::plural;
 
 /// Failures after which a run stops.
@@ -26,6 +26,9 @@ pub struct Row {
     pub failures: u64,
     pub failed_seeds: Vec<u64>,
     pub steps: u64,
+    pub safety_checks: u64,
+    pub liveness_checks: u64,
+    pub needless_waits: u64,
     pub turns: u64,
     pub driver_calls: u64,
     pub virtual_seconds: f64,
@@ -49,7 +52,8 @@ pub fn run(session: &Session, args: &SimulateArgs) -> Result<Outcome, Failure> {
     std::panic::set_hook(hook);
     session.row(&row)?;
     session.show(format_args!(
-        "{}, from {} on: {} in {}, {} steps, {} driver calls, {:.0} s of virtual time, {:.0} seeds a second",
+        "{}, from {} on: {} in {}, {} steps, {} driver calls, {:.0} s of virtual time, {:.0} seeds a second\n\
+         {} checks of safety, {} of liveness; {} waited with memory to spare",
         plural(row.seeds, "seed"),
         row.first_seed,
         plural(row.failures, "failure"),
@@ -58,6 +62,9 @@ pub fn run(session: &Session, args: &SimulateArgs) -> Result<Outcome, Failure> {
         row.driver_calls,
         row.virtual_seconds,
         row.seeds_per_s,
+        row.safety_checks,
+        row.liveness_checks,
+        plural(row.needless_waits, "request"),
     ))?;
     Ok(if row.failures > 0 { Outcome::Failed } else { Outcome::Done })
 }
@@ -75,8 +82,11 @@ fn run_seeds(session: &Session, args: &SimulateArgs, seeds: Range<u64>) -> Row {
         row.seeds += 1;
         progress.inc(1);
         match simulate::run(&Plan::of_seed(seed)) {
-            Ok(Counts { steps, turns, calls, time_ns: time, .. }) => {
+            Ok(Counts { steps, safety, liveness, needless_waits, turns, calls, time_ns: time, .. }) => {
                 row.steps += steps;
+                row.safety_checks += safety;
+                row.liveness_checks += liveness;
+                row.needless_waits += needless_waits;
                 row.turns += turns;
                 row.driver_calls += calls;
                 time_ns += time;
@@ -96,8 +106,8 @@ fn run_seeds(session: &Session, args: &SimulateArgs, seeds: Range<u64>) -> Row {
     row
 }
 
-fn report(session: &Session, seed: u64, failure: String) {
-    session.message(format_args!("seed {seed} fails: {failure}\n  aquifer-stress simulate --replay {seed}"));
+fn report(session: &Session, seed: u64, failure: Failed) {
+    session.message(format_args!("seed {seed} fails: {}\n  aquifer-stress simulate --replay {seed}", failure.what));
     let (plan, failure) = simulate::shrink(Plan::of_seed(seed), failure);
-    session.message(format_args!("made smaller, to {}: {failure}\n{plan}", plural(plan.len() as u64, "step")));
+    session.message(format_args!("made smaller, to {}: {}\n{plan}", plural(plan.len() as u64, "step"), failure.what));
 }

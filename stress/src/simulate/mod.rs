@@ -1,24 +1,32 @@
 //! Whole-system simulation: programs of several threads on a simulated device, under a
 //! deterministic schedule, so that a failure is a seed.
 //!
-//! A seed fixes everything: the device and the options of its allocators, the steps of the threads,
-//! their schedule ([`aquifer_device::executor`]: a thread may be interrupted at each driver call,
-//! where it finds a lock taken, and between steps), the order of the device's work, and the faults.
+//! A seed fixes everything: the device, its size and how far it lags behind the host, the options of
+//! its allocators, the steps of the threads, their schedule ([`aquifer_device::executor`]: a thread
+//! may be interrupted at each driver call, where it finds a lock taken, and between steps), the order
+//! of the device's work, and the faults. Sizes that a machine would choose, such as the number of
+//! threads that copy, are part of the program.
 //!
 //! *Safety*, after each step: contents by pattern, races and misuse, statistics, snapshots, no
-//! panic, no error without a cause. *Liveness*: all threads end; once faults have stopped,
-//! everything goes back to the device, and a request that fits is served.
+//! panic, no error without a cause. *Liveness*, while a program of one thread runs: what fits is
+//! served, and wakes up. At the end of each program, once faults have stopped: all threads have ended,
+//! everything goes back to the device, and a request that fits is served within a bounded number of
+//! driver calls, also where the other allocator holds all memory without need.
 
+mod bare;
+mod liveness;
 mod plan;
 mod player;
+mod sleep;
 mod world;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
+use aquifer::device::sim::SimDriver;
 use aquifer_device::executor::{self, Body};
+use aquifer_device::fork::Mutex;
 
-pub use plan::{Ending, Plan, Step};
+pub use plan::{Asleep, Ending, Freeing, Plan, Step};
 use player::Player;
 use world::World;
 
@@ -28,12 +36,23 @@ const TURNS_MAX: u64 = 2_000_000;
 /// Programs tried while a failing one is made smaller.
 const TRIALS: usize = 400;
 
+/// Of these, programs whose threads did not end: each leaves its threads behind.
+const STUCK_MAX: usize = 24;
+
 /// What a program did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counts {
     /// Steps of all threads.
     pub steps: u64,
+    /// Checks that nothing is wrong: comparisons of contents, looks for races and misuse, and readings
+    /// of statistics and snapshots.
+    pub safety: u64,
+    /// Checks that what should happen does: refusals that were found right, and requests that had to be
+    /// served.
+    pub liveness: u64,
+    /// Requests that waited although the device had more than enough free memory.
+    pub needless_waits: u64,
     /// Turns of threads.
     pub turns: u64,
     /// Calls of the driver.
@@ -42,47 +61,82 @@ pub struct Counts {
     pub time_ns: u64,
 }
 
-/// Runs a program.
-///
-/// # Errors
-/// What is wrong.
-pub fn run(plan: &Plan) -> Result<Counts, String> {
-    let world = Arc::new(World::new(plan)?);
-    let bodies = plan.threads.iter().cloned().enumerate().filter(|(_, steps)| !steps.is_empty());
-    let bodies = bodies.map(|(number, steps)| {
-        let world = world.clone();
-        Box::new(move || Player::new(&world, number).play(&steps)) as Body
-    });
-    let turns = executor::run(plan.seed, TURNS_MAX, bodies.collect()).map_err(|failure| failure.to_string());
-    world.check_violations();
-    let turns = match (world.found(), turns) {
-        (_, Err(failure)) => return Err(failure),
-        (Some(found), Ok(_)) => return Err(found),
-        (None, Ok(turns)) => turns,
-    };
-    world.finish();
-    let steps = world.steps.load(Ordering::Relaxed);
-    let counts = Counts { steps, turns, calls: world.driver.calls_made(), time_ns: world.driver.now_ns() };
-    match world.found() {
-        Some(found) => Err(found),
-        None => Ok(counts),
+/// How a program fails.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Failed {
+    /// What is wrong.
+    pub what: String,
+    /// True if threads did not end. They stay where they are.
+    pub is_stuck: bool,
+}
+
+impl From<String> for Failed {
+    fn from(what: String) -> Failed {
+        Failed { what, is_stuck: false }
     }
 }
 
+/// Runs a program.
+///
+/// # Errors
+/// How it fails.
+pub fn run(plan: &Plan) -> Result<Counts, Failed> {
+    let world = Arc::new(World::new(plan)?);
+    let driver = world.driver.clone();
+    let result = Arc::new(Mutex::new(Ok(Counts::default())));
+    let bodies = plan.threads.iter().cloned().enumerate().filter(|(_, steps)| !steps.is_empty());
+    let bodies = bodies.map(|(number, steps)| {
+        let (world, result) = (world.clone(), result.clone());
+        Box::new(move || {
+            Player::new(&world, number).play(&steps);
+            // Transfers have threads in the executor, too, which end with the last allocator.
+            if let Some(world) = Arc::into_inner(world) {
+                *result.lock() = world.finish();
+            }
+        }) as Body
+    });
+    let bodies = bodies.collect();
+    drop(world);
+    let turns = executor::run(plan.seed, TURNS_MAX, bodies).map_err(|failure| Failed {
+        what: failure.to_string(),
+        is_stuck: !matches!(failure, executor::Failure::Panicked(_)),
+    })?;
+    let counts = std::mem::replace(&mut *result.lock(), Ok(Counts::default()))?;
+    let fails = |step: &Step| matches!(step, Step::Faults(_) | Step::Fault(_) | Step::Lose(_));
+    if !plan.threads.iter().flatten().any(fails) {
+        check_objects(&driver)?;
+    }
+    Ok(Counts { turns, calls: driver.calls_made(), time_ns: driver.now_ns(), ..counts })
+}
+
+/// Checks that nothing of the driver's is left once the last allocator and device are gone. Default
+/// streams stay.
+fn check_objects(driver: &SimDriver) -> Result<(), String> {
+    let (left, bytes) = (driver.live_objects(), driver.held_bytes());
+    if (left.events, left.captures, left.graphs, left.host, bytes) == (0, 0, 0, 0, 0) {
+        return Ok(());
+    }
+    Err(format!("in the end, {bytes} bytes of the device are left, and of other objects {left:?}"))
+}
+
 /// Makes a failing program smaller as long as it fails. Returns it, and how it fails.
-pub fn shrink(plan: Plan, failure: String) -> (Plan, String) {
+pub fn shrink(plan: Plan, failure: Failed) -> (Plan, Failed) {
     let (mut plan, mut failure) = (plan, failure);
-    let mut trials = 0;
+    let (mut trials, mut stuck) = (0, usize::from(failure.is_stuck));
     let mut length = plan.threads.iter().map(Vec::len).max().unwrap_or(0);
     while length > 0 && trials < TRIALS {
         let mut removed = false;
         for thread in 0..plan.threads.len() {
             let mut start = 0;
-            while start < plan.threads[thread].len() && trials < TRIALS {
+            while start < plan.threads[thread].len() && trials < TRIALS && stuck < STUCK_MAX {
                 trials += 1;
                 let smaller = plan.without(thread, start..start + length);
                 match run(&smaller) {
-                    Err(found) => (plan, failure, removed) = (smaller, found, true),
+                    Err(found) => {
+                        stuck += usize::from(found.is_stuck);
+                        (plan, failure, removed) = (smaller, found, true);
+                    }
                     Ok(_) => start += length,
                 }
             }

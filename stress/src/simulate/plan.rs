@@ -16,6 +16,14 @@ pub struct Plan {
     pub capacity: u64,
     /// Options of the allocator.
     pub options: String,
+    /// Options of the second allocator.
+    pub second: String,
+    /// How many steps of all threads the device lags behind, as far as the host can see.
+    pub lag: u64,
+    /// Sizes of the ring that stages transfers: the bytes of a chunk, and the threads that copy.
+    pub chunk_bytes: usize,
+    /// See there.
+    pub copiers: usize,
     /// The steps of each thread.
     pub threads: Vec<Vec<Step>>,
 }
@@ -32,20 +40,54 @@ pub enum Ending {
     Keep,
 }
 
+/// What falls asleep or wakes up.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum Asleep {
+    /// All memory.
+    All,
+    /// All memory; the contents of the buffers with the second tag are saved in any case.
+    AllButTag,
+    /// The buffers with the first tag.
+    FirstTag,
+    /// The buffers with the second tag.
+    SecondTag,
+    /// All that has no tag.
+    Untagged,
+    /// A private pool of the thread.
+    Pool(u32),
+}
+
+/// How a bare pointer is freed.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum Freeing {
+    /// Once its stream is ordered after the last use.
+    OnItsStream,
+    /// In the order of the stream that used it last.
+    OnLastStream,
+    /// After the stream that used it last was recorded.
+    Recorded,
+}
+
 /// One step of a thread. Numbers pick streams, buffers, pools and graphs that the thread has when
 /// the step runs.
 #[derive(Debug, Clone, Copy)]
 #[expect(missing_docs, reason = "each variant explains its fields")]
 #[non_exhaustive]
 pub enum Step {
-    /// Allocates a buffer and writes it.
-    Alloc { stream: u32, bytes: u64 },
+    /// Allocates a buffer with no tag, the first or the second, and writes it.
+    Alloc { stream: u32, bytes: u64, tag: u32 },
     /// Allocates a buffer in a private pool and writes it.
     AllocFrom { pool: u32, stream: u32, bytes: u64 },
     /// Allocates memory for a bare pointer and writes it.
     AllocRaw { stream: u32, bytes: u64 },
-    /// Frees the memory of a bare pointer in the order of its stream.
-    FreeRaw(u32),
+    /// Reads the memory of a bare pointer back, compares it, and writes it, on any stream.
+    UseRaw { pick: u32, stream: u32 },
+    /// Frees the memory of a bare pointer.
+    FreeRaw { pick: u32, how: Freeing },
+    /// Leaves a bare pointer to the other threads.
+    GiveRaw(u32),
     /// Drops a buffer.
     Drop(u32),
     /// Reads a buffer back and compares it.
@@ -54,13 +96,16 @@ pub enum Step {
     Write { pick: u32, stream: u32 },
     /// Copies one buffer to another.
     Copy { from: u32, to: u32, stream: u32 },
-    /// Uploads new contents from ordinary memory, through the transfer runtime.
-    Upload { pick: u32, stream: u32 },
+    /// Uploads new contents from ordinary memory, through the transfer runtime; either waits for
+    /// that, or leaves it to the buffer's next use.
+    Upload { pick: u32, stream: u32, waits: bool },
+    /// Uploads new contents from a file, through the transfer runtime.
+    UploadFile { pick: u32, stream: u32 },
     /// Copies a buffer to a vector, through the transfer runtime, and compares it.
     ToVec { pick: u32, stream: u32 },
     /// Leaves a buffer to the other threads.
     Give(u32),
-    /// Takes a buffer, or something to be dropped, that another thread left.
+    /// Takes what another thread left.
     Take,
     /// Makes one stream wait for another.
     Wait { stream: u32, on: u32 },
@@ -76,12 +121,22 @@ pub enum Step {
     Launch { graph: u32, stream: u32 },
     /// Drops a graph.
     DropGraph(u32),
+    /// Leaves a graph to the other threads.
+    GiveGraph(u32),
     /// Makes a private pool.
     CreatePool { lends: bool },
     /// Drops a private pool.
     DropPool(u32),
+    /// Leaves a private pool to the other threads.
+    GivePool(u32),
     /// Gives the unused memory of a private pool back.
     EmptyPool(u32),
+    /// Sends this thread's requests to a private pool from now on.
+    Route(u32),
+    /// Ends that.
+    EndRoute(u32),
+    /// Allocates exportable memory, makes a buffer of it and writes it.
+    AllocExportable { stream: u32, bytes: u64 },
     /// Makes memory that grows.
     MakeGrowable(u64),
     /// Grows or shrinks it, and writes it.
@@ -96,8 +151,13 @@ pub enum Step {
     OtherProcess(u64),
     /// A second allocator of the device serves a request.
     Second { stream: u32, bytes: u64 },
-    /// Sleeps, with or without saving contents, and wakes up.
-    Nap { save: bool },
+    /// An allocator takes pieces of this size until it is refused one, and then keeps so many.
+    Fill { second: bool, stream: u32, bytes: u64, keep: u32 },
+    /// Falls asleep, with or without saving contents; either waits for what keeps memory awake, or
+    /// is refused then.
+    Sleep { what: Asleep, save: bool, waits: bool },
+    /// Wakes up.
+    Wake(Asleep),
     /// Reads statistics and takes a snapshot.
     Look,
     /// Makes calls of the driver fail at this rate, in thousandths; 0 ends that.
@@ -113,12 +173,21 @@ impl Plan {
     pub fn of_seed(seed: u64) -> Plan {
         let random = &mut Random::new(seed ^ 0x5eed);
         let capacity = u64::from(48 + random.below(200)) * MIB;
-        let options = options(random);
-        let kind = Kind { faults: random.below(3) == 0, lost: random.below(40) == 0, naps: random.below(6) == 0 };
         let count = 1 + random.below(4);
+        let kind = Kind {
+            faults: random.below(3) == 0,
+            lost: random.below(20) == 0,
+            sleeps: random.below(4) == 0,
+            others: random.below(2) == 0,
+            alone: count == 1,
+        };
+        let splits = kind.alone && !kind.faults && !kind.lost;
+        let (options, second) = (options(random, splits), options(random, splits));
+        let lag = if random.below(3) == 0 { random.size(1, 200) } else { 0 };
+        let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
         let threads = (0..count).map(|_| (0..steps).map(|_| step(random, &kind)).collect()).collect();
-        Plan { seed, capacity, options, threads }
+        Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }
     }
 
     /// How many steps it has.
@@ -145,6 +214,10 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "seed {}, a device of {} MiB, options {:?}", self.seed, self.capacity / MIB, self.options)?;
+        write!(f, " and of the second allocator {:?}", self.second)?;
+        if self.lag > 0 {
+            write!(f, ", {} steps behind", self.lag)?;
+        }
         for (number, steps) in self.threads.iter().enumerate().filter(|(_, steps)| !steps.is_empty()) {
             write!(f, "\n  thread {number}:")?;
             steps.iter().try_for_each(|step| write!(f, " {step:?};"))?;
@@ -157,10 +230,16 @@ impl fmt::Display for Plan {
 struct Kind {
     faults: bool,
     lost: bool,
-    naps: bool,
+    sleeps: bool,
+    /// Another process and limits take memory away, so that what fits is not known.
+    others: bool,
+    /// There is one thread, so that it is known otherwise.
+    alone: bool,
 }
 
-fn options(random: &mut Random) -> String {
+/// Options of an allocator. `splits` if memory that is in use may be copied elsewhere meanwhile: no
+/// other thread works without access guards, and no call fails.
+fn options(random: &mut Random, splits: bool) -> String {
     let mut options = Vec::new();
     options.push(["", "", "backing:segments"][random.below(3) as usize].to_owned());
     options.push(["", "", "cross_stream:off", "cross_stream:wait"][random.below(4) as usize].to_owned());
@@ -175,6 +254,9 @@ fn options(random: &mut Random) -> String {
     }
     if random.below(3) == 0 && options[0].is_empty() {
         options.push(format!("frame_mb:{}", 2 << random.below(4)));
+    }
+    if random.below(4) == 0 && options[0].is_empty() && splits {
+        options.push("split_frames:on".to_owned());
     }
     options.retain(|option| !option.is_empty());
     options.join(",")
@@ -192,44 +274,72 @@ fn bytes(random: &mut Random) -> u64 {
 fn step(random: &mut Random, kind: &Kind) -> Step {
     let (pick, stream, other, bytes) = (random.below(1 << 16), random.below(4), random.below(4), bytes(random));
     let small = 1 + bytes % (64 << 10);
-    match random.below(128) {
-        0..=19 => Step::Alloc { stream, bytes },
+    match random.below(180) {
+        0..=19 => Step::Alloc { stream, bytes, tag: pick % 3 },
         20..=24 => Step::AllocFrom { pool: pick, stream, bytes },
-        25..=28 => Step::AllocRaw { stream, bytes },
-        29..=32 => Step::FreeRaw(pick),
-        33..=47 => Step::Drop(pick),
-        48..=55 => Step::Verify { pick, stream },
-        56..=61 => Step::Write { pick, stream },
-        62..=65 => Step::Copy { from: pick, to: random.below(1 << 16), stream },
-        66..=68 => Step::Upload { pick, stream },
-        69..=71 => Step::ToVec { pick, stream },
-        72..=75 => Step::Give(pick),
-        76..=80 => Step::Take,
-        81..=83 => Step::Wait { stream, on: other },
-        84 | 85 => Step::Synchronize(stream),
-        86..=89 => Step::Stall { stream, us: u64::from(random.below(40_000)) },
-        90 => Step::NewStream { stream, blocking: other == 0 },
-        91..=96 => {
+        25..=30 => Step::AllocRaw { stream, bytes },
+        31..=35 => Step::UseRaw { pick, stream },
+        36..=39 => {
+            let how = [Freeing::OnItsStream, Freeing::OnLastStream, Freeing::Recorded][other as usize % 3];
+            Step::FreeRaw { pick, how }
+        }
+        40 | 41 => Step::GiveRaw(pick),
+        42..=56 => Step::Drop(pick),
+        57..=64 => Step::Verify { pick, stream },
+        65..=70 => Step::Write { pick, stream },
+        71..=74 => Step::Copy { from: pick, to: random.below(1 << 16), stream },
+        75..=79 => Step::Upload { pick, stream, waits: other < 2 },
+        80 => Step::UploadFile { pick, stream },
+        81..=83 => Step::ToVec { pick, stream },
+        84..=87 => Step::Give(pick),
+        88..=93 => Step::Take,
+        94..=96 => Step::Wait { stream, on: other },
+        97 | 98 => Step::Synchronize(stream),
+        99..=102 => Step::Stall { stream, us: u64::from(random.below(40_000)) },
+        103 => Step::NewStream { stream, blocking: other == 0 },
+        104..=109 => {
             let ending = [Ending::Drop, Ending::Hand, Ending::Keep, Ending::Keep][other as usize];
             Step::Capture { pool: pick, stream, bytes: small, ending }
         }
-        97..=100 => Step::Launch { graph: pick, stream },
-        101 => Step::DropGraph(pick),
-        102..=104 => Step::CreatePool { lends: other == 0 },
-        105 => Step::DropPool(pick),
-        106 => Step::EmptyPool(pick),
-        107 => Step::MakeGrowable(8 * MIB + bytes),
-        108..=110 => Step::Resize { pick, stream, bytes },
-        111 | 112 => Step::EmptyCache,
-        113 => Step::TrimTo(bytes),
-        114 => Step::SetLimit((other > 0).then_some(8 * MIB + bytes)),
-        115 => Step::OtherProcess(bytes % (40 * MIB)),
-        116 | 117 => Step::Second { stream, bytes },
-        118 | 119 if kind.naps => Step::Nap { save: other > 0 },
-        118..=121 => Step::Look,
-        122 | 123 if kind.faults => Step::Faults(if other == 0 { 20 } else { 0 }),
-        124..=126 if kind.faults => Step::Fault(u64::from(1 + pick % 12)),
-        127 if kind.lost => Step::Lose(u64::from(1 + pick % 40)),
-        _ => Step::Drop(pick),
+        110..=113 => Step::Launch { graph: pick, stream },
+        114 => Step::DropGraph(pick),
+        115 => Step::GiveGraph(pick),
+        116..=118 => Step::CreatePool { lends: other == 0 },
+        119 => Step::DropPool(pick),
+        120 => Step::GivePool(pick),
+        121 => Step::EmptyPool(pick),
+        122..=124 => Step::Route(pick),
+        125..=127 => Step::EndRoute(pick),
+        128 => Step::MakeGrowable(8 * MIB + bytes),
+        129..=131 => Step::Resize { pick, stream, bytes },
+        132 | 133 => Step::AllocExportable { stream, bytes },
+        134 | 135 => Step::EmptyCache,
+        136 => Step::TrimTo(bytes),
+        137 if kind.others => Step::SetLimit((other > 0).then_some(8 * MIB + bytes)),
+        138 if kind.others => Step::OtherProcess(bytes % (40 * MIB)),
+        139..=141 => Step::Second { stream, bytes },
+        142 | 143 => Step::Fill { second: other < 2, stream, bytes: 256 * 1024 + bytes % (16 * MIB), keep: pick % 4 },
+        144..=147 => Step::Look,
+        148..=151 if kind.sleeps => Step::Sleep { what: asleep(pick), save: other > 0, waits: stream > 0 },
+        152..=157 if kind.sleeps => Step::Wake(asleep(pick)),
+        158..=160 if kind.faults => Step::Faults(if other == 0 { 20 } else { 0 }),
+        161..=164 if kind.faults => Step::Fault(u64::from(1 + pick % 12)),
+        165 | 166 if kind.lost => Step::Lose(u64::from(1 + pick % 40)),
+        167..=169 => Step::Drop(pick),
+        170..=173 if kind.alone => {
+            Step::Fill { second: other < 2, stream, bytes: MIB + bytes % (24 * MIB), keep: pick % 8 }
+        }
+        _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
+    }
+}
+
+fn asleep(pick: u32) -> Asleep {
+    match pick % 8 {
+        0 | 1 => Asleep::All,
+        2 => Asleep::AllButTag,
+        3 => Asleep::FirstTag,
+        4 => Asleep::SecondTag,
+        5 => Asleep::Untagged,
+        _ => Asleep::Pool(pick / 8),
     }
 }

@@ -3,52 +3,60 @@
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use std::{env, fs, process};
 
-use aquifer::device::{DevicePtr, Graph, StreamFlags, Tick};
-use aquifer::memory::{AllocError, Contents, Growable, PoolOptions, PrivatePool};
+use aquifer::Pending;
+use aquifer::device::{Graph, RawStream, StreamFlags};
+use aquifer::memory::{AllocError, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
-use aquifer_device::executor;
+use aquifer::transfer::{FilePart, TransferError};
+use aquifer_allocator::{Awake, PoolRoute};
+use aquifer_device::{HandleKind, executor};
 
-use super::plan::{Ending, Step};
+use super::bare::{Growing, Raw};
+use super::plan::Step;
+use super::sleep::TAGS;
 use super::world::{Dropping, Handed, World};
 
 /// Bytes that are compared at either end of a buffer.
-const END: usize = 64;
+pub(super) const END: usize = 64;
 
 /// The longest buffer that is copied to the host as a whole.
-const WHOLE: usize = 64 << 10;
+const WHOLE: usize = 256 << 10;
+
+/// How many files were made.
+static FILES: AtomicU64 = AtomicU64::new(0);
+
+/// Most pieces that an allocator takes to fill the device.
+const PIECES_MAX: u32 = 200;
 
 /// A buffer with its contents: one byte everywhere, if that is known.
 pub(super) struct Owned {
-    pub(super) buffer: Buffer<u8>,
-    pub(super) pattern: Option<u8>,
-}
-
-struct Raw {
-    ptr: DevicePtr,
-    stream: Stream,
+    buffer: Buffer<u8>,
+    pattern: Option<u8>,
+    /// What may be lost in sleep together with it, and how often that was before it was written.
+    kind: usize,
+    lost: u64,
+    /// An upload of these contents that may still be under way.
+    coming: Option<Pending<()>>,
 }
 
 /// A thread.
 pub(super) struct Player<'a> {
-    world: &'a World,
+    pub(super) world: &'a World,
     /// The thread's own default stream first.
-    streams: Vec<Stream>,
+    pub(super) streams: Vec<Stream>,
     owned: Vec<Owned>,
-    raw: Vec<Raw>,
-    pools: Vec<PrivatePool>,
-    graphs: Vec<Graph>,
-    growables: Vec<Growing>,
+    pub(super) raw: Vec<Raw>,
+    pub(super) pools: Vec<PrivatePool>,
+    routes: Vec<PoolRoute>,
+    pub(super) graphs: Vec<Graph>,
+    pub(super) growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
-    handed: HashMap<u32, Arc<Dropping>>,
+    pub(super) handed: HashMap<u32, Arc<Dropping>>,
     next_pattern: u8,
-}
-
-/// Memory that grows, with the tick of its last use.
-struct Growing {
-    memory: Growable,
-    used: Tick,
 }
 
 impl<'a> Player<'a> {
@@ -63,8 +71,8 @@ impl<'a> Player<'a> {
             streams.extend(world.allow(made));
         }
         let next_pattern = u8::try_from(number * 50 % 200).unwrap_or(0);
-        let (owned, raw, pools, graphs, growables, handed) = Default::default();
-        Player { world, streams, owned, raw, pools, graphs, growables, handed, next_pattern }
+        let (owned, raw, pools, routes, graphs, growables, handed) = Default::default();
+        Player { world, streams, owned, raw, pools, routes, graphs, growables, handed, next_pattern }
     }
 
     /// Makes all steps, and gives everything back that the thread has.
@@ -77,60 +85,80 @@ impl<'a> Player<'a> {
             self.world.check();
             executor::yield_now();
         }
-        while !self.raw.is_empty() {
-            self.free_raw(0);
-        }
-        let Player { owned, pools, graphs, growables, .. } = self;
-        drop((growables, graphs, owned, pools));
+        self.free_all_raw();
+        let Player { owned, pools, routes, graphs, growables, .. } = self;
+        drop((growables, graphs, owned, pools, routes));
     }
 
     /// The stream that `pick` stands for, or the next one without a capture that another thread may
     /// be ending just now.
-    fn stream(&self, pick: u32) -> Stream {
+    pub(super) fn stream(&self, pick: u32) -> Stream {
         let first = pick as usize % self.streams.len();
         let from_there = self.streams[first..].iter().chain(&self.streams[..first]);
         from_there.clone().find(|stream| self.runs(stream)).unwrap_or(&self.streams[first]).clone()
     }
 
     /// True if work that the stream enqueues now is run, not captured.
-    fn runs(&self, stream: &Stream) -> bool {
+    pub(super) fn runs(&self, stream: &Stream) -> bool {
         self.handed.get(&stream.id()).is_none_or(|dropping| dropping.is_done())
     }
 
     fn write_all(&self, owned: &mut Owned, stream: &Stream, pattern: u8) {
-        owned.pattern = None;
+        (owned.pattern, owned.coming) = (None, None);
         if owned.buffer.is_empty() {
             return;
         }
+        owned.lost = self.world.sleeping.lost(owned.kind);
         let runs = self.runs(stream);
         let filled = stream.with([write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
         owned.pattern = self.world.allow(filled).filter(|()| runs).map(|()| pattern);
     }
 
-    fn pattern(&mut self) -> u8 {
+    pub(super) fn pattern(&mut self) -> u8 {
         self.next_pattern = self.next_pattern.wrapping_add(1);
         self.next_pattern
+    }
+
+    /// The contents of a buffer, if they are known, and what keeps them while it is held.
+    fn contents(&mut self, at: usize) -> Option<(u8, Option<Awake>)> {
+        let world = self.world;
+        let awake = if world.sleeping.may_refuse(world.threads) { Some(world.keep_awake()?) } else { None };
+        let owned = &mut self.owned[at];
+        if let Some(coming) = owned.coming.take()
+            && world.allow(coming.wait()).is_none()
+        {
+            owned.pattern = None;
+        }
+        let is_lost = owned.lost != world.sleeping.lost(owned.kind);
+        owned.pattern.filter(|_| !is_lost).map(|pattern| (pattern, awake))
     }
 
     #[expect(clippy::too_many_lines, reason = "one line for each step")]
     fn step(&mut self, step: Step) {
         let world = self.world;
         match step {
-            Step::Alloc { stream, bytes } => {
+            Step::Alloc { stream, bytes, tag } => {
                 let stream = self.stream(stream);
-                let runs = self.runs(&stream);
-                let made = world.memory.alloc::<u8>(length(bytes), &stream);
-                self.add(made, &stream, runs);
+                let tag = tag as usize % TAGS.len();
+                let _scope = (tag > 0).then(|| TagScope::new(TAGS[tag]));
+                self.add(&world.memory, bytes, &stream, tag, || world.memory.alloc(length(bytes), &stream));
             }
             Step::AllocFrom { pool, stream, bytes } => {
                 let stream = self.stream(stream);
-                let Some(pool) = at(&self.pools, pool) else { return };
-                let runs = self.runs(&stream);
-                let made = self.pools[pool].alloc::<u8>(length(bytes), &stream);
-                self.add(made, &stream, runs);
+                let Some(pool) = take(&mut self.pools, pool) else { return };
+                self.add(&world.memory, bytes, &stream, 0, || pool.alloc(length(bytes), &stream));
+                self.pools.push(pool);
+            }
+            Step::AllocExportable { stream, bytes } => {
+                let stream = self.stream(stream);
+                let memory = &world.memory;
+                let ask = || memory.alloc_exportable(bytes, HandleKind::PosixFd, &stream).map(|made| made.buffer());
+                self.add(memory, bytes, &stream, 0, ask);
             }
             Step::AllocRaw { stream, bytes } => self.alloc_raw(&self.stream(stream), bytes),
-            Step::FreeRaw(pick) => self.free_raw(pick),
+            Step::UseRaw { pick, stream } => self.use_raw(pick, stream),
+            Step::FreeRaw { pick, how } => self.free_raw(pick, how),
+            Step::GiveRaw(pick) => self.give_raw(pick),
             Step::Drop(pick) => drop(take(&mut self.owned, pick)),
             Step::Verify { pick, stream } => self.verify(pick, stream),
             Step::Write { pick, stream } => {
@@ -141,38 +169,56 @@ impl<'a> Player<'a> {
                 }
             }
             Step::Copy { from, to, stream } => self.copy(from, to, stream),
-            Step::Upload { pick, stream } => {
+            Step::Upload { pick, stream, waits } => {
                 let (stream, pattern) = (self.stream(stream), self.pattern());
                 let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
-                if owned.buffer.len() <= WHOLE {
-                    owned.pattern = None;
-                    let sent = owned.buffer.upload(vec![pattern; owned.buffer.len()], &stream);
-                    let sent = sent.and_then(|pending| pending.wait().map(drop));
-                    owned.pattern = world.allow(sent).map(|()| pattern);
+                if owned.buffer.len() > WHOLE {
+                    return;
+                }
+                (owned.pattern, owned.coming) = (None, None);
+                owned.lost = world.sleeping.lost(owned.kind);
+                let contents = vec![pattern; owned.buffer.len()];
+                let sent = world.transfer.on(&stream).and_then(|transfer| transfer.upload(contents, &mut owned.buffer));
+                if let Some(pending) = world.allow(sent) {
+                    (owned.pattern, owned.coming) = (Some(pattern), Some(pending));
+                }
+                if waits {
+                    let at = self.owned.len();
+                    (0..at).for_each(|at| drop(self.contents(at)));
                 }
             }
+            Step::UploadFile { pick, stream } => self.upload_file(pick, stream),
             Step::ToVec { pick, stream } => {
                 let stream = self.stream(stream);
-                let Some(owned) = at(&self.owned, pick).map(|at| &self.owned[at]) else { return };
-                if owned.buffer.len() <= WHOLE
-                    && let Some(pattern) = owned.pattern
-                    && let Some(found) = world.allow(owned.buffer.to_vec(&stream))
+                let Some(at) = at(&self.owned, pick) else { return };
+                if self.owned[at].buffer.len() <= WHOLE
+                    && let Some((pattern, _awake)) = self.contents(at)
+                    && let Some(found) = world.allow(self.to_vec(at, &stream))
                 {
                     world.compare(&found, pattern);
                 }
             }
-            Step::Give(pick) => {
-                if let Some(owned) = take(&mut self.owned, pick) {
-                    world.hand(Handed::Buffer(owned));
-                }
+            Step::Give(pick) => take(&mut self.owned, pick).into_iter().for_each(|one| world.hand(Handed::Buffer(one))),
+            Step::GivePool(pick) => {
+                take(&mut self.pools, pick).into_iter().for_each(|one| world.hand(Handed::Pool(one)))
             }
-            Step::Take => self.owned.extend(world.take_handed().and_then(Handed::into_buffer)),
+            Step::GiveGraph(pick) => {
+                take(&mut self.graphs, pick).into_iter().for_each(|one| world.hand(Handed::Graph(one)));
+            }
+            Step::Take => match world.take_handed() {
+                None => {}
+                Some(Handed::Buffer(owned)) => self.owned.push(owned),
+                Some(Handed::Raw(raw)) => self.take_raw(raw, &self.stream(0)),
+                Some(Handed::Pool(pool)) => self.pools.push(pool),
+                Some(Handed::Graph(graph)) => self.graphs.push(graph),
+                Some(Handed::Capture(capture, dropping)) => dropping.finish(capture),
+            },
             Step::Wait { stream, on } => drop(world.allow(self.stream(stream).wait_for(&self.stream(on).tick()))),
             Step::Synchronize(stream) => drop(world.allow(self.stream(stream).synchronize())),
             Step::Stall { stream, us } => {
                 let stream = self.stream(stream);
                 // Time passes for streams that no other thread can mean.
-                if stream.raw() != aquifer::device::RawStream::PER_THREAD {
+                if stream.raw() != RawStream::PER_THREAD {
                     world.allow(world.driver.stall(stream.raw(), Duration::from_micros(us)));
                 }
             }
@@ -186,11 +232,7 @@ impl<'a> Player<'a> {
                 }
             }
             Step::Capture { pool, stream, bytes, ending } => self.capture(pool, stream, bytes, ending),
-            Step::Launch { graph, stream } => {
-                if let Some(at) = at(&self.graphs, graph) {
-                    world.allow(self.graphs[at].launch(&self.stream(stream)));
-                }
-            }
+            Step::Launch { graph, stream } => self.launch(graph, stream),
             Step::DropGraph(pick) => drop(take(&mut self.graphs, pick)),
             Step::CreatePool { lends } => {
                 if self.pools.len() < 3 {
@@ -204,23 +246,25 @@ impl<'a> Player<'a> {
                     world.allow(self.pools[at].empty_cache());
                 }
             }
-            Step::MakeGrowable(capacity) => {
-                let made = world.memory.growable(capacity, &self.streams[0]);
-                let used = self.streams[0].tick();
-                self.growables.extend(world.served(made).map(|memory| Growing { memory, used }));
+            Step::Route(pick) => {
+                if let Some(at) = at(&self.pools, pick).filter(|_| self.routes.len() < 3) {
+                    self.routes.push(self.pools[at].route_thread());
+                }
             }
+            Step::EndRoute(pick) => drop(take(&mut self.routes, pick)),
+            Step::MakeGrowable(capacity) => self.make_growable(capacity),
             Step::Resize { pick, stream, bytes } => self.resize(pick, stream, bytes),
             Step::EmptyCache => drop(world.allow(world.memory.empty_cache())),
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
-            Step::SetLimit(limit) => world.memory.set_limit(limit),
+            Step::SetLimit(limit) => world.set_limit(limit),
             Step::OtherProcess(bytes) => world.set_other_process(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
-                let runs = self.runs(&stream);
-                let made = world.second.alloc::<u8>(length(bytes), &stream);
-                self.add(made, &stream, runs);
+                self.add(&world.second, bytes, &stream, 0, || world.second.alloc(length(bytes), &stream));
             }
-            Step::Nap { save } => self.nap(save),
+            Step::Fill { second, stream, bytes, keep } => self.fill(second, &self.stream(stream), bytes, keep),
+            Step::Sleep { what, save, waits } => self.sleep(what, save, waits),
+            Step::Wake(what) => self.wake(what),
             Step::Look => world.look(),
             Step::Faults(thousandths) => world.inject_rate(thousandths),
             Step::Fault(nth) => world.inject(nth),
@@ -228,45 +272,79 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Writes a new buffer and keeps it, unless it was allocated in a capture: then it is the graph's,
-    /// and other graphs of the pool write it, too.
-    fn add(&mut self, made: Result<Buffer<u8>, AllocError>, stream: &Stream, runs: bool) {
-        let Some(buffer) = self.world.served(made) else { return };
+    /// Asks for a buffer, writes it and keeps it, unless it was allocated in a capture: then it is the
+    /// graph's, and other graphs of the pool write it, too.
+    fn add(
+        &mut self,
+        of: &Allocator,
+        bytes: u64,
+        stream: &Stream,
+        kind: usize,
+        ask: impl FnOnce() -> Result<Buffer<u8>, AllocError>,
+    ) {
+        let runs = self.runs(stream);
+        let Some(buffer) = self.world.request(of, bytes, ask) else { return };
         let pattern = self.pattern();
-        let mut owned = Owned { buffer, pattern: None };
+        let mut owned = Owned { buffer, pattern: None, kind, lost: 0, coming: None };
         self.write_all(&mut owned, stream, pattern);
         if runs {
             self.owned.push(owned);
         }
     }
 
-    fn alloc_raw(&mut self, stream: &Stream, bytes: u64) {
-        let world = self.world;
-        if let Some(ptr) = world.served(world.memory.alloc_raw(bytes, stream)) {
-            let pattern = self.pattern();
-            world.allow(stream.fill(ptr, pattern, bytes));
-            self.raw.push(Raw { ptr, stream: stream.clone() });
-        }
-    }
-
-    fn free_raw(&mut self, pick: u32) {
-        if let Some(Raw { ptr, stream }) = take(&mut self.raw, pick) {
-            self.world.allow(self.world.memory.free_raw_on(ptr, &stream));
-        }
-    }
-
-    fn verify(&self, pick: u32, stream: u32) {
-        let (world, stream) = (self.world, self.stream(stream));
-        let Some(Owned { buffer, pattern: Some(pattern) }) = at(&self.owned, pick).map(|at| &self.owned[at]) else {
+    fn fill(&mut self, second: bool, stream: &Stream, bytes: u64, keep: u32) {
+        let of = if second { &self.world.second } else { &self.world.memory };
+        if !self.runs(stream) {
             return;
-        };
+        }
+        let first = self.owned.len();
+        for _ in 0..PIECES_MAX {
+            let before = self.owned.len();
+            self.add(of, bytes, stream, 0, || of.alloc(length(bytes), stream));
+            if self.owned.len() == before {
+                break;
+            }
+        }
+        self.owned.truncate(first + keep as usize);
+    }
+
+    fn to_vec(&self, at: usize, stream: &Stream) -> Result<Vec<u8>, TransferError> {
+        self.world.transfer.on(stream)?.to_vec(&self.owned[at].buffer)?.wait()
+    }
+
+    fn upload_file(&mut self, pick: u32, stream: u32) {
+        let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
+        let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
+        if owned.buffer.is_empty() || owned.buffer.len() > WHOLE {
+            return;
+        }
+        // Programs of several processes and threads have a file each.
+        let number = FILES.fetch_add(1, Ordering::Relaxed);
+        let path = env::temp_dir().join(format!("aquifer-simulate-{}-{number}", process::id()));
+        if let Err(error) = fs::write(&path, vec![pattern; owned.buffer.len()]) {
+            world.report(format!("{} cannot be written: {error}", path.display()));
+            return;
+        }
+        (owned.pattern, owned.coming) = (None, None);
+        owned.lost = world.sleeping.lost(owned.kind);
+        let transfer = world.transfer.on(&stream);
+        let sent = transfer.and_then(|transfer| transfer.upload(FilePart::new(&path), &mut owned.buffer)?.wait());
+        owned.pattern = world.allow(sent).map(|_| pattern);
+        drop(fs::remove_file(path));
+    }
+
+    fn verify(&mut self, pick: u32, stream: u32) {
+        let (world, stream) = (self.world, self.stream(stream));
+        let Some(at) = at(&self.owned, pick) else { return };
+        let Some((pattern, _awake)) = self.contents(at) else { return };
+        let buffer = &self.owned[at].buffer;
         let mut found = vec![0; buffer.len().min(END)];
         let end = buffer.bytes() - found.len() as u64;
         for offset in [0, end] {
             let read =
                 stream.with([read(buffer)], |raw, [x]| raw.download_blocking(&mut found, x.ptr().offset(offset)));
             if world.allow(read).is_some() {
-                world.compare(&found, *pattern);
+                world.compare(&found, pattern);
             }
         }
     }
@@ -277,88 +355,32 @@ impl<'a> Player<'a> {
         if from == to || self.owned[to].buffer.len() > self.owned[from].buffer.len() {
             return;
         }
+        let Some((pattern, _awake)) = self.contents(from) else { return };
         let mut target = self.owned.swap_remove(to);
         // The last one took the place of the one that was removed.
         let source = &self.owned[if from == self.owned.len() { to } else { from }];
-        target.pattern = None;
+        (target.pattern, target.coming) = (None, None);
+        target.lost = world.sleeping.lost(target.kind);
         let runs = self.runs(&stream);
         let accesses = [read(&source.buffer), write(&mut target.buffer)];
         let copied = stream.with(accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
         if world.allow(copied).is_some() && runs {
-            target.pattern = source.pattern;
+            target.pattern = Some(pattern);
         }
         self.owned.push(target);
     }
-
-    fn capture(&mut self, pool: u32, stream: u32, bytes: u64, ending: Ending) {
-        let (world, stream) = (self.world, self.stream(stream));
-        let Some(pool) = at(&self.pools, pool).map(|at| &self.pools[at]) else { return };
-        if stream.raw().is_legacy() {
-            return;
-        }
-        let Some(capture) = world.allow(stream.begin_capture()) else { return };
-        if let Some(route) = world.allow(world.memory.capture(&stream, pool)) {
-            if let Some(scratch) = world.served(world.memory.alloc_bytes(bytes, &stream)) {
-                world.allow(stream.fill(scratch.ptr(), 1, bytes));
-            }
-            drop(route);
-        }
-        match ending {
-            Ending::Drop => drop(capture),
-            Ending::Hand => {
-                let dropping = Arc::<Dropping>::default();
-                self.handed.insert(stream.id(), dropping.clone());
-                world.hand(Handed::Capture(capture, dropping));
-            }
-            Ending::Keep => self.graphs.extend(world.allow(capture.end())),
-        }
-    }
-
-    fn resize(&mut self, pick: u32, stream: u32, bytes: u64) {
-        let (world, stream) = (self.world, self.stream(stream));
-        let Some(at) = at(&self.growables, pick) else { return };
-        let Growing { memory, used } = &mut self.growables[at];
-        if world.allow(stream.wait_for(used)).is_none() {
-            return;
-        }
-        let bytes = bytes.min(memory.capacity());
-        let resized =
-            if bytes > memory.bytes() { memory.grow_to(bytes, &stream) } else { memory.shrink_to(bytes, &stream) };
-        if world.served(resized).is_some() && bytes > 0 {
-            world.allow(stream.fill(memory.ptr(), 3, bytes));
-            world.allow(memory.record_stream(&stream));
-        }
-        *used = stream.tick();
-    }
-
-    fn nap(&mut self, save: bool) {
-        let world = self.world;
-        // Bare work of other threads would meet memory that is not there, and memory that another
-        // process took meanwhile could not come back.
-        if world.threads > 1 || world.has_other_process() {
-            return;
-        }
-        let contents = if save { Contents::SaveToHost } else { Contents::Discard };
-        let slept = world.memory.sleep(contents);
-        if !save {
-            self.owned.iter_mut().for_each(|owned| owned.pattern = None);
-            world.forget_contents();
-        }
-        world.served(slept);
-        world.served(world.memory.wake());
-    }
 }
 
-fn length(bytes: u64) -> usize {
+pub(super) fn length(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// The index that `pick` stands for.
-fn at<T>(all: &[T], pick: u32) -> Option<usize> {
+pub(super) fn at<T>(all: &[T], pick: u32) -> Option<usize> {
     (!all.is_empty()).then(|| pick as usize % all.len())
 }
 
-fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
+pub(super) fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
     at(all, pick).map(|at| all.swap_remove(at))
 }
 

@@ -4,37 +4,32 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use aquifer::device::Capture;
 use aquifer::device::sim::{Fault, SimConfig, SimDriver};
-use aquifer::memory::{AllocError, Config, Snapshot, Stat};
+use aquifer::device::{Capture, Graph};
+use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
+use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer::{Allocator, Device};
+use aquifer_allocator::snapshot::Segment;
 use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::{Violation, ViolationKind};
+use aquifer_device::sim::{Lagging, Violation, ViolationKind};
 use aquifer_oracle::Judged;
+use aquifer_transfer::StagingConfig;
 
+use super::Counts;
+use super::bare::Raw;
 use super::plan::Plan;
 use super::player::Owned;
+use super::sleep::Sleeping;
 
 /// What a thread leaves to another one.
 pub(super) enum Handed {
     Buffer(Owned),
+    Raw(Raw),
+    Pool(PrivatePool),
+    Graph(Graph),
     /// To be dropped by a thread that may not be able to end it.
     Capture(Capture, Arc<Dropping>),
-}
-
-impl Handed {
-    /// Drops a capture, or returns the buffer.
-    pub(super) fn into_buffer(self) -> Option<Owned> {
-        match self {
-            Handed::Buffer(owned) => Some(owned),
-            Handed::Capture(capture, dropping) => {
-                drop(capture);
-                dropping.done.store(true, Ordering::Relaxed);
-                None
-            }
-        }
-    }
 }
 
 /// Whether a capture was dropped. What its stream enqueued before may have been captured, and what it
@@ -48,15 +43,23 @@ impl Dropping {
     pub(super) fn is_done(&self) -> bool {
         self.done.load(Ordering::Relaxed)
     }
+
+    pub(super) fn finish(&self, capture: Capture) {
+        drop(capture);
+        self.done.store(true, Ordering::Relaxed);
+    }
 }
 
 /// The world of a simulation.
 pub(super) struct World {
     pub(super) memory: Allocator,
     pub(super) second: Allocator,
+    pub(super) transfer: Transfer,
     pub(super) device: Device,
     pub(super) driver: Arc<SimDriver>,
-    /// In front of it.
+    /// In front of it: the host sees the device as many steps behind as the plan says.
+    lagging: Arc<Lagging>,
+    /// In front of that.
     judged: Arc<Judged>,
     pub(super) threads: usize,
     handed: Mutex<Vec<Handed>>,
@@ -65,33 +68,76 @@ pub(super) struct World {
     lost: AtomicBool,
     /// Bytes that another process holds.
     other_process: AtomicU64,
+    /// The allocator has a limit.
+    limited: AtomicBool,
     /// A stream captures or may have: calls that would break a capture are refused.
     captured: AtomicBool,
+    /// A graph was captured: memory of private pools may be its own.
+    has_graphs: AtomicBool,
+    pub(super) sleeping: Sleeping,
     found: Mutex<Option<String>>,
+    pub(super) counts: Counters,
+}
+
+/// What was done and checked so far.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
     pub(super) steps: AtomicU64,
+    /// Comparisons of contents, looks for races and misuse, and readings of statistics and snapshots.
+    pub(super) safety: AtomicU64,
+    /// Refusals that were found right, and requests that had to be served.
+    pub(super) liveness: AtomicU64,
+    /// Requests that waited although the device had more than enough free memory.
+    pub(super) needless_waits: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn read(&self) -> Counts {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let [steps, safety] = [&self.steps, &self.safety].map(read);
+        let [liveness, needless_waits] = [&self.liveness, &self.needless_waits].map(read);
+        Counts { steps, safety, liveness, needless_waits, ..Counts::default() }
+    }
+}
+
+pub(super) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
 }
 
 impl World {
     pub(super) fn new(plan: &Plan) -> Result<World, String> {
         let driver = SimDriver::new(SimConfig::new(plan.capacity).seed(plan.seed));
-        let judged = Judged::new(driver.clone());
+        let lagging = Lagging::new(driver.clone(), plan.lag);
+        let judged = Judged::new(lagging.clone());
         let device = Device::new(judged.clone());
-        let text = |error: &dyn std::fmt::Display| format!("{:?}: {error}", plan.options);
-        let config = Config::parse(&plan.options).map_err(|error| text(&error))?;
+        let text = |error: &dyn std::fmt::Display| format!("{:?}, {:?}: {error}", plan.options, plan.second);
+        let open = |options: &str| {
+            let config = Config::parse(options).map_err(|error| text(&error))?;
+            Allocator::new(&device, config).map_err(|error| text(&error))
+        };
+        let (memory, second) = (open(&plan.options)?, open(&plan.second)?);
+        // Sizes that the machine does not choose.
+        let staging = StagingConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
+        let transfer = Transfer::with_config(&memory, TransferConfig::default().staging(staging));
         Ok(World {
-            memory: Allocator::new(&device, config).map_err(|error| text(&error))?,
-            second: Allocator::new(&device, Config::default()).map_err(|error| text(&error))?,
+            memory,
+            transfer: transfer.map_err(|error| text(&error))?,
+            second,
             device,
             driver,
+            lagging,
             judged,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
             handed: Mutex::default(),
             faulty: false.into(),
             lost: false.into(),
             other_process: 0.into(),
+            limited: false.into(),
             captured: false.into(),
+            has_graphs: false.into(),
+            sleeping: Sleeping::default(),
             found: Mutex::default(),
-            steps: 0.into(),
+            counts: Counters::default(),
         })
     }
 
@@ -101,8 +147,32 @@ impl World {
         self.driver.set_other_process_bytes(bytes);
     }
 
-    pub(super) fn has_other_process(&self) -> bool {
-        self.other_process.load(Ordering::Relaxed) > 0
+    pub(super) fn set_limit(&self, limit: Option<u64>) {
+        self.limited.store(limit.is_some(), Ordering::Relaxed);
+        self.memory.set_limit(limit);
+    }
+
+    /// True if nothing is in the way of requests but memory in use: what fits can be told exactly.
+    pub(super) fn is_calm(&self) -> bool {
+        self.is_alone() && !self.limited.load(Ordering::Relaxed) && !self.sleeping.may_refuse(self.threads)
+    }
+
+    /// True if no other thread or process takes memory, no call fails, and the host may wait for the
+    /// device.
+    pub(super) fn is_alone(&self) -> bool {
+        self.threads == 1
+            && !self.faulty.load(Ordering::Relaxed)
+            && self.other_process.load(Ordering::Relaxed) == 0
+            && !self.handed.lock().iter().any(|handed| matches!(handed, Handed::Capture(..)))
+    }
+
+    /// How often requests waited: the host for streams or for the device, or a stream for another.
+    pub(super) fn waits(&self) -> u64 {
+        let waits = |memory: &Allocator| {
+            let stats = memory.stats();
+            stats.num_sync_all_streams + stats.cross_stream_waits
+        };
+        self.lagging.stalls() + waits(&self.memory) + waits(&self.second)
     }
 
     /// Reports a failure; the first one counts.
@@ -129,13 +199,20 @@ impl World {
         self.handed.lock().pop()
     }
 
-    /// Contents of buffers that no thread has are not compared any more.
-    pub(super) fn forget_contents(&self) {
-        for handed in &mut *self.handed.lock() {
-            if let Handed::Buffer(owned) = handed {
-                owned.pattern = None;
-            }
-        }
+    pub(super) fn take_all_handed(&self) -> Vec<Handed> {
+        std::mem::take(&mut *self.handed.lock())
+    }
+
+    pub(super) fn note_graph(&self) {
+        self.has_graphs.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn has_graphs(&self) -> bool {
+        self.has_graphs.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
     }
 
     /// Makes each call of the driver fail at random, in so many cases of a thousand.
@@ -165,7 +242,8 @@ impl World {
         let is_of_capture = error.contains("CAPTURE") || error.contains("capture");
         // Several threads may capture at any time, which forbids calls of others.
         let explained = self.faulty.load(Ordering::Relaxed)
-            || (is_of_capture && (self.threads > 1 || self.captured.load(Ordering::Relaxed)));
+            || (is_of_capture && (self.threads > 1 || self.captured.load(Ordering::Relaxed)))
+            || (error.contains("asleep") && self.sleeping.may_refuse(self.threads));
         if !explained {
             self.report(format!("an error without a cause: {error}"));
         }
@@ -179,6 +257,8 @@ impl World {
                 self.report(format!("a refusal without advice: {report}"));
             }
             Err(AllocError::OutOfMemory(_) | AllocError::NotMapped { .. }) => {}
+            // Other threads, and transfers under way.
+            Err(AllocError::KeptAwake(by)) if !by.is_this_thread => {}
             Err(error) => self.judge(&error.to_string()),
         }
         None
@@ -186,6 +266,7 @@ impl World {
 
     /// Compares contents.
     pub(super) fn compare(&self, found: &[u8], pattern: u8) {
+        count(&self.counts.safety);
         if let Some(at) = found.iter().position(|&byte| byte != pattern) {
             self.report(format!("byte {at} is {:#04x} instead of {pattern:#04x}", found[at]));
         }
@@ -193,12 +274,14 @@ impl World {
 
     /// Counts a step and checks what must hold after each.
     pub(super) fn check(&self) {
-        self.steps.fetch_add(1, Ordering::Relaxed);
+        count(&self.counts.steps);
+        self.lagging.advance();
         self.check_violations();
     }
 
     /// Reports what the race detector, the second race checker and the checks of memory found.
     pub(super) fn check_violations(&self) {
+        count(&self.counts.safety);
         let (violations, races) = (self.driver.violations(), self.judged.races());
         let is_race = |violation: &Violation| {
             use ViolationKind::{HostAccess, PendingWork, ReadWrite, WriteRead, WriteWrite};
@@ -213,6 +296,7 @@ impl World {
 
     /// Reads statistics and, where no other thread works, a snapshot, and compares them.
     pub(super) fn look(&self) {
+        count(&self.counts.safety);
         let stats = self.memory.stats();
         let named = [
             ("requested", stats.requested_bytes.all),
@@ -222,20 +306,33 @@ impl World {
         ];
         let wrong = |stat: &Stat| stat.peak < stat.current || stat.allocated.wrapping_sub(stat.freed) != stat.current;
         let [requested, allocated, active, reserved] = named.map(|(_, stat)| stat);
-        // Blocks that other streams still use are active and requested, and not allocated.
+        let is_awake = !self.sleeping.may_refuse(self.threads);
+        // Blocks that other streams still use are active and requested, and not allocated. Memory that
+        // sleeps is not reserved, and snapshots show it.
         let agree = allocated.current.max(requested.current) <= active.current && active.current <= reserved.current;
-        if named.iter().any(|(_, stat)| wrong(stat)) || (self.threads == 1 && !agree) {
+        if named.iter().any(|(_, stat)| wrong(stat)) || (self.threads == 1 && is_awake && !agree) {
             self.report(format!("statistics contradict each other: {named:?}"));
         }
         if self.threads == 1 {
-            self.check_snapshot(&self.memory.snapshot(), reserved.current);
+            let snapshot = self.memory.snapshot();
+            self.check_tiling(&snapshot);
+            let sum = |of: fn(&Segment) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
+            let shown = [
+                sum(|segment| segment.requested_size),
+                sum(|segment| segment.allocated_size),
+                sum(|segment| segment.active_size),
+            ];
+            let counted = [requested, allocated, active].map(|stat| stat.current);
+            let (total, reserved) = (sum(|segment| segment.total_size), reserved.current);
+            if is_awake && (shown != counted || total > reserved) {
+                self.report(format!("a snapshot shows {shown:?} and {total} bytes, of {counted:?} and {reserved}"));
+            }
         }
     }
 
     /// The blocks of a snapshot tile their segments, which do not overlap.
-    fn check_snapshot(&self, snapshot: &Snapshot, reserved: u64) {
+    fn check_tiling(&self, snapshot: &Snapshot) {
         let mut end = 0;
-        let mut total = 0;
         for segment in &snapshot.segments {
             let overlaps = end > segment.address;
             end = segment.address;
@@ -247,56 +344,6 @@ impl World {
             if overlaps || !tiled || end != segment.address + segment.total_size {
                 self.report(format!("the blocks of the segment at {:#x} do not tile it", segment.address));
             }
-            total += segment.total_size;
         }
-        if total > reserved {
-            self.report(format!("the segments of a snapshot have {total} bytes, of {reserved} that are reserved"));
-        }
-    }
-
-    /// Ends the program: takes faults back, and checks that the allocators still work, give
-    /// everything back, and serve what fits.
-    pub(super) fn finish(&self) {
-        self.driver.clear_faults();
-        self.driver.set_other_process_bytes(0);
-        self.memory.set_limit(None);
-        let handed = std::mem::take(&mut *self.handed.lock());
-        handed.into_iter().for_each(|handed| drop(handed.into_buffer()));
-        self.check_violations();
-        if self.lost.load(Ordering::Relaxed) {
-            return;
-        }
-        if self.memory.is_asleep()
-            && let Err(error) = self.memory.wake()
-        {
-            self.report(format!("at the end, memory stays asleep: {error}"));
-        }
-        self.device.settle();
-        let end = |what: &str, error: &dyn std::fmt::Display| self.report(format!("at the end, {what}: {error}"));
-        if let Err(error) = self.device.synchronize() {
-            end("the device cannot be waited for", &error);
-        }
-        for memory in [&self.memory, &self.second] {
-            if let Err(error) = memory.empty_cache() {
-                end("the cache cannot be emptied", &error);
-            }
-            let held = (memory.memory_allocated(), memory.memory_reserved());
-            if held != (0, 0) {
-                end("memory is not given back", &format_args!("{} allocated, {} reserved", held.0, held.1));
-            }
-        }
-        let total = self.device.info().total_bytes;
-        match self.device.memory_info() {
-            Ok(info) if info.free == total => {}
-            Ok(info) => end("memory is missing on the device", &format_args!("{} of {total}", total - info.free)),
-            Err(error) => end("the device does not say what is free", &error),
-        }
-        // Everything is free, so a request that fits is served.
-        let fits = total - self.memory.config().headroom - total / 16;
-        match self.memory.alloc_bytes(fits, self.device.default_stream()) {
-            Ok(served) => drop(served),
-            Err(error) => end("a request that fits is refused", &error),
-        }
-        self.check_violations();
     }
 }
