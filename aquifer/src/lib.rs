@@ -200,9 +200,9 @@ pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     pub use aquifer_device::cuda;
     pub use aquifer_device::{
-        Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, DriverKind, ErrorKind, Event,
-        Graph, HostKernel, KernelArg, KernelMemory, Launch, MemoryUsers, OpenError, ProcessMemory, RawStream,
-        RequestError, StreamFlags, Tick, gpus,
+        Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, ErrorKind, Event, Graph,
+        HostKernel, KernelArg, KernelMemory, Launch, MemoryUsers, OpenError, ProcessMemory, RawStream, RequestError,
+        StreamFlags, Tick, gpus,
     };
 
     /// The simulated GPU.

@@ -62,7 +62,6 @@ mod driver;
 mod error;
 mod event;
 #[doc(hidden)]
-#[doc(hidden)]
 pub mod executor;
 mod external;
 pub mod fork;
@@ -83,6 +82,7 @@ mod timeline;
 mod unavailable;
 mod unfinished;
 mod waits;
+mod witness;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use copies::{Copy2d, CopyEnd, CopyPart};
@@ -90,7 +90,7 @@ pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
 pub use discovery::{DeviceSpec, Existing, OpenError, available, count, gpus};
 pub use driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, MemoryUsers, PoolUsage,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage,
     ProcessMemory, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, RequestError, Result};
@@ -102,6 +102,7 @@ pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::Stream;
 pub use timeline::Tick;
 pub use unavailable::Unavailable;
+pub use witness::{NewBlock, Witness};
 
 /// For the other crates of Aquifer. It may change in any release.
 #[doc(hidden)]
@@ -113,4 +114,7 @@ pub mod internal {
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};
     pub use crate::unfinished::drop_left;
     pub use crate::waits::WaitMark;
+    pub use crate::witness::{
+        CalledFrom, Caller, MovesContents, caller, defer_panics_here, last_caller, may_panic, moves_contents,
+    };
 }

@@ -7,8 +7,8 @@ use std::fmt::Display;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use aquifer::device::DeviceSpec;
 use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::device::{DeviceSpec, DriverKind};
 use aquifer::{Allocator, Device};
 use aquifer_device::available;
 use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging};
@@ -75,8 +75,7 @@ impl Session {
             return Session::of(global, device.clone()).announced("as asked for with --device");
         }
         let best = Device::best()?;
-        let simulated = best.info().kind == DriverKind::Simulated;
-        let text = if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
+        let text = if best.info().is_virtual { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
         Session::of(global, text.parse()?).announced(best.chosen_because().unwrap_or("as asked for with --device"))
     }
 

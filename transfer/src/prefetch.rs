@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Awake};
 use aquifer_device::fork::{Condvar, Mutex};
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Stream, Tick};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 

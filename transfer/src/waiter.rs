@@ -22,7 +22,7 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::fork::{Condvar, Mutex};
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Tick, executor};
 
 use crate::error::TransferError;

@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUdevice, CUdevice_attribute as Attr};
 use super::functions::Functions;
 use super::library;
 use super::shapes::AllocationProperties;
-use crate::driver::{DeviceInfo, DriverKind};
+use crate::driver::DeviceInfo;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::physical::PhysicalOptions;
@@ -101,7 +101,7 @@ impl Installation {
     /// Facts about a GPU that can be had without opening it: all but its stream priorities.
     pub(super) fn info(&self, ordinal: u32) -> Result<DeviceInfo> {
         let device = self.device(Operation::Init, ordinal)?;
-        let mut info = DeviceInfo::new(DriverKind::Cuda, ordinal, self.name(device)?, self.total_bytes(device)?);
+        let mut info = DeviceInfo::new(super::KIND, ordinal, self.name(device)?, self.total_bytes(device)?);
         let number = |attribute| self.attribute(device, attribute).map(|value| u32::try_from(value).unwrap_or(0));
         info.compute_capability = (
             number(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,

@@ -58,6 +58,9 @@ use crate::unavailable::Unavailable;
 use installation::Installation;
 pub(crate) use installation::visible_devices;
 
+/// [`DeviceInfo::kind`] of GPUs that the CUDA driver drives.
+pub const KIND: &str = "cuda";
+
 /// Facts about the GPUs that the driver shows, none of which is opened for it: their stream
 /// priorities stay unasked.
 pub(crate) fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {

@@ -19,12 +19,12 @@ use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::{self, Mutex};
 use crate::label::DeviceLabel;
-use crate::sim::{CalledFrom, Checks};
 use crate::stream::Stream;
 use crate::stream_table::StreamTable;
 use crate::timeline::{ReusableTimelines, StreamKind, Timeline};
 use crate::unfinished;
 use crate::waits::WaitMark;
+use crate::witness::{CalledFrom, Witness};
 
 /// One GPU, real or simulated: creates streams and events, and allocates plain driver memory.
 /// Cloning gives another handle of the same device.
@@ -222,11 +222,9 @@ impl Device {
         &*self.0.context.driver
     }
 
-    /// The checks of how memory is used, where the device is simulated and they are on. An
-    /// allocator reports its blocks to them.
-    #[doc(hidden)]
-    pub fn checks(&self) -> Option<&Arc<Checks>> {
-        self.0.context.checks.as_ref()
+    /// The driver's witness, to which an allocator reports its blocks.
+    pub fn witness(&self) -> Option<&Arc<dyn Witness>> {
+        self.0.context.witness.as_ref()
     }
 
     /// As [`Stream::called_from`].

@@ -3,9 +3,8 @@
 //!
 //! A caching allocator holds memory that no block uses at the moment, and blocks lie side by side
 //! in one allocation of the driver. So a device cannot see that work goes beyond its block, or uses
-//! a block that was dropped. The allocator reports to a simulated device
-//! ([`Device::checks`](crate::Device::checks)) which ranges it hands out in blocks, and the bounds
-//! and the life of each block.
+//! a block that was dropped. The allocator reports to the device's [`Witness`] which ranges it
+//! hands out in blocks, and the bounds and the life of each block.
 //!
 //! Work is checked in program order, when it is enqueued, as the race detector does. Each range
 //! that work touches must lie in one live block, as it was requested: rounding is not part of it.
@@ -24,38 +23,28 @@
 //! a kernel runs.
 
 use std::ops::Range;
-use std::panic::Location;
 use std::sync::Arc;
 
 use super::interval::IntervalMap;
-use super::thread::{self, Caller, MovesContents};
 use super::violation::{BlockRef, DropRef, ViolationKind};
 use super::work::{Body, End};
 use crate::driver::DevicePtr;
 use crate::fork::Mutex;
 use crate::launch::AccessKind;
-
-/// A block that an allocator hands out.
-#[derive(Clone, Debug)]
-pub struct NewBlock {
-    /// First address.
-    pub ptr: DevicePtr,
-    /// Bytes requested.
-    pub bytes: u64,
-    /// Name of the allocation.
-    pub tag: Option<Arc<str>>,
-    /// True if graphs keep using the memory after the block is dropped.
-    pub is_for_graphs: bool,
-    /// Where it was allocated.
-    pub at: Option<&'static Location<'static>>,
-}
+use crate::witness::{Caller, NewBlock, Witness, caller, last_caller, moves_contents};
 
 /// The reports of allocators to a simulated device about their memory, and the bytes that were
 /// never written.
 #[derive(Debug, Default)]
-pub struct Checks {
+pub(super) struct Checks {
     state: Mutex<ReportedMemory>,
 }
+
+/// The witness of a device with `checks=off`.
+#[derive(Debug)]
+pub(super) struct Unchecked;
+
+impl Witness for Unchecked {}
 
 /// Where memory that was never written was allocated.
 pub(super) type Origin = Option<Caller>;
@@ -117,27 +106,28 @@ pub(super) struct Reads {
     pub(super) perhaps: Unwritten,
 }
 
-impl Checks {
-    /// From now on an allocator hands this range out in blocks, until the driver takes it back.
-    pub fn manage(&self, range: Range<u64>) {
+impl Witness for Checks {
+    fn watches_blocks(&self) -> bool {
+        true
+    }
+
+    fn managed(&self, range: Range<u64>) {
         self.state.lock().managed.insert(range, ());
     }
 
-    /// A block is handed out. Its bytes are unwritten, even if the memory was written before.
-    pub fn allocated(&self, block: NewBlock) {
+    fn begins(&self, block: NewBlock) {
         let mut state = self.state.lock();
         state.count += 1;
         let NewBlock { ptr, bytes, tag, is_for_graphs, at } = block;
         // The outermost place counts.
-        let at = thread::caller().or(at);
+        let at = caller().or(at);
         let shown = BlockRef { ptr, bytes, tag, allocated: at, dropped: None };
         let block = Block { number: state.count, is_for_graphs, shown };
         state.unwritten.insert(ptr.range(bytes), at);
         state.blocks.insert(ptr.range(bytes), Arc::new(block));
     }
 
-    /// The block at an address has `bytes` bytes from now on. Bytes that it gained are unwritten.
-    pub fn resized(&self, ptr: DevicePtr, bytes: u64, at: Option<&'static Location<'static>>) {
+    fn resized(&self, ptr: DevicePtr, bytes: u64, at: Option<Caller>) {
         let mut state = self.state.lock();
         let Some(held) = state.blocks.at(ptr.0, u64::MAX).0.cloned() else { return };
         let (end, shown) = (held.end(), BlockRef { bytes, ..held.shown.clone() });
@@ -150,24 +140,19 @@ impl Checks {
         state.blocks.insert(ptr.range(bytes), Arc::new(block));
     }
 
-    /// The block at an address was dropped: work that is enqueued from now on must not use it.
-    pub fn dropped(&self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
+    fn ends(&self, ptr: DevicePtr, at: Option<Caller>) {
         let mut state = self.state.lock();
         if let Some(held) = state.blocks.at(ptr.0, u64::MAX).0.cloned() {
             state.end(&held, at);
         }
     }
 
-    /// The contents of a range were lost: its bytes are unwritten.
-    pub fn lost(&self, range: Range<u64>) {
+    fn lost(&self, range: Range<u64>) {
         self.state.lock().unwritten.insert(range, None);
     }
+}
 
-    /// See [`MovesContents`].
-    pub fn move_contents(&self) -> MovesContents {
-        MovesContents::begin()
-    }
-
+impl Checks {
     /// The driver took addresses back.
     pub(super) fn removed(&self, range: Range<u64>) {
         let mut state = self.state.lock();
@@ -190,7 +175,7 @@ impl Checks {
     /// the block if a graph needs it.
     pub(super) fn check(&self, range: &Range<u64>) -> Result<Option<Needed>, Box<Misuse>> {
         let state = self.state.lock();
-        if state.managed.at(range.start, u64::MAX).0.is_none() || thread::moves_contents() {
+        if state.managed.at(range.start, u64::MAX).0.is_none() || moves_contents() {
             return Ok(None);
         }
         let Some(block) = state.blocks.at(range.start, u64::MAX).0 else {
@@ -215,7 +200,7 @@ impl Checks {
     /// Checks that no live block but the one that holds `range` holds `alias`, a range of other
     /// addresses of the same physical memory.
     pub(super) fn check_alias(&self, range: &Range<u64>, alias: &Range<u64>) -> Option<Box<Misuse>> {
-        if thread::moves_contents() {
+        if moves_contents() {
             return None;
         }
         let state = self.state.lock();
@@ -251,7 +236,7 @@ impl Checks {
     pub(super) fn run(&self, body: &Body) -> Reads {
         let mut state = self.state.lock();
         let mut reads = Reads::default();
-        let moves = thread::moves_contents();
+        let moves = moves_contents();
         match body {
             Body::Memset { to, .. } => state.unwritten.remove(to.clone()),
             Body::FromTaken { to, .. } if !moves => state.unwritten.remove(to.clone()),
@@ -304,7 +289,7 @@ impl ReportedMemory {
         if !held.is_live() {
             return;
         }
-        let after = if at.is_none() { thread::last_caller() } else { None };
+        let after = if at.is_none() { last_caller() } else { None };
         let thread = std::thread::current().name().map(Into::into);
         let shown = BlockRef { dropped: Some(DropRef { at, thread, after }), ..held.shown.clone() };
         let block = Block { shown, number: held.number, is_for_graphs: held.is_for_graphs };

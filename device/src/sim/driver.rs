@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use super::SimDriver;
-use super::checks::Checks;
+use super::checks::Unchecked;
 use super::host;
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
@@ -15,6 +15,7 @@ use crate::driver::{
 use crate::error::{Operation, Result};
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
+use crate::witness::Witness;
 
 impl Driver for SimDriver {
     crate::forward_calls! {
@@ -124,8 +125,9 @@ impl Driver for SimDriver {
         self.call(Operation::Launch, |machine| machine.launch(launch, stream))
     }
 
-    fn checks(&self) -> Option<Arc<Checks>> {
-        self.machine.lock().checks().cloned()
+    fn witness(&self) -> Option<Arc<dyn Witness>> {
+        let checks = self.machine.lock().checks().cloned();
+        Some(checks.map_or_else(|| Arc::new(Unchecked) as Arc<dyn Witness>, |checks| checks))
     }
 
     fn take_violation(&self) -> Option<String> {

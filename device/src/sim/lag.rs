@@ -18,9 +18,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::SimDriver;
 use super::interval::IntervalMap;
-use super::thread::moves_contents;
-use super::{Checks, SimDriver};
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{
@@ -31,6 +30,7 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork::Mutex;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
+use crate::witness::{Witness, moves_contents};
 
 /// Most hazards that are kept until they are taken; later ones are dropped.
 const KEPT_MAX: usize = 4096;
@@ -261,7 +261,7 @@ impl Driver for Lagging {
     // The simulator answers `wait_peer` at once, at any position of the peer: only the host's
     // knowledge lags.
     crate::forward_calls! {
-        info as_any capturing_streams adopt_stream release_stream host_access checks
+        info as_any capturing_streams adopt_stream release_stream host_access witness
         memory_info memory_users attribute alloc alloc_async
         reserve unreserve create_physical release_physical map set_access
         host_alloc host_free host_register create_stream destroy_stream stream_id create_event wait wait_peer

@@ -24,11 +24,11 @@ use super::objects::{CaptureState, CapturedGraph, EventState, PhysicalTable};
 use super::queue::StreamSet;
 use super::race::{Detector, Space};
 use super::refused::{Answer, Refused};
-use super::thread;
 use super::violation::{OpRef, Violation, ViolationKind, line};
 use super::work::{Body, Cause, HostPart, Touch};
 use crate::driver::PoolUsage;
 use crate::error::{Code, ErrorKind, Operation};
+use crate::witness::caller;
 
 /// Work that is scheduled.
 #[derive(Debug)]
@@ -281,7 +281,7 @@ impl Machine {
     pub(super) fn op_ref(&mut self, stream: Option<u32>, operation: Operation, kernel: Option<&'static str>) -> OpRef {
         self.op_count += 1;
         let stream = stream.and_then(|id| self.streams.get(id).ok()).map(|stream| stream.name);
-        OpRef { operation: Some(operation), kernel, number: self.op_count, stream, peer: None, at: thread::caller() }
+        OpRef { operation: Some(operation), kernel, number: self.op_count, stream, peer: None, at: caller() }
     }
 
     /// The checks of how memory is used, unless they are off.

@@ -13,8 +13,8 @@
 //!   the host. A [`Violation`] names two operations and the missing order, with every seed. The
 //!   detector never changes results.
 //! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped,
-//!   or that reads bytes which nothing has written. See [`Checks`]; `checks=off`
-//!   ([`SimConfig::checks`]) turns it off.
+//!   or that reads bytes which nothing has written. `checks=off` ([`SimConfig::checks`])
+//!   turns it off.
 //! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that
 //!   touches memory which is not there loses the device, as on hardware; all errors from then on
 //!   say which work, where and why.
@@ -33,8 +33,8 @@
 //!   handles; `interval` a map of ranges.
 //! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race`
 //!   finds accesses that nothing orders, by `clock` and by the host's knowledge (`known`), and
-//!   reports a `violation`. `checks` finds misuse of memory; `thread` knows where calls come from.
-//!   `lag` makes the device lag behind.
+//!   reports a `violation`. `checks` finds misuse of memory. `lag` makes the device lag
+//!   behind.
 //!
 //! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The
 //! legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
@@ -88,7 +88,6 @@ mod queue;
 mod race;
 mod refused;
 mod rng;
-pub(crate) mod thread;
 mod violation;
 mod vmm;
 mod work;
@@ -98,7 +97,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-pub use checks::{Checks, NewBlock};
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
 pub use fault::{Fault, FaultPlan, Verdict};
@@ -106,21 +104,22 @@ pub use inspect::{CaptureRef, LiveObjects};
 pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;
-#[doc(hidden)]
-pub use thread::CalledFrom;
-pub use thread::{MovesContents, caller, defer_panics_here};
 pub use violation::{BlockRef, DropRef, OpRef, StreamRef, Violation, ViolationKind};
 pub use vmm::Mapped;
 
 use crate::capturing_streams::CapturingStreams;
-use crate::driver::{DeviceInfo, DevicePtr, DriverKind, RawStream};
+use crate::driver::{DeviceInfo, DevicePtr, RawStream};
 use crate::error::{Operation, Result};
 use crate::fork::Mutex;
+use crate::witness::may_panic;
 use machine::Machine;
 use refused::Answer;
 
 #[cfg(doc)]
 use crate::driver::Driver;
+
+/// [`DeviceInfo::kind`] of simulated devices.
+pub const KIND: &str = "sim";
 
 /// A simulated GPU. See the [module documentation](self).
 pub struct SimDriver {
@@ -147,7 +146,8 @@ impl SimDriver {
         vmm::note_made(config.ordinal);
         let card = config.card();
         let name = format!("Simulated {} {}", card.name, size_text(config.capacity_bytes));
-        let mut info = DeviceInfo::new(DriverKind::Simulated, config.ordinal, name, config.capacity_bytes);
+        let mut info = DeviceInfo::new(KIND, config.ordinal, name, config.capacity_bytes);
+        info.is_virtual = true;
         info.granularity_bytes = config.vmm.then_some(mappings::GRANULARITY);
         info.priorities = (0, -5);
         info.compute_capability = card.capability;
@@ -258,7 +258,7 @@ impl SimDriver {
         let found = machine.detector.found;
         let answer = step(&mut machine);
         let mut raised = None;
-        if self.panic_on_violation && thread::may_panic() {
+        if self.panic_on_violation && may_panic() {
             let is_wait = matches!(
                 operation,
                 Operation::SynchronizeStream | Operation::SynchronizeEvent | Operation::Synchronize
@@ -280,7 +280,7 @@ impl SimDriver {
 impl Drop for SimDriver {
     fn drop(&mut self) {
         if self.panic_on_violation
-            && thread::may_panic()
+            && may_panic()
             && let Some(violation) = self.machine.get_mut().detector.raise()
         {
             panic!("{violation}");

@@ -1,7 +1,9 @@
 //! The rules of physical memory, reservations and mappings.
 
-use aquifer_device::sim::{NewBlock, SimConfig, SimDriver, ViolationKind};
-use aquifer_device::{Attribute, Code, DevicePtr, Driver, ErrorKind, HandleKind, PhysicalOptions, RawPhysical};
+use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
+use aquifer_device::{
+    Attribute, Code, DevicePtr, Driver, ErrorKind, HandleKind, NewBlock, PhysicalOptions, RawPhysical,
+};
 
 use crate::common::{GRANULE, Short, code, device};
 
@@ -344,15 +346,15 @@ fn unordered_work_of_one_graph_at_two_addresses_is_found() {
 fn live_blocks_share_no_physical_memory() {
     let driver = device(0);
     let ([first, second], stream) = (mapped_twice(&driver), driver.stream());
-    let checks = driver.checks().unwrap();
+    let checks = driver.witness().unwrap();
     let block = |ptr| NewBlock { ptr, bytes: 64, tag: None, is_for_graphs: false, at: None };
-    [first, second].into_iter().for_each(|ptr| checks.manage(ptr.range(GRANULE)));
-    checks.allocated(block(first));
-    checks.dropped(first, None);
-    checks.allocated(block(second));
+    [first, second].into_iter().for_each(|ptr| checks.managed(ptr.range(GRANULE)));
+    checks.begins(block(first));
+    checks.ends(first, None);
+    checks.begins(block(second));
     driver.memset(second, 1, 64, stream).unwrap();
     assert_eq!(driver.take_violations(), []);
-    checks.allocated(block(first));
+    checks.begins(block(first));
     driver.memset(second, 1, 64, stream).unwrap();
     let found: Vec<ViolationKind> = driver.take_violations().into_iter().map(|found| found.kind).collect();
     assert_eq!(found, [ViolationKind::Aliased]);

@@ -4,8 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use aquifer_device::AccessKind::{Read, Write};
-use aquifer_device::sim::{Checks, NewBlock, SimConfig, SimDriver, ViolationKind, defer_panics_here};
-use aquifer_device::{Access, Device, DevicePtr, Driver};
+use aquifer_device::internal::{MovesContents, defer_panics_here};
+use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
+use aquifer_device::{Access, Device, DevicePtr, Driver, NewBlock, Witness};
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short};
@@ -16,11 +17,11 @@ fn checked() -> Arc<SimDriver> {
 }
 
 /// A device with memory that an allocator manages, and its checks.
-fn managed() -> (Arc<SimDriver>, DevicePtr, Arc<Checks>) {
+fn managed() -> (Arc<SimDriver>, DevicePtr, Arc<dyn Witness>) {
     let driver = checked();
     let memory = driver.alloc(MIB).unwrap();
-    let checks = Driver::checks(&*driver).unwrap();
-    checks.manage(memory.range(MIB));
+    let checks = driver.witness().unwrap();
+    checks.managed(memory.range(MIB));
     (driver, memory, checks)
 }
 
@@ -36,8 +37,8 @@ fn kinds(driver: &SimDriver) -> Vec<ViolationKind> {
 fn work_beyond_a_block_is_found() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
-    checks.allocated(NewBlock { tag: Some("weights".into()), ..block(memory, 500) });
-    checks.allocated(block(memory.offset(512), 512));
+    checks.begins(NewBlock { tag: Some("weights".into()), ..block(memory, 500) });
+    checks.begins(block(memory.offset(512), 512));
     driver.memset(memory, 1, 500, stream).unwrap();
     driver.memset(memory.offset(600), 1, 424, stream).unwrap();
     assert_eq!(kinds(&driver), []);
@@ -54,7 +55,7 @@ fn work_beyond_a_block_is_found() {
     driver.memset(memory.offset(4096), 1, 4, stream).unwrap(); // where no block was yet
     assert_eq!(kinds(&driver), [ViolationKind::OutOfBounds; 3]);
     // The addresses of two blocks are not one range, even where nothing lies between.
-    checks.allocated(block(memory.offset(1024), 512));
+    checks.begins(block(memory.offset(1024), 512));
     driver.memset(memory.offset(512), 1, 1024, stream).unwrap();
     assert_eq!(kinds(&driver), [ViolationKind::OutOfBounds]);
 }
@@ -63,10 +64,10 @@ fn work_beyond_a_block_is_found() {
 fn only_work_enqueued_after_the_drop_is_use_after_free() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
-    checks.allocated(block(memory, 512));
+    checks.begins(block(memory, 512));
     driver.stall(stream, std::time::Duration::from_secs(1)).unwrap();
     driver.memset(memory, 1, 512, stream).unwrap();
-    checks.dropped(memory, None);
+    checks.ends(memory, None);
     driver.synchronize().unwrap(); // it runs after the drop
     assert_eq!(kinds(&driver), []);
     driver.memset(memory.offset(8), 1, 8, stream).unwrap();
@@ -75,7 +76,7 @@ fn only_work_enqueued_after_the_drop_is_use_after_free() {
     let text = found[0].to_string();
     assert!(text.contains("dropped by thread") && text.contains("remedy"), "{text}");
     // The same memory in another block.
-    checks.allocated(block(memory, 1024));
+    checks.begins(block(memory, 1024));
     driver.memset(memory, 1, 1024, stream).unwrap();
     driver.free(memory).unwrap();
     let plain = driver.alloc(MIB).unwrap();
@@ -88,7 +89,7 @@ fn only_work_enqueued_after_the_drop_is_use_after_free() {
 fn blocks_that_grow_and_shrink_keep_their_contents() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
-    checks.allocated(block(memory, 512));
+    checks.begins(block(memory, 512));
     driver.memset(memory, 1, 512, stream).unwrap();
     checks.resized(memory, 1024, None);
     driver.get(memory, 512, stream).unwrap();
@@ -108,7 +109,7 @@ fn copies_carry_unwritten_bytes_and_readers_report_them() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     let blocks = [0, 1, 2].map(|n| memory.offset(n * 1024));
-    blocks.iter().for_each(|&ptr| checks.allocated(block(ptr, 1024)));
+    blocks.iter().for_each(|&ptr| checks.begins(block(ptr, 1024)));
     driver.memset(blocks[0], 1, 512, stream).unwrap();
     driver.copy_on_device(blocks[1], blocks[0], 1024, stream).unwrap();
     driver.copy_on_device(blocks[2], blocks[1].offset(256), 512, stream).unwrap();
@@ -129,7 +130,7 @@ fn copies_carry_unwritten_bytes_and_readers_report_them() {
 fn a_kernel_that_reads_parts_of_its_range_is_checked_as_it_runs() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
-    checks.allocated(block(memory, 1024));
+    checks.begins(block(memory, 1024));
     driver.memset(memory, 1, 512, stream).unwrap();
     for (at, expected) in [(256, vec![]), (512, vec![ViolationKind::NeverWritten])] {
         let from = memory.offset(at);
@@ -145,7 +146,7 @@ fn a_kernel_must_not_read_where_it_writes_before_it_has_written() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     for (writes_first, expected) in [(true, vec![]), (false, vec![ViolationKind::NeverWritten])] {
-        checks.allocated(block(memory, 1024));
+        checks.begins(block(memory, 1024));
         let updates = move |memory_of: &mut dyn aquifer_device::KernelMemory, _: &[_]| {
             if writes_first {
                 memory_of.write(memory, &[1; 8])?;
@@ -164,7 +165,7 @@ fn a_kernel_must_not_read_where_it_writes_before_it_has_written() {
 fn an_access_of_no_bytes_reads_nothing() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
-    checks.allocated(block(memory, 1024));
+    checks.begins(block(memory, 1024));
     driver.memset(memory, 1, 16, stream).unwrap();
     let middle = memory.offset(512);
     let reads = move |memory: &mut dyn aquifer_device::KernelMemory, _: &[_]| memory.read(middle, &mut []);
@@ -180,15 +181,15 @@ fn contents_that_are_moved_away_and_back_keep_their_state() {
     let (driver, memory, checks) = managed();
     let stream = driver.stream();
     let (from, to) = (memory, memory.offset(1024));
-    checks.allocated(block(from, 1024));
+    checks.begins(block(from, 1024));
     driver.memset(from, 1, 512, stream).unwrap();
     let host = driver.host_alloc(1024).unwrap();
     {
-        let _moves = checks.move_contents();
+        let _moves = MovesContents::begin();
         driver.download(host, from, 1024, stream);
         driver.synchronize().unwrap();
-        checks.dropped(from, None);
-        checks.allocated(block(to, 1024));
+        checks.ends(from, None);
+        checks.begins(block(to, 1024));
         driver.upload(to, host, 1024, stream);
     }
     driver.get(to, 512, stream).unwrap();
@@ -206,7 +207,7 @@ fn graphs_may_use_their_pools_memory_and_need_all_other_blocks() {
     for is_for_graphs in [true, false] {
         let (driver, memory, checks) = managed();
         let stream = driver.stream();
-        checks.allocated(NewBlock { is_for_graphs, ..block(memory, 512) });
+        checks.begins(NewBlock { is_for_graphs, ..block(memory, 512) });
         driver.begin_capture(stream).unwrap();
         driver.memset(memory, 1, 512, stream).unwrap();
         driver.memset(memory, 1, 513, stream).unwrap();
@@ -214,9 +215,9 @@ fn graphs_may_use_their_pools_memory_and_need_all_other_blocks() {
         let graph = driver.end_capture(stream).unwrap();
         driver.launch_graph(graph, stream).unwrap();
         assert_eq!(kinds(&driver), []);
-        checks.dropped(memory, None);
+        checks.ends(memory, None);
         driver.launch_graph(graph, stream).unwrap();
-        checks.allocated(block(memory, 256));
+        checks.begins(block(memory, 256));
         driver.launch_graph(graph, stream).unwrap();
         let expected = if is_for_graphs { 0 } else { 2 };
         assert_eq!(kinds(&driver), vec![ViolationKind::UseAfterFree; expected]);
@@ -227,10 +228,10 @@ fn graphs_may_use_their_pools_memory_and_need_all_other_blocks() {
 fn a_peers_copy_is_checked_on_the_device_of_its_source() {
     let (driver, memory, checks) = managed();
     let other = SimDriver::new(SimConfig::new(1 << 30).ordinal(1));
-    let (there, other_checks) = (other.alloc(MIB).unwrap(), Driver::checks(&*other).unwrap());
-    other_checks.manage(there.range(MIB));
-    other_checks.allocated(block(there, 1024));
-    checks.allocated(block(memory, 1024));
+    let (there, other_checks) = (other.alloc(MIB).unwrap(), other.witness().unwrap());
+    other_checks.managed(there.range(MIB));
+    other_checks.begins(block(there, 1024));
+    checks.begins(block(memory, 1024));
     let stream = other.stream();
     driver.memset(memory, 1, 512, driver.stream()).unwrap();
     driver.synchronize().unwrap();
@@ -239,7 +240,7 @@ fn a_peers_copy_is_checked_on_the_device_of_its_source() {
     assert_eq!((kinds(&driver), kinds(&other)), (vec![], vec![]));
     other.get(there, 1024, stream).unwrap();
     assert_eq!(kinds(&other), [ViolationKind::NeverWritten]);
-    checks.dropped(memory, None);
+    checks.ends(memory, None);
     other.copy_peer(there, &*driver, memory, 1024, stream).unwrap();
     assert_eq!((kinds(&driver), kinds(&other)), (vec![ViolationKind::UseAfterFree], vec![]));
 }
@@ -247,7 +248,7 @@ fn a_peers_copy_is_checked_on_the_device_of_its_source() {
 #[test]
 fn without_checks_no_misuse_is_reported() {
     let driver = SimDriver::new(SimConfig::parse("1GiB,checks=off").unwrap());
-    assert!(Driver::checks(&*driver).is_none());
+    assert!(!driver.witness().unwrap().watches_blocks());
 }
 
 #[test]
@@ -267,9 +268,9 @@ fn texts_name_both_places_and_the_remedy() {
 fn panics(program: impl FnOnce(&Device, DevicePtr)) -> Option<String> {
     let driver = SimDriver::new(SimConfig::parse("1GiB,violations=panic").unwrap());
     let memory = driver.alloc(MIB).unwrap();
-    let checks = Driver::checks(&*driver).unwrap();
-    checks.manage(memory.range(MIB));
-    checks.allocated(block(memory, 512));
+    let checks = driver.witness().unwrap();
+    checks.managed(memory.range(MIB));
+    checks.begins(block(memory, 512));
     let device = Device::new(driver);
     let caught = catch_unwind(AssertUnwindSafe(move || program(&device, memory)));
     caught.err().map(|panic| panic.downcast_ref::<String>().cloned().unwrap())
@@ -368,13 +369,13 @@ proptest! {
             let mut bad = Vec::new();
             match what {
                 0 | 1 if bytes[range.clone()].iter().all(|byte| byte.block.is_none()) => {
-                    checks.allocated(block(at(start), length as u64));
+                    checks.begins(block(at(start), length as u64));
                     bytes[range].fill(Byte { block: Some(live.len()), written: false });
                     live.push((start, length));
                 }
                 2 if bytes[start].block.is_some() => {
                     let (first, held) = live[bytes[start].block.unwrap()];
-                    checks.dropped(at(first), None);
+                    checks.ends(at(first), None);
                     bytes[first..first + held].iter_mut().for_each(|byte| byte.block = None);
                 }
                 3 => {

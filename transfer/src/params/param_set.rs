@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::Location;
 
-use aquifer_device::sim::CalledFrom;
+use aquifer_device::internal::CalledFrom;
 
 use super::errors::Stray;
 use crate::error::TransferError;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use aquifer_allocator::{Buffer, Reservation};
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::caller;
+use aquifer_device::internal::caller;
 use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
 
 use super::config::PAGE;

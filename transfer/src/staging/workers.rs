@@ -7,7 +7,7 @@ use std::time::Instant;
 use aquifer_device::Tick;
 use aquifer_device::executor;
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 
 use super::config::{StagingConfig, StagingStats};
 use super::ring::CHUNK_BYTES_LEAST;

@@ -19,7 +19,7 @@ use std::fmt;
 use std::ops::Range;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::sim::CalledFrom;
+use aquifer_device::internal::CalledFrom;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 

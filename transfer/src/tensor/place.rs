@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 
 use aquifer_allocator::{Allocator, DeviceAllocator as _};
-use aquifer_device::sim::CalledFrom;
+use aquifer_device::internal::CalledFrom;
 use aquifer_device::{Device, Stream};
 
 use crate::error::TransferError;

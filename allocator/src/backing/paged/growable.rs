@@ -127,7 +127,7 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
         }
         reserved => reserved,
     }?;
-    allocator.state().report_to_checks(|checks| checks.manage(ptr.range(reserved)));
+    allocator.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
     if let Some(paged) = &mut allocator.state().shared().paged {
         paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
         paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
