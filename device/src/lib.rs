@@ -55,8 +55,10 @@ mod context;
 mod copies;
 mod counted;
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+#[path = "../cuda/src/lib.rs"]
 pub mod cuda;
 mod device;
+#[path = "../../aquifer/src/open.rs"]
 mod discovery;
 mod driver;
 mod error;
@@ -72,6 +74,7 @@ mod launches;
 mod peer;
 mod physical;
 mod release;
+#[path = "../sim/src/lib.rs"]
 pub mod sim;
 mod stream;
 mod stream_map;
@@ -79,6 +82,7 @@ mod stream_table;
 mod sync;
 mod thread_end;
 mod timeline;
+#[path = "../cuda/src/unavailable.rs"]
 mod unavailable;
 mod unfinished;
 mod waits;

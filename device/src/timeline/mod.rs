@@ -47,6 +47,7 @@ mod owner;
 mod recording;
 mod reuse;
 #[cfg(all(test, aquifer_shuttle))]
+#[path = "../../sim/tests/all/schedules.rs"]
 mod schedules;
 mod tick;
 
