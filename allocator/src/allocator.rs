@@ -37,7 +37,8 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;

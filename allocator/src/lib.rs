@@ -23,8 +23,9 @@
 //! # Testing
 //!
 //! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither
-//! their bounds nor their end. The allocator tells a simulated device
-//! ([`aquifer_device::sim::Checks`]), unless that was opened with `checks=off`. Violations are then
+//! their bounds nor their end. The allocator tells the device's witness
+//! ([`aquifer_device::Witness`]), which a simulated device has unless it was opened with
+//! `checks=off`. Violations are then
 //! * work beyond the requested bytes of a block; one range that work touches lies in one block, and
 //!   rounding is not part of it;
 //! * work that was enqueued after a block was dropped; work enqueued before may still run, on
@@ -37,8 +38,7 @@
 //!
 //! ```
 //! use aquifer_allocator::{Allocator, Config};
-//! use aquifer_device::DeviceSpec;
-//! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
+//! let device = aquifer_sim::open("24GiB,violations=panic")?; // where they happen, or in the next wait
 //! let allocator = Allocator::new(&device, Config::default())?;
 //! let stream = device.stream()?;
 //! let block = allocator.alloc_bytes(500, &stream)?;

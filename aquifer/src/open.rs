@@ -1,30 +1,27 @@
-//! Finding and opening devices: by name, by ordinal, or the best one available.
+//! Finding and opening devices: by name, by ordinal, or the best one available. This is where the
+//! drivers that a build has come together.
 //!
-//! Nothing falls back silently: [`Device::best`] reports its choice and the reason, and the error
-//! of a device that is not available lists those that are.
+//! Nothing falls back silently: [`open_best`] reports its choice and the reason, and the error of a
+//! device that is not available lists those that are.
 
-use std::fmt;
 use std::str::FromStr;
 
 #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-use crate::cuda;
-use crate::device::Device;
-use crate::driver::DeviceInfo;
-use crate::error::DeviceError;
-use crate::fork;
-use crate::sim::{SimConfig, SimConfigError, SimDriver};
-use crate::unavailable::Unavailable;
+use aquifer_cuda::{Unavailable, gpus};
+use aquifer_device::{Device, DeviceError, Operation, fork};
+#[cfg(feature = "sim")]
+use aquifer_sim::{SimConfig, SimConfigError, SimDriver};
 
-/// The name of a device to open, as on a command line. [`Device::open`] parses one and opens it.
+/// The name of a device to open, as on a command line. [`open`] parses one and opens it.
 ///
 /// | text | device |
 /// | --- | --- |
 /// | `cuda`, `cuda:1` | a real GPU, by ordinal |
-/// | `sim`, `sim:80GiB`, `sim:81408MiB`, `sim:h100`, `sim:24GiB,seed=7` | a simulated GPU; see [`SimConfig::parse`] |
+/// | `sim`, `sim:80GiB`, `sim:81408MiB`, `sim:h100`, `sim:24GiB,seed=7` | a simulated GPU; see [`SimConfig::parse`](crate::device::sim::SimConfig::parse) |
 /// | `cpu` | the host, which has no device memory to manage: the name parses, and opening it is an error that says so |
 ///
 /// ```
-/// use aquifer_device::DeviceSpec;
+/// use aquifer::device::DeviceSpec;
 /// let spec: DeviceSpec = "sim:24GiB".parse()?;
 /// let device = spec.open()?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
@@ -37,6 +34,7 @@ pub enum DeviceSpec {
     /// A real GPU, by ordinal.
     Cuda(u32),
     /// A simulated GPU.
+    #[cfg(feature = "sim")]
     Sim(Box<SimConfig>),
     /// The host.
     Cpu,
@@ -55,7 +53,19 @@ pub enum OpenError {
         /// The text.
         text: String,
     },
+    /// The program was built without the driver of such devices.
+    #[error(
+        "this program was built without {driver}: build aquifer with its feature `{feature}`{}",
+        condition(feature)
+    )]
+    NotBuilt {
+        /// The driver.
+        driver: &'static str,
+        /// The feature of the crate `aquifer` that brings it. It is on by default.
+        feature: &'static str,
+    },
     /// What follows `sim:` is wrong.
+    #[cfg(feature = "sim")]
     #[error("in {text:?}: {cause}")]
     Sim {
         /// The whole text.
@@ -64,17 +74,18 @@ pub enum OpenError {
         cause: SimConfigError,
     },
     /// There are real GPUs, but none with that ordinal.
-    #[error("there is no GPU {ordinal}; {existing}{}", visibility(visible))]
+    #[error("there is no GPU {ordinal}; {}{}", listed(existing), visibility(visible))]
     NoSuchDevice {
         /// The ordinal asked for.
         ordinal: u32,
-        /// Which exist.
-        existing: Existing,
+        /// The names of those that exist, by ordinal.
+        existing: Vec<String>,
         /// Value of `CUDA_VISIBLE_DEVICES`, if it is set: it may hide some.
         visible: Option<String>,
     },
     /// No real GPU can be used at all.
-    #[error("no real GPU can be used: {0}")]
+    #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+    #[error("no real GPU can be used: {0}; use sim for a simulated GPU")]
     Unavailable(Unavailable),
     /// The host has no device memory to manage.
     #[error("cpu: the host has no device memory to manage; use sim for a simulated GPU")]
@@ -84,49 +95,28 @@ pub enum OpenError {
     Device(#[from] DeviceError),
 }
 
-crate::debug_as_display!(OpenError);
+aquifer_device::debug_as_display!(OpenError);
 
-/// Names of the devices that exist, for messages.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Existing(pub Vec<String>);
-
-impl fmt::Display for Existing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() {
-            return write!(f, "there are none");
-        }
-        write!(f, "there are: ")?;
-        for (ordinal, name) in self.0.iter().enumerate() {
-            write!(f, "{}{ordinal} ({name})", if ordinal > 0 { ", " } else { "" })?;
-        }
-        Ok(())
-    }
+/// The names of the devices that exist.
+fn listed(existing: &[String]) -> String {
+    let names: Vec<String> = existing.iter().enumerate().map(|(at, name)| format!("{at} ({name})")).collect();
+    if names.is_empty() { "there are none".to_owned() } else { format!("there are: {}", names.join(", ")) }
 }
 
 fn visibility(visible: &Option<String>) -> String {
     visible.as_ref().map_or_else(String::new, |value| format!(" (CUDA_VISIBLE_DEVICES is {value:?})"))
 }
 
-/// Stands in for CUDA where the program was built without it.
-#[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
-mod cuda {
-    use crate::device::Device;
-    use crate::driver::DeviceInfo;
-    use crate::error::Result;
-    use crate::unavailable::Unavailable;
-
-    pub(super) fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
-        Err(Unavailable::NotBuilt)
-    }
-
-    pub(super) fn shared(_ordinal: u32) -> Result<Device> {
-        Err(Unavailable::NotBuilt.into())
-    }
-
-    pub(super) fn visible_devices() -> Option<String> {
-        None
-    }
+/// What a feature needs beside itself.
+fn condition(feature: &str) -> &'static str {
+    if feature == "cuda" { ", on a 64-bit machine" } else { "" }
 }
+
+#[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
+const NO_CUDA: OpenError = OpenError::NotBuilt { driver: "CUDA", feature: "cuda" };
+
+#[cfg(not(feature = "sim"))]
+const NO_SIM: OpenError = OpenError::NotBuilt { driver: "the simulated GPU", feature: "sim" };
 
 impl FromStr for DeviceSpec {
     type Err = OpenError;
@@ -140,6 +130,7 @@ impl FromStr for DeviceSpec {
                 ordinal.parse().map(DeviceSpec::Cuda).map_err(|_| unknown())
             }
             ("sim", Some("")) => Err(unknown()),
+            #[cfg(feature = "sim")]
             ("sim", rest) => SimConfig::parse(rest.unwrap_or(""))
                 .map(|config| DeviceSpec::Sim(Box::new(config)))
                 .map_err(|mut cause| {
@@ -149,6 +140,8 @@ impl FromStr for DeviceSpec {
                     }
                     OpenError::Sim { text: text.to_owned(), cause }
                 }),
+            #[cfg(not(feature = "sim"))]
+            ("sim", _) => Err(NO_SIM),
             ("cpu", None) => Ok(DeviceSpec::Cpu),
             _ => Err(unknown()),
         }
@@ -156,134 +149,107 @@ impl FromStr for DeviceSpec {
 }
 
 impl DeviceSpec {
-    /// Opens the device, as [`Device::open`] does.
+    /// Opens the device, as [`open`] does.
     ///
     /// # Errors
     /// When there is no such device, or its driver fails.
     pub fn open(&self) -> Result<Device, OpenError> {
-        if fork::is_child() {
-            return Err(OpenError::Unavailable(Unavailable::Forked));
-        }
+        fork::check(Operation::Init)?;
         match self {
+            #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
             DeviceSpec::Cuda(ordinal) => open_gpu(*ordinal),
+            #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
+            DeviceSpec::Cuda(_) => Err(NO_CUDA),
+            #[cfg(feature = "sim")]
             DeviceSpec::Sim(config) => Ok(Device::new(SimDriver::new((**config).clone()))),
             DeviceSpec::Cpu => Err(OpenError::Host),
         }
     }
 }
 
-/// Properties of the real GPUs that can be used, or why none can. No GPU is opened for it, so
-/// stream priorities are not included.
-///
-/// # Errors
-/// When there is no driver, it does not work, or it shows no GPU.
-pub fn gpus() -> Result<Vec<DeviceInfo>, Unavailable> {
-    cuda::devices()
-}
-
-/// Properties of the real GPUs that can be used; [`gpus`] says why there are none.
-pub fn available() -> Vec<DeviceInfo> {
-    gpus().unwrap_or_default()
-}
-
-/// How many real GPUs can be used.
-pub fn count() -> u32 {
-    u32::try_from(available().len()).unwrap_or(u32::MAX)
-}
-
 /// Opens a real GPU by ordinal.
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
 fn open_gpu(ordinal: u32) -> Result<Device, OpenError> {
     let gpus = gpus().map_err(OpenError::Unavailable)?;
     if gpus.iter().any(|info| info.ordinal == ordinal) {
-        return Ok(cuda::shared(ordinal)?);
+        return Ok(aquifer_cuda::shared(ordinal)?);
     }
-    let existing = Existing(gpus.into_iter().map(|info| info.name).collect());
-    Err(OpenError::NoSuchDevice { ordinal, existing, visible: cuda::visible_devices() })
+    let existing = gpus.into_iter().map(|info| info.name).collect();
+    Err(OpenError::NoSuchDevice { ordinal, existing, visible: aquifer_cuda::visible_devices() })
 }
 
-/// The devices that a text names, and the best one.
-impl Device {
-    /// Opens the device that a text names, such as `cuda:0` or `sim:24GiB`: see [`DeviceSpec`] for
-    /// all names.
-    ///
-    /// A GPU has one device in a process. If it is open already, this returns another handle of
-    /// that device, with the same [`Device::id`]; the last handle closes it. Streams do not keep it
-    /// open. A simulated device is a new one each time.
-    ///
-    /// ```
-    /// use aquifer_device::Device;
-    /// let device = Device::open("sim:24GiB")?;
-    /// assert_eq!(device.info().total_bytes, 24 << 30);
-    /// assert_ne!(Device::open("sim:24GiB")?.id(), device.id());
-    /// println!("{}", Device::open("sim:lots").unwrap_err());
-    /// # Ok::<(), aquifer_device::OpenError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// When the text names no device, there is no such device, or its driver fails.
-    pub fn open(spec: &str) -> Result<Device, OpenError> {
-        spec.parse::<DeviceSpec>()?.open()
-    }
+/// Opens the device that a text names, such as `cuda:0` or `sim:24GiB`: see
+/// [`DeviceSpec`](crate::device::DeviceSpec) for all names.
+///
+/// A GPU has one device in a process. If it is open already, this returns another handle of that
+/// device, with the same [`Device::id`]; the last handle closes it. Streams do not keep it open. A
+/// simulated device is a new one each time.
+///
+/// ```
+/// let device = aquifer::open("sim:24GiB")?;
+/// assert_eq!(device.info().total_bytes, 24 << 30);
+/// assert_ne!(aquifer::open("sim:24GiB")?.id(), device.id());
+/// println!("{}", aquifer::open("sim:lots").unwrap_err());
+/// # Ok::<(), aquifer::device::OpenError>(())
+/// ```
+///
+/// # Errors
+/// When the text names no device, there is no such device, or its driver fails.
+pub fn open(spec: &str) -> Result<Device, OpenError> {
+    spec.parse::<DeviceSpec>()?.open()
+}
 
-    /// Opens a new simulated device of this size, with settings after it if need be:
-    /// `Device::simulated("24GiB")` is short for `Device::open("sim:24GiB")`.
-    ///
-    /// ```
-    /// use aquifer_device::Device;
-    /// let device = Device::simulated("24GiB,violations=panic")?;
-    /// assert_eq!(device.info().total_bytes, 24 << 30);
-    /// # Ok::<(), aquifer_device::OpenError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// When [`SimConfig::parse`] does not understand the text.
-    pub fn simulated(size: &str) -> Result<Device, OpenError> {
-        Device::open(&format!("sim:{size}"))
-    }
+/// Opens the best device available: of the real GPUs that can be used, the one with the most
+/// memory, else a simulated one of 80 GiB. [`Device::chosen_because`] says why, and so does the
+/// log.
+///
+/// ```
+/// let device = aquifer::open_best()?;
+/// println!("{}: {}", device.label(), device.chosen_because().unwrap_or_default());
+/// # Ok::<(), aquifer::device::OpenError>(())
+/// ```
+///
+/// # Errors
+/// When the device chosen cannot be opened.
+pub fn open_best() -> Result<Device, OpenError> {
+    fork::check(Operation::Init)?;
+    let (device, reason) = match open_best_gpu() {
+        Ok(found) => found?,
+        #[cfg(feature = "sim")]
+        Err(why) => (Device::new(SimDriver::new(SimConfig::default())), format!("no real GPU can be used: {why}")),
+        #[cfg(all(feature = "cuda", target_pointer_width = "64", not(feature = "sim")))]
+        Err(why) => return Err(OpenError::Unavailable(why)),
+        #[cfg(all(not(all(feature = "cuda", target_pointer_width = "64")), not(feature = "sim")))]
+        Err(why) => return Err(why),
+    };
+    device.note_choice(reason);
+    tracing::info!(
+        target: "aquifer::device",
+        device = %device.label(),
+        reason = device.chosen_because(),
+        "a device was chosen"
+    );
+    Ok(device)
+}
 
-    /// Opens the best device available: of the real GPUs that can be used, the one with the most
-    /// memory, else a simulated one of 80 GiB. [`Device::chosen_because`] says why, and so does the
-    /// log.
-    ///
-    /// ```
-    /// use aquifer_device::Device;
-    /// let device = Device::best()?;
-    /// println!("{}: {}", device.label(), device.chosen_because().unwrap_or_default());
-    /// # Ok::<(), aquifer_device::OpenError>(())
-    /// ```
-    ///
-    /// # Errors
-    /// When the device chosen cannot be opened.
-    pub fn best() -> Result<Device, OpenError> {
-        if fork::is_child() {
-            return Err(OpenError::Unavailable(Unavailable::Forked));
-        }
-        let (device, reason) = match gpus() {
-            Err(unavailable) => {
-                let device = Device::new(SimDriver::new(SimConfig::default()));
-                (device, format!("no real GPU can be used: {unavailable}"))
-            }
-            Ok(gpus) => {
-                // The first of the largest ones.
-                let best =
-                    gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
-                let best = best.ok_or(OpenError::Unavailable(Unavailable::NoDevice))?;
-                let others = match gpus.len() {
-                    1 => String::new(),
-                    several => format!(", which has the most memory of {several}"),
-                };
-                (open_gpu(best.ordinal)?, format!("a real GPU was found: {}{others}", best.name))
-            }
-        };
-        device.note_choice(reason);
-        tracing::info!(
-            target: "aquifer::device",
-            device = %device.label(),
-            reason = device.chosen_because(),
-            "a device was chosen"
-        );
-        Ok(device)
-    }
+/// The real GPU with the most memory, and why it was chosen. The outer error says why no GPU can be
+/// used.
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+fn open_best_gpu() -> Result<Result<(Device, String), OpenError>, Unavailable> {
+    let gpus = gpus()?;
+    // The first of the largest ones.
+    let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
+    let best = best.ok_or(Unavailable::NoDevice)?;
+    let others = match gpus.len() {
+        1 => String::new(),
+        several => format!(", which has the most memory of {several}"),
+    };
+    Ok(open_gpu(best.ordinal).map(|device| (device, format!("a real GPU was found: {}{others}", best.name))))
+}
+
+#[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
+fn open_best_gpu() -> Result<Result<(Device, String), OpenError>, OpenError> {
+    Err(NO_CUDA)
 }
 
 #[cfg(test)]
@@ -291,6 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg(feature = "sim")]
     fn names_of_devices_parse() {
         assert!(matches!("cuda".parse(), Ok(DeviceSpec::Cuda(0))));
         assert!(matches!("cuda:1".parse(), Ok(DeviceSpec::Cuda(1))));
@@ -305,6 +272,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "sim")]
     fn offsets_count_from_the_start_of_the_device_name() {
         let error = "sim:h100,foo=1".parse::<DeviceSpec>().unwrap_err().to_string();
         assert!(error.starts_with("in \"sim:h100,foo=1\": `foo` at byte 9: "), "{error}");
@@ -312,20 +280,29 @@ mod tests {
 
     #[test]
     fn an_error_about_a_missing_device_lists_the_existing_ones() {
-        let existing = Existing(vec!["A".to_owned(), "B".to_owned()]);
-        assert_eq!(existing.to_string(), "there are: 0 (A), 1 (B)");
-        assert_eq!(Existing::default().to_string(), "there are none");
+        let existing = vec!["A".to_owned(), "B".to_owned()];
+        assert_eq!(listed(&[]), "there are none");
         let error = OpenError::NoSuchDevice { ordinal: 7, existing, visible: Some("3,4".to_owned()) };
         assert_eq!(error.to_string(), "there is no GPU 7; there are: 0 (A), 1 (B) (CUDA_VISIBLE_DEVICES is \"3,4\")");
         assert!(DeviceSpec::Cpu.open().unwrap_err().to_string().contains("host"));
-        let error = "cuda:4000000000".parse::<DeviceSpec>().unwrap().open().unwrap_err();
+        let error = open("cuda:4000000000").unwrap_err();
+        #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
         assert!(matches!(error, OpenError::NoSuchDevice { .. } | OpenError::Unavailable(_)), "{error}");
-        assert_eq!(count() == 0, gpus().is_err());
+        #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
+        assert!(matches!(error, OpenError::NotBuilt { feature: "cuda", .. }), "{error}");
     }
 
     #[test]
+    #[cfg(not(feature = "sim"))]
+    fn a_build_without_the_simulated_gpu_says_so() {
+        let error = open("sim:1GiB").unwrap_err().to_string();
+        assert_eq!(error, "this program was built without the simulated GPU: build aquifer with its feature `sim`");
+    }
+
+    #[test]
+    #[cfg(all(feature = "sim", feature = "cuda", target_pointer_width = "64"))]
     fn the_best_device_comes_with_a_reason() {
-        let device = Device::best().unwrap();
+        let device = open_best().unwrap();
         let reason = device.chosen_because().unwrap();
         match gpus() {
             Ok(_) => assert!(reason.contains(&device.info().name), "{reason}"),
@@ -338,12 +315,13 @@ mod tests {
     }
 
     #[test]
+    #[cfg(feature = "sim")]
     fn each_simulated_device_is_a_new_one_and_takes_all_settings() {
-        let device = Device::simulated("24GiB,violations=panic").unwrap();
+        let device = open("sim:24GiB,violations=panic").unwrap();
         assert_eq!((device.info().total_bytes, device.chosen_because()), (24 << 30, None));
-        assert_ne!(Device::open("sim:24GiB").unwrap().id(), device.id());
+        assert_ne!(open("sim:24GiB").unwrap().id(), device.id());
         for wrong in ["", "lots", "24GiB,foo=1"] {
-            assert!(Device::simulated(wrong).is_err(), "{wrong}");
+            assert!(open(&format!("sim:{wrong}")).is_err(), "{wrong}");
         }
     }
 }

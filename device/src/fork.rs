@@ -37,7 +37,7 @@ struct Bits {
 }
 
 /// The text of errors and panics in a child.
-pub(crate) const ADVICE: &str = "this process was forked from one that had opened a device, and no device can be \
+pub const ADVICE: &str = "this process was forked from one that had opened a device, and no device can be \
     used in it: fork before a device is opened, or start another program instead (exec)";
 
 extern "C" fn in_child() {

@@ -29,7 +29,6 @@ pub struct Access {
 
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
 pub enum KernelArg {
     /// A device address.
     Ptr(DevicePtr),

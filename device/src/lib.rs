@@ -12,7 +12,7 @@
 //!
 //! ```
 //! use aquifer_device::Device;
-//! let device = Device::open("sim:24GiB")?;
+//! let device = aquifer_sim::open("24GiB")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -35,7 +35,7 @@
 //!
 //! ```should_panic
 //! # use aquifer_device::Device;
-//! let device = Device::simulated("24GiB,violations=panic")?;
+//! let device = aquifer_sim::open("24GiB,violations=panic")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -54,12 +54,7 @@ mod capturing_streams;
 mod context;
 mod copies;
 mod counted;
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-#[path = "../cuda/src/lib.rs"]
-pub mod cuda;
 mod device;
-#[path = "../../aquifer/src/open.rs"]
-mod discovery;
 mod driver;
 mod error;
 mod event;
@@ -74,16 +69,12 @@ mod launches;
 mod peer;
 mod physical;
 mod release;
-#[path = "../sim/src/lib.rs"]
-pub mod sim;
 mod stream;
 mod stream_map;
 mod stream_table;
 mod sync;
 mod thread_end;
 mod timeline;
-#[path = "../cuda/src/unavailable.rs"]
-mod unavailable;
 mod unfinished;
 mod waits;
 mod witness;
@@ -92,7 +83,6 @@ pub use capture::{AnnouncedCapture, Capture, Graph};
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
-pub use discovery::{DeviceSpec, Existing, OpenError, available, count, gpus};
 pub use driver::{
     Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage,
     ProcessMemory, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
@@ -105,18 +95,21 @@ pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch
 pub use physical::{HandleKind, PhysicalOptions};
 pub use stream::Stream;
 pub use timeline::Tick;
-pub use unavailable::Unavailable;
 pub use witness::{NewBlock, Witness};
 
 /// For the other crates of Aquifer. It may change in any release.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::capturing_streams::CapturingStreams;
+    pub use crate::copies::{Touched, first_overlap};
+    pub use crate::device::WeakDevice;
     pub use crate::host_buffer::HostBuffer;
     pub use crate::launches::{LaunchOrder, Launches};
     pub use crate::release::Reservation;
+    pub use crate::stream_map::StreamMap;
+    pub use crate::thread_end::RunningThread;
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};
-    pub use crate::unfinished::drop_left;
+    pub use crate::unfinished::{drop_left, finish_all};
     pub use crate::waits::WaitMark;
     pub use crate::witness::{
         CalledFrom, Caller, MovesContents, caller, defer_panics_here, last_caller, may_panic, moves_contents,

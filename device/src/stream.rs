@@ -29,7 +29,8 @@ use crate::witness::CalledFrom;
 /// another stream, as that of a destroyed stream does.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let stream = device.stream()?;
 /// let ptr = device.alloc(1 << 20)?;
@@ -130,6 +131,12 @@ impl Stream {
         &*self.0.context.driver
     }
 
+    /// As [`Device::complete`].
+    #[doc(hidden)]
+    pub fn complete<T>(&self, answer: Result<T>) -> Result<T> {
+        self.0.context.driver.complete(answer)
+    }
+
     /// Names the caller's place in the program as the one that calls come from, until the result is
     /// dropped.
     #[track_caller]
@@ -147,8 +154,9 @@ impl Stream {
     }
 
     /// The handle for a driver call of this thread. Ends captures that were dropped.
+    #[doc(hidden)]
     #[inline]
-    pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
+    pub fn usable(&self, operation: Operation) -> Result<RawStream> {
         self.0.timeline.end_abandoned_captures(operation)?;
         self.0.timeline.usable(operation)
     }
@@ -446,7 +454,8 @@ impl Stream {
     /// libraries begin are not held off.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let stream = device.stream()?;
     /// let held_off = stream.hold_off_captures().ok_or("it captures")?;

@@ -36,7 +36,8 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_kernels::Kernels;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;

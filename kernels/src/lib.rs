@@ -20,8 +20,8 @@
 //! use std::sync::Arc;
 //!
 //! use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
-//! use aquifer_device::sim::{SimConfig, SimDriver};
 //! use aquifer_device::{Access, AccessKind, Device, HostKernel, KernelArg, Launch};
+//! use aquifer_sim::{SimConfig, SimDriver};
 //! use aquifer_kernels::Kernels;
 //!
 //! const TWICE: &str = "

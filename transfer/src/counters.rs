@@ -131,7 +131,7 @@ mod tests {
 
     use aquifer_allocator::{Allocator, Config};
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::Transfer;

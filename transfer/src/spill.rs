@@ -36,7 +36,8 @@ use crate::runtime::Transfer;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{Spiller, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;

@@ -227,7 +227,7 @@ mod tests {
     use std::task::Wake;
 
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
 

@@ -27,7 +27,8 @@ pub struct RawOwner {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, owner_of};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let memory = Allocator::new(&device, Config::default())?;
 /// let ptr = memory.alloc_raw(1000, device.default_stream())?;

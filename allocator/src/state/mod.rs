@@ -340,7 +340,8 @@ impl AllocatorState {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone());
 /// let stream = device.stream()?;

@@ -2,24 +2,23 @@
 //!
 //! Captures begin in the relaxed mode. In the other modes, any potentially unsafe call on this
 //! thread, or in the whole process, would break the capture. It would also have to end on the
-//! thread on which it began, so that a [`crate::Capture`] could not be dropped on another one. The
+//! thread on which it began, so that a [`aquifer_device::Capture`] could not be dropped on another one. The
 //! calls made here are relaxed anyway. A thread's default stream cannot be named on other threads,
 //! so its capture can only be ended on its own thread.
 
 use std::ffi::c_uint;
 use std::ptr;
 
-use crate::fork::Mutex;
+use aquifer_device::fork::Mutex;
+use aquifer_device::{CaptureStatus, Code, DeviceError, ErrorKind, Operation, RawGraph, RawStream, Result};
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode};
 
-use super::gpu::Gpu;
-use super::handles::OwnedObject;
-use super::installation::{bad_value, check, check_function};
-use super::objects::{LiveStream, destroy_captured};
-use super::raw::{handle, pointer};
-use super::streams;
-use crate::driver::{CaptureStatus, RawGraph, RawStream};
-use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::gpu::Gpu;
+use crate::handles::OwnedObject;
+use crate::installation::{bad_value, check, check_function};
+use crate::objects::{LiveStream, destroy_captured};
+use crate::raw::{handle, pointer};
+use crate::streams;
 
 /// Why the driver refuses to wait for the context although no stream is known to capture.
 const UNANNOUNCED: &str = "another library captures a stream of the device's context and did not announce that, and \
@@ -30,19 +29,19 @@ fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
     DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
 }
 
-pub(super) fn status(gpu: &Gpu, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+pub(crate) fn status(gpu: &Gpu, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
     // SAFETY: the stream lives (L1).
-    unsafe { super::objects::status(&gpu.context, operation, stream) }
+    unsafe { crate::objects::status(&gpu.context, operation, stream) }
 }
 
-pub(super) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStatus> {
+pub(crate) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStatus> {
     let stream = streams::live(gpu, Operation::CaptureStatus, stream)?;
     status(gpu, Operation::CaptureStatus, stream.raw)
 }
 
 /// Refuses a call that would break the stream's capture, or not keep its contract, because of
 /// `reason`.
-pub(super) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
+pub(crate) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
     match status(gpu, operation, stream.raw)? {
         CaptureStatus::None => Ok(()),
         CaptureStatus::Active => Err(refuse(operation, format!("the stream captures: {reason}"))),
@@ -53,14 +52,14 @@ pub(super) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStrea
 
 /// Refuses a call that waits for the whole device while a stream of the context is known to
 /// capture.
-pub(super) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> {
+pub(crate) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> {
     if !gpu.context.shared.any() {
         return Ok(());
     }
     Err(refuse(operation, "this waits for the device, which is not possible while a stream captures"))
 }
 
-pub(super) fn synchronize(gpu: &Gpu) -> Result<()> {
+pub(crate) fn synchronize(gpu: &Gpu) -> Result<()> {
     let operation = Operation::Synchronize;
     forbid_device_wait(gpu, operation)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -72,7 +71,7 @@ pub(super) fn synchronize(gpu: &Gpu) -> Result<()> {
     })
 }
 
-pub(super) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
+pub(crate) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
     let operation = Operation::BeginCapture;
     let functions = gpu.context.functions();
     let begin = gpu.optional(operation, functions.cuStreamBeginCapture_v2)?;
@@ -94,7 +93,7 @@ pub(super) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn end_capture(gpu: &Gpu, stream: RawStream) -> Result<RawGraph> {
+pub(crate) fn end_capture(gpu: &Gpu, stream: RawStream) -> Result<RawGraph> {
     let operation = Operation::EndCapture;
     let end = gpu.optional(operation, gpu.context.functions().cuStreamEndCapture)?;
     let live = streams::live(gpu, operation, stream)?;
@@ -138,7 +137,7 @@ fn instantiate(gpu: &Gpu, graph: CUgraph) -> Result<RawGraph> {
     Ok(RawGraph(raw))
 }
 
-pub(super) fn launch_graph(gpu: &Gpu, graph: RawGraph, stream: RawStream) -> Result<()> {
+pub(crate) fn launch_graph(gpu: &Gpu, graph: RawGraph, stream: RawStream) -> Result<()> {
     let operation = Operation::LaunchGraph;
     let launch = gpu.optional(operation, gpu.context.functions().cuGraphLaunch)?;
     let (graph, stream) = (gpu.graphs.find(operation, graph.0)?, streams::live(gpu, operation, stream)?);

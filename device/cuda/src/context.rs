@@ -26,28 +26,27 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
+use aquifer_device::{DeviceError, Operation, Result, fork};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
 
-use super::context_state::ContextState;
-use super::functions::Functions;
-use super::installation::{Installation, check, check_function};
-use super::raw::handle;
-use crate::error::{DeviceError, Operation, Result};
-use crate::fork;
+use crate::context_state::ContextState;
+use crate::functions::Functions;
+use crate::installation::{Installation, check, check_function};
+use crate::raw::handle;
 
 /// The context of a GPU, and the driver's functions to call in it.
 #[derive(Debug)]
-pub(super) struct GpuContext {
-    pub(super) installation: Installation,
-    pub(super) device: CUdevice,
+pub(crate) struct GpuContext {
+    pub(crate) installation: Installation,
+    pub(crate) device: CUdevice,
     raw: RawContext,
     /// cudarc's object of the context, once it was asked for or given.
-    pub(super) cudarc: OnceLock<Arc<CudaContext>>,
+    pub(crate) cudarc: OnceLock<Arc<CudaContext>>,
     /// Whether the primary context was retained here. Otherwise cudarc's object keeps the context
     /// alive.
     retained: bool,
-    pub(super) shared: Arc<ContextState>,
+    pub(crate) shared: Arc<ContextState>,
 }
 
 /// Destroys an object by its handle, while the context is current.
@@ -57,7 +56,7 @@ type Destroy = unsafe fn(&GpuContext, u64) -> Result<()>;
 const ATTEMPTS_AT_LAST: u32 = 3;
 
 /// Makes a call for the last time, several times if it fails and the device is not lost.
-pub(super) fn persistently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
+pub(crate) fn persistently(mut call: impl FnMut() -> Result<()>) -> Result<()> {
     (1..ATTEMPTS_AT_LAST)
         .fold(call(), |outcome, _| outcome.or_else(|error| if error.is_device_lost() { Err(error) } else { call() }))
 }
@@ -73,7 +72,7 @@ unsafe impl Sync for RawContext {}
 
 impl GpuContext {
     /// The primary context of a device.
-    pub(super) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<GpuContext>> {
+    pub(crate) fn primary(installation: Installation, ordinal: u32) -> Result<Arc<GpuContext>> {
         let device = installation.device(Operation::Init, ordinal)?;
         // As far as the driver allows it where no context is current.
         let _mode = RelaxedMode::enter(installation.functions, Operation::Init).ok();
@@ -89,7 +88,7 @@ impl GpuContext {
     }
 
     /// The caller's context.
-    pub(super) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<GpuContext> {
+    pub(crate) fn shared(installation: Installation, context: Arc<CudaContext>) -> Arc<GpuContext> {
         let (device, handle) = (context.cu_device(), context.cu_ctx());
         GpuContext::new(installation, device, handle, Some(context))
     }
@@ -106,17 +105,17 @@ impl GpuContext {
     }
 
     /// Whether a context of cudarc's is this one.
-    pub(super) fn is(&self, context: &CudaContext) -> bool {
+    pub(crate) fn is(&self, context: &CudaContext) -> bool {
         context.cu_ctx() == self.raw.0
     }
 
     /// The context's handle, for calls that name it. It lives as long as this.
-    pub(super) fn handle(&self) -> CUcontext {
+    pub(crate) fn handle(&self) -> CUcontext {
         self.raw.0
     }
 
     /// The driver's functions.
-    pub(super) fn functions(&self) -> &'static Functions {
+    pub(crate) fn functions(&self) -> &'static Functions {
         self.installation.functions
     }
 
@@ -126,7 +125,7 @@ impl GpuContext {
     /// # Safety
     /// `raw` must be a live object that nothing uses any more and nothing else destroys, and
     /// `destroy` destroys objects of its kind.
-    pub(super) unsafe fn destroy_or_leak(&self, name: &'static str, raw: u64, destroy: Destroy) {
+    pub(crate) unsafe fn destroy_or_leak(&self, name: &'static str, raw: u64, destroy: Destroy) {
         if fork::is_child() {
             return;
         }
@@ -144,7 +143,7 @@ impl GpuContext {
     }
 
     /// Makes the context current until the result is dropped.
-    pub(super) fn enter(&self, operation: Operation) -> Result<Current<'_>> {
+    pub(crate) fn enter(&self, operation: Operation) -> Result<Current<'_>> {
         let pushed = !self.is_current(operation)?;
         if pushed {
             // SAFETY: the context is alive (C1, F1).
@@ -170,14 +169,14 @@ impl GpuContext {
 
     /// Makes the context current and lets the thread's calls pass during captures, until the result
     /// is dropped.
-    pub(super) fn enter_relaxed(&self, operation: Operation) -> Result<Current<'_>> {
+    pub(crate) fn enter_relaxed(&self, operation: Operation) -> Result<Current<'_>> {
         let mut current = self.enter(operation)?;
         current.mode = Some(RelaxedMode::enter(self.functions(), operation)?);
         Ok(current)
     }
 
     /// Least and greatest stream priority.
-    pub(super) fn priorities(&self) -> Result<(i32, i32)> {
+    pub(crate) fn priorities(&self) -> Result<(i32, i32)> {
         let _current = self.enter_relaxed(Operation::Init)?;
         let (mut least, mut greatest): (c_int, c_int) = (0, 0);
         // SAFETY: the numbers outlive the call (F1).
@@ -217,7 +216,7 @@ impl Drop for GpuContext {
 
 /// While it lives, the context is current on the thread that made it.
 #[derive(Debug)]
-pub(super) struct Current<'a> {
+pub(crate) struct Current<'a> {
     context: &'a GpuContext,
     pushed: bool,
     /// Set if the thread is in the relaxed capture mode, too. It leaves the mode first.
@@ -241,17 +240,18 @@ impl Drop for Current<'_> {
 }
 
 /// While it lives, the thread that made it is in the relaxed capture mode.
-pub(super) struct RelaxedMode {
+pub(crate) struct RelaxedMode {
     functions: &'static Functions,
     before: c_uint,
     of_this_thread: PhantomData<*const ()>,
 }
 
 impl RelaxedMode {
-    pub(super) fn enter(functions: &'static Functions, operation: Operation) -> Result<RelaxedMode> {
+    pub(crate) fn enter(functions: &'static Functions, operation: Operation) -> Result<RelaxedMode> {
         let mode = exchange_mode(functions, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint);
         let before = mode.map_err(|code| {
-            let error = DeviceError::new(operation, crate::Code(code)).of_function("cuThreadExchangeStreamCaptureMode");
+            let error = DeviceError::new(operation, aquifer_device::Code(code))
+                .of_function("cuThreadExchangeStreamCaptureMode");
             error.with_detail(format!("{operation} was not called, as the thread's capture mode could not be set"))
         })?;
         Ok(RelaxedMode { functions, before, of_this_thread: PhantomData })

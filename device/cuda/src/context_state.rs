@@ -17,28 +17,24 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
-use crate::capturing_streams::CapturingStreams;
-use crate::device::{Device, DeviceInner};
-use crate::driver::{Driver, RawStream};
-use crate::error::Result;
-use crate::fork::Mutex;
-use crate::thread_end::RunningThread;
-use crate::unfinished;
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::{CapturingStreams, RunningThread, WeakDevice, finish_all};
+use aquifer_device::{Device, Driver, RawStream, Result};
 
 /// A handle, and the thread where it means one stream for each.
 type Which = (u64, Option<ThreadId>);
 
 /// The shared state of the drivers of a context.
 #[derive(Default)]
-pub(super) struct ContextState {
-    device: Mutex<Weak<DeviceInner>>,
+pub(crate) struct ContextState {
+    device: Mutex<WeakDevice>,
     /// Streams on which a driver began a capture that has not ended. Where the handle means one
     /// stream for each thread, the thread is listed, too, with a sign that it runs: the default
     /// stream of a thread that has ended captures no more, and no other thread could end its
     /// capture.
     begun: Mutex<HashMap<Which, RunningThread>>,
     /// Streams of which devices know that they capture, including captures of other libraries.
-    pub(super) known: Arc<CapturingStreams>,
+    pub(crate) known: Arc<CapturingStreams>,
 }
 
 impl fmt::Debug for ContextState {
@@ -50,7 +46,7 @@ impl fmt::Debug for ContextState {
 impl ContextState {
     /// The state of the context with this handle. Its holder keeps the context, so that no other
     /// context has the handle.
-    pub(super) fn find(handle: u64) -> Arc<ContextState> {
+    pub(crate) fn find(handle: u64) -> Arc<ContextState> {
         static CONTEXTS: Mutex<Option<HashMap<u64, Weak<ContextState>>>> = Mutex::new(None);
         let mut contexts = CONTEXTS.lock();
         let contexts = contexts.get_or_insert_default();
@@ -64,28 +60,28 @@ impl ContextState {
     }
 
     /// The device of the context. If there is none, `open` opens the driver for one.
-    pub(super) fn device<D: Driver + 'static>(&self, open: impl FnOnce() -> Result<Arc<D>>) -> Result<Device> {
+    pub(crate) fn device<D: Driver + 'static>(&self, open: impl FnOnce() -> Result<Arc<D>>) -> Result<Device> {
         // Before the lock, because this may run code of callers.
-        unfinished::finish_all();
+        finish_all();
         let mut known = self.device.lock();
-        if let Some(device) = Device::upgrade(&known) {
+        if let Some(device) = known.upgrade() {
             return Ok(device);
         }
         let device = Device::of_driver(open()?);
-        *known = device.downgrade();
+        *known = WeakDevice::new(&device);
         Ok(device)
     }
 
-    pub(super) fn begin(&self, stream: RawStream) {
+    pub(crate) fn begin(&self, stream: RawStream) {
         self.begun.lock().insert(which(stream), RunningThread::current());
     }
 
-    pub(super) fn end(&self, stream: RawStream) {
+    pub(crate) fn end(&self, stream: RawStream) {
         self.begun.lock().remove(&which(stream));
     }
 
     /// Whether any stream of the context is known to capture.
-    pub(super) fn any(&self) -> bool {
+    pub(crate) fn any(&self) -> bool {
         let mut begun = self.begun.lock();
         begun.retain(|(_, id), thread| id.is_none() || !thread.has_ended());
         self.known.any() || !begun.is_empty()

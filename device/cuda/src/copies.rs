@@ -9,24 +9,23 @@
 use std::ffi::c_void;
 use std::ptr;
 
+use aquifer_device::internal::{Touched, first_overlap};
+use aquifer_device::{Code, Copy2d, CopyEnd, CopyPart, DeviceError, DevicePtr, HostPtr, Operation, RawStream, Result};
 use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
 
-use super::functions::Functions;
-use super::gpu::Gpu;
-use super::installation::{bad_value, check, check_function};
-use super::objects::{LiveStream, Locked};
-use super::raw::{pointer, size};
-use super::shapes::CopyAttributes;
-use super::{captures, memory, streams};
-use crate::copies::{Copy2d, CopyEnd, CopyPart, Touched, first_overlap};
-use crate::driver::{DevicePtr, HostPtr, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::functions::Functions;
+use crate::gpu::Gpu;
+use crate::installation::{bad_value, check, check_function};
+use crate::objects::{LiveStream, Locked};
+use crate::raw::{pointer, size};
+use crate::shapes::CopyAttributes;
+use crate::{captures, memory, streams};
 
 /// Enqueues a copy from host memory.
 ///
 /// # Safety
-/// As for [`crate::Driver::copy_to_device`].
-pub(super) unsafe fn copy_to_device(
+/// As for [`aquifer_device::Driver::copy_to_device`].
+pub(crate) unsafe fn copy_to_device(
     gpu: &Gpu,
     dst: DevicePtr,
     src: *const u8,
@@ -40,8 +39,8 @@ pub(super) unsafe fn copy_to_device(
 /// Enqueues a copy to host memory.
 ///
 /// # Safety
-/// As for [`crate::Driver::copy_to_host`].
-pub(super) unsafe fn copy_to_host(
+/// As for [`aquifer_device::Driver::copy_to_host`].
+pub(crate) unsafe fn copy_to_host(
     gpu: &Gpu,
     dst: *mut u8,
     src: DevicePtr,
@@ -55,7 +54,7 @@ pub(super) unsafe fn copy_to_host(
 /// Enqueues a copy from host memory, or to it if `operation` is [`Operation::CopyToHost`].
 ///
 /// # Safety
-/// As for [`crate::Driver::copy_to_device`] or [`crate::Driver::copy_to_host`].
+/// As for [`aquifer_device::Driver::copy_to_device`] or [`aquifer_device::Driver::copy_to_host`].
 unsafe fn copy_host(
     gpu: &Gpu,
     operation: Operation,
@@ -134,7 +133,7 @@ fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, enqueued: u
 ///
 /// # Safety
 /// An end on the device is live device memory. For an end on the host the caller vouches as for
-/// [`crate::Driver::copy_to_device`] and [`crate::Driver::copy_to_host`]. At most one end is on the
+/// [`aquifer_device::Driver::copy_to_device`] and [`aquifer_device::Driver::copy_to_host`]. At most one end is on the
 /// host.
 unsafe fn copy_range(
     gpu: &Gpu,
@@ -173,7 +172,7 @@ fn finish(gpu: &Gpu, operation: Operation, stream: &LiveStream) -> Result<()> {
     check_function(operation, "cuStreamSynchronize", code)
 }
 
-pub(super) fn copy_on_device(gpu: &Gpu, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
+pub(crate) fn copy_on_device(gpu: &Gpu, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
     let operation = Operation::CopyOnDevice;
     let stream = streams::live(gpu, operation, stream)?;
     if bytes == 0 {
@@ -188,7 +187,7 @@ pub(super) fn copy_on_device(gpu: &Gpu, dst: DevicePtr, src: DevicePtr, bytes: u
     unsafe { copy_range(gpu, operation, CopyEnd::Device(dst), CopyEnd::Device(src), bytes, &stream) }
 }
 
-pub(super) fn memset(gpu: &Gpu, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
+pub(crate) fn memset(gpu: &Gpu, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
     let operation = Operation::Memset;
     let stream = streams::live(gpu, operation, stream)?;
     if bytes == 0 {
@@ -237,8 +236,8 @@ fn refuse_overlap(operation: Operation, touched: Vec<Touched>) -> Result<()> {
 /// Enqueues a copy of rows.
 ///
 /// # Safety
-/// As for [`crate::Driver::copy_2d`].
-pub(super) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Result<()> {
+/// As for [`aquifer_device::Driver::copy_2d`].
+pub(crate) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Result<()> {
     let operation = Operation::Copy2d;
     let call = gpu.optional(operation, gpu.context.functions().cuMemcpy2DAsync_v2)?;
     let stream = streams::live(gpu, operation, stream)?;
@@ -318,8 +317,8 @@ fn ends(dst: CopyEnd, src: CopyEnd) -> CUDA_MEMCPY2D {
 /// Enqueues many copies.
 ///
 /// # Safety
-/// As for [`crate::Driver::copy_batch`].
-pub(super) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+/// As for [`aquifer_device::Driver::copy_batch`].
+pub(crate) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStream) -> Result<()> {
     let operation = Operation::CopyBatch;
     let functions = gpu.context.functions();
     gpu.optional(operation, has_batches(functions).then_some(()))?;
@@ -387,6 +386,6 @@ fn check_address(gpu: &Gpu, operation: Operation, place: CopyEnd) -> Result<()> 
 }
 
 /// Whether the driver takes many copies at once.
-pub(super) fn has_batches(functions: &Functions) -> bool {
+pub(crate) fn has_batches(functions: &Functions) -> bool {
     functions.cuMemcpyBatchAsync_v2.is_some() || functions.cuMemcpyBatchAsync.is_some()
 }

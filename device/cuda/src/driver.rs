@@ -3,36 +3,32 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use aquifer_device::internal::CapturingStreams;
+use aquifer_device::{
+    AccessKind, Attribute, CaptureStatus, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo,
+    Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, Result, StreamFlags,
+    fork,
+};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
 
-use super::context::{GpuContext, persistently};
-use super::functions::{CALLED_BY_CUDARC, Functions};
-use super::gpu::Gpu;
-use super::installation::{Installation, bad_value};
-use super::objects::Locked;
-use super::{captures, copies, events, mappings, memory, modules, peers, streams};
-use crate::capturing_streams::CapturingStreams;
-use crate::copies::{Copy2d, CopyPart};
-use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, PoolUsage, RawEvent, RawGraph,
-    RawModule, RawPhysical, RawStream, StreamFlags,
-};
-use crate::error::{Operation, Result};
-use crate::fork;
-use crate::launch::{AccessKind, Launch};
-use crate::physical::PhysicalOptions;
+use crate::context::{GpuContext, persistently};
+use crate::functions::{CALLED_BY_CUDARC, Functions};
+use crate::gpu::Gpu;
+use crate::installation::{Installation, bad_value};
+use crate::objects::Locked;
+use crate::{captures, copies, events, mappings, memory, modules, peers, streams};
 
 /// A real GPU, through NVIDIA's driver. See the [module documentation](super).
 ///
 /// What is still alive when it is dropped, memory included, is given back then.
 #[derive(Debug)]
 pub struct CudaDriver {
-    pub(super) gpu: Gpu,
+    pub(crate) gpu: Gpu,
 }
 
 impl CudaDriver {
-    pub(super) fn new(context: Arc<GpuContext>, ordinal: u32) -> Result<Arc<CudaDriver>> {
+    pub(crate) fn new(context: Arc<GpuContext>, ordinal: u32) -> Result<Arc<CudaDriver>> {
         Ok(Arc::new(CudaDriver { gpu: Gpu::new(context, ordinal)? }))
     }
 
@@ -189,8 +185,8 @@ impl Driver for CudaDriver {
     }
 
     #[cfg(feature = "nvml")]
-    fn memory_users(&self) -> crate::driver::MemoryUsers {
-        super::nvml::memory_users(&self.gpu)
+    fn memory_users(&self) -> aquifer_device::MemoryUsers {
+        crate::nvml::memory_users(&self.gpu)
     }
 
     fn host_access(&self, _ptr: HostPtr, _bytes: usize, _kind: AccessKind) -> Result<()> {

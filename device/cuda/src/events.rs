@@ -4,15 +4,15 @@
 use std::ptr;
 use std::sync::Arc;
 
-use super::gpu::Gpu;
-use super::handles::OwnedObject;
-use super::installation::check;
-use super::objects::Events;
-use super::raw::{handle, pointer};
-use super::streams;
-use super::streams::done;
-use crate::driver::{RawEvent, RawStream};
-use crate::error::{Operation, Result};
+use aquifer_device::{Operation, RawEvent, RawStream, Result};
+
+use crate::gpu::Gpu;
+use crate::handles::OwnedObject;
+use crate::installation::check;
+use crate::objects::Events;
+use crate::raw::{handle, pointer};
+use crate::streams;
+use crate::streams::done;
 
 /// `CU_EVENT_BLOCKING_SYNC`.
 const BLOCKING_SYNC: u32 = 1;
@@ -23,7 +23,7 @@ fn find(gpu: &Gpu, operation: Operation, event: RawEvent) -> Result<Arc<OwnedObj
     gpu.events.find(operation, event.0)
 }
 
-pub(super) fn create_event(gpu: &Gpu, timing: bool) -> Result<RawEvent> {
+pub(crate) fn create_event(gpu: &Gpu, timing: bool) -> Result<RawEvent> {
     let _current = gpu.context.enter_relaxed(Operation::CreateEvent)?;
     let mut raw = ptr::null_mut();
     let flags = BLOCKING_SYNC | if timing { 0 } else { DISABLE_TIMING };
@@ -35,7 +35,7 @@ pub(super) fn create_event(gpu: &Gpu, timing: bool) -> Result<RawEvent> {
     Ok(RawEvent(raw))
 }
 
-pub(super) fn record(gpu: &Gpu, event: RawEvent, stream: RawStream) -> Result<()> {
+pub(crate) fn record(gpu: &Gpu, event: RawEvent, stream: RawStream) -> Result<()> {
     let operation = Operation::Record;
     let (event, stream) = (find(gpu, operation, event)?, streams::live(gpu, operation, stream)?);
     let _current = gpu.context.enter(operation)?;
@@ -43,12 +43,12 @@ pub(super) fn record(gpu: &Gpu, event: RawEvent, stream: RawStream) -> Result<()
     check(operation, unsafe { (gpu.context.functions().cuEventRecord)(pointer(event.raw()), stream.raw) })
 }
 
-pub(super) fn wait(gpu: &Gpu, stream: RawStream, event: RawEvent) -> Result<()> {
+pub(crate) fn wait(gpu: &Gpu, stream: RawStream, event: RawEvent) -> Result<()> {
     wait_peer(gpu, stream, gpu, event)
 }
 
 /// Makes a stream wait for an event of this or another GPU.
-pub(super) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEvent) -> Result<()> {
+pub(crate) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEvent) -> Result<()> {
     let operation = Operation::Wait;
     let (event, stream) = (find(peer, operation, event)?, streams::live(gpu, operation, stream)?);
     let _current = gpu.context.enter(operation)?;
@@ -57,7 +57,7 @@ pub(super) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEven
     check(operation, unsafe { (gpu.context.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
 }
 
-pub(super) fn query_event(gpu: &Gpu, event: RawEvent) -> Result<bool> {
+pub(crate) fn query_event(gpu: &Gpu, event: RawEvent) -> Result<bool> {
     let operation = Operation::QueryEvent;
     let event = find(gpu, operation, event)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -65,7 +65,7 @@ pub(super) fn query_event(gpu: &Gpu, event: RawEvent) -> Result<bool> {
     done(operation, unsafe { (gpu.context.functions().cuEventQuery)(pointer(event.raw())) })
 }
 
-pub(super) fn synchronize_event(gpu: &Gpu, event: RawEvent) -> Result<()> {
+pub(crate) fn synchronize_event(gpu: &Gpu, event: RawEvent) -> Result<()> {
     let operation = Operation::SynchronizeEvent;
     let event = find(gpu, operation, event)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -73,7 +73,7 @@ pub(super) fn synchronize_event(gpu: &Gpu, event: RawEvent) -> Result<()> {
     check(operation, unsafe { (gpu.context.functions().cuEventSynchronize)(pointer(event.raw())) })
 }
 
-pub(super) fn elapsed_ms(gpu: &Gpu, start: RawEvent, end: RawEvent) -> Result<f64> {
+pub(crate) fn elapsed_ms(gpu: &Gpu, start: RawEvent, end: RawEvent) -> Result<f64> {
     let operation = Operation::ElapsedTime;
     let elapsed = gpu.optional(operation, gpu.context.functions().cuEventElapsedTime)?;
     let (start, end) = (find(gpu, operation, start)?, find(gpu, operation, end)?);

@@ -20,11 +20,11 @@ use cudarc::driver::sys::{
 };
 use libloading::Library;
 
-use super::shapes::{AccessDescription, AllocationProperties, CopyAttributes};
+use crate::shapes::{AccessDescription, AllocationProperties, CopyAttributes};
 
 /// The functions that cudarc calls in addition when its object of a context is made and dropped. It
 /// must be there, because cudarc would panic.
-pub(super) const CALLED_BY_CUDARC: [&str; 1] = ["cuCtxSetCurrent"];
+pub(crate) const CALLED_BY_CUDARC: [&str; 1] = ["cuCtxSetCurrent"];
 
 macro_rules! functions {
     (
@@ -34,20 +34,20 @@ macro_rules! functions {
         /// The driver's functions under their own names.
         #[allow(non_snake_case, reason = "the names are the driver's")]
         #[cfg_attr(not(feature = "nvml"), allow(dead_code, reason = "NVML alone needs the id of a GPU"))]
-        pub(super) struct Functions {
-            $( pub(super) $name: unsafe extern "C" fn($($arg),*) -> u32, )*
-            $( pub(super) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> u32>, )*
+        pub(crate) struct Functions {
+            $( pub(crate) $name: unsafe extern "C" fn($($arg),*) -> u32, )*
+            $( pub(crate) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> u32>, )*
         }
 
         impl Functions {
             /// Names of the functions of the table without which nothing works.
-            pub(super) const REQUIRED: &[&str] = &[$(stringify!($name)),*];
+            pub(crate) const REQUIRED: &[&str] = &[$(stringify!($name)),*];
             /// Names of the functions whose absence turns a capability off.
-            pub(super) const OPTIONAL: &[&str] = &[$(stringify!($extra)),*];
+            pub(crate) const OPTIONAL: &[&str] = &[$(stringify!($extra)),*];
 
             /// Finds the functions, those in `without` taken as missing. The error is the name of a
             /// required one that is.
-            pub(super) fn find(library: &Library, without: &[&str]) -> Result<Functions, &'static str> {
+            pub(crate) fn find(library: &Library, without: &[&str]) -> Result<Functions, &'static str> {
                 for name in CALLED_BY_CUDARC {
                     // SAFETY: the name belongs to this signature (F1).
                     let found: Option<unsafe extern "C" fn(CUcontext) -> u32> = unsafe { find(library, name, without) };
@@ -71,7 +71,7 @@ macro_rules! functions {
             use super::*;
 
             /// Shapes of the required functions here and in cudarc.
-            pub(super) fn required() -> Vec<(&'static str, Signature, Signature)> {
+            pub(crate) fn required() -> Vec<(&'static str, Signature, Signature)> {
                 vec![$( (
                     stringify!($name),
                     <unsafe extern "C" fn($($arg),*) -> u32 as Shape>::SIGNATURE,
@@ -188,7 +188,7 @@ unsafe fn find<F: Copy>(library: &Library, name: &str, without: &[&str]) -> Opti
 
 impl Functions {
     /// Whether everything is there that mapping memory takes.
-    pub(super) fn can_map(&self) -> bool {
+    pub(crate) fn can_map(&self) -> bool {
         self.cuMemGetAllocationGranularity.is_some()
             && self.cuMemAddressReserve.is_some()
             && self.cuMemAddressFree.is_some()
@@ -200,7 +200,7 @@ impl Functions {
     }
 
     /// Whether everything is there that the driver's stream-ordered pool takes.
-    pub(super) fn has_pool(&self) -> bool {
+    pub(crate) fn has_pool(&self) -> bool {
         self.cuMemAllocAsync.is_some() && self.cuMemFreeAsync.is_some()
     }
 }
@@ -210,10 +210,10 @@ mod tests {
     use super::*;
 
     /// Sizes and alignments of a function's parameters, in order.
-    pub(super) type Signature = &'static [(usize, usize)];
+    pub(crate) type Signature = &'static [(usize, usize)];
 
     /// A pointer to a function, of any calling convention.
-    pub(super) trait Shape {
+    pub(crate) trait Shape {
         const SIGNATURE: Signature;
     }
 
@@ -230,7 +230,7 @@ mod tests {
 
     shapes! { ; A; A B; A B C; A B C D; A B C D E; A B C D E F; A B C D E F G H I J K; }
 
-    pub(super) fn signature<F: Shape>(_: F) -> Signature {
+    pub(crate) fn signature<F: Shape>(_: F) -> Signature {
         F::SIGNATURE
     }
 

@@ -3,54 +3,53 @@
 
 use std::sync::{Arc, Weak};
 
+use aquifer_device::fork::Mutex;
+use aquifer_device::{Code, DeviceError, DeviceInfo, Operation, Result};
 use cudarc::driver::sys::CUdevice_attribute as Attr;
 
-use super::context::GpuContext;
-use super::handles::{Handles, OwnedObject};
-use super::objects::{Events, Graphs, Locked, Modules, Physicals, Source, StreamEntry};
-use super::ranges::Ranges;
-use crate::driver::DeviceInfo;
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork::Mutex;
+use crate::context::GpuContext;
+use crate::handles::{Handles, OwnedObject};
+use crate::objects::{Events, Graphs, Locked, Modules, Physicals, Source, StreamEntry};
+use crate::ranges::Ranges;
 
 /// One GPU.
 #[derive(Debug)]
-pub(super) struct Gpu {
-    pub(super) context: Arc<GpuContext>,
-    pub(super) info: DeviceInfo,
-    pub(super) facts: Facts,
-    pub(super) streams: Handles<StreamEntry>,
+pub(crate) struct Gpu {
+    pub(crate) context: Arc<GpuContext>,
+    pub(crate) info: DeviceInfo,
+    pub(crate) facts: Facts,
+    pub(crate) streams: Handles<StreamEntry>,
     /// Streams to be destroyed once cudarc's objects of them are given back.
-    pub(super) lent: Mutex<Vec<Arc<StreamEntry>>>,
-    pub(super) events: Handles<OwnedObject<Events>>,
-    pub(super) graphs: Handles<OwnedObject<Graphs>>,
-    pub(super) modules: Handles<OwnedObject<Modules>>,
-    pub(super) physicals: Handles<OwnedObject<Physicals>>,
+    pub(crate) lent: Mutex<Vec<Arc<StreamEntry>>>,
+    pub(crate) events: Handles<OwnedObject<Events>>,
+    pub(crate) graphs: Handles<OwnedObject<Graphs>>,
+    pub(crate) modules: Handles<OwnedObject<Modules>>,
+    pub(crate) physicals: Handles<OwnedObject<Physicals>>,
     /// Allocated device memory.
-    pub(super) memory: Ranges<Source>,
+    pub(crate) memory: Ranges<Source>,
     /// Page-locked host memory.
-    pub(super) host: Ranges<Locked>,
+    pub(crate) host: Ranges<Locked>,
     /// Reserved addresses.
-    pub(super) reserved: Ranges<()>,
+    pub(crate) reserved: Ranges<()>,
     /// Mappings, all in reserved addresses.
-    pub(super) mapped: Ranges<()>,
+    pub(crate) mapped: Ranges<()>,
     /// Held while mappings change.
-    pub(super) rules: Mutex<()>,
+    pub(crate) rules: Mutex<()>,
     /// Contexts whose memory this one asked to reach directly, with or without success.
-    pub(super) peers: Mutex<Vec<Weak<GpuContext>>>,
+    pub(crate) peers: Mutex<Vec<Weak<GpuContext>>>,
 }
 
 /// Capabilities of the GPU that calls ask for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Facts {
-    pub(super) rdma: bool,
-    pub(super) posix_fd: bool,
+pub(crate) struct Facts {
+    pub(crate) rdma: bool,
+    pub(crate) posix_fd: bool,
     /// The device knows registered host memory by the host's address.
-    pub(super) registered_by_address: bool,
+    pub(crate) registered_by_address: bool,
 }
 
 impl Gpu {
-    pub(super) fn new(context: Arc<GpuContext>, ordinal: u32) -> Result<Gpu> {
+    pub(crate) fn new(context: Arc<GpuContext>, ordinal: u32) -> Result<Gpu> {
         let mut info = context.installation.info(ordinal)?;
         info.priorities = context.priorities()?;
         let can_map = info.granularity_bytes.is_some();
@@ -83,7 +82,7 @@ impl Gpu {
     }
 
     /// A function that not every driver has.
-    pub(super) fn optional<F>(&self, operation: Operation, function: Option<F>) -> Result<F> {
+    pub(crate) fn optional<F>(&self, operation: Operation, function: Option<F>) -> Result<F> {
         function.ok_or_else(|| {
             let (major, minor) = self.context.installation.version;
             DeviceError::refused(operation, Code::NOT_SUPPORTED)

@@ -14,17 +14,17 @@ use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
-use crate::fork::RwLock;
+use aquifer_device::fork::RwLock;
+use aquifer_device::{Code, DeviceError, Operation, Result};
 
-use super::context::GpuContext;
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::context::GpuContext;
 
 /// Parts of a table, each with a lock of its own, so that threads with objects of their own rarely
 /// meet. A power of two.
 const SHARDS: usize = 16;
 
 /// Live objects of one kind by handle.
-pub(super) struct Handles<T> {
+pub(crate) struct Handles<T> {
     shards: [Shard<T>; SHARDS],
 }
 
@@ -52,14 +52,14 @@ impl<T> Handles<T> {
     }
 
     /// The object, if it is live.
-    pub(super) fn get(&self, handle: u64) -> Option<Arc<T>> {
+    pub(crate) fn get(&self, handle: u64) -> Option<Arc<T>> {
         self.shard(handle).read().get(&handle).cloned()
     }
 
     /// Adds an object. One that has the handle already was destroyed behind this table's back,
     /// since the driver gives handles of live objects to no others: its entry is forgotten, for
     /// dropping it would destroy the new one.
-    pub(super) fn insert(&self, handle: u64, object: T) {
+    pub(crate) fn insert(&self, handle: u64, object: T) {
         let before = self.shard(handle).write().insert(handle, Arc::new(object));
         if before.is_some() {
             tracing::warn!("an object of this device, {handle:#x}, was destroyed by other code");
@@ -68,27 +68,27 @@ impl<T> Handles<T> {
     }
 
     /// Takes an object out if `matches` says so: it is not live any more for calls to come.
-    pub(super) fn take_if(&self, handle: u64, matches: impl FnOnce(&T) -> bool) -> Option<Arc<T>> {
+    pub(crate) fn take_if(&self, handle: u64, matches: impl FnOnce(&T) -> bool) -> Option<Arc<T>> {
         let mut shard = self.shard(handle).write();
         shard.get(&handle).is_some_and(|object| matches(object)).then(|| shard.remove(&handle)).flatten()
     }
 
     /// Forgets all objects without destroying them.
-    pub(super) fn forget_all(&self) {
+    pub(crate) fn forget_all(&self) {
         for shard in &self.shards {
             std::mem::take(&mut *shard.write()).into_values().for_each(std::mem::forget);
         }
     }
 
     /// Takes an object out.
-    pub(super) fn take(&self, handle: u64) -> Option<Arc<T>> {
+    pub(crate) fn take(&self, handle: u64) -> Option<Arc<T>> {
         self.take_if(handle, |_| true)
     }
 }
 
 /// A hasher of one `u64`.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Mix(u64);
+pub(crate) struct Mix(u64);
 
 /// Spreads a number over all bits (Fibonacci hashing: the golden ratio as a fraction of 2^64).
 const fn mix(value: u64) -> u64 {
@@ -114,7 +114,7 @@ impl Hasher for Mix {
 }
 
 /// A kind of object, and how one is destroyed.
-pub(super) trait Kind: fmt::Debug + Send + Sync {
+pub(crate) trait Kind: fmt::Debug + Send + Sync {
     /// Its name in messages.
     const NAME: &'static str;
     /// The call that destroys one.
@@ -138,11 +138,11 @@ pub(super) trait Kind: fmt::Debug + Send + Sync {
 
 /// An object of the driver's that is destroyed when this is dropped.
 #[derive(Debug)]
-pub(super) struct OwnedObject<K: Kind> {
+pub(crate) struct OwnedObject<K: Kind> {
     context: Arc<GpuContext>,
     /// 0 once it is destroyed.
     raw: u64,
-    pub(super) extra: K::Extra,
+    pub(crate) extra: K::Extra,
 }
 
 impl<K: Kind> OwnedObject<K> {
@@ -150,17 +150,17 @@ impl<K: Kind> OwnedObject<K> {
     ///
     /// # Safety
     /// `raw` must be a live object of this kind in this context that nothing else destroys.
-    pub(super) unsafe fn new(context: &Arc<GpuContext>, raw: u64, extra: K::Extra) -> OwnedObject<K> {
+    pub(crate) unsafe fn new(context: &Arc<GpuContext>, raw: u64, extra: K::Extra) -> OwnedObject<K> {
         OwnedObject { context: context.clone(), raw, extra }
     }
 
     /// Its handle.
-    pub(super) fn raw(&self) -> u64 {
+    pub(crate) fn raw(&self) -> u64 {
         self.raw
     }
 
     /// Destroys it now. It is still there after an error.
-    pub(super) fn destroy(&mut self) -> Result<()> {
+    pub(crate) fn destroy(&mut self) -> Result<()> {
         let _current = self.context.enter_relaxed(K::DESTROY)?;
         // SAFETY: the object is alive (L1), this is its only reference, and the context is current.
         unsafe { K::destroy(&self.context, self.raw) }?;
@@ -181,13 +181,13 @@ impl<K: Kind> Drop for OwnedObject<K> {
 
 impl<K: Kind> Handles<OwnedObject<K>> {
     /// The live object with this handle.
-    pub(super) fn find(&self, operation: Operation, handle: u64) -> Result<Arc<OwnedObject<K>>> {
+    pub(crate) fn find(&self, operation: Operation, handle: u64) -> Result<Arc<OwnedObject<K>>> {
         self.get(handle).ok_or_else(|| dead(operation, K::NAME, handle))
     }
 
     /// Destroys an object, or leaves that to the last call that uses it. It stays live if the
     /// driver refuses.
-    pub(super) fn destroy(&self, handle: u64) -> Result<()> {
+    pub(crate) fn destroy(&self, handle: u64) -> Result<()> {
         let object = self.take(handle).ok_or_else(|| dead(K::DESTROY, K::NAME, handle))?;
         // In use on another thread: the last user's drop destroys it (L1).
         let Ok(mut object) = Arc::try_unwrap(object) else { return Ok(()) };
@@ -201,7 +201,7 @@ impl<K: Kind> Handles<OwnedObject<K>> {
 
 /// A handle that is not live.
 #[cold]
-pub(super) fn dead(operation: Operation, name: &str, handle: u64) -> DeviceError {
+pub(crate) fn dead(operation: Operation, name: &str, handle: u64) -> DeviceError {
     DeviceError::refused(operation, Code::INVALID_HANDLE)
         .with_detail(format!("{name} {handle:#x} is not live: never created here, or destroyed"))
 }

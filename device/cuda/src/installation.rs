@@ -4,15 +4,12 @@ use std::env;
 use std::ffi::{CStr, c_int, c_uint};
 use std::sync::OnceLock;
 
+use aquifer_device::{Code, DeviceError, DeviceInfo, Operation, PhysicalOptions, Result, fork};
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute as Attr};
 
-use super::functions::Functions;
-use super::library;
-use super::shapes::AllocationProperties;
-use crate::driver::DeviceInfo;
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork;
-use crate::physical::PhysicalOptions;
+use crate::functions::Functions;
+use crate::library;
+use crate::shapes::AllocationProperties;
 use crate::unavailable::Unavailable;
 
 /// The oldest CUDA version that will do: that of the oldest bindings of cudarc.
@@ -20,10 +17,10 @@ const NEEDED: (u32, u32) = (11, 4);
 
 /// A driver that was started. Its functions stay for the life of the process.
 #[derive(Clone, Copy)]
-pub(super) struct Installation {
-    pub(super) functions: &'static Functions,
+pub(crate) struct Installation {
+    pub(crate) functions: &'static Functions,
     /// The newest CUDA version that it supports.
-    pub(super) version: (u32, u32),
+    pub(crate) version: (u32, u32),
 }
 
 impl std::fmt::Debug for Installation {
@@ -37,7 +34,7 @@ static FUNCTIONS: OnceLock<&'static Functions> = OnceLock::new();
 
 impl Installation {
     /// Loads the driver, checks it and starts it.
-    pub(super) fn find() -> Result<Installation, Unavailable> {
+    pub(crate) fn find() -> Result<Installation, Unavailable> {
         if fork::is_child() {
             return Err(Unavailable::Forked);
         }
@@ -52,12 +49,12 @@ impl Installation {
     }
 
     /// As [`Installation::find`], with some functions taken as missing.
-    pub(super) fn find_without(missing: &[&str]) -> Result<Installation, Unavailable> {
+    pub(crate) fn find_without(missing: &[&str]) -> Result<Installation, Unavailable> {
         start(load(missing)?)
     }
 
     /// How many GPUs the driver sees.
-    pub(super) fn count(&self) -> Result<u32> {
+    pub(crate) fn count(&self) -> Result<u32> {
         let mut count: c_int = 0;
         // SAFETY: the number outlives the call (F1).
         check_function(Operation::Init, "cuDeviceGetCount", unsafe {
@@ -67,7 +64,7 @@ impl Installation {
     }
 
     /// The driver's number of the GPU with the given ordinal.
-    pub(super) fn device(&self, operation: Operation, ordinal: u32) -> Result<CUdevice> {
+    pub(crate) fn device(&self, operation: Operation, ordinal: u32) -> Result<CUdevice> {
         let mut device = 0;
         let found = match c_int::try_from(ordinal) {
             // SAFETY: the number outlives the call (F1).
@@ -87,7 +84,7 @@ impl Installation {
     }
 
     /// An attribute of a GPU; 0 for one that the driver does not know.
-    pub(super) fn attribute(&self, device: CUdevice, attribute: Attr) -> Result<u64> {
+    pub(crate) fn attribute(&self, device: CUdevice, attribute: Attr) -> Result<u64> {
         let mut value: c_int = 0;
         // SAFETY: the number outlives the call (F1).
         let code = unsafe { (self.functions.cuDeviceGetAttribute)(&raw mut value, attribute as c_uint, device) };
@@ -99,9 +96,9 @@ impl Installation {
     }
 
     /// Facts about a GPU that can be had without opening it: all but its stream priorities.
-    pub(super) fn info(&self, ordinal: u32) -> Result<DeviceInfo> {
+    pub(crate) fn info(&self, ordinal: u32) -> Result<DeviceInfo> {
         let device = self.device(Operation::Init, ordinal)?;
-        let mut info = DeviceInfo::new(super::KIND, ordinal, self.name(device)?, self.total_bytes(device)?);
+        let mut info = DeviceInfo::new(crate::KIND, ordinal, self.name(device)?, self.total_bytes(device)?);
         let number = |attribute| self.attribute(device, attribute).map(|value| u32::try_from(value).unwrap_or(0));
         info.compute_capability = (
             number(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -150,18 +147,18 @@ impl Installation {
 }
 
 /// The result of a call as an error of `operation`.
-pub(super) fn check(operation: Operation, code: u32) -> Result<()> {
+pub(crate) fn check(operation: Operation, code: u32) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(error_of(operation, Code(code))) }
 }
 
 /// A bad argument.
 #[cold]
-pub(super) fn bad_value(operation: Operation, detail: impl Into<String>) -> DeviceError {
+pub(crate) fn bad_value(operation: Operation, detail: impl Into<String>) -> DeviceError {
     DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(detail)
 }
 
 /// As [`check`], for a function that is not the operation's own.
-pub(super) fn check_function(operation: Operation, function: &'static str, code: u32) -> Result<()> {
+pub(crate) fn check_function(operation: Operation, function: &'static str, code: u32) -> Result<()> {
     check(operation, code).map_err(|error| error.of_function(function))
 }
 
@@ -191,7 +188,7 @@ fn explanation(code: Code) -> Option<&'static str> {
 }
 
 /// Value of `CUDA_VISIBLE_DEVICES`, the GPUs that the driver shows to this program.
-pub(crate) fn visible_devices() -> Option<String> {
+pub fn visible_devices() -> Option<String> {
     env::var_os("CUDA_VISIBLE_DEVICES").map(|value| value.to_string_lossy().into_owned())
 }
 

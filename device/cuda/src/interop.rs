@@ -3,27 +3,23 @@
 
 use std::sync::Arc;
 
+use aquifer_device::{Code, Device, DeviceError, Driver, Operation, RawStream, Result, Stream, fork};
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
-use super::context::GpuContext;
-use super::context_state::ContextState;
-use super::driver::CudaDriver;
-use super::installation::Installation;
-use super::objects::StreamEntry;
-use super::raw::{handle, pointer};
-use super::streams::{self, is_default};
-use crate::device::Device;
-use crate::driver::{Driver, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork;
-use crate::stream::Stream;
+use crate::context::GpuContext;
+use crate::context_state::ContextState;
+use crate::driver::CudaDriver;
+use crate::installation::Installation;
+use crate::objects::StreamEntry;
+use crate::raw::{handle, pointer};
+use crate::streams::{self, is_default};
 
 /// The device of a GPU, in its primary context. If the GPU is open already, this is another handle
 /// of that device: two libraries in one program share it, its streams, and the known order between
-/// them. The last handle closes it. [`Device::open`] uses this.
+/// them. The last handle closes it. `aquifer::open` uses this.
 ///
 /// ```no_run
-/// use aquifer_device::cuda;
+/// use aquifer_cuda as cuda;
 /// let device = cuda::shared(0)?;
 /// assert_eq!(cuda::shared(0)?.id(), device.id());
 /// # Ok::<(), aquifer_device::DeviceError>(())
@@ -44,7 +40,7 @@ pub fn shared(ordinal: u32) -> Result<Device> {
 /// context alive. Another context of the same GPU is another device.
 ///
 /// ```no_run
-/// use aquifer_device::cuda;
+/// use aquifer_cuda as cuda;
 /// use cudarc::driver::CudaContext;
 /// let context = CudaContext::new(0)?;
 /// let device = cuda::device_of(context.clone())?;
@@ -70,7 +66,7 @@ pub fn device_of(context: Arc<CudaContext>) -> Result<Device> {
 pub fn context_of(device: &Device) -> Result<Arc<CudaContext>> {
     let driver = driver_of(device.driver(), Operation::Init);
     let context = driver.map_err(|error| error.of_request("no context was lent"))?.cudarc_context();
-    device.context().driver.complete(context)
+    device.complete(context)
 }
 
 /// cudarc's object of a stream, to enqueue work of cudarc's on it. The stream lives as long as the
@@ -86,7 +82,7 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
     let operation = Operation::StreamId;
     let raw = stream.usable(operation).map_err(not_lent)?;
     let stream_of = driver_of(stream.driver(), operation).map_err(not_lent)?.cudarc_stream(raw);
-    stream.context().driver.complete(stream_of)
+    stream.complete(stream_of)
 }
 
 /// The device's stream for a stream of cudarc's, so that two libraries in one program share it: one
@@ -98,7 +94,7 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
 /// [`Device::stream_from_raw`] does the same for a bare handle.
 ///
 /// ```no_run
-/// use aquifer_device::cuda;
+/// use aquifer_cuda as cuda;
 /// let device = cuda::shared(0)?;
 /// let theirs = cuda::context_of(&device)?.new_stream()?;
 /// let stream = cuda::stream(&device, &theirs)?;
@@ -207,7 +203,7 @@ impl CudaDriver {
         }
         let operation = Operation::StreamId;
         let entry =
-            self.gpu.streams.get(raw.0).ok_or_else(|| not_lent(super::handles::dead(operation, "stream", raw.0)))?;
+            self.gpu.streams.get(raw.0).ok_or_else(|| not_lent(crate::handles::dead(operation, "stream", raw.0)))?;
         match &*entry {
             StreamEntry::Owned(object) => {
                 // SAFETY: the stream lives, is of this context, and is not destroyed while the

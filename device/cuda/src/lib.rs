@@ -2,7 +2,7 @@
 //!
 //! Building needs no toolkit and running no more than the display driver; without it, everything
 //! here fails with an error that names the missing part. [`CudaDriver`] implements
-//! [`Driver`](crate::Driver); [`shared`] opens the device of a GPU, and [`device_of`],
+//! [`Driver`](aquifer_device::Driver); [`shared`] opens the device of a GPU, and [`device_of`],
 //! [`context_of`], [`stream()`] and [`stream_of`] hand devices and streams to and from cudarc.
 //!
 //! * **Loading**: `library` finds the driver, `functions` its functions by name, `installation`
@@ -19,7 +19,7 @@
 //!   `context_state` is the state that all drivers of a context share: its device and its captures.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later
-//! call and is of kind [`DeviceLost`](crate::ErrorKind::DeviceLost): the context takes no calls of
+//! call and is of kind [`DeviceLost`](aquifer_device::ErrorKind::DeviceLost): the context takes no calls of
 //! any library any more.
 //!
 //! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`)
@@ -48,24 +48,28 @@ mod ranges;
 mod raw;
 mod shapes;
 mod streams;
+mod unavailable;
 
 pub use driver::CudaDriver;
+pub use installation::visible_devices;
 pub use interop::{context_of, device_of, forget_stream, shared, stream, stream_of};
 pub use library::set_library;
+pub use unavailable::Unavailable;
 
-use crate::driver::DeviceInfo;
-use crate::unavailable::Unavailable;
+use aquifer_device::{DeviceError, DeviceInfo};
 use installation::Installation;
-pub(crate) use installation::visible_devices;
 
 /// [`DeviceInfo::kind`] of GPUs that the CUDA driver drives.
 pub const KIND: &str = "cuda";
 
-/// Facts about the GPUs that the driver shows, none of which is opened for it: their stream
-/// priorities stay unasked.
-pub(crate) fn devices() -> Result<Vec<DeviceInfo>, Unavailable> {
+/// Properties of the GPUs that can be used, or why none can. No GPU is opened for it, so stream
+/// priorities are not included.
+///
+/// # Errors
+/// When there is no driver, it does not work, or it shows no GPU.
+pub fn gpus() -> Result<Vec<DeviceInfo>, Unavailable> {
     let installation = Installation::find()?;
-    let failed = |error: crate::DeviceError| Unavailable::Failed { code: error.code };
+    let failed = |error: DeviceError| Unavailable::Failed { code: error.code };
     let count = installation.count().map_err(failed)?;
     (0..count).map(|ordinal| installation.info(ordinal)).collect::<Result<_, _>>().map_err(failed)
 }

@@ -4,10 +4,10 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
+use aquifer_device::fork::Mutex;
+use aquifer_device::{Code, DeviceError, Operation, Result};
 use libloading::Library;
 
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork::Mutex;
 use crate::unavailable::Unavailable;
 
 /// Names the driver's library, if it is not the one that the system finds.
@@ -62,7 +62,7 @@ const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 ///
 /// A loaded library comes before an installed one, because two drivers in one process do not know
 /// each other's handles.
-pub(super) fn open() -> std::result::Result<Library, Unavailable> {
+pub(crate) fn open() -> std::result::Result<Library, Unavailable> {
     let mut choice = CHOICE.lock();
     let named = || env::var_os(VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
     let library = match choice.path.clone().or_else(named) {

@@ -6,14 +6,13 @@
 
 use std::ffi::c_int;
 
-use super::gpu::Gpu;
-use super::handles::OwnedObject;
-use super::installation::{bad_value, check};
-use super::raw::size;
-use super::shapes::{AccessDescription, AllocationProperties};
-use crate::driver::{DevicePtr, RawPhysical};
-use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
-use crate::physical::PhysicalOptions;
+use aquifer_device::{Code, DeviceError, DevicePtr, ErrorKind, Operation, PhysicalOptions, RawPhysical, Result};
+
+use crate::gpu::Gpu;
+use crate::handles::OwnedObject;
+use crate::installation::{bad_value, check};
+use crate::raw::size;
+use crate::shapes::{AccessDescription, AllocationProperties};
 
 /// Refuses mapping where the device or the driver cannot.
 fn can_map(gpu: &Gpu, operation: Operation) -> Result<()> {
@@ -24,7 +23,7 @@ fn can_map(gpu: &Gpu, operation: Operation) -> Result<()> {
     }
 }
 
-pub(super) fn reserve(gpu: &Gpu, bytes: u64, alignment: u64) -> Result<DevicePtr> {
+pub(crate) fn reserve(gpu: &Gpu, bytes: u64, alignment: u64) -> Result<DevicePtr> {
     let operation = Operation::Reserve;
     can_map(gpu, operation)?;
     let reserve = gpu.optional(operation, gpu.context.functions().cuMemAddressReserve)?;
@@ -43,7 +42,7 @@ pub(super) fn reserve(gpu: &Gpu, bytes: u64, alignment: u64) -> Result<DevicePtr
     Ok(DevicePtr(ptr))
 }
 
-pub(super) fn unreserve(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
+pub(crate) fn unreserve(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
     let operation = Operation::Unreserve;
     can_map(gpu, operation)?;
     let _rules = gpu.rules.lock();
@@ -57,7 +56,7 @@ pub(super) fn unreserve(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
 }
 
 /// Gives addresses back that the table does not know any more.
-pub(super) fn unreserve_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
+pub(crate) fn unreserve_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
     let operation = Operation::Unreserve;
     let free = gpu.optional(operation, gpu.context.functions().cuMemAddressFree)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -65,7 +64,7 @@ pub(super) fn unreserve_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
     check(operation, unsafe { free(ptr, size(bytes)) })
 }
 
-pub(super) fn create_physical(gpu: &Gpu, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
+pub(crate) fn create_physical(gpu: &Gpu, bytes: u64, options: PhysicalOptions) -> Result<RawPhysical> {
     let operation = Operation::CreatePhysical;
     can_map(gpu, operation)?;
     let create = gpu.optional(operation, gpu.context.functions().cuMemCreate)?;
@@ -96,12 +95,12 @@ fn check_options(gpu: &Gpu, options: PhysicalOptions) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn release_physical(gpu: &Gpu, physical: RawPhysical) -> Result<()> {
+pub(crate) fn release_physical(gpu: &Gpu, physical: RawPhysical) -> Result<()> {
     can_map(gpu, Operation::ReleasePhysical)?;
     gpu.physicals.destroy(physical.0)
 }
 
-pub(super) fn map(gpu: &Gpu, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
+pub(crate) fn map(gpu: &Gpu, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()> {
     let operation = Operation::Map;
     can_map(gpu, operation)?;
     let map = gpu.optional(operation, gpu.context.functions().cuMemMap)?;
@@ -122,7 +121,7 @@ pub(super) fn map(gpu: &Gpu, ptr: DevicePtr, bytes: u64, physical: RawPhysical) 
     Ok(())
 }
 
-pub(super) fn unmap(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
+pub(crate) fn unmap(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
     let operation = Operation::Unmap;
     can_map(gpu, operation)?;
     let _rules = gpu.rules.lock();
@@ -138,7 +137,7 @@ pub(super) fn unmap(gpu: &Gpu, ptr: DevicePtr, bytes: u64) -> Result<()> {
 }
 
 /// Unmaps whole mappings that the table does not know any more.
-pub(super) fn unmap_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
+pub(crate) fn unmap_raw(gpu: &Gpu, ptr: u64, bytes: u64) -> Result<()> {
     let operation = Operation::Unmap;
     let unmap = gpu.optional(operation, gpu.context.functions().cuMemUnmap)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -151,7 +150,7 @@ fn tiles(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<
     gpu.mapped.tiling(ptr.0, bytes).ok_or_else(no_tiles)
 }
 
-pub(super) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
+pub(crate) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()> {
     let operation = Operation::SetAccess;
     can_map(gpu, operation)?;
     let set = gpu.optional(operation, gpu.context.functions().cuMemSetAccess)?;
@@ -172,7 +171,7 @@ pub(super) fn set_access(gpu: &Gpu, ptr: DevicePtr, bytes: u64, devices: &[u32])
     check(operation, unsafe { set(ptr.0, size(bytes), descriptions.as_ptr(), descriptions.len()) })
 }
 
-pub(super) fn can_access_peer(gpu: &Gpu, peer: u32) -> Result<bool> {
+pub(crate) fn can_access_peer(gpu: &Gpu, peer: u32) -> Result<bool> {
     let operation = Operation::CanAccessPeer;
     let ask = gpu.optional(operation, gpu.context.functions().cuDeviceCanAccessPeer)?;
     let peer = gpu.context.installation.device(operation, peer)?;

@@ -3,16 +3,15 @@
 use std::ffi::{c_uint, c_void};
 use std::ptr;
 
+use aquifer_device::{Code, DeviceError, DevicePtr, HostPtr, MemoryInfo, Operation, PoolUsage, RawStream, Result};
 use cudarc::driver::sys::{CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpointer_attribute as PointerAttr};
 
-use super::context::GpuContext;
-use super::gpu::Gpu;
-use super::installation::{bad_value, check, check_function};
-use super::objects::{Locked, Source};
-use super::raw::{handle, pointer, size};
-use super::{captures, streams};
-use crate::driver::{DevicePtr, HostPtr, MemoryInfo, PoolUsage, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::context::GpuContext;
+use crate::gpu::Gpu;
+use crate::installation::{bad_value, check, check_function};
+use crate::objects::{Locked, Source};
+use crate::raw::{handle, pointer, size};
+use crate::{captures, streams};
 
 /// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every context.
 /// Never write-combined, which would make reading it back many times slower.
@@ -35,7 +34,7 @@ unsafe fn free_host(context: &GpuContext, start: u64) -> Result<()> {
     check(Operation::HostFree, unsafe { (context.functions().cuMemFreeHost)(pointer(start)) })
 }
 
-pub(super) fn memory_info(gpu: &Gpu) -> Result<MemoryInfo> {
+pub(crate) fn memory_info(gpu: &Gpu) -> Result<MemoryInfo> {
     let operation = Operation::MemoryInfo;
     let _current = gpu.context.enter_relaxed(operation)?;
     let (mut free, mut total) = (0, 0);
@@ -44,7 +43,7 @@ pub(super) fn memory_info(gpu: &Gpu) -> Result<MemoryInfo> {
     Ok(MemoryInfo { free: free as u64, total: total as u64 })
 }
 
-pub(super) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
+pub(crate) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
     let operation = Operation::Alloc;
     let _current = gpu.context.enter_relaxed(operation)?;
     let mut ptr = 0;
@@ -55,7 +54,7 @@ pub(super) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
     Ok(DevicePtr(ptr))
 }
 
-pub(super) fn free(gpu: &Gpu, ptr: DevicePtr) -> Result<()> {
+pub(crate) fn free(gpu: &Gpu, ptr: DevicePtr) -> Result<()> {
     let operation = Operation::Free;
     captures::forbid_device_wait(gpu, operation)?;
     let freed = gpu.memory.give_back(ptr.0, |_| true, |_| free_raw(gpu, ptr.0));
@@ -63,13 +62,13 @@ pub(super) fn free(gpu: &Gpu, ptr: DevicePtr) -> Result<()> {
 }
 
 /// Frees memory that the table does not know any more.
-pub(super) fn free_raw(gpu: &Gpu, ptr: u64) -> Result<()> {
+pub(crate) fn free_raw(gpu: &Gpu, ptr: u64) -> Result<()> {
     let _current = gpu.context.enter_relaxed(Operation::Free)?;
     // SAFETY: passed on to the caller (F1).
     check(Operation::Free, unsafe { (gpu.context.functions().cuMemFree_v2)(ptr) })
 }
 
-pub(super) fn alloc_async(gpu: &Gpu, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
+pub(crate) fn alloc_async(gpu: &Gpu, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
     let operation = Operation::AllocAsync;
     let alloc = gpu.optional(operation, gpu.context.functions().cuMemAllocAsync)?;
     // Memory that is given out has to come back.
@@ -85,7 +84,7 @@ pub(super) fn alloc_async(gpu: &Gpu, bytes: u64, stream: RawStream) -> Result<De
     Ok(DevicePtr(ptr))
 }
 
-pub(super) fn free_async(gpu: &Gpu, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+pub(crate) fn free_async(gpu: &Gpu, ptr: DevicePtr, stream: RawStream) -> Result<()> {
     let operation = Operation::FreeAsync;
     let free = gpu.optional(operation, gpu.context.functions().cuMemFreeAsync)?;
     let stream = streams::live(gpu, operation, stream)?;
@@ -114,7 +113,7 @@ fn pool(gpu: &Gpu, operation: Operation) -> Result<CUmemoryPool> {
     Ok(pool)
 }
 
-pub(super) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
+pub(crate) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
     let operation = Operation::PoolUsage;
     let ask = gpu.optional(operation, gpu.context.functions().cuMemPoolGetAttribute)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -133,7 +132,7 @@ pub(super) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
     })
 }
 
-pub(super) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {
+pub(crate) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {
     let operation = Operation::TrimPool;
     let trim = gpu.optional(operation, gpu.context.functions().cuMemPoolTrimTo)?;
     let _current = gpu.context.enter_relaxed(operation)?;
@@ -142,7 +141,7 @@ pub(super) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {
     check(operation, unsafe { trim(pool, size(keep)) })
 }
 
-pub(super) fn trim_graph_memory(gpu: &Gpu) -> Result<()> {
+pub(crate) fn trim_graph_memory(gpu: &Gpu) -> Result<()> {
     let operation = Operation::TrimGraphMemory;
     // Drivers without it are from before graphs could allocate.
     let Some(trim) = gpu.context.functions().cuDeviceGraphMemTrim else { return Ok(()) };
@@ -153,7 +152,7 @@ pub(super) fn trim_graph_memory(gpu: &Gpu) -> Result<()> {
 
 /// Refuses a range that is not all live device memory, so that the driver cannot take it for the
 /// host's.
-pub(super) fn check_memory(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<()> {
+pub(crate) fn check_memory(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> Result<()> {
     if gpu.memory.hold(ptr.0, bytes) || gpu.mapped.hold(ptr.0, bytes) || driver_holds(gpu, operation, ptr, bytes) {
         return Ok(());
     }
@@ -213,7 +212,7 @@ fn driver_holds(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> 
     }
 }
 
-pub(super) fn host_alloc(gpu: &Gpu, bytes: usize) -> Result<HostPtr> {
+pub(crate) fn host_alloc(gpu: &Gpu, bytes: usize) -> Result<HostPtr> {
     let first = host_alloc_raw(gpu, bytes)?;
     if first.is_multiple_of(PAGE) {
         return Ok(note_allocated(gpu, first, bytes, 0));
@@ -246,8 +245,8 @@ fn host_alloc_raw(gpu: &Gpu, bytes: usize) -> Result<u64> {
 /// Frees page-locked memory.
 ///
 /// # Safety
-/// As for [`crate::Driver::host_free`].
-pub(super) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
+/// As for [`aquifer_device::Driver::host_free`].
+pub(crate) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
     let operation = Operation::HostFree;
     let start = ptr.0 as u64;
     let free = |locked| {
@@ -265,7 +264,7 @@ pub(super) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
 ///
 /// # Safety
 /// It was allocated, not freed, and nothing uses it any more.
-pub(super) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
+pub(crate) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
     let _current = gpu.context.enter_relaxed(Operation::HostFree)?;
     // SAFETY: passed on to the caller.
     unsafe { free_host(&gpu.context, start) }
@@ -274,8 +273,8 @@ pub(super) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
 /// Page-locks the caller's memory.
 ///
 /// # Safety
-/// As for [`crate::Driver::host_register`].
-pub(super) unsafe fn host_register(gpu: &Gpu, start: *mut u8, bytes: usize) -> Result<HostPtr> {
+/// As for [`aquifer_device::Driver::host_register`].
+pub(crate) unsafe fn host_register(gpu: &Gpu, start: *mut u8, bytes: usize) -> Result<HostPtr> {
     let operation = Operation::HostRegister;
     let register = gpu.optional(operation, gpu.context.functions().cuMemHostRegister_v2)?;
     // Registered memory could not be freed without it.
@@ -291,8 +290,8 @@ pub(super) unsafe fn host_register(gpu: &Gpu, start: *mut u8, bytes: usize) -> R
 /// Waits for the device first: pending work must not meet memory that its owner takes back.
 ///
 /// # Safety
-/// As for [`crate::Driver::host_unregister`].
-pub(super) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
+/// As for [`aquifer_device::Driver::host_unregister`].
+pub(crate) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
     let operation = Operation::HostUnregister;
     gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
     captures::forbid_device_wait(gpu, operation)?;
@@ -314,7 +313,7 @@ pub(super) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
 ///
 /// # Safety
 /// It was registered, not unregistered, and nothing relies on its being page-locked any more.
-pub(super) unsafe fn host_unregister_raw(gpu: &Gpu, start: u64) -> Result<()> {
+pub(crate) unsafe fn host_unregister_raw(gpu: &Gpu, start: u64) -> Result<()> {
     let operation = Operation::HostUnregister;
     let unregister = gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
     let _current = gpu.context.enter_relaxed(operation)?;

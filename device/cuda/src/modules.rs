@@ -4,17 +4,15 @@ use std::ffi::{CString, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use aquifer_device::{Code, DeviceError, KernelArg, Launch, Operation, RawModule, RawStream, Result};
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute as FunctionAttr};
 
-use super::gpu::Gpu;
-use super::handles::OwnedObject;
-use super::installation::{bad_value, check, check_function};
-use super::objects::{Kernel, Kernels, Modules};
-use super::raw::{handle, pointer};
-use super::streams;
-use crate::driver::{RawModule, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::launch::{KernelArg, Launch};
+use crate::gpu::Gpu;
+use crate::handles::OwnedObject;
+use crate::installation::{bad_value, check, check_function};
+use crate::objects::{Kernel, Kernels, Modules};
+use crate::raw::{handle, pointer};
+use crate::streams;
 
 /// Most arguments of a kernel, which are laid out on the stack.
 const ARGS_MAX: usize = 64;
@@ -25,7 +23,7 @@ const SHARED_BYTES_PLAIN: u32 = 48 << 10;
 
 const INVALID_PTX: Code = Code(218);
 
-pub(super) fn load_module(gpu: &Gpu, ptx: &str) -> Result<RawModule> {
+pub(crate) fn load_module(gpu: &Gpu, ptx: &str) -> Result<RawModule> {
     let operation = Operation::LoadModule;
     let text = CString::new(ptx)
         .map_err(|_| DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it"))?;
@@ -61,13 +59,13 @@ fn explain(gpu: &Gpu, error: DeviceError) -> DeviceError {
 /// Enqueues a kernel.
 ///
 /// # Safety
-/// As for [`crate::Driver::launch`].
-pub(super) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Result<()> {
+/// As for [`aquifer_device::Driver::launch`].
+pub(crate) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Result<()> {
     let operation = Operation::Launch;
     let stream = streams::live(gpu, operation, stream)?;
     let Some(module) = launch.module else {
         return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
-            .with_detail(format!("kernel {} has no device code: only the simulated device runs it", launch.name)));
+            .with_detail(format!("kernel {} has no device code", launch.name)));
     };
     let module = gpu.modules.find(operation, module.0)?;
     let kernel: CUfunction = pointer(kernel(gpu, &module, launch)?);
@@ -165,7 +163,7 @@ fn cells(args: &[KernelArg]) -> Result<[u64; ARGS_MAX]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver::DevicePtr;
+    use aquifer_device::DevicePtr;
 
     #[test]
     fn arguments_are_packed_at_the_start_of_their_cells() {

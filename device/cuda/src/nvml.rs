@@ -8,13 +8,13 @@
 use std::sync::OnceLock;
 use std::{env, process};
 
+use aquifer_device::{MemoryUsers, ProcessMemory};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 
-use super::gpu::Gpu;
-use crate::driver::{MemoryUsers, ProcessMemory};
+use crate::gpu::Gpu;
 
 /// Names the library, if it is not the one that the system finds.
 const VARIABLE: &str = "AQUIFER_NVML_LIBRARY";
@@ -22,7 +22,7 @@ const VARIABLE: &str = "AQUIFER_NVML_LIBRARY";
 /// Loaded once. A failure is kept, too: the library is asked when memory runs out, maybe often.
 static NVML: OnceLock<Option<Nvml>> = OnceLock::new();
 
-pub(super) fn memory_users(gpu: &Gpu) -> MemoryUsers {
+pub(crate) fn memory_users(gpu: &Gpu) -> MemoryUsers {
     let Some(nvml) = NVML.get_or_init(load) else { return MemoryUsers::default() };
     let Some(uuid) = uuid(gpu) else { return MemoryUsers::default() };
     ask(nvml, &uuid).unwrap_or_else(|error| {
@@ -56,8 +56,8 @@ fn uuid(gpu: &Gpu) -> Option<String> {
 
 fn ask(nvml: &Nvml, uuid: &str) -> Result<MemoryUsers, NvmlError> {
     let device = nvml.device_by_uuid(uuid)?;
-    let mut users =
-        MemoryUsers { driver: device.memory_info().ok().map(|memory| memory.reserved), ..Default::default() };
+    let mut users = MemoryUsers::default();
+    users.driver = device.memory_info().ok().map(|memory| memory.reserved);
     let mut processes = device.running_compute_processes().unwrap_or_default();
     // A process may be in both lists, with all its memory in each.
     let mut graphics = device.running_graphics_processes().unwrap_or_default();

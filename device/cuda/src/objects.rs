@@ -6,20 +6,19 @@ use std::ptr;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
 
+use aquifer_device::fork::{Mutex, RwLock};
+use aquifer_device::{CaptureStatus, Operation, RawStream, Result};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureStatus as Status};
 
-use super::context::GpuContext;
-use super::handles::{Kind, OwnedObject};
-use super::installation::{check, check_function};
-use super::raw::{handle, pointer};
-use crate::driver::{CaptureStatus, RawStream};
-use crate::error::{Operation, Result};
-use crate::fork::{Mutex, RwLock};
+use crate::context::GpuContext;
+use crate::handles::{Kind, OwnedObject};
+use crate::installation::{check, check_function};
+use crate::raw::{handle, pointer};
 
 /// A live stream.
 #[derive(Debug)]
-pub(super) enum StreamEntry {
+pub(crate) enum StreamEntry {
     /// Created here.
     Owned(OwnedObject<Streams>),
     /// Owned by another library, with the object that keeps it alive if its owner is cudarc.
@@ -28,12 +27,12 @@ pub(super) enum StreamEntry {
 
 impl StreamEntry {
     /// Whether cudarc's object of it was asked for, and not taken back since.
-    pub(super) fn is_lent(&self) -> bool {
+    pub(crate) fn is_lent(&self) -> bool {
         matches!(self, StreamEntry::Owned(object) if object.extra.0.get().is_some())
     }
 
     /// Takes that object back; false while the caller holds it.
-    pub(super) fn take_back(&mut self) -> bool {
+    pub(crate) fn take_back(&mut self) -> bool {
         match self {
             StreamEntry::Owned(object) => Streams::release(&mut object.extra),
             StreamEntry::Adopted(_) => true,
@@ -43,11 +42,11 @@ impl StreamEntry {
 
 /// Streams created here.
 #[derive(Debug)]
-pub(super) enum Streams {}
+pub(crate) enum Streams {}
 
 /// cudarc's object of a stream of ours, once it was asked for.
 #[derive(Debug, Default)]
-pub(super) struct Lent(pub(super) OnceLock<Arc<CudaStream>>);
+pub(crate) struct Lent(pub(crate) OnceLock<Arc<CudaStream>>);
 
 impl Lent {
     /// Takes the object back; false while the caller holds it.
@@ -85,13 +84,13 @@ impl Kind for Streams {
 
 /// A stream that is alive as long as this, for use in one call.
 #[derive(Debug)]
-pub(super) struct LiveStream {
-    pub(super) raw: CUstream,
-    pub(super) _entry: Option<Arc<StreamEntry>>,
+pub(crate) struct LiveStream {
+    pub(crate) raw: CUstream,
+    pub(crate) _entry: Option<Arc<StreamEntry>>,
 }
 
 #[derive(Debug)]
-pub(super) enum Events {}
+pub(crate) enum Events {}
 
 impl Kind for Events {
     const NAME: &'static str = "event";
@@ -108,7 +107,7 @@ impl Kind for Events {
 /// not be used by two calls at a time (CUDA driver API, “Graph object thread safety”). It is a
 /// leaf.
 #[derive(Debug)]
-pub(super) enum Graphs {}
+pub(crate) enum Graphs {}
 
 impl Kind for Graphs {
     const NAME: &'static str = "graph";
@@ -129,7 +128,7 @@ impl Kind for Graphs {
 ///
 /// # Safety
 /// `raw` must be a live graph that nothing else uses.
-pub(super) unsafe fn destroy_captured(context: &GpuContext, raw: u64) -> Result<()> {
+pub(crate) unsafe fn destroy_captured(context: &GpuContext, raw: u64) -> Result<()> {
     match context.functions().cuGraphDestroy {
         // SAFETY: the caller vouches for the graph (F1).
         Some(destroy) => check(Operation::DestroyGraph, unsafe { destroy(pointer(raw)) }),
@@ -141,7 +140,7 @@ pub(super) unsafe fn destroy_captured(context: &GpuContext, raw: u64) -> Result<
 ///
 /// # Safety
 /// The stream must live.
-pub(super) unsafe fn status(context: &GpuContext, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+pub(crate) unsafe fn status(context: &GpuContext, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
     let functions = context.functions();
     let _current = context.enter(operation)?;
     let mut status: c_uint = 0;
@@ -190,7 +189,7 @@ unsafe fn end_before_destruction(context: &GpuContext, stream: CUstream) -> Resu
 }
 
 #[derive(Debug)]
-pub(super) enum Physicals {}
+pub(crate) enum Physicals {}
 
 impl Kind for Physicals {
     const NAME: &'static str = "physical memory";
@@ -209,7 +208,7 @@ impl Kind for Physicals {
 }
 
 #[derive(Debug)]
-pub(super) enum Modules {}
+pub(crate) enum Modules {}
 
 impl Kind for Modules {
     const NAME: &'static str = "module";
@@ -224,25 +223,25 @@ impl Kind for Modules {
 
 /// The kernels of a module that were launched so far, by name. They live as long as the module.
 #[derive(Debug, Default)]
-pub(super) struct Kernels(pub(super) RwLock<HashMap<&'static str, Kernel>>);
+pub(crate) struct Kernels(pub(crate) RwLock<HashMap<&'static str, Kernel>>);
 
 #[derive(Debug)]
-pub(super) struct Kernel {
-    pub(super) raw: u64,
+pub(crate) struct Kernel {
+    pub(crate) raw: u64,
     /// Most dynamic shared memory that it was allowed so far.
-    pub(super) shared_bytes: AtomicU32,
+    pub(crate) shared_bytes: AtomicU32,
 }
 
 /// The call that allocated device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
+pub(crate) enum Source {
     Plain,
     Pool,
 }
 
 /// How host memory became page-locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Locked {
+pub(crate) enum Locked {
     /// So many bytes behind where the driver's allocation starts.
     Allocated {
         skipped: u64,

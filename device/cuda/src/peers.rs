@@ -13,19 +13,18 @@
 use std::ptr;
 use std::sync::{Arc, Weak};
 
-use super::context::GpuContext;
-use super::gpu::Gpu;
-use super::installation::{bad_value, check, check_function};
-use super::raw::size;
-use super::{captures, mappings, memory, streams};
-use crate::driver::{DevicePtr, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::label::DeviceLabel;
+use aquifer_device::{Code, DeviceError, DeviceLabel, DevicePtr, Operation, RawStream, Result};
+
+use crate::context::GpuContext;
+use crate::gpu::Gpu;
+use crate::installation::{bad_value, check, check_function};
+use crate::raw::size;
+use crate::{captures, mappings, memory, streams};
 
 /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
 const ALREADY_ENABLED: Code = Code(704);
 
-pub(super) fn copy_peer(
+pub(crate) fn copy_peer(
     gpu: &Gpu,
     dst: DevicePtr,
     peer: &Gpu,

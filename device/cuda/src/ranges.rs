@@ -7,12 +7,12 @@
 
 use std::collections::BTreeMap;
 
-use crate::error::Result;
-use crate::fork::RwLock;
+use aquifer_device::Result;
+use aquifer_device::fork::RwLock;
 
 /// Disjoint ranges of addresses, each with its kind.
 #[derive(Debug)]
-pub(super) struct Ranges<K>(RwLock<BTreeMap<u64, Entry<K>>>);
+pub(crate) struct Ranges<K>(RwLock<BTreeMap<u64, Entry<K>>>);
 
 #[derive(Debug)]
 struct Entry<K> {
@@ -28,12 +28,12 @@ impl<K> Default for Ranges<K> {
 
 impl<K: Copy> Ranges<K> {
     /// Adds a range that the driver just gave out.
-    pub(super) fn insert(&self, start: u64, bytes: u64, kind: K) {
+    pub(crate) fn insert(&self, start: u64, bytes: u64, kind: K) {
         self.0.write().insert(start, Entry { bytes, kind });
     }
 
     /// Takes the range out that starts at `start` if `matches` says so, and returns its length.
-    pub(super) fn take_if(&self, start: u64, matches: impl FnOnce(K) -> bool) -> Option<(u64, K)> {
+    pub(crate) fn take_if(&self, start: u64, matches: impl FnOnce(K) -> bool) -> Option<(u64, K)> {
         let mut ranges = self.0.write();
         ranges.get(&start).filter(|entry| matches(entry.kind))?;
         ranges.remove(&start).map(|entry| (entry.bytes, entry.kind))
@@ -44,7 +44,7 @@ impl<K: Copy> Ranges<K> {
     ///
     /// The range leaves the table first, because the driver may give its addresses to another
     /// thread as soon as they are free.
-    pub(super) fn give_back(
+    pub(crate) fn give_back(
         &self,
         start: u64,
         matches: impl FnOnce(K) -> bool,
@@ -55,7 +55,7 @@ impl<K: Copy> Ranges<K> {
     }
 
     /// Whether ranges without a gap between them hold all of `start..start + bytes`.
-    pub(super) fn hold(&self, start: u64, bytes: u64) -> bool {
+    pub(crate) fn hold(&self, start: u64, bytes: u64) -> bool {
         let Some(end) = start.checked_add(bytes) else { return false };
         let ranges = self.0.read();
         let mut at = start;
@@ -71,7 +71,7 @@ impl<K: Copy> Ranges<K> {
     }
 
     /// How many bytes from `start` on, of `bytes`, lie all in one range, or all in none.
-    pub(super) fn piece(&self, start: u64, bytes: u64) -> u64 {
+    pub(crate) fn piece(&self, start: u64, bytes: u64) -> u64 {
         let ranges = self.0.read();
         let around = ranges.range(..=start).next_back().map(|(&from, entry)| from.saturating_add(entry.bytes));
         let ahead = start.checked_add(1).and_then(|next| ranges.range(next..).next()).map(|(&from, _)| from);
@@ -80,30 +80,30 @@ impl<K: Copy> Ranges<K> {
     }
 
     /// The length of the range that starts at `start`.
-    pub(super) fn bytes_from(&self, start: u64) -> Option<u64> {
+    pub(crate) fn bytes_from(&self, start: u64) -> Option<u64> {
         self.0.read().get(&start).map(|entry| entry.bytes)
     }
 
     /// The kind of the range that holds an address.
-    pub(super) fn kind_at(&self, at: u64) -> Option<K> {
+    pub(crate) fn kind_at(&self, at: u64) -> Option<K> {
         let ranges = self.0.read();
         let (&start, entry) = ranges.range(..=at).next_back()?;
         (at - start < entry.bytes).then_some(entry.kind)
     }
 
     /// Takes everything out, highest addresses first.
-    pub(super) fn drain(&self) -> Vec<(u64, u64, K)> {
+    pub(crate) fn drain(&self) -> Vec<(u64, u64, K)> {
         let ranges = std::mem::take(&mut *self.0.write());
         ranges.into_iter().rev().map(|(start, entry)| (start, entry.bytes, entry.kind)).collect()
     }
 
     /// Whether a range starts inside `start..start + bytes`.
-    pub(super) fn any_in(&self, start: u64, bytes: u64) -> bool {
+    pub(crate) fn any_in(&self, start: u64, bytes: u64) -> bool {
         self.0.read().range(start..start.saturating_add(bytes)).next().is_some()
     }
 
     /// The ranges that tile `start..start + bytes`; `None` where whole ranges do not.
-    pub(super) fn tiling(&self, start: u64, bytes: u64) -> Option<Vec<(u64, u64, K)>> {
+    pub(crate) fn tiling(&self, start: u64, bytes: u64) -> Option<Vec<(u64, u64, K)>> {
         let end = start.checked_add(bytes).filter(|&end| end > start)?;
         let ranges = self.0.read();
         let mut at = start;

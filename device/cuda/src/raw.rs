@@ -2,12 +2,12 @@
 //! machines only.
 
 /// A handle as a pointer, which only the driver follows.
-pub(super) fn pointer<T>(handle: u64) -> *mut T {
+pub(crate) fn pointer<T>(handle: u64) -> *mut T {
     std::ptr::with_exposed_provenance_mut(size(handle))
 }
 
 /// A pointer that the driver gave as a handle.
-pub(super) fn handle<T>(pointer: *mut T) -> u64 {
+pub(crate) fn handle<T>(pointer: *mut T) -> u64 {
     pointer.expose_provenance() as u64
 }
 
@@ -16,6 +16,6 @@ pub(super) fn handle<T>(pointer: *mut T) -> u64 {
     clippy::cast_possible_truncation,
     reason = "this module is compiled where addresses have 64 bits, and only there"
 )]
-pub(super) const fn size(bytes: u64) -> usize {
+pub(crate) const fn size(bytes: u64) -> usize {
     bytes as usize
 }

@@ -6,24 +6,24 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 
-use crate::physical::{HandleKind, PhysicalOptions};
+use aquifer_device::{HandleKind, PhysicalOptions};
 
 /// `CUmemLocation`: where memory is.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub(super) struct Location {
+pub(crate) struct Location {
     kind: c_uint,
     id: c_int,
 }
 
 impl Location {
     /// `CU_MEM_LOCATION_TYPE_DEVICE`.
-    pub(super) fn device(ordinal: c_int) -> Location {
+    pub(crate) fn device(ordinal: c_int) -> Location {
         Location { kind: 1, id: ordinal }
     }
 
     /// `CU_MEM_LOCATION_TYPE_INVALID`: no hint.
-    pub(super) fn none() -> Location {
+    pub(crate) fn none() -> Location {
         Location { kind: 0, id: 0 }
     }
 }
@@ -31,7 +31,7 @@ impl Location {
 /// `CUmemAllocationProp`: the purpose of physical memory.
 #[derive(Debug)]
 #[repr(C)]
-pub(super) struct AllocationProperties {
+pub(crate) struct AllocationProperties {
     kind: c_uint,
     handle_types: c_uint,
     location: Location,
@@ -44,7 +44,7 @@ pub(super) struct AllocationProperties {
 
 impl AllocationProperties {
     /// `CU_MEM_ALLOCATION_TYPE_PINNED` memory of a device.
-    pub(super) fn new(ordinal: c_int, options: PhysicalOptions) -> AllocationProperties {
+    pub(crate) fn new(ordinal: c_int, options: PhysicalOptions) -> AllocationProperties {
         let handle_types = match options.exportable {
             None => 0,
             // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -66,14 +66,14 @@ impl AllocationProperties {
 /// `CUmemAccessDesc`: which devices may touch mapped memory.
 #[derive(Debug)]
 #[repr(C)]
-pub(super) struct AccessDescription {
+pub(crate) struct AccessDescription {
     location: Location,
     flags: c_uint,
 }
 
 impl AccessDescription {
     /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE` for a device.
-    pub(super) fn read_write(ordinal: c_int) -> AccessDescription {
+    pub(crate) fn read_write(ordinal: c_int) -> AccessDescription {
         AccessDescription { location: Location::device(ordinal), flags: 3 }
     }
 }
@@ -81,7 +81,7 @@ impl AccessDescription {
 /// `CUmemcpyAttributes`: how the copies of a batch are made.
 #[derive(Debug)]
 #[repr(C)]
-pub(super) struct CopyAttributes {
+pub(crate) struct CopyAttributes {
     source_access: c_uint,
     source: Location,
     destination: Location,
@@ -90,7 +90,7 @@ pub(super) struct CopyAttributes {
 
 impl CopyAttributes {
     /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: the source is read in the order of the stream.
-    pub(super) fn in_stream_order() -> CopyAttributes {
+    pub(crate) fn in_stream_order() -> CopyAttributes {
         CopyAttributes { source_access: 1, source: Location::none(), destination: Location::none(), flags: 0 }
     }
 }

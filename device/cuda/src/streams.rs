@@ -4,29 +4,28 @@ use std::ffi::{c_int, c_ulonglong};
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
+use aquifer_device::{CaptureStatus, Code, DeviceError, Operation, RawStream, Result, StreamFlags};
 use cudarc::driver::CudaStream;
 use cudarc::driver::sys::CUstream;
 
-use super::captures;
-use super::context::RelaxedMode;
-use super::gpu::Gpu;
-use super::handles::{Kind, OwnedObject, dead};
-use super::installation::check;
-use super::objects::{Lent, LiveStream, StreamEntry, Streams};
-use super::raw::{handle, pointer};
-use crate::driver::{CaptureStatus, RawStream, StreamFlags};
-use crate::error::{Code, DeviceError, Operation, Result};
+use crate::captures;
+use crate::context::RelaxedMode;
+use crate::gpu::Gpu;
+use crate::handles::{Kind, OwnedObject, dead};
+use crate::installation::check;
+use crate::objects::{Lent, LiveStream, StreamEntry, Streams};
+use crate::raw::{handle, pointer};
 
 /// `CU_STREAM_NON_BLOCKING`.
 const NON_BLOCKING: u32 = 1;
 
 /// Whether a handle stands for one of the default streams, which always live.
-pub(super) fn is_default(stream: RawStream) -> bool {
+pub(crate) fn is_default(stream: RawStream) -> bool {
     stream.is_legacy() || stream == RawStream::PER_THREAD
 }
 
 /// The stream with this handle.
-pub(super) fn live(gpu: &Gpu, operation: Operation, stream: RawStream) -> Result<LiveStream> {
+pub(crate) fn live(gpu: &Gpu, operation: Operation, stream: RawStream) -> Result<LiveStream> {
     if is_default(stream) {
         return Ok(LiveStream { raw: pointer(stream.0), _entry: None });
     }
@@ -48,13 +47,13 @@ fn identity(gpu: &Gpu, operation: Operation, raw: CUstream) -> Result<Option<u64
     Ok(Some(id))
 }
 
-pub(super) fn stream_id(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
+pub(crate) fn stream_id(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
     let live = live(gpu, Operation::StreamId, stream)?;
     captures::forbid_capture(gpu, Operation::StreamId, &live, "asking for its identity would break that")?;
     identity(gpu, Operation::StreamId, live.raw)
 }
 
-pub(super) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> {
+pub(crate) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> {
     destroy_lent(gpu);
     let _current = gpu.context.enter_relaxed(Operation::CreateStream)?;
     let mut raw = ptr::null_mut();
@@ -74,7 +73,7 @@ pub(super) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> 
 
 /// Destroys a stream, after the end of its capture if it has one. A stream whose object is lent to
 /// cudarc is destroyed once cudarc has given that back.
-pub(super) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
+pub(crate) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
     let operation = Operation::DestroyStream;
     if is_default(stream) {
         return Err(
@@ -118,7 +117,7 @@ fn destroy_lent(gpu: &Gpu) {
 
 /// Keeps a stream of cudarc's alive as long as it is adopted. False if it is neither adopted nor
 /// one of ours.
-pub(super) fn keep(gpu: &Gpu, stream: RawStream, object: &Arc<CudaStream>) -> bool {
+pub(crate) fn keep(gpu: &Gpu, stream: RawStream, object: &Arc<CudaStream>) -> bool {
     let entry = gpu.streams.get(stream.0);
     if let Some(StreamEntry::Adopted(adopted)) = entry.as_deref() {
         adopted.get_or_init(|| object.clone());
@@ -128,7 +127,7 @@ pub(super) fn keep(gpu: &Gpu, stream: RawStream, object: &Arc<CudaStream>) -> bo
 
 /// Lets calls name a stream that another library owns. A stream of this driver has its entry
 /// already.
-pub(super) fn adopt(gpu: &Gpu, stream: RawStream) {
+pub(crate) fn adopt(gpu: &Gpu, stream: RawStream) {
     let is_ours = || gpu.streams.get(stream.0).is_some_and(|entry| matches!(*entry, StreamEntry::Owned(_)));
     if is_default(stream) || is_ours() {
         return;
@@ -139,7 +138,7 @@ pub(super) fn adopt(gpu: &Gpu, stream: RawStream) {
 }
 
 /// Forgets a stream of [`adopt`].
-pub(super) fn release(gpu: &Gpu, stream: RawStream) {
+pub(crate) fn release(gpu: &Gpu, stream: RawStream) {
     let entry = gpu.streams.take_if(stream.0, |entry| matches!(entry, StreamEntry::Adopted(_)));
     let Some(entry) = entry else { return };
     // A capture that was begun here and goes on is its owner's to end: no call can name the stream
@@ -152,7 +151,7 @@ pub(super) fn release(gpu: &Gpu, stream: RawStream) {
     drop(entry);
 }
 
-pub(super) fn synchronize_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
+pub(crate) fn synchronize_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
     let operation = Operation::SynchronizeStream;
     let live = live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &live, "its work does not run, so it cannot be waited for")?;
@@ -161,7 +160,7 @@ pub(super) fn synchronize_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
     check(operation, unsafe { (gpu.context.functions().cuStreamSynchronize)(live.raw) })
 }
 
-pub(super) fn query_stream(gpu: &Gpu, stream: RawStream) -> Result<bool> {
+pub(crate) fn query_stream(gpu: &Gpu, stream: RawStream) -> Result<bool> {
     let operation = Operation::QueryStream;
     let live = live(gpu, operation, stream)?;
     captures::forbid_capture(gpu, operation, &live, "its work does not run, so it is neither idle nor busy")?;
@@ -171,6 +170,6 @@ pub(super) fn query_stream(gpu: &Gpu, stream: RawStream) -> Result<bool> {
 }
 
 /// The result of a query.
-pub(super) fn done(operation: Operation, code: u32) -> Result<bool> {
+pub(crate) fn done(operation: Operation, code: u32) -> Result<bool> {
     if Code(code) == Code::NOT_READY { Ok(false) } else { check(operation, code).map(|()| true) }
 }

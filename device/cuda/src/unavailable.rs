@@ -1,22 +1,15 @@
 //! The reasons why no real GPU can be used, with advice.
 
-use crate::error::{Code, DeviceError, ErrorKind, Operation};
-use crate::fork;
+use aquifer_device::{Code, DeviceError, ErrorKind, Operation, fork};
 
 /// Why no real GPU can be used. Formatting it asks no driver.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unavailable {
-    /// The program was built without CUDA.
-    #[error(
-        "this program was built without CUDA; build aquifer (or aquifer-device) with its feature `cuda`, which is on \
-         by default, on a 64-bit machine, or use sim for a simulated GPU"
-    )]
-    NotBuilt,
     /// There is no driver on this machine.
     #[error(
         "no CUDA driver was found: {reason}. Install NVIDIA's display driver (no CUDA toolkit is needed; in a \
-         container, start it with access to the GPU), or use sim for a simulated GPU"
+         container, start it with access to the GPU)"
     )]
     NoDriver {
         /// The answer of the system's loader for each name that was tried.
@@ -25,14 +18,12 @@ pub enum Unavailable {
     /// The library found is a toolkit's stub, which exists for linking and drives nothing.
     #[error(
         "the CUDA driver that was found is the stub of a toolkit, which drives nothing: take the toolkit's folder \
-         `stubs` off the library path (LD_LIBRARY_PATH), install NVIDIA's display driver, or use sim for a simulated \
-         GPU"
+         `stubs` off the library path (LD_LIBRARY_PATH), or install NVIDIA's display driver"
     )]
     Stub,
     /// The driver is older than anything that works.
     #[error(
-        "the CUDA driver is too old: it supports CUDA {}, and CUDA {} is needed. Install a newer driver, or use \
-         sim for a simulated GPU",
+        "the CUDA driver is too old: it supports CUDA {}, and CUDA {} is needed. Install a newer driver",
         version(*.supported), version(*.needed)
     )]
     TooOld {
@@ -44,7 +35,7 @@ pub enum Unavailable {
     /// The driver lacks a function without which nothing works.
     #[error(
         "the CUDA driver{} lacks {symbol}, so it is broken or no CUDA driver at all. Install NVIDIA's display driver \
-         again, or use sim for a simulated GPU",
+         again",
         of_version(*.version)
     )]
     MissingSymbol {
@@ -54,13 +45,10 @@ pub enum Unavailable {
         version: Option<(u32, u32)>,
     },
     /// The driver sees no GPU.
-    #[error("the CUDA driver sees no GPU on this machine; use sim for a simulated one")]
+    #[error("the CUDA driver sees no GPU on this machine")]
     NoDevice,
     /// The environment hides every GPU.
-    #[error(
-        "CUDA_VISIBLE_DEVICES={value:?} hides every GPU from this program; change or unset it, or use sim for a \
-         simulated GPU"
-    )]
+    #[error("CUDA_VISIBLE_DEVICES={value:?} hides every GPU from this program; change or unset it")]
     Hidden {
         /// Value of `CUDA_VISIBLE_DEVICES`.
         value: String,
@@ -76,7 +64,7 @@ pub enum Unavailable {
     },
 }
 
-crate::debug_as_display!(Unavailable);
+aquifer_device::debug_as_display!(Unavailable);
 
 /// Advice for a driver that refuses to start.
 fn advice(code: Code) -> &'static str {
@@ -103,9 +91,7 @@ impl Unavailable {
     /// The driver's code that says the same, or comes nearest.
     fn code(&self) -> Code {
         match self {
-            Unavailable::NotBuilt | Unavailable::NoDriver { .. } | Unavailable::TooOld { .. } | Unavailable::Forked => {
-                Code(3)
-            }
+            Unavailable::NoDriver { .. } | Unavailable::TooOld { .. } | Unavailable::Forked => Code(3),
             Unavailable::Stub => Code(34),
             Unavailable::MissingSymbol { .. } => Code(500),
             Unavailable::NoDevice | Unavailable::Hidden { .. } => Code::NO_DEVICE,
@@ -130,7 +116,6 @@ mod tests {
     #[test]
     fn each_reason_comes_with_advice() {
         let texts = [
-            (Unavailable::NotBuilt, "feature `cuda`"),
             (Unavailable::NoDriver { reason: "libcuda.so.1: not found".to_owned() }, "libcuda.so.1: not found"),
             (Unavailable::Stub, "stubs"),
             (
@@ -144,7 +129,7 @@ mod tests {
         ];
         for (unavailable, text) in texts {
             let said = unavailable.to_string();
-            assert!(said.contains(text) && said.contains("sim"), "{said}");
+            assert!(said.contains(text), "{said}");
             let error = DeviceError::from(unavailable);
             assert_eq!((error.operation, error.kind), (Operation::Init, ErrorKind::Unavailable));
             assert!(error.to_string().contains(text), "{error}");

@@ -11,12 +11,13 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::interval::IntervalMap;
-use super::mappings::{GRANULARITY, Mappings, holding};
-use super::memory::{Piece, StoreId};
-use super::refused::{Answer, Refused};
-use super::violation::{OpRef, ViolationKind};
-use crate::error::{Code, ErrorKind};
+use aquifer_device::{Code, ErrorKind};
+
+use crate::interval::IntervalMap;
+use crate::mappings::{GRANULARITY, Mappings, holding};
+use crate::memory::{Piece, StoreId};
+use crate::refused::{Answer, Refused};
+use crate::violation::{OpRef, ViolationKind};
 
 /// First address of plain allocations of device 0.
 const PLAIN_BASE: u64 = 0x7000_0000_0000;
@@ -54,26 +55,26 @@ fn take(free: &mut Zone, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
 
 /// A plain allocation, or one of the driver's pool.
 #[derive(Debug)]
-pub(super) struct Allocation {
-    pub(super) bytes: u64,
-    pub(super) store: StoreId,
-    pub(super) pool: bool,
+pub(crate) struct Allocation {
+    pub(crate) bytes: u64,
+    pub(crate) store: StoreId,
+    pub(crate) pool: bool,
     /// The pool free that ended it for the program; the stream has not got there yet.
-    pub(super) freed: Option<OpRef>,
+    pub(crate) freed: Option<OpRef>,
 }
 
 /// Why a range may not be touched.
 #[derive(Debug)]
-pub(super) struct Illegal {
-    pub(super) kind: ViolationKind,
-    pub(super) at: u64,
+pub(crate) struct Illegal {
+    pub(crate) kind: ViolationKind,
+    pub(crate) at: u64,
     /// The operation that took the memory away.
-    pub(super) gone: Option<OpRef>,
+    pub(crate) gone: Option<OpRef>,
 }
 
 /// The device's address space.
 #[derive(Debug)]
-pub(super) struct AddressSpace {
+pub(crate) struct AddressSpace {
     ordinal: u32,
     plain: Zone,
     /// Where plain allocations begin that are to get new addresses.
@@ -81,15 +82,15 @@ pub(super) struct AddressSpace {
     reserved: Zone,
     reservable: u64,
     allocations: BTreeMap<u64, Allocation>,
-    pub(super) mappings: Mappings,
+    pub(crate) mappings: Mappings,
     /// The operation that last freed or unmapped memory at an address. It counts where nothing is
     /// now.
-    pub(super) gone: IntervalMap<OpRef>,
+    pub(crate) gone: IntervalMap<OpRef>,
 }
 
 impl AddressSpace {
     /// The empty address space of a device with `capacity` bytes.
-    pub(super) fn new(ordinal: u32, capacity: u64, reuse: bool) -> Self {
+    pub(crate) fn new(ordinal: u32, capacity: u64, reuse: bool) -> Self {
         let device = u64::from(ordinal & 0xfff) << DEVICE_SHIFT;
         AddressSpace {
             ordinal,
@@ -105,7 +106,7 @@ impl AddressSpace {
 
     /// Adds a plain allocation at the lowest free address, or at a new one. `None` when the zone is
     /// full.
-    pub(super) fn allocate(&mut self, bytes: u64, store: StoreId, pool: bool) -> Option<u64> {
+    pub(crate) fn allocate(&mut self, bytes: u64, store: StoreId, pool: bool) -> Option<u64> {
         let rounded = bytes.checked_next_multiple_of(GRANULARITY)?;
         let unused = self.unused.and_then(|unused| take(&mut self.plain, unused, rounded, GRANULARITY));
         let ptr = unused.or_else(|| take(&mut self.plain, 0, rounded, GRANULARITY))?;
@@ -117,7 +118,7 @@ impl AddressSpace {
 
     /// The allocation that starts at `ptr` and was not freed, or an error that says why there is
     /// none.
-    pub(super) fn allocation(&mut self, ptr: u64) -> Answer<&mut Allocation> {
+    pub(crate) fn allocation(&mut self, ptr: u64) -> Answer<&mut Allocation> {
         let freed = self.allocations.get(&ptr).map_or_else(|| self.gone_at(ptr).copied(), |held| held.freed);
         let around = holding(&self.allocations, ptr, |held| held.bytes).map(|(start, _)| start);
         match self.allocations.get_mut(&ptr) {
@@ -131,13 +132,13 @@ impl AddressSpace {
     }
 
     /// The range of the allocation that holds `at` and was not freed.
-    pub(super) fn allocation_at(&self, at: u64) -> Option<Range<u64>> {
+    pub(crate) fn allocation_at(&self, at: u64) -> Option<Range<u64>> {
         let (start, held) = holding(&self.allocations, at, |held| held.bytes)?;
         held.freed.is_none().then(|| start..start + held.bytes)
     }
 
     /// Removes the allocation at `ptr`.
-    pub(super) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
+    pub(crate) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
         let allocation = self.allocations.remove(&ptr)?;
         self.plain.insert(ptr..ptr + allocation.bytes.next_multiple_of(GRANULARITY), ());
         // Addresses that never return would be remembered forever.
@@ -149,7 +150,7 @@ impl AddressSpace {
 
     /// Reserves addresses, the first of them a multiple of `alignment`, where that is more than the
     /// granularity.
-    pub(super) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<u64> {
+    pub(crate) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<u64> {
         let out = |reservable| {
             let detail = format!("{bytes} bytes of addresses asked for, {reservable} left to reserve");
             Refused { kind: ErrorKind::OutOfAddresses, ..Refused::new(Code::OUT_OF_MEMORY, detail) }
@@ -171,7 +172,7 @@ impl AddressSpace {
     }
 
     /// Gives a whole reservation back.
-    pub(super) fn unreserve(&mut self, ptr: u64, bytes: u64, by: OpRef) -> Answer<()> {
+    pub(crate) fn unreserve(&mut self, ptr: u64, bytes: u64, by: OpRef) -> Answer<()> {
         self.mappings.unreserve(ptr, bytes)?;
         self.reserved.insert(ptr..ptr + bytes, ());
         self.reservable += bytes;
@@ -185,7 +186,7 @@ impl AddressSpace {
     }
 
     /// Checks that the program may touch a range now.
-    pub(super) fn check(&self, range: Range<u64>) -> Result<(), Illegal> {
+    pub(crate) fn check(&self, range: Range<u64>) -> Result<(), Illegal> {
         match holding(&self.allocations, range.start, |held| held.bytes) {
             Some((_, &Allocation { freed: gone @ Some(_), .. })) => {
                 Err(Illegal { kind: ViolationKind::UseAfterFree, at: range.start, gone })
@@ -195,7 +196,7 @@ impl AddressSpace {
     }
 
     /// The pieces of stores behind a range, as the device finds them when the work runs.
-    pub(super) fn pieces(&self, range: Range<u64>) -> Result<Vec<Piece>, Illegal> {
+    pub(crate) fn pieces(&self, range: Range<u64>) -> Result<Vec<Piece>, Illegal> {
         let mut pieces = Vec::new();
         self.walk(range, |piece| pieces.push(piece))?;
         Ok(pieces)

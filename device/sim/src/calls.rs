@@ -7,19 +7,21 @@
 
 use std::sync::Arc;
 
-use super::clock::OpClock;
-use super::machine::Machine;
-use super::module::Module;
-use super::objects::{EventRecord, EventState};
-use super::queue::LEGACY;
-use super::race::Space;
-use super::refused::{Answer, Refused};
-use super::violation::{OpRef, ViolationKind};
-use super::work::{Body, End, HostPart, Part, explain};
-use crate::copies::{Copy2d, CopyEnd, CopyPart, first_overlap};
-use crate::driver::{Attribute, DevicePtr, HostPtr, RawEvent, RawModule, RawStream, StreamFlags};
-use crate::error::{Code, Operation};
-use crate::launch::{AccessKind, Launch};
+use aquifer_device::internal::first_overlap;
+use aquifer_device::{
+    AccessKind, Attribute, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, Operation, RawEvent, RawModule,
+    RawStream, StreamFlags,
+};
+
+use crate::clock::OpClock;
+use crate::machine::Machine;
+use crate::module::Module;
+use crate::objects::{EventRecord, EventState};
+use crate::queue::LEGACY;
+use crate::race::Space;
+use crate::refused::{Answer, Refused};
+use crate::violation::{OpRef, ViolationKind};
+use crate::work::{Body, End, HostPart, Part, explain};
 
 /// Rate at which the host stages pageable memory: the order of magnitude of one core.
 const STAGING_BYTES_PER_NS: u64 = 10;
@@ -34,7 +36,7 @@ const SHARED_BYTES_MAX: u32 = 227 << 10;
 const NOT_FOUND: Code = Code(500);
 
 /// The end of a range of device addresses.
-pub(super) fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> {
+pub(crate) fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> {
     match ptr.0.checked_add(bytes) {
         Some(end) if ptr.0 != 0 => Ok(ptr.0..end),
         _ => Err(Refused::value(format!("{bytes} bytes at {ptr} are no range of device memory"))),
@@ -42,7 +44,7 @@ pub(super) fn range(ptr: DevicePtr, bytes: u64) -> Answer<std::ops::Range<u64>> 
 }
 
 impl Machine {
-    pub(super) fn attribute(&mut self, attribute: Attribute) -> Answer<u64> {
+    pub(crate) fn attribute(&mut self, attribute: Attribute) -> Answer<u64> {
         let card = self.engine.card();
         Ok(match attribute {
             Attribute::ComputeCapabilityMajor => card.capability.0.into(),
@@ -56,15 +58,15 @@ impl Machine {
         })
     }
 
-    pub(super) fn create_stream(&mut self, flags: StreamFlags) -> Answer<RawStream> {
+    pub(crate) fn create_stream(&mut self, flags: StreamFlags) -> Answer<RawStream> {
         Ok(self.streams.create(!flags.non_blocking))
     }
 
-    pub(super) fn stream_id(&mut self, stream: RawStream) -> Answer<Option<u64>> {
+    pub(crate) fn stream_id(&mut self, stream: RawStream) -> Answer<Option<u64>> {
         self.streams.find(stream).map(|id| Some(id.into()))
     }
 
-    pub(super) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
+    pub(crate) fn destroy_stream(&mut self, stream: RawStream) -> Answer<()> {
         let destroyed = self.streams.destroy(stream)?;
         if let Some(member) = &destroyed.capture {
             self.leave_capture(destroyed.name.id, member);
@@ -73,7 +75,7 @@ impl Machine {
     }
 
     /// Delays the stream's later work by `ns`.
-    pub(super) fn stall(&mut self, stream: RawStream, ns: u64) -> Answer<()> {
+    pub(crate) fn stall(&mut self, stream: RawStream, ns: u64) -> Answer<()> {
         let id = self.streams.find(stream)?;
         let now = self.now;
         self.streams.arrive(id);
@@ -83,7 +85,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn synchronize_stream(&mut self, stream: RawStream) -> Answer<()> {
+    pub(crate) fn synchronize_stream(&mut self, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         self.forbid_wait(id)?;
         let tail = self.streams.get(id)?.tail;
@@ -92,7 +94,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn query_stream(&mut self, stream: RawStream) -> Answer<bool> {
+    pub(crate) fn query_stream(&mut self, stream: RawStream) -> Answer<bool> {
         let id = self.streams.find(stream)?;
         self.forbid_wait(id)?;
         let stream = self.streams.get(id)?;
@@ -103,19 +105,19 @@ impl Machine {
         Ok(true)
     }
 
-    pub(super) fn synchronize(&mut self) -> Answer<()> {
+    pub(crate) fn synchronize(&mut self) -> Answer<()> {
         self.forbid_device_wait()?;
         self.wait_for_all()
     }
 
     /// The page-locked memory that holds all of a host range.
-    pub(super) fn page_locked(&self, address: usize, bytes: usize) -> Option<HostPart> {
+    pub(crate) fn page_locked(&self, address: usize, bytes: usize) -> Option<HostPart> {
         let (block, offset) = self.host.find(address, bytes)?;
         Some(HostPart { block: Arc::clone(block), offset, bytes })
     }
 
     /// Copies to the device. `take` reads the bytes when the memory is pageable.
-    pub(super) fn copy_to_device(
+    pub(crate) fn copy_to_device(
         &mut self,
         dst: DevicePtr,
         address: usize,
@@ -142,7 +144,7 @@ impl Machine {
     }
 
     /// Copies to the host. `give` stores the bytes when the memory is pageable.
-    pub(super) fn copy_to_host(
+    pub(crate) fn copy_to_host(
         &mut self,
         address: usize,
         src: DevicePtr,
@@ -178,7 +180,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn copy_on_device(
+    pub(crate) fn copy_on_device(
         &mut self,
         dst: DevicePtr,
         src: DevicePtr,
@@ -189,7 +191,7 @@ impl Machine {
     }
 
     /// Copies within the device, as part of `operation`.
-    pub(super) fn copy_within(
+    pub(crate) fn copy_within(
         &mut self,
         operation: Operation,
         dst: DevicePtr,
@@ -209,7 +211,7 @@ impl Machine {
         self.submit(id, body).map(|_| ())
     }
 
-    pub(super) fn memset(&mut self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Answer<()> {
+    pub(crate) fn memset(&mut self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         if bytes == 0 {
             return Ok(());
@@ -218,7 +220,7 @@ impl Machine {
         self.submit(id, Body::Memset { to, value }).map(|_| ())
     }
 
-    pub(super) fn launch(&mut self, launch: &Launch, stream: RawStream) -> Answer<()> {
+    pub(crate) fn launch(&mut self, launch: &Launch, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         let threads = launch.block.iter().fold(1, |product: u64, &extent| product.saturating_mul(extent.into()));
         if launch.grid.contains(&0) || threads == 0 || threads > BLOCK_THREADS_MAX {
@@ -235,16 +237,16 @@ impl Machine {
         self.submit(id, Body::Kernel(Arc::new(launch.clone()))).map(|_| ())
     }
 
-    pub(super) fn load_module(&mut self, ptx: &str) -> Answer<RawModule> {
+    pub(crate) fn load_module(&mut self, ptx: &str) -> Answer<RawModule> {
         Module::parse(ptx, self.engine.card().capability).map(|module| RawModule(self.modules.insert(module)))
     }
 
-    pub(super) fn unload_module(&mut self, module: RawModule) -> Answer<()> {
+    pub(crate) fn unload_module(&mut self, module: RawModule) -> Answer<()> {
         self.modules.remove(module.0).map(|_| ()).ok_or_else(|| Refused::handle("module", module.0))
     }
 
     /// Refuses a kernel that its module does not have.
-    pub(super) fn find_kernel(&self, launch: &Launch) -> Answer<()> {
+    pub(crate) fn find_kernel(&self, launch: &Launch) -> Answer<()> {
         let Some(raw) = launch.module else { return Ok(()) };
         let module = self.modules.get(raw.0).ok_or_else(|| Refused::handle("module", raw.0))?;
         if module.has(launch.name) {
@@ -253,7 +255,7 @@ impl Machine {
         Err(Refused::new(NOT_FOUND, format!("the module has no kernel {}", launch.name)))
     }
 
-    pub(super) fn host_free(&mut self, ptr: HostPtr) -> Answer<()> {
+    pub(crate) fn host_free(&mut self, ptr: HostPtr) -> Answer<()> {
         let range = self.host.allocated(ptr.0)?;
         let op = self.op_ref(None, Operation::HostFree, None);
         self.detector.check_known(Space::Host, range.clone(), false, ViolationKind::PendingWork, op);
@@ -264,7 +266,7 @@ impl Machine {
     }
 
     /// Waits for work that uses the memory, which the caller may free afterwards.
-    pub(super) fn host_unregister(&mut self, ptr: HostPtr) -> Answer<()> {
+    pub(crate) fn host_unregister(&mut self, ptr: HostPtr) -> Answer<()> {
         self.refuse_device_wait()?;
         let range = self.host.registered(ptr.0)?;
         let op = self.op_ref(None, Operation::HostUnregister, None);
@@ -277,7 +279,7 @@ impl Machine {
     }
 
     /// The host touches page-locked memory. Other memory has no entries, so nothing is found there.
-    pub(super) fn host_access(&mut self, ptr: HostPtr, bytes: usize, kind: AccessKind) {
+    pub(crate) fn host_access(&mut self, ptr: HostPtr, bytes: usize, kind: AccessKind) {
         let start = ptr.0 as u64;
         let op = OpRef { operation: None, ..self.op_ref(None, Operation::HostAlloc, None) };
         let writes_only = kind == AccessKind::Read;
@@ -287,19 +289,19 @@ impl Machine {
         }
     }
 
-    pub(super) fn create_event(&mut self, timing: bool) -> Answer<RawEvent> {
+    pub(crate) fn create_event(&mut self, timing: bool) -> Answer<RawEvent> {
         Ok(RawEvent(self.events.insert(EventState { timing, record: EventRecord::Never })))
     }
 
-    pub(super) fn destroy_event(&mut self, event: RawEvent) -> Answer<()> {
+    pub(crate) fn destroy_event(&mut self, event: RawEvent) -> Answer<()> {
         self.events.remove(event.0).map(|_| ()).ok_or_else(|| Refused::handle("event", event.0))
     }
 
-    pub(super) fn event(&self, event: RawEvent) -> Answer<&EventState> {
+    pub(crate) fn event(&self, event: RawEvent) -> Answer<&EventState> {
         self.events.get(event.0).ok_or_else(|| Refused::handle("event", event.0))
     }
 
-    pub(super) fn record(&mut self, event: RawEvent, stream: RawStream) -> Answer<()> {
+    pub(crate) fn record(&mut self, event: RawEvent, stream: RawStream) -> Answer<()> {
         self.event(event)?;
         let id = self.streams.find(stream)?;
         self.capture_allows(id)?;
@@ -316,7 +318,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn wait(&mut self, stream: RawStream, event: RawEvent) -> Answer<()> {
+    pub(crate) fn wait(&mut self, stream: RawStream, event: RawEvent) -> Answer<()> {
         let record = self.event(event)?.record.clone();
         let id = self.streams.find(stream)?;
         self.capture_allows(id)?;
@@ -331,7 +333,7 @@ impl Machine {
     }
 
     /// When the work enqueued on the stream so far is done, and its clock.
-    pub(super) fn end_of(&mut self, id: u32) -> Answer<(u64, Arc<OpClock>)> {
+    pub(crate) fn end_of(&mut self, id: u32) -> Answer<(u64, Arc<OpClock>)> {
         let now = self.now;
         let stream = self.streams.get(id)?;
         self.detector.prune(&mut stream.clock);
@@ -339,7 +341,7 @@ impl Machine {
     }
 
     /// Orders later work of the stream after work that is done at `at`.
-    pub(super) fn order_after(&mut self, id: u32, at: u64, clock: &OpClock) -> Answer<()> {
+    pub(crate) fn order_after(&mut self, id: u32, at: u64, clock: &OpClock) -> Answer<()> {
         self.streams.arrive(id);
         let stream = self.streams.get(id)?;
         stream.clock.join(clock);
@@ -350,7 +352,7 @@ impl Machine {
 
     /// When the event's latest record is reached, and the clock that the host learns then. `None`
     /// if there is no record.
-    pub(super) fn reached(&self, event: RawEvent) -> Answer<Option<(u64, Arc<OpClock>)>> {
+    pub(crate) fn reached(&self, event: RawEvent) -> Answer<Option<(u64, Arc<OpClock>)>> {
         match &self.event(event)?.record {
             EventRecord::Never => Ok(None),
             EventRecord::Work { at, clock } => Ok(Some((*at, Arc::clone(clock)))),
@@ -361,7 +363,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn query_event(&mut self, event: RawEvent) -> Answer<bool> {
+    pub(crate) fn query_event(&mut self, event: RawEvent) -> Answer<bool> {
         let Some((at, clock)) = self.reached(event)? else { return Ok(true) };
         if at > self.now {
             return Ok(false);
@@ -370,14 +372,14 @@ impl Machine {
         Ok(true)
     }
 
-    pub(super) fn synchronize_event(&mut self, event: RawEvent) -> Answer<()> {
+    pub(crate) fn synchronize_event(&mut self, event: RawEvent) -> Answer<()> {
         let Some((at, clock)) = self.reached(event)? else { return Ok(()) };
         self.wait_until(at)?;
         self.detector.known.learn(&clock);
         Ok(())
     }
 
-    pub(super) fn elapsed_ms(&mut self, start: RawEvent, end: RawEvent) -> Answer<f64> {
+    pub(crate) fn elapsed_ms(&mut self, start: RawEvent, end: RawEvent) -> Answer<f64> {
         let mut times = [0; 2];
         let mut reached = Vec::with_capacity(2);
         for (time, event) in times.iter_mut().zip([start, end]) {
@@ -397,7 +399,7 @@ impl Machine {
         Ok((to - from) / 1e6)
     }
 
-    pub(super) fn copy_2d(&mut self, copy: &Copy2d, stream: RawStream) -> Answer<()> {
+    pub(crate) fn copy_2d(&mut self, copy: &Copy2d, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         let Copy2d { dst_pitch, src_pitch, width, height, .. } = *copy;
         if dst_pitch < width || src_pitch < width {
@@ -414,7 +416,7 @@ impl Machine {
         self.submit_parts(id, Operation::Copy2d, &rows)
     }
 
-    pub(super) fn copy_batch(&mut self, copies: &[CopyPart], stream: RawStream) -> Answer<()> {
+    pub(crate) fn copy_batch(&mut self, copies: &[CopyPart], stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         if id == LEGACY {
             return Err(Refused::new(Code::NOT_SUPPORTED, "there are no batches on the legacy default stream"));

@@ -10,17 +10,17 @@
 
 use std::collections::BTreeSet;
 
-use super::checks::Misuse;
-use super::clock::{OpClock, StreamKey};
-use super::machine::Machine;
-use super::objects::{CaptureState, GraphAccesses, GraphNode, Membership};
-use super::queue::LEGACY;
-use super::race::Epoch;
-use super::refused::{Answer, Refused};
-use super::violation::Violation;
-use super::work::Body;
-use crate::driver::{CaptureStatus, RawGraph, RawStream};
-use crate::error::{Code, Operation};
+use aquifer_device::{CaptureStatus, Code, Operation, RawGraph, RawStream};
+
+use crate::checks::Misuse;
+use crate::clock::{OpClock, StreamKey};
+use crate::machine::Machine;
+use crate::objects::{CaptureState, GraphAccesses, GraphNode, Membership};
+use crate::queue::LEGACY;
+use crate::race::Epoch;
+use crate::refused::{Answer, Refused};
+use crate::violation::Violation;
+use crate::work::Body;
 
 fn unsupported(detail: impl Into<String>) -> Refused {
     Refused::new(Code::CAPTURE_UNSUPPORTED, detail)
@@ -29,7 +29,7 @@ fn unsupported(detail: impl Into<String>) -> Refused {
 impl Machine {
     /// Refuses work on the legacy stream while a blocking stream captures, and on a stream whose
     /// capture broke.
-    pub(super) fn capture_allows(&mut self, id: u32) -> Answer<()> {
+    pub(crate) fn capture_allows(&mut self, id: u32) -> Answer<()> {
         if !self.has_captures() {
             return Ok(());
         }
@@ -51,7 +51,7 @@ impl Machine {
     }
 
     /// Refuses a call that a capturing stream cannot take, and breaks its capture.
-    pub(super) fn forbid_capture(&mut self, id: u32, refusal: impl FnOnce() -> Refused) -> Answer<()> {
+    pub(crate) fn forbid_capture(&mut self, id: u32, refusal: impl FnOnce() -> Refused) -> Answer<()> {
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_none() {
             return Ok(());
@@ -61,25 +61,25 @@ impl Machine {
     }
 
     /// Refuses to wait for a capturing stream.
-    pub(super) fn forbid_wait(&mut self, id: u32) -> Answer<()> {
+    pub(crate) fn forbid_wait(&mut self, id: u32) -> Answer<()> {
         self.forbid_capture(id, || {
             unsupported("the stream captures; its work does not run, so it cannot be waited for")
         })
     }
 
     /// Refuses calls of the driver's pool on a capturing stream.
-    pub(super) fn forbid_pool(&mut self, id: u32) -> Answer<()> {
+    pub(crate) fn forbid_pool(&mut self, id: u32) -> Answer<()> {
         self.forbid_capture(id, || unsupported("the driver's pool cannot be used in a capture here"))
     }
 
     /// Refuses to make a capturing stream wait for an event from outside of the capture.
-    pub(super) fn forbid_outside_event(&mut self, id: u32) -> Answer<()> {
+    pub(crate) fn forbid_outside_event(&mut self, id: u32) -> Answer<()> {
         let detail = "the stream captures, and the event was not recorded in its capture";
         self.forbid_capture(id, || Refused::new(Code::CAPTURE_ISOLATION, detail))
     }
 
     /// Refuses to wait for the whole device while anything captures, and breaks all captures.
-    pub(super) fn forbid_device_wait(&mut self) -> Answer<()> {
+    pub(crate) fn forbid_device_wait(&mut self) -> Answer<()> {
         let refused = self.refuse_device_wait();
         if refused.is_err() {
             self.captures.values_mut().for_each(|capture| capture.invalid = true);
@@ -88,7 +88,7 @@ impl Machine {
     }
 
     /// Refuses to wait for the whole device while anything captures. Breaks no capture.
-    pub(super) fn refuse_device_wait(&mut self) -> Answer<()> {
+    pub(crate) fn refuse_device_wait(&mut self) -> Answer<()> {
         if !self.has_captures() {
             return Ok(());
         }
@@ -116,12 +116,12 @@ impl Machine {
     }
 
     /// Whether a live capture was broken.
-    pub(super) fn is_broken(&self, capture: u64) -> bool {
+    pub(crate) fn is_broken(&self, capture: u64) -> bool {
         self.captures.get(&capture).is_some_and(|capture| capture.invalid)
     }
 
     /// Breaks the capture that the stream is part of.
-    pub(super) fn invalidate_capture_of(&mut self, id: u32) {
+    pub(crate) fn invalidate_capture_of(&mut self, id: u32) {
         let member = self.streams.get(id).ok().and_then(|stream| stream.capture.as_ref());
         if let Some(capture) = member.map(|member| member.capture) {
             self.invalidate(capture);
@@ -130,7 +130,7 @@ impl Machine {
 
     /// Removes a destroyed stream from its capture. That breaks the capture, or ends it if it began
     /// on the stream.
-    pub(super) fn leave_capture(&mut self, id: u32, member: &Membership) {
+    pub(crate) fn leave_capture(&mut self, id: u32, member: &Membership) {
         self.invalidate(member.capture);
         let Some(capture) = self.captures.get_mut(&member.capture) else { return };
         capture.members.remove(&id);
@@ -150,7 +150,7 @@ impl Machine {
     }
 
     /// Whether the stream captures. Breaks nothing.
-    pub(super) fn capture_status(&mut self, stream: RawStream) -> Answer<CaptureStatus> {
+    pub(crate) fn capture_status(&mut self, stream: RawStream) -> Answer<CaptureStatus> {
         let id = self.streams.find(stream)?;
         if self.has_captures()
             && id == LEGACY
@@ -167,7 +167,7 @@ impl Machine {
         })
     }
 
-    pub(super) fn begin_capture(&mut self, stream: RawStream) -> Answer<()> {
+    pub(crate) fn begin_capture(&mut self, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         if id == LEGACY {
             return Err(unsupported("the legacy default stream cannot capture"));
@@ -183,7 +183,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn end_capture(&mut self, stream: RawStream) -> Answer<RawGraph> {
+    pub(crate) fn end_capture(&mut self, stream: RawStream) -> Answer<RawGraph> {
         let id = self.streams.find(stream)?;
         let member = self.streams.get(id)?.capture.as_ref();
         let (number, clock) = match member {
@@ -216,7 +216,7 @@ impl Machine {
     }
 
     /// A wait for an event that was recorded inside a capture: the stream joins it.
-    pub(super) fn wait_captured(&mut self, id: u32, capture: u64, clock: &OpClock) -> Answer<()> {
+    pub(crate) fn wait_captured(&mut self, id: u32, capture: u64, clock: &OpClock) -> Answer<()> {
         if !self.captures.contains_key(&capture) {
             return Err(Refused::new(Code::CAPTURED_EVENT, "the event was recorded in a capture that is over"));
         }
@@ -245,7 +245,7 @@ impl Machine {
 
     /// Adds work to the capture that the stream is part of. Returns the work when the stream
     /// captures nothing. `is_new` unless it was captured before, in a graph that is launched.
-    pub(super) fn capture_work(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Body>> {
+    pub(crate) fn capture_work(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Body>> {
         self.capture_allows(id)?;
         if self.streams.get(id)?.capture.is_none() {
             return Ok(Some(body));
@@ -275,7 +275,7 @@ impl Machine {
         Ok(None)
     }
 
-    pub(super) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
+    pub(crate) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
         let unknown = || Refused::handle("graph", graph.0);
         let found = self.graphs.get(graph.0).ok_or_else(unknown)?;
         let (needed, launched) = (found.needed.clone(), found.launched.clone());
@@ -312,7 +312,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {
+    pub(crate) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {
         self.graphs.remove(graph.0).map(|_| ()).ok_or_else(|| Refused::handle("graph", graph.0))
     }
 }

@@ -25,32 +25,32 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::interval::IntervalMap;
-use super::violation::{BlockRef, DropRef, ViolationKind};
-use super::work::{Body, End};
-use crate::driver::DevicePtr;
-use crate::fork::Mutex;
-use crate::launch::AccessKind;
-use crate::witness::{Caller, NewBlock, Witness, caller, last_caller, moves_contents};
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::{Caller, caller, last_caller, moves_contents};
+use aquifer_device::{AccessKind, DevicePtr, NewBlock, Witness};
+
+use crate::interval::IntervalMap;
+use crate::violation::{BlockRef, DropRef, ViolationKind};
+use crate::work::{Body, End};
 
 /// The reports of allocators to a simulated device about their memory, and the bytes that were
 /// never written.
 #[derive(Debug, Default)]
-pub(super) struct Checks {
+pub(crate) struct Checks {
     state: Mutex<ReportedMemory>,
 }
 
 /// The witness of a device with `checks=off`.
 #[derive(Debug)]
-pub(super) struct Unchecked;
+pub(crate) struct Unchecked;
 
 impl Witness for Unchecked {}
 
 /// Where memory that was never written was allocated.
-pub(super) type Origin = Option<Caller>;
+pub(crate) type Origin = Option<Caller>;
 
 /// Unwritten bytes by address.
-pub(super) type Unwritten = Vec<(Range<u64>, Origin)>;
+pub(crate) type Unwritten = Vec<(Range<u64>, Origin)>;
 
 #[derive(Debug, Default)]
 struct ReportedMemory {
@@ -85,25 +85,25 @@ impl Block {
 
 /// A range that work must not touch.
 #[derive(Debug)]
-pub(super) struct Misuse {
-    pub(super) kind: ViolationKind,
+pub(crate) struct Misuse {
+    pub(crate) kind: ViolationKind,
     /// The first byte that must not be touched.
-    pub(super) at: u64,
-    pub(super) block: Option<BlockRef>,
-    pub(super) why: String,
+    pub(crate) at: u64,
+    pub(crate) block: Option<BlockRef>,
+    pub(crate) why: String,
 }
 
 /// A block that a graph uses, and that is not the graph's own: its address and number, and the end
 /// of the part in use.
-pub(super) type Needed = (u64, u64, u64);
+pub(crate) type Needed = (u64, u64, u64);
 
 /// Unwritten bytes that work reads.
 #[derive(Debug, Default)]
-pub(super) struct Reads {
+pub(crate) struct Reads {
     /// Read in any case.
-    pub(super) all: Unwritten,
+    pub(crate) all: Unwritten,
     /// Read if the kernel does, which shows when it runs.
-    pub(super) perhaps: Unwritten,
+    pub(crate) perhaps: Unwritten,
 }
 
 impl Witness for Checks {
@@ -154,7 +154,7 @@ impl Witness for Checks {
 
 impl Checks {
     /// The driver took addresses back.
-    pub(super) fn removed(&self, range: Range<u64>) {
+    pub(crate) fn removed(&self, range: Range<u64>) {
         let mut state = self.state.lock();
         state.managed.remove(range.clone());
         state.blocks.remove(range.clone());
@@ -162,18 +162,18 @@ impl Checks {
     }
 
     /// Page-locked memory was given back.
-    pub(super) fn host_removed(&self, range: Range<u64>) {
+    pub(crate) fn host_removed(&self, range: Range<u64>) {
         self.state.lock().unwritten_host.remove(range);
     }
 
     /// The block at an address, if there is or was one.
-    pub(super) fn block_at(&self, at: u64) -> Option<BlockRef> {
+    pub(crate) fn block_at(&self, at: u64) -> Option<BlockRef> {
         self.state.lock().blocks.at(at, u64::MAX).0.map(|held| held.shown.clone())
     }
 
     /// Checks that a range lies in one live block, where an allocator manages the memory. Returns
     /// the block if a graph needs it.
-    pub(super) fn check(&self, range: &Range<u64>) -> Result<Option<Needed>, Box<Misuse>> {
+    pub(crate) fn check(&self, range: &Range<u64>) -> Result<Option<Needed>, Box<Misuse>> {
         let state = self.state.lock();
         if state.managed.at(range.start, u64::MAX).0.is_none() || moves_contents() {
             return Ok(None);
@@ -199,7 +199,7 @@ impl Checks {
 
     /// Checks that no live block but the one that holds `range` holds `alias`, a range of other
     /// addresses of the same physical memory.
-    pub(super) fn check_alias(&self, range: &Range<u64>, alias: &Range<u64>) -> Option<Box<Misuse>> {
+    pub(crate) fn check_alias(&self, range: &Range<u64>, alias: &Range<u64>) -> Option<Box<Misuse>> {
         if moves_contents() {
             return None;
         }
@@ -213,7 +213,7 @@ impl Checks {
     }
 
     /// Checks that blocks which a graph needs are live.
-    pub(super) fn check_needed(&self, needed: impl IntoIterator<Item = Needed>) -> Option<Misuse> {
+    pub(crate) fn check_needed(&self, needed: impl IntoIterator<Item = Needed>) -> Option<Misuse> {
         let state = self.state.lock();
         needed.into_iter().find_map(|(at, number, end)| {
             let block = state.blocks.at(at, u64::MAX).0;
@@ -233,7 +233,7 @@ impl Checks {
     }
 
     /// Notes how work changes unwritten bytes, and returns those that it reads.
-    pub(super) fn run(&self, body: &Body) -> Reads {
+    pub(crate) fn run(&self, body: &Body) -> Reads {
         let mut state = self.state.lock();
         let mut reads = Reads::default();
         let moves = moves_contents();
@@ -274,7 +274,7 @@ impl Checks {
     }
 
     /// The unwritten bytes of a range, counted from its start.
-    pub(super) fn unwritten_from(&self, range: &Range<u64>) -> Unwritten {
+    pub(crate) fn unwritten_from(&self, range: &Range<u64>) -> Unwritten {
         let mut found = self.state.lock().unwritten_in(range);
         for (piece, _) in &mut found {
             *piece = piece.start - range.start..piece.end - range.start;

@@ -3,44 +3,44 @@
 //!
 //! A clock is sparse: a stream that is not listed stands at 0, before its first operation.
 
-use crate::stream_map::StreamMap;
+use aquifer_device::internal::StreamMap;
 
 /// A stream among those of all simulated devices of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct StreamKey {
+pub(crate) struct StreamKey {
     /// Number of the device, never reused.
-    pub(super) device: u32,
+    pub(crate) device: u32,
     /// Identity of the stream on it.
-    pub(super) stream: u32,
+    pub(crate) stream: u32,
 }
 
 /// Up to which operation of every stream something is ordered after.
 #[derive(Clone, Debug, Default)]
-pub(super) struct OpClock(
+pub(crate) struct OpClock(
     /// The components by device. Copies share equal parts.
     Vec<(u32, StreamMap)>,
 );
 
 impl OpClock {
     /// The stream's component.
-    pub(super) fn get(&self, stream: StreamKey) -> u64 {
+    pub(crate) fn get(&self, stream: StreamKey) -> u64 {
         self.place(stream.device).map_or(0, |at| self.0[at].1.get(stream.stream))
     }
 
     /// Makes the stream's component at least `seq`.
-    pub(super) fn raise(&mut self, stream: StreamKey, seq: u64) {
+    pub(crate) fn raise(&mut self, stream: StreamKey, seq: u64) {
         self.of(stream.device).raise(stream.stream, seq);
     }
 
     /// Makes this at least `other` in every component.
-    pub(super) fn join(&mut self, other: &OpClock) {
+    pub(crate) fn join(&mut self, other: &OpClock) {
         for (device, streams) in &other.0 {
             self.of(*device).join(streams);
         }
     }
 
     /// Forgets the components that do not pass, except some next to others that do.
-    pub(super) fn forget_unless(&mut self, mut keep: impl FnMut(StreamKey, u64) -> bool) {
+    pub(crate) fn forget_unless(&mut self, mut keep: impl FnMut(StreamKey, u64) -> bool) {
         self.0.retain_mut(|&mut (device, ref mut streams)| {
             streams.forget_unless(|stream, seq| keep(StreamKey { device, stream }, seq));
             !streams.is_empty()
@@ -48,14 +48,14 @@ impl OpClock {
     }
 
     /// The components that are not 0.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (StreamKey, u64)> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (StreamKey, u64)> + '_ {
         self.0.iter().flat_map(|&(device, ref streams)| {
             streams.entries().into_iter().map(move |(stream, seq)| (StreamKey { device, stream }, seq))
         })
     }
 
     /// Forgets every component.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 

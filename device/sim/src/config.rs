@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use super::fault::Fault;
-use super::parse::{self, SimConfigError};
-use super::preset::{Card, Preset};
+use crate::fault::Fault;
+use crate::parse::{self, SimConfigError};
+use crate::preset::{Card, Preset};
 
 /// The largest memory that a simulated device can have, in bytes: 64 TiB.
 pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
@@ -12,12 +12,12 @@ pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
 /// Configuration of a simulated device.
 ///
 /// ```
-/// use aquifer_device::sim::{Preset, SimConfig};
+/// use aquifer_sim::{Preset, SimConfig};
 ///
 /// let config = SimConfig::new(24 << 30).seed(7);
 /// assert_eq!(SimConfig::parse("24GiB,seed=7")?, config);
 /// assert_eq!(SimConfig::parse("rtx4090")?, SimConfig::preset(Preset::Rtx4090));
-/// # Ok::<(), aquifer_device::sim::SimConfigError>(())
+/// # Ok::<(), aquifer_sim::SimConfigError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -136,13 +136,13 @@ impl SimConfig {
     /// | `faults` | path | a file of at most 1 MiB with one of the last five settings a line; `#` starts a comment |
     ///
     /// ```
-    /// use aquifer_device::sim::SimConfig;
+    /// use aquifer_sim::SimConfig;
     ///
     /// let config = SimConfig::parse("h100,seed=7,fault=cuMemAlloc#3:out_of_memory")?;
     /// assert_eq!((config.capacity_bytes, config.seed, config.faults.len()), (80 << 30, 7, 1));
     /// let error = SimConfig::parse("80GiB,sede=7").unwrap_err();
     /// assert_eq!((error.text.as_str(), error.offset), ("sede", 6));
-    /// # Ok::<(), aquifer_device::sim::SimConfigError>(())
+    /// # Ok::<(), aquifer_sim::SimConfigError>(())
     /// ```
     ///
     /// # Errors
@@ -166,7 +166,7 @@ impl SimConfig {
     }
 
     /// The card, as far as nothing else was asked for.
-    pub(super) fn card(&self) -> Card {
+    pub(crate) fn card(&self) -> Card {
         let card = self.preset.card();
         Card { link_gb_s: self.link_gb_s.map_or(card.link_gb_s, |gb_s| gb_s.max(1)), ..card }
     }

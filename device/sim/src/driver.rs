@@ -3,22 +3,19 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::checks::Unchecked;
-use super::host;
-use crate::capturing_streams::CapturingStreams;
-use crate::copies::{Copy2d, CopyPart};
-use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
-    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
+use aquifer_device::internal::CapturingStreams;
+use aquifer_device::{
+    AccessKind, Attribute, CaptureStatus, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo,
+    MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, Result,
+    StreamFlags, Witness,
 };
-use crate::error::{Operation, Result};
-use crate::launch::{AccessKind, Launch};
-use crate::physical::PhysicalOptions;
-use crate::witness::Witness;
+
+use crate::SimDriver;
+use crate::checks::Unchecked;
+use crate::host;
 
 impl Driver for SimDriver {
-    crate::forward_calls! {
+    aquifer_device::forward_calls! {
         memory_info attribute free alloc_async free_async reserve unreserve release_physical map
         create_stream destroy_stream synchronize_stream query_stream stream_id
         create_event destroy_event record wait query_event synchronize_event elapsed_ms synchronize
@@ -126,8 +123,10 @@ impl Driver for SimDriver {
     }
 
     fn witness(&self) -> Option<Arc<dyn Witness>> {
-        let checks = self.machine.lock().checks().cloned();
-        Some(checks.map_or_else(|| Arc::new(Unchecked) as Arc<dyn Witness>, |checks| checks))
+        match self.machine.lock().checks() {
+            Some(checks) => Some(checks.clone()),
+            None => Some(Arc::new(Unchecked)),
+        }
     }
 
     fn take_violation(&self) -> Option<String> {

@@ -11,12 +11,12 @@
 
 use std::collections::VecDeque;
 
-use super::preset::Card;
-use super::rng::Rng;
+use crate::preset::Card;
+use crate::rng::Rng;
 
 /// The part of the device that does a piece of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
+pub(crate) enum Unit {
     /// Copies from the host or a peer, one at a time.
     ToDevice,
     /// Copies to the host, one at a time.
@@ -29,12 +29,12 @@ pub(super) enum Unit {
 
 /// The cost of a piece of work.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Cost {
-    pub(super) unit: Unit,
-    pub(super) bytes: u64,
-    pub(super) operations: u64,
+pub(crate) struct Cost {
+    pub(crate) unit: Unit,
+    pub(crate) bytes: u64,
+    pub(crate) operations: u64,
     /// The least time that it takes.
-    pub(super) busy_ns: u64,
+    pub(crate) busy_ns: u64,
 }
 
 /// For how long each part of a simulated device was booked, in virtual ns since the start.
@@ -44,8 +44,8 @@ pub(super) struct Cost {
 /// time that passed, a part was idle.
 ///
 /// ```
-/// use aquifer_device::sim::{SimConfig, SimDriver};
 /// use aquifer_device::{Device, Driver};
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let driver = SimDriver::new(SimConfig::parse("h100,link=25,jitter=off")?);
 /// let device = Device::new(driver.clone());
 /// let (stream, memory) = (device.stream()?, device.alloc(25_000_000)?);
@@ -94,28 +94,28 @@ impl Calendar {
 
 /// Schedules work.
 #[derive(Debug)]
-pub(super) struct Engine {
+pub(crate) struct Engine {
     card: Card,
     jitter: bool,
     rng: Rng,
     to_device: Calendar,
     to_host: Calendar,
-    pub(super) times: EngineTimes,
+    pub(crate) times: EngineTimes,
 }
 
 impl Engine {
-    pub(super) fn new(card: Card, seed: u64, jitter: bool) -> Self {
+    pub(crate) fn new(card: Card, seed: u64, jitter: bool) -> Self {
         let rng = Rng::new(seed, 1);
         let (to_device, to_host) = (Calendar::default(), Calendar::default());
         Engine { card, jitter, rng, to_device, to_host, times: EngineTimes::default() }
     }
 
-    pub(super) fn card(&self) -> Card {
+    pub(crate) fn card(&self) -> Card {
         self.card
     }
 
     /// When work that is ready at `ready` finishes, in virtual ns.
-    pub(super) fn schedule(&mut self, now: u64, ready: u64, cost: Cost) -> u64 {
+    pub(crate) fn schedule(&mut self, now: u64, ready: u64, cost: Cost) -> u64 {
         let link_ns = cost.bytes / self.card.link_gb_s;
         let (delay, base) = match cost.unit {
             Unit::None => return ready.saturating_add(1),
@@ -139,7 +139,7 @@ impl Engine {
     }
 
     /// A number that decides between work that finishes at the same time.
-    pub(super) fn lot(&mut self) -> u64 {
+    pub(crate) fn lot(&mut self) -> u64 {
         self.rng.next()
     }
 
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn without_jitter_work_takes_the_times_of_the_card() {
-        let mut engine = Engine::new(super::super::Preset::H100.card(), 0, false);
+        let mut engine = Engine::new(crate::Preset::H100.card(), 0, false);
         let cost = Cost { unit: Unit::ToDevice, bytes: 53_000_000, operations: 0, busy_ns: 0 };
         assert_eq!(engine.schedule(0, 0, cost), 1_001_500);
         let half = Cost { unit: Unit::ToHost, bytes: 26_500_000, ..cost };

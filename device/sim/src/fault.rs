@@ -5,20 +5,21 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::rng::Rng;
 #[cfg(doc)]
-use crate::error::ErrorKind;
-use crate::error::{Code, Operation};
+use aquifer_device::ErrorKind;
+use aquifer_device::{Code, Operation};
+
+use crate::rng::Rng;
 
 /// A fault to inject.
 ///
-/// Calls are counted from the moment the fault is added (for faults of a [`super::SimConfig`], from
-/// the start). They are added to a [`super::SimConfig`] in code ([`super::SimConfig::fault`]) or as
-/// text ([`super::SimConfig::parse`]), or to a device that is in use:
+/// Calls are counted from the moment the fault is added (for faults of a [`crate::SimConfig`], from
+/// the start). They are added to a [`crate::SimConfig`] in code ([`crate::SimConfig::fault`]) or as
+/// text ([`crate::SimConfig::parse`]), or to a device that is in use:
 ///
 /// ```
-/// use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 /// use aquifer_device::{Code, Device, Operation};
+/// use aquifer_sim::{Fault, SimConfig, SimDriver};
 ///
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone()); // the driver stays at hand
@@ -79,7 +80,7 @@ pub enum Fault {
     },
 }
 
-/// As [`super::SimConfig::parse`] reads it.
+/// As [`crate::SimConfig::parse`] reads it.
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |operation: &Option<Operation>| operation.map_or("any", Operation::name);
@@ -107,8 +108,8 @@ pub struct Verdict {
 /// of the simulated device do.
 ///
 /// ```
-/// use aquifer_device::sim::{Fault, FaultPlan};
 /// use aquifer_device::{Code, Operation};
+/// use aquifer_sim::{Fault, FaultPlan};
 /// let fault = Fault::Nth { operation: Some(Operation::Alloc), nth: 2, code: Code::OUT_OF_MEMORY };
 /// let mut plan = FaultPlan::new(&[fault], 0);
 /// let codes = [Operation::Alloc, Operation::Free, Operation::Alloc].map(|operation| plan.strike(operation).code);
@@ -188,7 +189,7 @@ impl FaultPlan {
 const LOST: Code = Code(214);
 
 /// The code that random failures of `operation` have when none is given.
-pub(super) fn default_code(operation: Option<Operation>) -> Code {
+pub(crate) fn default_code(operation: Option<Operation>) -> Code {
     match operation {
         Some(Operation::Alloc | Operation::AllocAsync | Operation::CreatePhysical | Operation::HostAlloc) => {
             Code::OUT_OF_MEMORY

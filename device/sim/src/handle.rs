@@ -8,7 +8,7 @@ use std::collections::BinaryHeap;
 
 /// Objects by handle value.
 #[derive(Debug)]
-pub(super) struct HandleTable<T> {
+pub(crate) struct HandleTable<T> {
     base: u64,
     /// By how much the handle is above the base.
     objects: Vec<Option<T>>,
@@ -17,7 +17,7 @@ pub(super) struct HandleTable<T> {
 
 impl<T> HandleTable<T> {
     /// An empty table whose handles start at `base`.
-    pub(super) fn new(base: u64) -> Self {
+    pub(crate) fn new(base: u64) -> Self {
         HandleTable { base, objects: Vec::new(), freed: BinaryHeap::new() }
     }
 
@@ -26,7 +26,7 @@ impl<T> HandleTable<T> {
     }
 
     /// Adds an object and returns its handle, the lowest value that is free.
-    pub(super) fn insert(&mut self, object: T) -> u64 {
+    pub(crate) fn insert(&mut self, object: T) -> u64 {
         let place = match self.freed.pop() {
             Some(Reverse(place)) => place,
             None => {
@@ -39,23 +39,23 @@ impl<T> HandleTable<T> {
     }
 
     /// The object of a live handle.
-    pub(super) fn get(&self, handle: u64) -> Option<&T> {
+    pub(crate) fn get(&self, handle: u64) -> Option<&T> {
         self.objects.get(self.place(handle))?.as_ref()
     }
 
     /// The object of a live handle.
-    pub(super) fn get_mut(&mut self, handle: u64) -> Option<&mut T> {
+    pub(crate) fn get_mut(&mut self, handle: u64) -> Option<&mut T> {
         let place = self.place(handle);
         self.objects.get_mut(place)?.as_mut()
     }
 
     /// Every object.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.objects.iter().flatten()
     }
 
     /// Destroys a live handle and returns its object.
-    pub(super) fn remove(&mut self, handle: u64) -> Option<T> {
+    pub(crate) fn remove(&mut self, handle: u64) -> Option<T> {
         let place = self.place(handle);
         let object = self.objects.get_mut(place)?.take()?;
         self.freed.push(Reverse(place));

@@ -13,9 +13,10 @@ use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use super::refused::{Answer, Refused};
-use super::violation::OpRef;
-use crate::error::Code;
+use aquifer_device::Code;
+
+use crate::refused::{Answer, Refused};
+use crate::violation::OpRef;
 
 /// Alignment of page-locked memory in bytes.
 const PAGE: usize = 4096;
@@ -25,7 +26,7 @@ const NOT_REGISTERED: Code = Code(713);
 
 /// One page-locked piece of memory.
 #[derive(Debug)]
-pub(super) struct HostBlock {
+pub(crate) struct HostBlock {
     start: NonNull<u8>,
     /// How it was allocated; `None` for registered memory.
     layout: Option<Layout>,
@@ -58,12 +59,12 @@ impl HostBlock {
     }
 
     /// The host address of the first byte.
-    pub(super) fn address(&self) -> usize {
+    pub(crate) fn address(&self) -> usize {
         self.start.as_ptr().expose_provenance()
     }
 
     /// The addresses of `bytes` bytes from `offset` on.
-    pub(super) fn range(&self, offset: usize, bytes: usize) -> Range<u64> {
+    pub(crate) fn range(&self, offset: usize, bytes: usize) -> Range<u64> {
         let start = self.address() as u64 + offset as u64;
         start..start + bytes as u64
     }
@@ -74,7 +75,7 @@ impl HostBlock {
     }
 
     /// Reads from the block; out of range reads nothing.
-    pub(super) fn read(&self, offset: usize, into: &mut [u8]) {
+    pub(crate) fn read(&self, offset: usize, into: &mut [u8]) {
         if let Some(from) = self.at(offset, into.len()) {
             // SAFETY: `from` and the length lie inside this live block, and `into` is the
             // simulator's own buffer.
@@ -83,7 +84,7 @@ impl HostBlock {
     }
 
     /// Writes to the block; out of range writes nothing.
-    pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
+    pub(crate) fn write(&self, offset: usize, bytes: &[u8]) {
         if let Some(to) = self.at(offset, bytes.len()) {
             // SAFETY: `to` and the length lie inside this live block, and `bytes` is the
             // simulator's own buffer.
@@ -103,7 +104,7 @@ impl Drop for HostBlock {
 
 /// The live page-locked memory by address.
 #[derive(Debug, Default)]
-pub(super) struct HostBlocks {
+pub(crate) struct HostBlocks {
     blocks: BTreeMap<usize, Arc<HostBlock>>,
     /// Freed blocks that pending copies or graphs may still hold, with the operation that freed
     /// them.
@@ -111,7 +112,7 @@ pub(super) struct HostBlocks {
 }
 
 impl HostBlocks {
-    pub(super) fn alloc(&mut self, bytes: usize) -> Answer<usize> {
+    pub(crate) fn alloc(&mut self, bytes: usize) -> Answer<usize> {
         let block = HostBlock::new(bytes)?;
         let address = block.address();
         self.blocks.insert(address, Arc::new(block));
@@ -119,7 +120,7 @@ impl HostBlocks {
     }
 
     /// Page-locks the caller's memory, which must stay there until it is unregistered.
-    pub(super) fn register(&mut self, start: *mut u8, bytes: usize) -> Answer<usize> {
+    pub(crate) fn register(&mut self, start: *mut u8, bytes: usize) -> Answer<usize> {
         let address = start.expose_provenance();
         let end = address.checked_add(bytes);
         let (Some(start), Some(end), true) = (NonNull::new(start), end, bytes > 0) else {
@@ -135,25 +136,25 @@ impl HostBlocks {
     }
 
     /// Number of live pieces, allocated and registered.
-    pub(super) fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.blocks.len()
     }
 
     /// The range of the live allocation that starts at `address`.
-    pub(super) fn allocated(&self, address: usize) -> Answer<Range<u64>> {
+    pub(crate) fn allocated(&self, address: usize) -> Answer<Range<u64>> {
         let block = self.blocks.get(&address).filter(|block| block.layout.is_some());
         let none = || Refused::value(format!("no page-locked allocation starts at {address:#x}"));
         block.map(|block| block.range(0, block.bytes)).ok_or_else(none)
     }
 
     /// The range of the registered memory that starts at `address`.
-    pub(super) fn registered(&self, address: usize) -> Answer<Range<u64>> {
+    pub(crate) fn registered(&self, address: usize) -> Answer<Range<u64>> {
         let block = self.blocks.get(&address).filter(|block| block.layout.is_none());
         let none = || Refused::new(NOT_REGISTERED, format!("no registered memory starts at {address:#x}"));
         block.map(|block| block.range(0, block.bytes)).ok_or_else(none)
     }
 
-    pub(super) fn free(&mut self, address: usize, by: OpRef) {
+    pub(crate) fn free(&mut self, address: usize, by: OpRef) {
         self.gone.retain(|(block, _)| Arc::strong_count(block) > 1);
         if let Some(block) = self.blocks.remove(&address) {
             self.gone.push((block, by));
@@ -162,14 +163,14 @@ impl HostBlocks {
     }
 
     /// The live allocation that holds all of the range, with the offset of its start in it.
-    pub(super) fn find(&self, address: usize, bytes: usize) -> Option<(&Arc<HostBlock>, usize)> {
+    pub(crate) fn find(&self, address: usize, bytes: usize) -> Option<(&Arc<HostBlock>, usize)> {
         let (&start, block) = self.blocks.range(..=address).next_back()?;
         let offset = address - start;
         block.at(offset, bytes).map(|_| (block, offset))
     }
 
     /// The operation that freed the block, if it is not live any more.
-    pub(super) fn freed(&self, block: &Arc<HostBlock>) -> Option<OpRef> {
+    pub(crate) fn freed(&self, block: &Arc<HostBlock>) -> Option<OpRef> {
         self.gone.iter().find(|(gone, _)| Arc::ptr_eq(gone, block)).map(|&(_, by)| by)
     }
 }
@@ -178,7 +179,7 @@ impl HostBlocks {
 ///
 /// # Safety
 /// `from..from + bytes` must be readable.
-pub(super) unsafe fn take(from: *const u8, bytes: usize) -> Vec<u8> {
+pub(crate) unsafe fn take(from: *const u8, bytes: usize) -> Vec<u8> {
     let mut taken = vec![0; bytes];
     // SAFETY: the caller vouches for the source; the target was just made with this length.
     unsafe { ptr::copy_nonoverlapping(from, taken.as_mut_ptr(), bytes) };
@@ -189,7 +190,7 @@ pub(super) unsafe fn take(from: *const u8, bytes: usize) -> Vec<u8> {
 ///
 /// # Safety
 /// `to..to + bytes.len()` must be writable.
-pub(super) unsafe fn give(to: *mut u8, bytes: &[u8]) {
+pub(crate) unsafe fn give(to: *mut u8, bytes: &[u8]) {
     // SAFETY: the caller vouches for the target; the source is a slice.
     unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
 }

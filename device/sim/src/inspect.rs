@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
-use super::SimDriver;
-use super::engine::EngineTimes;
-use super::objects::CapturedGraph;
-use crate::driver::{DevicePtr, RawEvent, RawGraph, RawStream};
+use aquifer_device::{DevicePtr, RawEvent, RawGraph, RawStream};
+
+use crate::SimDriver;
+use crate::engine::EngineTimes;
+use crate::objects::CapturedGraph;
 
 /// The capture that a stream is part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +58,7 @@ impl SimDriver {
     }
 
     /// The other addresses of the physical memory that is mapped in a range.
-    pub(super) fn aliases(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+    pub(crate) fn aliases(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let machine = self.machine.lock();
         machine.physicals.aliases(&machine.address.mappings, range)
     }

@@ -8,14 +8,14 @@ use std::ops::Range;
 
 /// Disjoint ranges with a value each, ordered by address.
 #[derive(Clone, Debug)]
-pub(super) struct IntervalMap<V> {
+pub(crate) struct IntervalMap<V> {
     /// Start → (end, value).
     entries: BTreeMap<u64, (u64, V)>,
 }
 
 impl<V> IntervalMap<V> {
     /// A map without ranges.
-    pub(super) const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         IntervalMap { entries: BTreeMap::new() }
     }
 }
@@ -28,17 +28,17 @@ impl<V> Default for IntervalMap<V> {
 
 impl<V: Clone + PartialEq> IntervalMap<V> {
     /// Number of ranges held.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
     /// Forgets everything.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.entries.clear();
     }
 
     /// Removes the values of `range`; ranges that stick out are cut.
-    pub(super) fn remove(&mut self, range: Range<u64>) {
+    pub(crate) fn remove(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
         }
@@ -62,7 +62,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
     }
 
     /// Holds `value` for all of `range`, instead of earlier values.
-    pub(super) fn insert(&mut self, range: Range<u64>, value: V) {
+    pub(crate) fn insert(&mut self, range: Range<u64>, value: V) {
         if range.is_empty() {
             return;
         }
@@ -91,7 +91,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
     }
 
     /// The ranges that overlap `range`, cut to it, in order. None overlaps an empty one.
-    pub(super) fn overlapping(&self, range: Range<u64>) -> impl Iterator<Item = (Range<u64>, &V)> {
+    pub(crate) fn overlapping(&self, range: Range<u64>) -> impl Iterator<Item = (Range<u64>, &V)> {
         let first = self.entries.range(..range.start).next_back().filter(|(_, (end, _))| *end > range.start);
         let from = first.map_or(range.start, |(&start, _)| start);
         let (low, high) = (range.start, range.end);
@@ -101,7 +101,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
 
     /// The value at `at` with the end of the range that holds it; without a value, the end of the
     /// gap (at most `limit`).
-    pub(super) fn at(&self, at: u64, limit: u64) -> (Option<&V>, u64) {
+    pub(crate) fn at(&self, at: u64, limit: u64) -> (Option<&V>, u64) {
         if let Some((_, (end, value))) = self.entries.range(..=at).next_back()
             && *end > at
         {
@@ -112,13 +112,13 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
     }
 
     /// The last range that ends at or before `at`.
-    pub(super) fn before(&self, at: u64) -> Option<(Range<u64>, &V)> {
+    pub(crate) fn before(&self, at: u64) -> Option<(Range<u64>, &V)> {
         let (&start, (end, value)) = self.entries.range(..at).next_back()?;
         (*end <= at).then_some((start..*end, value))
     }
 
     /// Replaces each piece of `range`, held or not, by the result of `change`.
-    pub(super) fn update(&mut self, range: Range<u64>, mut change: impl FnMut(Range<u64>, Option<&V>) -> V) {
+    pub(crate) fn update(&mut self, range: Range<u64>, mut change: impl FnMut(Range<u64>, Option<&V>) -> V) {
         let mut at = range.start;
         let mut pieces = Vec::new();
         while at < range.end {
@@ -132,7 +132,7 @@ impl<V: Clone + PartialEq> IntervalMap<V> {
     }
 
     /// Keeps only the ranges whose value passes.
-    pub(super) fn retain(&mut self, mut keep: impl FnMut(&V) -> bool) {
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(&V) -> bool) {
         self.entries.retain(|_, (_, value)| keep(value));
     }
 }

@@ -12,8 +12,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::clock::{OpClock, StreamKey};
-use crate::fork::Mutex;
+use aquifer_device::fork::Mutex;
+
+use crate::clock::{OpClock, StreamKey};
 
 /// Devices numbered so far.
 static DEVICES: AtomicU32 = AtomicU32::new(0);
@@ -48,20 +49,20 @@ impl Ledger {
 
 /// The host's knowledge, as far as one device has it.
 #[derive(Debug)]
-pub(super) struct Known {
+pub(crate) struct Known {
     /// Number of the device, never reused in this process.
-    pub(super) device: u32,
+    pub(crate) device: u32,
     own: Arc<Ledger>,
     peers: Peers,
 }
 
 /// The ledgers of devices by number.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Peers(BTreeMap<u32, Arc<Ledger>>);
+pub(crate) struct Peers(BTreeMap<u32, Arc<Ledger>>);
 
 impl Known {
     /// Nothing, of a device with a new number.
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let device = DEVICES.fetch_add(1, Ordering::Relaxed);
         Known { device, own: Arc::default(), peers: Peers::default() }
     }
@@ -71,12 +72,12 @@ impl Known {
     }
 
     /// Whether the host knows that operation `seq` of a stream is complete.
-    pub(super) fn knows(&self, stream: StreamKey, seq: u64) -> bool {
+    pub(crate) fn knows(&self, stream: StreamKey, seq: u64) -> bool {
         self.ledger(stream.device).is_some_and(|ledger| ledger.knows(stream.stream, seq))
     }
 
     /// The host learns that everything before `clock` is complete.
-    pub(super) fn learn(&self, clock: &OpClock) {
+    pub(crate) fn learn(&self, clock: &OpClock) {
         for (stream, seq) in clock.iter() {
             if let Some(ledger) = self.ledger(stream.device) {
                 ledger.raise(stream.stream, seq);
@@ -86,19 +87,19 @@ impl Known {
 
     /// The device is lost or gone. Its work counts as complete, because the rest of it never
     /// happens.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         self.own.0.lock().over = true;
     }
 
     /// The ledgers of this device and of all that it met, for another one that is to meet them.
-    pub(super) fn all(&self) -> Peers {
+    pub(crate) fn all(&self) -> Peers {
         let mut all = self.peers.clone();
         all.0.insert(self.device, self.own.clone());
         all
     }
 
     /// Meets devices, so that clocks may name their streams here.
-    pub(super) fn meet(&mut self, devices: Peers) {
+    pub(crate) fn meet(&mut self, devices: Peers) {
         let others = devices.0.into_iter().filter(|&(device, _)| device != self.device);
         self.peers.0.extend(others);
     }

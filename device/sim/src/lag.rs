@@ -18,19 +18,16 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::SimDriver;
-use super::interval::IntervalMap;
-use crate::capturing_streams::CapturingStreams;
-use crate::copies::{Copy2d, CopyPart};
-use crate::driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage, RawEvent,
-    RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::{CapturingStreams, moves_contents};
+use aquifer_device::{
+    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver, HostPtr,
+    Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical,
+    RawStream, Result, StreamFlags, Witness,
 };
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork::Mutex;
-use crate::launch::{AccessKind, Launch};
-use crate::physical::PhysicalOptions;
-use crate::witness::{Witness, moves_contents};
+
+use crate::SimDriver;
+use crate::interval::IntervalMap;
 
 /// Most hazards that are kept until they are taken; later ones are dropped.
 const KEPT_MAX: usize = 4096;
@@ -54,8 +51,8 @@ const KEPT_MAX: usize = 4096;
 /// live, or given out twice.
 ///
 /// ```
-/// use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
 /// use aquifer_device::Device;
+/// use aquifer_sim::{Lagging, SimConfig, SimDriver};
 /// let lagging = Lagging::new(SimDriver::new(SimConfig::parse("24GiB")?), 2);
 /// let device = Device::new(lagging.clone());
 /// lagging.advance(); // the program's first event
@@ -260,7 +257,7 @@ impl Lagging {
 impl Driver for Lagging {
     // The simulator answers `wait_peer` at once, at any position of the peer: only the host's
     // knowledge lags.
-    crate::forward_calls! {
+    aquifer_device::forward_calls! {
         info as_any capturing_streams adopt_stream release_stream host_access witness
         memory_info memory_users attribute alloc alloc_async
         reserve unreserve create_physical release_physical map set_access

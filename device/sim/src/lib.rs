@@ -1,6 +1,6 @@
 //! A simulated GPU: deterministic from a seed, in virtual time, with real data and a race detector.
 //!
-//! [`SimDriver`] implements [`Driver`] without a GPU. It finds errors that real hardware hides:
+//! [`SimDriver`] implements [`Driver`] without a GPU; [`open`] opens a device with one. It finds errors that real hardware hides:
 //!
 //! * **Time is virtual.** Driver calls and work cost as much as on a real card, to an order of
 //!   magnitude (see [`Preset`]). The device only makes progress as calls advance the clock. The
@@ -36,7 +36,7 @@
 //!   reports a `violation`. `checks` finds misuse of memory. `lag` makes the device lag
 //!   behind.
 //!
-//! Kernels run while a lock is held, so a [`crate::HostKernel`] must not call the driver. The
+//! Kernels run while a lock is held, so a [`aquifer_device::HostKernel`] must not call the driver. The
 //! legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
 //! host covers only work enqueued on it. Stream priorities are accepted and have no effect.
 //!
@@ -47,8 +47,8 @@
 //! device's memory.
 //!
 //! ```
-//! use aquifer_device::sim::{SimConfig, SimDriver};
 //! use aquifer_device::{Driver, StreamFlags};
+//! use aquifer_sim::{SimConfig, SimDriver};
 //!
 //! let driver = SimDriver::new(SimConfig::parse("24GiB,seed=7")?);
 //! let (one, two) = (driver.create_stream(StreamFlags::default())?, driver.create_stream(StreamFlags::default())?);
@@ -107,21 +107,32 @@ pub use preset::Preset;
 pub use violation::{BlockRef, DropRef, OpRef, StreamRef, Violation, ViolationKind};
 pub use vmm::Mapped;
 
-use crate::capturing_streams::CapturingStreams;
-use crate::driver::{DeviceInfo, DevicePtr, RawStream};
-use crate::error::{Operation, Result};
-use crate::fork::Mutex;
-use crate::witness::may_panic;
+#[cfg(doc)]
+use aquifer_device::Driver;
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::{CapturingStreams, may_panic};
+use aquifer_device::{Device, DeviceInfo, DevicePtr, Operation, RawStream, Result};
 use machine::Machine;
 use refused::Answer;
-
-#[cfg(doc)]
-use crate::driver::Driver;
 
 /// [`DeviceInfo::kind`] of simulated devices.
 pub const KIND: &str = "sim";
 
-/// A simulated GPU. See the [module documentation](self).
+/// Opens a new simulated device, described as [`SimConfig::parse`] takes it.
+///
+/// ```
+/// let device = aquifer_sim::open("24GiB,violations=panic")?;
+/// assert_eq!(device.info().total_bytes, 24 << 30);
+/// # Ok::<(), aquifer_sim::SimConfigError>(())
+/// ```
+///
+/// # Errors
+/// When the text is not understood.
+pub fn open(config: &str) -> Result<Device, SimConfigError> {
+    Ok(Device::new(SimDriver::new(SimConfig::parse(config)?)))
+}
+
+/// A simulated GPU. See the [crate's documentation](crate).
 pub struct SimDriver {
     info: DeviceInfo,
     panic_on_violation: bool,

@@ -11,28 +11,28 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::address::AddressSpace;
-use super::checks::{Checks, Misuse, Needed, Unwritten};
-use super::config::SimConfig;
-use super::engine::Engine;
-use super::fault::FaultPlan;
-use super::handle::HandleTable;
-use super::host::HostBlocks;
-use super::memory::Memory;
-use super::module::Module;
-use super::objects::{CaptureState, CapturedGraph, EventState, PhysicalTable};
-use super::queue::StreamSet;
-use super::race::{Detector, Space};
-use super::refused::{Answer, Refused};
-use super::violation::{OpRef, Violation, ViolationKind, line};
-use super::work::{Body, Cause, HostPart, Touch};
-use crate::driver::PoolUsage;
-use crate::error::{Code, ErrorKind, Operation};
-use crate::witness::caller;
+use aquifer_device::internal::caller;
+use aquifer_device::{Code, ErrorKind, Operation, PoolUsage};
+
+use crate::address::AddressSpace;
+use crate::checks::{Checks, Misuse, Needed, Unwritten};
+use crate::config::SimConfig;
+use crate::engine::Engine;
+use crate::fault::FaultPlan;
+use crate::handle::HandleTable;
+use crate::host::HostBlocks;
+use crate::memory::Memory;
+use crate::module::Module;
+use crate::objects::{CaptureState, CapturedGraph, EventState, PhysicalTable};
+use crate::queue::StreamSet;
+use crate::race::{Detector, Space};
+use crate::refused::{Answer, Refused};
+use crate::violation::{OpRef, Violation, ViolationKind, line};
+use crate::work::{Body, Cause, HostPart, Touch};
 
 /// Work that is scheduled.
 #[derive(Debug)]
-pub(super) struct Pending {
+pub(crate) struct Pending {
     op: OpRef,
     body: Body,
     /// Bytes that were never written and that a kernel may read.
@@ -59,45 +59,45 @@ type FinishOrder = (u64, u64, u64);
 
 /// Everything that changes in a simulated device.
 #[derive(Debug)]
-pub(super) struct Machine {
+pub(crate) struct Machine {
     /// Virtual time in ns.
-    pub(super) now: u64,
+    pub(crate) now: u64,
     /// When all work enqueued so far is done, in virtual ns.
-    pub(super) horizon: u64,
+    pub(crate) horizon: u64,
     /// Driver calls so far.
-    pub(super) calls: u64,
+    pub(crate) calls: u64,
     /// Virtual ns that driver calls cost the host so far, without waits and without injected
     /// delays.
-    pub(super) in_calls: u64,
+    pub(crate) in_calls: u64,
     lost: Option<Lost>,
     /// Ordinal of the device.
-    pub(super) ordinal: u32,
+    pub(crate) ordinal: u32,
     /// Whether it can map physical memory.
-    pub(super) vmm: bool,
+    pub(crate) vmm: bool,
     /// Whether its physical memory can be exported.
-    pub(super) export: bool,
+    pub(crate) export: bool,
     /// Operations numbered so far.
     op_count: u64,
-    pub(super) capture_count: u64,
-    pub(super) faults: FaultPlan,
-    pub(super) engine: Engine,
-    pub(super) memory: Memory,
-    pub(super) address: AddressSpace,
-    pub(super) physicals: PhysicalTable,
-    pub(super) host: HostBlocks,
-    pub(super) streams: StreamSet,
-    pub(super) events: HandleTable<EventState>,
-    pub(super) captures: BTreeMap<u64, CaptureState>,
-    pub(super) graphs: HandleTable<CapturedGraph>,
-    pub(super) modules: HandleTable<Module>,
+    pub(crate) capture_count: u64,
+    pub(crate) faults: FaultPlan,
+    pub(crate) engine: Engine,
+    pub(crate) memory: Memory,
+    pub(crate) address: AddressSpace,
+    pub(crate) physicals: PhysicalTable,
+    pub(crate) host: HostBlocks,
+    pub(crate) streams: StreamSet,
+    pub(crate) events: HandleTable<EventState>,
+    pub(crate) captures: BTreeMap<u64, CaptureState>,
+    pub(crate) graphs: HandleTable<CapturedGraph>,
+    pub(crate) modules: HandleTable<Module>,
     /// Usage of the driver's pool. It gives memory back at once, so all that it holds is in use.
-    pub(super) pool: PoolUsage,
-    pub(super) detector: Detector,
+    pub(crate) pool: PoolUsage,
+    pub(crate) detector: Detector,
     pending: BTreeMap<FinishOrder, Pending>,
 }
 
 impl Machine {
-    pub(super) fn new(config: &SimConfig) -> Self {
+    pub(crate) fn new(config: &SimConfig) -> Self {
         // Handles of different kinds and devices differ, so that mixing them up is noticed.
         let handles = |kind: u64| (u64::from(config.ordinal & 0xff_ffff) << 40) + (kind << 32);
         let checks = config.checks.then(|| Arc::new(Checks::default()));
@@ -131,7 +131,7 @@ impl Machine {
     }
 
     /// Starts a driver call about `bytes` bytes: after this it may have effects.
-    pub(super) fn enter(&mut self, operation: Operation, bytes: u64) -> Answer<()> {
+    pub(crate) fn enter(&mut self, operation: Operation, bytes: u64) -> Answer<()> {
         self.calls += 1;
         self.check_lost()?;
         if self.streams.are_many_gone() {
@@ -163,26 +163,26 @@ impl Machine {
     }
 
     /// Lets the time pass that a call itself takes. Fails if the device is lost meanwhile.
-    pub(super) fn spend_in_call(&mut self, ns: u64) -> Answer<()> {
+    pub(crate) fn spend_in_call(&mut self, ns: u64) -> Answer<()> {
         self.in_calls = self.in_calls.saturating_add(ns);
         self.spend(ns);
         self.check_lost()
     }
 
-    pub(super) fn check_lost(&self) -> Answer<()> {
+    pub(crate) fn check_lost(&self) -> Answer<()> {
         self.lost.as_ref().map_or(Ok(()), |lost| Err(lost.refusal()))
     }
 
     /// Loses the device, and returns the answer of calls from then on. Pending work never happens,
     /// so nothing can meet it in memory any more.
-    pub(super) fn lose(&mut self, code: Code, why: &str) -> Refused {
+    pub(crate) fn lose(&mut self, code: Code, why: &str) -> Refused {
         self.pending.clear();
         self.detector.end();
         self.lost.get_or_insert_with(|| Lost { code, why: why.into() }).refusal()
     }
 
     /// Lets virtual time pass, running the work whose time comes.
-    pub(super) fn spend(&mut self, ns: u64) {
+    pub(crate) fn spend(&mut self, ns: u64) {
         self.run_until(self.now.saturating_add(ns));
     }
 
@@ -205,13 +205,13 @@ impl Machine {
     }
 
     /// The host waits until `time`. Fails if the device is lost meanwhile.
-    pub(super) fn wait_until(&mut self, time: u64) -> Answer<()> {
+    pub(crate) fn wait_until(&mut self, time: u64) -> Answer<()> {
         self.run_until(time);
         self.check_lost()
     }
 
     /// The host waits for all work, and knows it complete.
-    pub(super) fn wait_for_all(&mut self) -> Answer<()> {
+    pub(crate) fn wait_for_all(&mut self) -> Answer<()> {
         self.wait_until(self.horizon)?;
         let everything = self.streams.everything();
         self.detector.known.learn(&everything);
@@ -252,7 +252,7 @@ impl Machine {
     }
 
     /// Frees an allocation.
-    pub(super) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
+    pub(crate) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
         if let Some(allocation) = self.address.remove_allocation(ptr, by) {
             self.memory.destroy(allocation.store);
             self.checks().inspect(|checks| checks.removed(ptr..ptr + allocation.bytes));
@@ -263,13 +263,13 @@ impl Machine {
     }
 
     /// Notes how much the driver's pool holds now.
-    pub(super) fn pool_holds(&mut self, bytes: u64) {
+    pub(crate) fn pool_holds(&mut self, bytes: u64) {
         let peak = self.pool.used_peak.max(bytes);
         self.pool = PoolUsage { used: bytes, used_peak: peak, reserved: bytes, reserved_peak: peak };
     }
 
     /// Runs the earliest pending pool free and all work before it. False when none is pending.
-    pub(super) fn wait_for_pool_free(&mut self) -> Answer<bool> {
+    pub(crate) fn wait_for_pool_free(&mut self) -> Answer<bool> {
         let is_free = |pending: &Pending| matches!(pending.body, Body::PoolFree { .. });
         match self.pending.iter().find(|(_, pending)| is_free(pending)) {
             Some((&(time, ..), _)) => self.wait_until(time).map(|()| true),
@@ -278,20 +278,20 @@ impl Machine {
     }
 
     /// Numbers and names an operation, of a stream or of the host.
-    pub(super) fn op_ref(&mut self, stream: Option<u32>, operation: Operation, kernel: Option<&'static str>) -> OpRef {
+    pub(crate) fn op_ref(&mut self, stream: Option<u32>, operation: Operation, kernel: Option<&'static str>) -> OpRef {
         self.op_count += 1;
         let stream = stream.and_then(|id| self.streams.get(id).ok()).map(|stream| stream.name);
         OpRef { operation: Some(operation), kernel, number: self.op_count, stream, peer: None, at: caller() }
     }
 
     /// The checks of how memory is used, unless they are off.
-    pub(super) fn checks(&self) -> Option<&Arc<Checks>> {
+    pub(crate) fn checks(&self) -> Option<&Arc<Checks>> {
         self.detector.checks.as_ref()
     }
 
     /// Checks that each range of device memory lies in one live block, and that no other live block is
     /// mapped to the same physical memory. Returns the blocks that a graph of this work needs.
-    pub(super) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
+    pub(crate) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
         let Some(checks) = self.checks().cloned() else { return Vec::new() };
         let mut needed = Vec::new();
         for touch in touches.iter().filter(|touch| touch.space == Space::Device) {
@@ -330,12 +330,12 @@ impl Machine {
 
     /// Enqueues work on a stream, or captures it. Returns when it will be done, unless it was
     /// captured.
-    pub(super) fn submit(&mut self, id: u32, body: Body) -> Answer<Option<Submitted>> {
+    pub(crate) fn submit(&mut self, id: u32, body: Body) -> Answer<Option<Submitted>> {
         self.submit_checked(id, body, true)
     }
 
     /// As [`Machine::submit`]. The blocks of work that was captured before were checked then.
-    pub(super) fn submit_checked(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Submitted>> {
+    pub(crate) fn submit_checked(&mut self, id: u32, body: Body, is_new: bool) -> Answer<Option<Submitted>> {
         match self.capture_work(id, body, is_new)? {
             None => Ok(None),
             Some(body) => self.enqueue(id, body, is_new).map(Some),
@@ -388,8 +388,8 @@ impl Machine {
 
 /// Work that was enqueued.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Submitted {
+pub(crate) struct Submitted {
     /// When it will be done, in virtual ns.
-    pub(super) finish: u64,
-    pub(super) op: OpRef,
+    pub(crate) finish: u64,
+    pub(crate) op: OpRef,
 }

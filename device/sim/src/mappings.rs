@@ -6,40 +6,40 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::memory::StoreId;
-use super::refused::{Answer, Refused};
+use crate::memory::StoreId;
+use crate::refused::{Answer, Refused};
 
 /// Granularity of physical memory and mappings, and alignment of plain allocations, in bytes.
-pub(super) const GRANULARITY: u64 = 2 << 20;
+pub(crate) const GRANULARITY: u64 = 2 << 20;
 
 /// Physical memory mapped at an address.
 #[derive(Debug)]
-pub(super) struct Mapping {
-    pub(super) start: u64,
-    pub(super) bytes: u64,
+pub(crate) struct Mapping {
+    pub(crate) start: u64,
+    pub(crate) bytes: u64,
     /// Number of the memory.
-    pub(super) physical: u64,
-    pub(super) store: StoreId,
+    pub(crate) physical: u64,
+    pub(crate) store: StoreId,
     /// Ordinals of the devices that may touch it, ascending.
-    pub(super) devices: Vec<u32>,
+    pub(crate) devices: Vec<u32>,
 }
 
 impl Mapping {
     /// The first address behind it.
-    pub(super) fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         self.start + self.bytes
     }
 }
 
 /// The entry of a map by address that holds `at`, if `length` of it reaches that far.
-pub(super) fn holding<T>(map: &BTreeMap<u64, T>, at: u64, length: impl Fn(&T) -> u64) -> Option<(u64, &T)> {
+pub(crate) fn holding<T>(map: &BTreeMap<u64, T>, at: u64, length: impl Fn(&T) -> u64) -> Option<(u64, &T)> {
     let (&start, entry) = map.range(..=at).next_back()?;
     (at - start < length(entry)).then_some((start, entry))
 }
 
 /// All reservations and mappings of a device, by address.
 #[derive(Debug, Default)]
-pub(super) struct Mappings {
+pub(crate) struct Mappings {
     /// Length of each reservation.
     reservations: BTreeMap<u64, u64>,
     mapped: BTreeMap<u64, Mapping>,
@@ -48,12 +48,12 @@ pub(super) struct Mappings {
 impl Mappings {
     /// Adds a reservation, a multiple of [`GRANULARITY`] in start and length, that overlaps no
     /// other.
-    pub(super) fn reserve(&mut self, start: u64, bytes: u64) {
+    pub(crate) fn reserve(&mut self, start: u64, bytes: u64) {
         self.reservations.insert(start, bytes);
     }
 
     /// Removes a whole reservation, in which nothing is mapped.
-    pub(super) fn unreserve(&mut self, start: u64, bytes: u64) -> Answer<()> {
+    pub(crate) fn unreserve(&mut self, start: u64, bytes: u64) -> Answer<()> {
         match self.reservations.get(&start) {
             Some(&held) if held == bytes => {}
             Some(held) => {
@@ -71,23 +71,23 @@ impl Mappings {
     }
 
     /// The reservation that holds an address.
-    pub(super) fn reservation_holding(&self, at: u64) -> Option<Range<u64>> {
+    pub(crate) fn reservation_holding(&self, at: u64) -> Option<Range<u64>> {
         holding(&self.reservations, at, |&bytes| bytes).map(|(start, &bytes)| start..start + bytes)
     }
 
     /// The mapping that holds an address.
-    pub(super) fn at(&self, at: u64) -> Option<&Mapping> {
+    pub(crate) fn at(&self, at: u64) -> Option<&Mapping> {
         holding(&self.mapped, at, |mapping| mapping.bytes).map(|(_, mapping)| mapping)
     }
 
     /// The mappings that overlap a range, by address.
-    pub(super) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = &Mapping> {
+    pub(crate) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = &Mapping> {
         let from = self.at(range.start).map_or(range.start, |mapping| mapping.start);
         self.mapped.range(from..range.end.max(from)).map(|(_, mapping)| mapping)
     }
 
     /// Checks that whole mappings tile a range, and counts them.
-    pub(super) fn count_tiles(&self, start: u64, bytes: u64) -> Answer<u64> {
+    pub(crate) fn count_tiles(&self, start: u64, bytes: u64) -> Answer<u64> {
         let end = start.checked_add(bytes).filter(|_| bytes > 0);
         let end = end.ok_or_else(|| Refused::value(format!("{bytes} bytes at {start:#x} are no range")))?;
         let (mut at, mut count) = (start, 0);
@@ -108,7 +108,7 @@ impl Mappings {
     }
 
     /// Maps physical memory, if there is room for it. No device may touch it there yet.
-    pub(super) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
+    pub(crate) fn map(&mut self, start: u64, bytes: u64, physical: u64, store: StoreId) -> Answer<()> {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) || !start.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{start:#x} and {bytes} bytes are not multiples of {GRANULARITY}")));
         }
@@ -127,12 +127,12 @@ impl Mappings {
     }
 
     /// Removes the mapping that starts at `start`.
-    pub(super) fn unmap(&mut self, start: u64) -> Option<Mapping> {
+    pub(crate) fn unmap(&mut self, start: u64) -> Option<Mapping> {
         self.mapped.remove(&start)
     }
 
     /// Lets devices touch the mappings that tile a range. Devices that had access keep it.
-    pub(super) fn give_access(&mut self, range: Range<u64>, devices: &[u32]) {
+    pub(crate) fn give_access(&mut self, range: Range<u64>, devices: &[u32]) {
         for (_, mapping) in self.mapped.range_mut(range) {
             mapping.devices.extend(devices);
             mapping.devices.sort_unstable();

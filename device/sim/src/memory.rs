@@ -11,21 +11,21 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::handle::HandleTable;
-use super::interval::IntervalMap;
-use super::refused::{Answer, Refused};
-use crate::driver::{MemoryUsers, ProcessMemory};
-use crate::error::Code;
+use aquifer_device::{Code, MemoryUsers, ProcessMemory};
+
+use crate::handle::HandleTable;
+use crate::interval::IntervalMap;
+use crate::refused::{Answer, Refused};
 
 /// The value of bytes that were never written. Recognisable, so that bugs show.
-pub(super) const POISON: u8 = 0xCD;
+pub(crate) const POISON: u8 = 0xCD;
 
 const PAGE: u64 = 16 << 10;
 const PAGE_BYTES: usize = 16 << 10;
 
 /// A piece of a store's content.
 #[derive(Clone, Debug)]
-pub(super) enum Content {
+pub(crate) enum Content {
     Bytes(Box<[u8]>),
     Fill(u8, u64),
 }
@@ -152,43 +152,43 @@ impl Written {
 }
 
 /// Names a store while there is memory in it.
-pub(super) type StoreId = u64;
+pub(crate) type StoreId = u64;
 
 /// A contiguous part of a store, as one piece of a range of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub(super) store: StoreId,
-    pub(super) offset: u64,
-    pub(super) bytes: u64,
+pub(crate) struct Piece {
+    pub(crate) store: StoreId,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
 }
 
 /// Bytes that the driver keeps although nothing uses them, until it is asked to give them back.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Kept {
+pub(crate) struct Kept {
     /// By its stream-ordered pool.
-    pub(super) pool: u64,
+    pub(crate) pool: u64,
     /// For graphs with allocations of their own.
-    pub(super) graphs: u64,
+    pub(crate) graphs: u64,
 }
 
 /// All physical memory of the device.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(crate) struct Memory {
     total: u64,
     other: u64,
     /// Bytes that the driver keeps, unused.
-    pub(super) kept: Kept,
+    pub(crate) kept: Kept,
     used: u64,
     stores: HandleTable<Store>,
 }
 
 impl Memory {
-    pub(super) fn new(total: u64, other: u64) -> Self {
+    pub(crate) fn new(total: u64, other: u64) -> Self {
         Memory { total, other, kept: Kept::default(), used: 0, stores: HandleTable::new(0) }
     }
 
     /// Bytes that can still be given out.
-    pub(super) fn free(&self) -> u64 {
+    pub(crate) fn free(&self) -> u64 {
         self.total.saturating_sub(self.other).saturating_sub(self.own())
     }
 
@@ -198,28 +198,30 @@ impl Memory {
     }
 
     /// This program, and the other process, which has no id.
-    pub(super) fn users(&self) -> MemoryUsers {
+    pub(crate) fn users(&self) -> MemoryUsers {
         let other = self.other.min(self.total.saturating_sub(self.own()));
         let others = (other > 0).then(|| ProcessMemory::new(None, other)).into_iter().collect();
-        MemoryUsers { own: Some(self.own()), others, driver: Some(0) }
+        let mut users = MemoryUsers::default();
+        (users.own, users.others, users.driver) = (Some(self.own()), others, Some(0));
+        users
     }
 
     /// Bytes of the device.
-    pub(super) fn total(&self) -> u64 {
+    pub(crate) fn total(&self) -> u64 {
         self.total
     }
 
     /// Bytes held by this program.
-    pub(super) fn used(&self) -> u64 {
+    pub(crate) fn used(&self) -> u64 {
         self.used
     }
 
-    pub(super) fn set_other(&mut self, bytes: u64) {
+    pub(crate) fn set_other(&mut self, bytes: u64) {
         self.other = bytes;
     }
 
     /// Takes `bytes` of memory from the device, which may hold at most `limit`.
-    pub(super) fn create(&mut self, bytes: u64, limit: u64) -> Answer<StoreId> {
+    pub(crate) fn create(&mut self, bytes: u64, limit: u64) -> Answer<StoreId> {
         let free = self.free().min(limit.saturating_sub(self.used));
         if bytes > free {
             let Memory { total, .. } = self;
@@ -231,14 +233,14 @@ impl Memory {
     }
 
     /// Gives memory back to the device.
-    pub(super) fn destroy(&mut self, store: StoreId) {
+    pub(crate) fn destroy(&mut self, store: StoreId) {
         if let Some(store) = self.stores.remove(store) {
             self.used -= store.bytes;
         }
     }
 
     /// Reads the pieces one after the other.
-    pub(super) fn read(&self, pieces: &[Piece], mut into: &mut [u8]) {
+    pub(crate) fn read(&self, pieces: &[Piece], mut into: &mut [u8]) {
         for piece in pieces {
             let (now, later) = into.split_at_mut(small(piece.bytes).min(into.len()));
             if let Some(store) = self.stores.get(piece.store) {
@@ -249,7 +251,7 @@ impl Memory {
     }
 
     /// Writes the pieces one after the other.
-    pub(super) fn write(&mut self, pieces: &[Piece], mut bytes: &[u8]) {
+    pub(crate) fn write(&mut self, pieces: &[Piece], mut bytes: &[u8]) {
         for piece in pieces {
             let (now, later) = bytes.split_at(small(piece.bytes).min(bytes.len()));
             if let Some(store) = self.stores.get_mut(piece.store) {
@@ -260,7 +262,7 @@ impl Memory {
     }
 
     /// Fills the pieces with one byte value.
-    pub(super) fn fill(&mut self, pieces: &[Piece], value: u8) {
+    pub(crate) fn fill(&mut self, pieces: &[Piece], value: u8) {
         for piece in pieces {
             if let Some(store) = self.stores.get_mut(piece.store) {
                 store.written_mut().fill(piece.offset..piece.offset + piece.bytes, value);
@@ -269,13 +271,13 @@ impl Memory {
     }
 
     /// Copies pieces to pieces of the same total length, fills as fills.
-    pub(super) fn copy(&mut self, to: &[Piece], from: &[Piece]) {
+    pub(crate) fn copy(&mut self, to: &[Piece], from: &[Piece]) {
         let contents = self.contents(from);
         self.put(to, &contents);
     }
 
     /// The contents of the pieces, one after the other, fills as fills.
-    pub(super) fn contents(&self, pieces: &[Piece]) -> Vec<Content> {
+    pub(crate) fn contents(&self, pieces: &[Piece]) -> Vec<Content> {
         let mut contents = Vec::new();
         for piece in pieces {
             let Some(store) = self.stores.get(piece.store) else { continue };
@@ -290,7 +292,7 @@ impl Memory {
     }
 
     /// Puts contents into pieces of the same total length.
-    pub(super) fn put(&mut self, pieces: &[Piece], contents: &[Content]) {
+    pub(crate) fn put(&mut self, pieces: &[Piece], contents: &[Content]) {
         let mut pieces = pieces.iter().copied();
         let mut left = Piece { store: 0, offset: 0, bytes: 0 };
         for content in contents {

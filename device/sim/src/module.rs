@@ -6,21 +6,22 @@
 
 use std::collections::BTreeSet;
 
-use super::refused::{Answer, Refused};
-use crate::error::Code;
+use aquifer_device::Code;
+
+use crate::refused::{Answer, Refused};
 
 const INVALID_PTX: Code = Code(218);
 const NO_BINARY_FOR_GPU: Code = Code(209);
 
 /// A loaded module.
 #[derive(Debug)]
-pub(super) struct Module {
+pub(crate) struct Module {
     entries: BTreeSet<String>,
 }
 
 impl Module {
     /// Reads PTX text for a device of the given compute capability.
-    pub(super) fn parse(ptx: &str, capability: (u32, u32)) -> Answer<Module> {
+    pub(crate) fn parse(ptx: &str, capability: (u32, u32)) -> Answer<Module> {
         let invalid = |what: &str| Refused::new(INVALID_PTX, format!("the PTX text {what}"));
         let text = without_comments(ptx);
         let mut words = text.split(|c: char| c.is_whitespace() || "(,;".contains(c)).filter(|word| !word.is_empty());
@@ -49,7 +50,7 @@ impl Module {
     }
 
     /// True if the module has a kernel of this name.
-    pub(super) fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.entries.contains(name)
     }
 }

@@ -5,20 +5,20 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::checks::Needed;
-use super::clock::OpClock;
-use super::handle::HandleTable;
-use super::mappings::Mappings;
-use super::memory::StoreId;
-use super::race::{Conflict, Epoch, Shadow, Space};
-use super::refused::{Answer, Refused};
-use super::work::Body;
-use crate::driver::RawPhysical;
-use crate::physical::PhysicalOptions;
+use aquifer_device::{PhysicalOptions, RawPhysical};
+
+use crate::checks::Needed;
+use crate::clock::OpClock;
+use crate::handle::HandleTable;
+use crate::mappings::Mappings;
+use crate::memory::StoreId;
+use crate::race::{Conflict, Epoch, Shadow, Space};
+use crate::refused::{Answer, Refused};
+use crate::work::Body;
 
 /// What an event stands for.
 #[derive(Clone, Debug)]
-pub(super) enum EventRecord {
+pub(crate) enum EventRecord {
     /// Nothing yet.
     Never,
     /// All work of a stream until it was recorded.
@@ -33,33 +33,33 @@ pub(super) enum EventRecord {
 
 /// A live event.
 #[derive(Debug)]
-pub(super) struct EventState {
-    pub(super) timing: bool,
-    pub(super) record: EventRecord,
+pub(crate) struct EventState {
+    pub(crate) timing: bool,
+    pub(crate) record: EventRecord,
 }
 
 /// A stream's part in a capture.
 #[derive(Debug)]
-pub(super) struct Membership {
-    pub(super) capture: u64,
+pub(crate) struct Membership {
+    pub(crate) capture: u64,
     /// What its next work is ordered after, within the capture.
-    pub(super) clock: OpClock,
-    pub(super) seq: u64,
+    pub(crate) clock: OpClock,
+    pub(crate) seq: u64,
 }
 
 /// A capture in progress.
 #[derive(Debug, Default)]
-pub(super) struct CaptureState {
-    pub(super) origin: u32,
-    pub(super) members: BTreeSet<u32>,
-    pub(super) graph: CapturedGraph,
-    pub(super) invalid: bool,
-    pub(super) accesses: GraphAccesses,
+pub(crate) struct CaptureState {
+    pub(crate) origin: u32,
+    pub(crate) members: BTreeSet<u32>,
+    pub(crate) graph: CapturedGraph,
+    pub(crate) invalid: bool,
+    pub(crate) accesses: GraphAccesses,
 }
 
 /// The accesses of a graph's nodes.
 #[derive(Debug, Default)]
-pub(super) struct GraphAccesses {
+pub(crate) struct GraphAccesses {
     device: Shadow,
     host: Shadow,
 }
@@ -67,7 +67,7 @@ pub(super) struct GraphAccesses {
 impl GraphAccesses {
     /// Notes the accesses of a node, and returns those of other nodes that no edge orders before
     /// it.
-    pub(super) fn add(
+    pub(crate) fn add(
         &mut self,
         node: &GraphNode,
         physicals: &PhysicalTable,
@@ -90,61 +90,61 @@ impl GraphAccesses {
 
 /// Work that a capture recorded.
 #[derive(Clone, Debug)]
-pub(super) struct GraphNode {
-    pub(super) body: Body,
-    pub(super) epoch: Epoch,
+pub(crate) struct GraphNode {
+    pub(crate) body: Body,
+    pub(crate) epoch: Epoch,
     /// What it is ordered after, within the capture.
-    pub(super) clock: OpClock,
+    pub(crate) clock: OpClock,
 }
 
 /// A captured graph.
 #[derive(Clone, Debug, Default)]
-pub(super) struct CapturedGraph {
-    pub(super) nodes: Vec<GraphNode>,
+pub(crate) struct CapturedGraph {
+    pub(crate) nodes: Vec<GraphNode>,
     /// Whether a race among its nodes was reported.
-    pub(super) races: bool,
+    pub(crate) races: bool,
     /// Blocks that must be live whenever it is launched.
-    pub(super) needed: BTreeSet<Needed>,
+    pub(crate) needed: BTreeSet<Needed>,
     /// When its latest launch is done, and the clock after it. The next launch waits for it.
-    pub(super) launched: Option<(u64, Arc<OpClock>)>,
+    pub(crate) launched: Option<(u64, Arc<OpClock>)>,
 }
 
 /// A piece of physical memory.
 #[derive(Debug)]
-pub(super) struct Physical {
-    pub(super) bytes: u64,
-    pub(super) options: PhysicalOptions,
-    pub(super) store: StoreId,
+pub(crate) struct Physical {
+    pub(crate) bytes: u64,
+    pub(crate) options: PhysicalOptions,
+    pub(crate) store: StoreId,
     /// The addresses that it is mapped at.
-    pub(super) mapped_at: Vec<u64>,
+    pub(crate) mapped_at: Vec<u64>,
     /// False once its handle was released. It lives on while it is mapped.
-    pub(super) has_handle: bool,
+    pub(crate) has_handle: bool,
     /// Work that was not known complete when it was last unmapped.
-    pub(super) unfinished: Vec<Epoch>,
+    pub(crate) unfinished: Vec<Epoch>,
 }
 
 /// Physical memory by handle, and by a number of our own that it keeps until it is gone.
 #[derive(Debug)]
-pub(super) struct PhysicalTable {
-    pub(super) handles: HandleTable<u64>,
-    pub(super) live: HandleTable<Physical>,
+pub(crate) struct PhysicalTable {
+    pub(crate) handles: HandleTable<u64>,
+    pub(crate) live: HandleTable<Physical>,
     /// Number of pieces that are mapped at more than one address.
     aliased: usize,
 }
 
 impl PhysicalTable {
-    pub(super) fn new(first_handle: u64) -> Self {
+    pub(crate) fn new(first_handle: u64) -> Self {
         PhysicalTable { handles: HandleTable::new(first_handle), live: HandleTable::new(0), aliased: 0 }
     }
 
-    pub(super) fn get(&self, handle: RawPhysical) -> Answer<(u64, &Physical)> {
+    pub(crate) fn get(&self, handle: RawPhysical) -> Answer<(u64, &Physical)> {
         let number = self.handles.get(handle.0).copied();
         let physical = number.and_then(|number| Some((number, self.live.get(number)?)));
         physical.ok_or_else(|| Refused::handle("physical memory", handle.0))
     }
 
     /// Notes that the memory with this number is mapped at an address.
-    pub(super) fn note_mapped(&mut self, number: u64, at: u64) {
+    pub(crate) fn note_mapped(&mut self, number: u64, at: u64) {
         if let Some(physical) = self.live.get_mut(number) {
             physical.mapped_at.push(at);
             self.aliased += usize::from(physical.mapped_at.len() == 2);
@@ -152,7 +152,7 @@ impl PhysicalTable {
     }
 
     /// Notes that the memory with this number is not mapped at an address any more, and returns it.
-    pub(super) fn note_unmapped(&mut self, number: u64, at: u64) -> Option<&mut Physical> {
+    pub(crate) fn note_unmapped(&mut self, number: u64, at: u64) -> Option<&mut Physical> {
         let physical = self.live.get_mut(number)?;
         physical.mapped_at.retain(|&other| other != at);
         self.aliased -= usize::from(physical.mapped_at.len() == 1);
@@ -160,12 +160,12 @@ impl PhysicalTable {
     }
 
     /// Whether any memory is mapped at more than one address.
-    pub(super) fn has_aliases(&self) -> bool {
+    pub(crate) fn has_aliases(&self) -> bool {
         self.aliased > 0
     }
 
     /// The other addresses of the memory that is mapped in a range.
-    pub(super) fn aliases(&self, mappings: &Mappings, range: &Range<u64>) -> Vec<Range<u64>> {
+    pub(crate) fn aliases(&self, mappings: &Mappings, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut found = Vec::new();
         if !self.has_aliases() {
             return found;

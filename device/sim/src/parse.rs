@@ -6,10 +6,11 @@ use std::io::Read;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::config::{CAPACITY_BYTES_MAX, SimConfig};
-use super::fault::{Fault, default_code};
-use super::preset::Preset;
-use crate::error::{Code, Operation};
+use aquifer_device::{Code, Operation};
+
+use crate::config::{CAPACITY_BYTES_MAX, SimConfig};
+use crate::fault::{Fault, default_code};
+use crate::preset::Preset;
 
 /// A device string that cannot be understood.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,7 +27,7 @@ pub struct SimConfigError {
     pub expected: String,
 }
 
-crate::debug_as_display!(SimConfigError);
+aquifer_device::debug_as_display!(SimConfigError);
 
 fn of_file(file: &Option<String>) -> String {
     file.as_ref().map_or_else(String::new, |file| format!(" of {file}"))
@@ -164,7 +165,7 @@ impl<'a> TextPart<'a> {
 }
 
 /// Reads the part of a device string after `sim:`.
-pub(super) fn config(text: &str) -> Result<SimConfig> {
+pub(crate) fn config(text: &str) -> Result<SimConfig> {
     let mut config = SimConfig::default();
     for (index, part) in (TextPart { text, offset: 0 }).split(',').map(TextPart::trim).enumerate() {
         match part.split_once('=') {

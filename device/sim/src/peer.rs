@@ -16,22 +16,22 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use super::SimDriver;
-use super::address::Illegal;
-use super::calls::range;
-use super::checks::Unwritten;
-use super::clock::OpClock;
-use super::known::Peers;
-use super::machine::Machine;
-use super::memory::Content;
-use super::race::{Epoch, Space};
-use super::refused::{Answer, Refused};
-use super::violation::OpRef;
-use super::work::{Body, Touch, explain};
-use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::label::DeviceLabel;
-use crate::launch::AccessKind;
+use aquifer_device::{
+    AccessKind, Code, DeviceError, DeviceLabel, DevicePtr, Driver, Operation, RawEvent, RawStream, Result,
+};
+
+use crate::SimDriver;
+use crate::address::Illegal;
+use crate::calls::range;
+use crate::checks::Unwritten;
+use crate::clock::OpClock;
+use crate::known::Peers;
+use crate::machine::Machine;
+use crate::memory::Content;
+use crate::race::{Epoch, Space};
+use crate::refused::{Answer, Refused};
+use crate::violation::OpRef;
+use crate::work::{Body, Touch, explain};
 
 /// A record that another device has reached: the clock of it, and the devices whose work the clock
 /// may name.
@@ -73,7 +73,7 @@ impl SimDriver {
     }
 
     /// [`Driver::wait_peer`].
-    pub(super) fn wait_for_event_of(&self, peer: &dyn Driver, stream: RawStream, event: RawEvent) -> Result<()> {
+    pub(crate) fn wait_for_event_of(&self, peer: &dyn Driver, stream: RawStream, event: RawEvent) -> Result<()> {
         let operation = Operation::Wait;
         let peer = Self::simulated(operation, peer)?;
         if ptr::eq(self, peer) {
@@ -87,7 +87,7 @@ impl SimDriver {
     }
 
     /// [`Driver::copy_peer`].
-    pub(super) fn copy_from(
+    pub(crate) fn copy_from(
         &self,
         peer: &dyn Driver,
         dst: DevicePtr,

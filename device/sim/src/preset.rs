@@ -13,7 +13,7 @@
 //!
 //! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for page-locked memory (cuda-oxide issue
 //! 976: 22.5–23.9 to and 25.4–26.6 from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the
-//! device), of PCIe 5 x16 about twice that, 50 to 55 GB/s. [`super::SimConfig::link_gb_s`] sets
+//! device), of PCIe 5 x16 about twice that, 50 to 55 GB/s. [`crate::SimConfig::link_gb_s`] sets
 //! another speed.
 //!
 //! Costs of memory calls, in µs. Those of Hopper were measured on an H200 with driver 580.159 in a
@@ -43,7 +43,7 @@
 //! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB,
 //! loading a module 1 ms: orders of magnitude.
 
-use crate::error::Operation;
+use aquifer_device::Operation;
 
 const GIB: u64 = 1 << 30;
 
@@ -89,7 +89,7 @@ impl Preset {
         }
     }
 
-    pub(super) const fn card(self) -> Card {
+    pub(crate) const fn card(self) -> Card {
         match self {
             Preset::H100 => Card::new("H100", 3350, 53, 67_000, 132, (9, 0), 3, true),
             Preset::H200 => Card::new("H200", 4800, 53, 67_000, 132, (9, 0), 3, true),
@@ -101,15 +101,15 @@ impl Preset {
 
 /// The figures of a card for the cost model and the attributes. 1 GB/s is one byte a nanosecond.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Card {
-    pub(super) name: &'static str,
-    pub(super) memory_gb_s: u64,
-    pub(super) link_gb_s: u64,
-    pub(super) gflops: u64,
-    pub(super) multiprocessors: u64,
-    pub(super) capability: (u32, u32),
-    pub(super) copy_engines: u64,
-    pub(super) rdma: bool,
+pub(crate) struct Card {
+    pub(crate) name: &'static str,
+    pub(crate) memory_gb_s: u64,
+    pub(crate) link_gb_s: u64,
+    pub(crate) gflops: u64,
+    pub(crate) multiprocessors: u64,
+    pub(crate) capability: (u32, u32),
+    pub(crate) copy_engines: u64,
+    pub(crate) rdma: bool,
 }
 
 impl Card {
@@ -135,13 +135,13 @@ impl Card {
 
     /// Virtual nanoseconds that the host spends in a call about `bytes` bytes;
     /// [`Card::mappings_cost_ns`] comes on top.
-    pub(super) fn call_cost_ns(self, operation: Operation, bytes: u64) -> u64 {
+    pub(crate) fn call_cost_ns(self, operation: Operation, bytes: u64) -> u64 {
         let (fixed, _, ns_per_mib) = self.costs(operation);
         (bytes >> 20).saturating_mul(ns_per_mib).saturating_add(fixed)
     }
 
     /// Virtual nanoseconds that a call takes for the mappings that it covers.
-    pub(super) fn mappings_cost_ns(self, operation: Operation, mappings: u64) -> u64 {
+    pub(crate) fn mappings_cost_ns(self, operation: Operation, mappings: u64) -> u64 {
         mappings.saturating_mul(self.costs(operation).1)
     }
 }
@@ -203,7 +203,8 @@ const fn estimated(operation: Operation) -> (u64, u64, u64) {
         Operation::HostUnregister => (50_000, 20_000),
         Operation::CaptureStatus | Operation::StreamId => (100, 0),
         Operation::PoolUsage | Operation::TrimPool | Operation::TrimGraphMemory => (1_000, 0),
-        Operation::Init | Operation::Attribute | Operation::CanAccessPeer => (100, 0),
+        // Questions that the driver answers from memory.
+        _ => (100, 0),
     };
     (fixed, 0, ns_per_mib)
 }

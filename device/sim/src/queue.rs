@@ -10,32 +10,33 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::thread::{self, ThreadId};
 
-use super::clock::{OpClock, StreamKey};
-use super::handle::HandleTable;
-use super::objects::Membership;
-use super::race::Epoch;
-use super::refused::{Answer, Refused};
-use super::violation::{OpRef, StreamRef};
-use crate::driver::RawStream;
-use crate::thread_end::RunningThread;
+use aquifer_device::RawStream;
+use aquifer_device::internal::RunningThread;
+
+use crate::clock::{OpClock, StreamKey};
+use crate::handle::HandleTable;
+use crate::objects::Membership;
+use crate::race::Epoch;
+use crate::refused::{Answer, Refused};
+use crate::violation::{OpRef, StreamRef};
 
 /// Identity of the legacy default stream.
-pub(super) const LEGACY: u32 = 0;
+pub(crate) const LEGACY: u32 = 0;
 
 /// A live stream.
 #[derive(Debug)]
-pub(super) struct StreamState {
-    pub(super) name: StreamRef,
-    pub(super) blocking: bool,
+pub(crate) struct StreamState {
+    pub(crate) name: StreamRef,
+    pub(crate) blocking: bool,
     /// When all its work so far is done, in virtual ns.
-    pub(super) tail: u64,
+    pub(crate) tail: u64,
     /// The operations that later work is ordered after.
-    pub(super) clock: OpClock,
+    pub(crate) clock: OpClock,
     /// Operations enqueued so far.
     seq: u64,
     /// The state of the legacy stream that it is already ordered after.
     legacy_seen: u64,
-    pub(super) capture: Option<Membership>,
+    pub(crate) capture: Option<Membership>,
 }
 
 /// The default stream of a thread.
@@ -65,7 +66,7 @@ impl Ended {
 
 /// The streams of a device.
 #[derive(Debug)]
-pub(super) struct StreamSet {
+pub(crate) struct StreamSet {
     /// Number of the device.
     device: u32,
     live: BTreeMap<u32, StreamState>,
@@ -80,7 +81,7 @@ pub(super) struct StreamSet {
 }
 
 impl StreamSet {
-    pub(super) fn new(device: u32, first_handle: u64) -> Self {
+    pub(crate) fn new(device: u32, first_handle: u64) -> Self {
         let mut streams = StreamSet {
             device,
             live: BTreeMap::new(),
@@ -112,14 +113,14 @@ impl StreamSet {
     }
 
     /// Creates a stream with the lowest handle that is free.
-    pub(super) fn create(&mut self, blocking: bool) -> RawStream {
+    pub(crate) fn create(&mut self, blocking: bool) -> RawStream {
         let handle = self.handles.insert(self.next);
         self.add(RawStream(handle), blocking);
         RawStream(handle)
     }
 
     /// The identity behind a handle; the per-thread stream is created at its first use.
-    pub(super) fn find(&mut self, handle: RawStream) -> Answer<u32> {
+    pub(crate) fn find(&mut self, handle: RawStream) -> Answer<u32> {
         match handle {
             RawStream(0) | RawStream::LEGACY => Ok(LEGACY),
             RawStream::PER_THREAD => {
@@ -137,9 +138,9 @@ impl StreamSet {
     }
 
     /// Destroys a stream. Its work stays scheduled.
-    pub(super) fn destroy(&mut self, handle: RawStream) -> Answer<StreamState> {
+    pub(crate) fn destroy(&mut self, handle: RawStream) -> Answer<StreamState> {
         if handle.0 <= RawStream::PER_THREAD.0 {
-            return Err(Refused::new(crate::error::Code::INVALID_HANDLE, "default streams cannot be destroyed"));
+            return Err(Refused::new(aquifer_device::Code::INVALID_HANDLE, "default streams cannot be destroyed"));
         }
         let id = self.handles.remove(handle.0).ok_or_else(|| Refused::handle("stream", handle.0))?;
         let stream = self.live.remove(&id).ok_or_else(|| Refused::handle("stream", handle.0))?;
@@ -164,19 +165,19 @@ impl StreamSet {
     }
 
     /// The default streams of threads that have ended and are still live here.
-    pub(super) fn of_ended_threads(&self) -> Vec<u32> {
+    pub(crate) fn of_ended_threads(&self) -> Vec<u32> {
         let ended = self.per_thread.values().filter(|of_thread| of_thread.thread.has_ended());
         ended.map(|of_thread| of_thread.id).collect()
     }
 
     /// Whether so many streams are gone that [`StreamSet::forget_known`], which visits all, takes
     /// constant time for each.
-    pub(super) fn are_many_gone(&self) -> bool {
+    pub(crate) fn are_many_gone(&self) -> bool {
         self.gone > self.live.len()
     }
 
     /// Removes streams that are gone from all clocks, once the host knows their work complete.
-    pub(super) fn forget_known(&mut self, knows: impl Fn(StreamKey, u64) -> bool) {
+    pub(crate) fn forget_known(&mut self, knows: impl Fn(StreamKey, u64) -> bool) {
         self.gone = 0;
         let keep = |stream, seq| !knows(stream, seq);
         self.ended.all.forget_unless(keep);
@@ -190,22 +191,22 @@ impl StreamSet {
 
     /// A live stream by identity. Identities come from [`StreamSet::find`] in the same call, so
     /// they are live.
-    pub(super) fn get(&mut self, id: u32) -> Answer<&mut StreamState> {
+    pub(crate) fn get(&mut self, id: u32) -> Answer<&mut StreamState> {
         self.live.get_mut(&id).ok_or_else(|| Refused::handle("stream", u64::from(id)))
     }
 
     /// A stream of this device, as clocks name it.
-    pub(super) fn key(&self, id: u32) -> StreamKey {
+    pub(crate) fn key(&self, id: u32) -> StreamKey {
         StreamKey { device: self.device, stream: id }
     }
 
     /// All live streams.
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut StreamState)> {
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut StreamState)> {
         self.live.iter_mut().map(|(&id, stream)| (id, stream))
     }
 
     /// Orders the next work of the stream by the rules of the legacy stream.
-    pub(super) fn arrive(&mut self, id: u32) {
+    pub(crate) fn arrive(&mut self, id: u32) {
         if id == LEGACY {
             let mut clock = self.ended.blocking.clone();
             let mut tail = self.ended.blocking_tail;
@@ -235,7 +236,7 @@ impl StreamSet {
     }
 
     /// Adds an operation to the stream: its place there.
-    pub(super) fn step(&mut self, id: u32, op: OpRef) -> Answer<Epoch> {
+    pub(crate) fn step(&mut self, id: u32, op: OpRef) -> Answer<Epoch> {
         let key = self.key(id);
         let stream = self.get(id)?;
         stream.seq += 1;
@@ -244,7 +245,7 @@ impl StreamSet {
     }
 
     /// Everything that was enqueued so far, on destroyed streams too, which are forgotten.
-    pub(super) fn everything(&mut self) -> OpClock {
+    pub(crate) fn everything(&mut self) -> OpClock {
         let mut clock = std::mem::take(&mut self.ended.all);
         self.ended.blocking.clear();
         for stream in self.live.values() {
@@ -257,7 +258,7 @@ impl StreamSet {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Operation;
+    use aquifer_device::Operation;
 
     #[test]
     fn streams_of_ended_threads_are_removed_and_forgotten_once_known_complete() {

@@ -17,23 +17,24 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::checks::Checks;
-use super::clock::{OpClock, StreamKey};
-use super::interval::IntervalMap;
-use super::known::Known;
-use super::violation::{BlockRef, OpRef, Violation, ViolationKind};
-use super::work::Touch;
-use crate::launch::AccessKind;
+use aquifer_device::AccessKind;
+
+use crate::checks::Checks;
+use crate::clock::{OpClock, StreamKey};
+use crate::interval::IntervalMap;
+use crate::known::Known;
+use crate::violation::{BlockRef, OpRef, Violation, ViolationKind};
+use crate::work::Touch;
 
 /// Most violations that are kept until they are taken; more of them are only counted.
 const KEPT_MAX: usize = 4096;
 
 /// An operation at its place on its stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Epoch {
-    pub(super) stream: StreamKey,
-    pub(super) seq: u64,
-    pub(super) op: OpRef,
+pub(crate) struct Epoch {
+    pub(crate) stream: StreamKey,
+    pub(crate) seq: u64,
+    pub(crate) op: OpRef,
 }
 
 /// The accesses of a piece of memory with which later ones can conflict.
@@ -51,15 +52,15 @@ impl LastAccesses {
 
 /// Two accesses that nothing orders.
 #[derive(Debug)]
-pub(super) struct Conflict {
-    pub(super) kind: ViolationKind,
-    pub(super) first: Epoch,
-    pub(super) range: Range<u64>,
+pub(crate) struct Conflict {
+    pub(crate) kind: ViolationKind,
+    pub(crate) first: Epoch,
+    pub(crate) range: Range<u64>,
 }
 
 /// The last accesses of an address space.
 #[derive(Debug, Default)]
-pub(super) struct Shadow {
+pub(crate) struct Shadow {
     cells: IntervalMap<LastAccesses>,
     /// Cells left by the last sweep; the next one runs when there are twice as many.
     swept: usize,
@@ -68,7 +69,7 @@ pub(super) struct Shadow {
 impl Shadow {
     /// The earlier accesses of `range` that conflict with an access and that `ordered` does not place
     /// before it.
-    pub(super) fn conflicts(
+    pub(crate) fn conflicts(
         &self,
         range: Range<u64>,
         kind: AccessKind,
@@ -91,7 +92,7 @@ impl Shadow {
     }
 
     /// Notes an access and returns its [`Shadow::conflicts`].
-    pub(super) fn access(
+    pub(crate) fn access(
         &mut self,
         range: Range<u64>,
         kind: AccessKind,
@@ -113,7 +114,7 @@ impl Shadow {
 
     /// The accesses of `range` that `known` does not list as complete; with `writes_only`, only
     /// writes.
-    pub(super) fn pending(
+    pub(crate) fn pending(
         &self,
         range: Range<u64>,
         writes_only: bool,
@@ -132,12 +133,12 @@ impl Shadow {
     }
 
     /// Whether no access of `range` is noted.
-    pub(super) fn is_untouched(&self, range: Range<u64>) -> bool {
+    pub(crate) fn is_untouched(&self, range: Range<u64>) -> bool {
         self.cells.overlapping(range).next().is_none()
     }
 
     /// Forgets the accesses of `range`.
-    pub(super) fn clear(&mut self, range: Range<u64>) {
+    pub(crate) fn clear(&mut self, range: Range<u64>) {
         self.cells.remove(range);
     }
 
@@ -152,22 +153,22 @@ impl Shadow {
 
 /// The host's knowledge, the accesses of memory, and the violations so far.
 #[derive(Debug)]
-pub(super) struct Detector {
+pub(crate) struct Detector {
     /// Accesses by device address.
-    pub(super) device: Shadow,
+    pub(crate) device: Shadow,
     /// Device-side accesses of page-locked memory, by host address.
-    pub(super) host: Shadow,
+    pub(crate) host: Shadow,
     /// The operations that the host knows complete.
-    pub(super) known: Known,
+    pub(crate) known: Known,
     /// The checks of how memory is used, unless they are off.
-    pub(super) checks: Option<Arc<Checks>>,
+    pub(crate) checks: Option<Arc<Checks>>,
     /// Whether work of another device may be among the accesses.
     foreign: bool,
     violations: Vec<Violation>,
     /// Pairs of operations already reported, so that one missing edge is one report.
     reported: HashSet<(Option<OpKey>, OpKey)>,
     /// Violations found since the start.
-    pub(super) found: u64,
+    pub(crate) found: u64,
     /// How many of them were found when one last panicked, or when all were taken.
     raised: u64,
 }
@@ -180,7 +181,7 @@ fn key(op: &OpRef) -> OpKey {
 }
 
 impl Detector {
-    pub(super) fn new(checks: Option<Arc<Checks>>) -> Self {
+    pub(crate) fn new(checks: Option<Arc<Checks>>) -> Self {
         Detector {
             device: Shadow::default(),
             host: Shadow::default(),
@@ -195,7 +196,7 @@ impl Detector {
     }
 
     /// The device is lost: pending work never happens, so nothing can meet it in memory any more.
-    pub(super) fn end(&mut self) {
+    pub(crate) fn end(&mut self) {
         self.known.end();
         self.device.cells.clear();
         self.host.cells.clear();
@@ -204,7 +205,7 @@ impl Detector {
     /// Forgets the accesses of this device's own work, once the host knows all of it complete:
     /// nothing can conflict with it any more. Work of other devices stays until it is known
     /// complete, too.
-    pub(super) fn forget_own(&mut self) {
+    pub(crate) fn forget_own(&mut self) {
         self.host.cells.clear();
         if self.foreign {
             let known = &self.known;
@@ -216,14 +217,14 @@ impl Detector {
     }
 
     /// Drops the components that the host knows complete.
-    pub(super) fn prune(&self, clock: &mut OpClock) {
+    pub(crate) fn prune(&self, clock: &mut OpClock) {
         clock.forget_unless(|stream, seq| !self.known.knows(stream, seq));
     }
 
     /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`. The memory is also
     /// mapped at `aliases`. The access is not noted there, so that these can be unmapped before it is
     /// done.
-    pub(super) fn access(&mut self, touch: Touch, aliases: &[Range<u64>], epoch: Epoch, clock: &OpClock) {
+    pub(crate) fn access(&mut self, touch: Touch, aliases: &[Range<u64>], epoch: Epoch, clock: &OpClock) {
         let Touch { space, range, kind } = touch;
         let known = &self.known;
         self.foreign |= epoch.stream.device != known.device;
@@ -244,8 +245,8 @@ impl Detector {
     }
 
     /// Reports a conflict between work of two streams.
-    pub(super) fn conflict(&mut self, space: Space, conflict: &Conflict, second: OpRef) {
-        let pool_free = second.operation == Some(crate::error::Operation::FreeAsync);
+    pub(crate) fn conflict(&mut self, space: Space, conflict: &Conflict, second: OpRef) {
+        let pool_free = second.operation == Some(aquifer_device::Operation::FreeAsync);
         let kind = if pool_free { ViolationKind::PendingWork } else { conflict.kind };
         self.report(Violation {
             kind,
@@ -259,7 +260,7 @@ impl Detector {
 
     /// Reports work that the host does not know complete, in memory that `second` takes away or
     /// touches. Returns that work.
-    pub(super) fn check_known(
+    pub(crate) fn check_known(
         &mut self,
         space: Space,
         range: Range<u64>,
@@ -286,7 +287,7 @@ impl Detector {
     }
 
     /// Notes a violation, once for each pair of operations.
-    pub(super) fn report(&mut self, violation: Violation) {
+    pub(crate) fn report(&mut self, violation: Violation) {
         if !self.reported.insert((violation.first.as_ref().map(key), key(&violation.second))) {
             return;
         }
@@ -299,25 +300,25 @@ impl Detector {
     }
 
     /// The violations not taken yet, oldest first.
-    pub(super) fn violations(&self) -> &[Violation] {
+    pub(crate) fn violations(&self) -> &[Violation] {
         &self.violations
     }
 
     /// Takes the violations.
-    pub(super) fn take(&mut self) -> Vec<Violation> {
+    pub(crate) fn take(&mut self) -> Vec<Violation> {
         self.reported.clear();
         self.raised = self.found;
         std::mem::take(&mut self.violations)
     }
 
     /// Takes the oldest violation.
-    pub(super) fn take_first(&mut self) -> Option<Violation> {
+    pub(crate) fn take_first(&mut self) -> Option<Violation> {
         (!self.violations.is_empty()).then(|| self.violations.remove(0))
     }
 
     /// The violations that did not panic yet and were not taken, in words, now that one is to
     /// panic.
-    pub(super) fn raise(&mut self) -> Option<String> {
+    pub(crate) fn raise(&mut self) -> Option<String> {
         let count = self.found - self.raised;
         let kept = usize::try_from(count).unwrap_or(usize::MAX).min(self.violations.len());
         self.raised = self.found;
@@ -329,7 +330,7 @@ impl Detector {
 
 /// Which memory an access touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Space {
+pub(crate) enum Space {
     /// Device memory, by device address.
     Device,
     /// Page-locked host memory, by host address.
@@ -348,7 +349,7 @@ fn missing_edge(first: &Epoch, second: &OpRef) -> String {
 }
 
 /// The missing edge when the host acts on memory that work may still use.
-pub(super) fn host_has_not_waited(first: &Epoch, second: &OpRef) -> String {
+pub(crate) fn host_has_not_waited(first: &Epoch, second: &OpRef) -> String {
     let (before, after) = (first.op.short(), second.short());
     match first.op.stream {
         Some(_) => {

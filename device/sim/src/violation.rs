@@ -6,8 +6,7 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::driver::{DevicePtr, RawStream};
-use crate::error::Operation;
+use aquifer_device::{DevicePtr, Operation, RawStream};
 
 /// The identity of a stream: a number that is never reused, unlike the handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,7 +49,7 @@ pub struct OpRef {
 
 impl OpRef {
     /// The operation without its stream, such as `'memset #12'`.
-    pub(super) fn short(&self) -> String {
+    pub(crate) fn short(&self) -> String {
         let name = match self.operation {
             None => "host access",
             Some(Operation::Memset) => "memset",
@@ -68,7 +67,7 @@ impl OpRef {
     }
 
     /// The stream it was enqueued on, or the host.
-    pub(super) fn place(&self) -> String {
+    pub(crate) fn place(&self) -> String {
         let stream = self.stream.map_or_else(|| "the host".to_owned(), |stream| stream.to_string());
         self.peer.map_or_else(|| stream.clone(), |peer| format!("{stream} of sim:{peer}"))
     }
@@ -85,7 +84,7 @@ impl fmt::Display for OpRef {
 }
 
 /// File and line of a place.
-pub(super) fn line(at: &Location<'_>) -> String {
+pub(crate) fn line(at: &Location<'_>) -> String {
     format!("{}:{}", at.file(), at.line())
 }
 
@@ -192,7 +191,7 @@ impl fmt::Display for ViolationKind {
 
 impl ViolationKind {
     /// True if the call that enqueues the work finds it: a wrong pointer or length.
-    pub(super) fn is_of_the_call(self) -> bool {
+    pub(crate) fn is_of_the_call(self) -> bool {
         use ViolationKind::{Aliased, NoAccess, NotAllocated, OutOfBounds, UseAfterFree};
         matches!(self, UseAfterFree | OutOfBounds | Aliased | NotAllocated | NoAccess)
     }

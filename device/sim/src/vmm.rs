@@ -7,18 +7,17 @@
 
 use std::collections::BTreeSet;
 
-use super::machine::Machine;
-use super::mappings::GRANULARITY;
-use super::memory::StoreId;
-use super::objects::Physical;
-use super::race::{Space, host_has_not_waited};
-use super::refused::{Answer, Refused};
-use super::violation::{Violation, ViolationKind};
-use super::work::Body;
-use crate::driver::{DevicePtr, MemoryInfo, PoolUsage, RawPhysical, RawStream};
-use crate::error::{Code, Operation};
-use crate::fork::Mutex;
-use crate::physical::PhysicalOptions;
+use aquifer_device::fork::Mutex;
+use aquifer_device::{Code, DevicePtr, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawPhysical, RawStream};
+
+use crate::machine::Machine;
+use crate::mappings::GRANULARITY;
+use crate::memory::StoreId;
+use crate::objects::Physical;
+use crate::race::{Space, host_has_not_waited};
+use crate::refused::{Answer, Refused};
+use crate::violation::{Violation, ViolationKind};
+use crate::work::Body;
 
 /// Plain allocations take memory in multiples of this.
 const ROUNDING: u64 = 512;
@@ -28,12 +27,12 @@ const ROUNDING: u64 = 512;
 static MADE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 /// Notes that there is a device with this ordinal.
-pub(super) fn note_made(ordinal: u32) {
+pub(crate) fn note_made(ordinal: u32) {
     MADE.lock().insert(ordinal);
 }
 
 /// Refuses an ordinal that no device of the process has.
-pub(super) fn check_made(ordinal: u32) -> Answer<()> {
+pub(crate) fn check_made(ordinal: u32) -> Answer<()> {
     if MADE.lock().contains(&ordinal) {
         return Ok(());
     }
@@ -60,26 +59,26 @@ impl Machine {
         if self.vmm { Ok(()) } else { Err(Refused::new(Code::NOT_SUPPORTED, "this device cannot map memory")) }
     }
 
-    pub(super) fn can_rdma(&self) -> bool {
+    pub(crate) fn can_rdma(&self) -> bool {
         self.vmm && self.engine.card().rdma
     }
 
-    pub(super) fn memory_info(&mut self) -> Answer<MemoryInfo> {
+    pub(crate) fn memory_info(&mut self) -> Answer<MemoryInfo> {
         Ok(MemoryInfo { free: self.memory.free(), total: self.memory.total() })
     }
 
-    pub(super) fn pool_usage(&mut self) -> Answer<PoolUsage> {
+    pub(crate) fn pool_usage(&mut self) -> Answer<PoolUsage> {
         let reserved = self.pool.reserved.saturating_add(self.memory.kept.pool);
         Ok(PoolUsage { reserved, reserved_peak: self.pool.reserved_peak.max(reserved), ..self.pool })
     }
 
-    pub(super) fn trim_pool(&mut self, keep: u64) -> Answer<()> {
+    pub(crate) fn trim_pool(&mut self, keep: u64) -> Answer<()> {
         let kept = &mut self.memory.kept.pool;
         *kept = keep.saturating_sub(self.pool.used).min(*kept);
         Ok(())
     }
 
-    pub(super) fn trim_graph_memory(&mut self) -> Answer<()> {
+    pub(crate) fn trim_graph_memory(&mut self) -> Answer<()> {
         self.memory.kept.graphs = 0;
         Ok(())
     }
@@ -114,11 +113,11 @@ impl Machine {
         Ok(ptr)
     }
 
-    pub(super) fn alloc(&mut self, bytes: u64) -> Answer<DevicePtr> {
+    pub(crate) fn alloc(&mut self, bytes: u64) -> Answer<DevicePtr> {
         self.allocate(bytes, false).map(DevicePtr)
     }
 
-    pub(super) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
+    pub(crate) fn free(&mut self, ptr: DevicePtr) -> Answer<()> {
         let range = ptr.range(self.address.allocation(ptr.0)?.bytes);
         self.forbid_device_wait()?;
         self.wait_for_all()?;
@@ -129,7 +128,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn alloc_async(&mut self, bytes: u64, stream: RawStream) -> Answer<DevicePtr> {
+    pub(crate) fn alloc_async(&mut self, bytes: u64, stream: RawStream) -> Answer<DevicePtr> {
         let id = self.streams.find(stream)?;
         self.forbid_pool(id)?;
         let ptr = self.allocate(bytes, true)?;
@@ -138,7 +137,7 @@ impl Machine {
         Ok(DevicePtr(ptr))
     }
 
-    pub(super) fn free_async(&mut self, ptr: DevicePtr, stream: RawStream) -> Answer<()> {
+    pub(crate) fn free_async(&mut self, ptr: DevicePtr, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
         let allocation = self.address.allocation(ptr.0)?;
         if !allocation.pool {
@@ -154,12 +153,12 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<DevicePtr> {
+    pub(crate) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<DevicePtr> {
         self.check_can_map()?;
         self.address.reserve(bytes, alignment).map(DevicePtr)
     }
 
-    pub(super) fn unreserve(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
+    pub(crate) fn unreserve(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
         self.check_can_map()?;
         let op = self.op_ref(None, Operation::Unreserve, None);
         self.address.unreserve(ptr.0, bytes, op)?;
@@ -167,7 +166,7 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn create_physical(&mut self, bytes: u64, options: PhysicalOptions) -> Answer<RawPhysical> {
+    pub(crate) fn create_physical(&mut self, bytes: u64, options: PhysicalOptions) -> Answer<RawPhysical> {
         self.check_can_map()?;
         if options.rdma && !self.can_rdma() {
             return Err(Refused::new(Code::NOT_SUPPORTED, "this device has no memory for RDMA"));
@@ -185,7 +184,7 @@ impl Machine {
         Ok(RawPhysical(self.physicals.handles.insert(number)))
     }
 
-    pub(super) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
+    pub(crate) fn release_physical(&mut self, handle: RawPhysical) -> Answer<()> {
         self.check_can_map()?;
         let (number, _) = self.physicals.get(handle)?;
         self.physicals.handles.remove(handle.0);
@@ -213,7 +212,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn map(&mut self, ptr: DevicePtr, bytes: u64, handle: RawPhysical) -> Answer<()> {
+    pub(crate) fn map(&mut self, ptr: DevicePtr, bytes: u64, handle: RawPhysical) -> Answer<()> {
         self.check_can_map()?;
         let (number, physical) = self.physicals.get(handle)?;
         if physical.bytes != bytes {
@@ -225,7 +224,7 @@ impl Machine {
     }
 
     /// What is mapped at `ptr`.
-    pub(super) fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
+    pub(crate) fn mapping_at(&self, ptr: DevicePtr) -> Option<Mapped> {
         let mapping = self.address.mappings.at(ptr.0)?;
         let physical = self.physicals.live.get(mapping.physical)?;
         Some(Mapped {
@@ -242,7 +241,7 @@ impl Machine {
         self.spend_in_call(ns)
     }
 
-    pub(super) fn unmap(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
+    pub(crate) fn unmap(&mut self, ptr: DevicePtr, bytes: u64) -> Answer<()> {
         self.check_can_map()?;
         let tiles = self.address.mappings.count_tiles(ptr.0, bytes)?;
         self.spend_on_mappings(Operation::Unmap, tiles)?;
@@ -272,11 +271,11 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn can_access_peer(&mut self, ordinal: u32) -> Answer<bool> {
+    pub(crate) fn can_access_peer(&mut self, ordinal: u32) -> Answer<bool> {
         check_made(ordinal).map(|()| ordinal != self.ordinal)
     }
 
-    pub(super) fn set_access(&mut self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Answer<()> {
+    pub(crate) fn set_access(&mut self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Answer<()> {
         self.check_can_map()?;
         devices.iter().try_for_each(|&ordinal| check_made(ordinal))?;
         if devices.is_empty() {

@@ -4,42 +4,41 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::address::{AddressSpace, Illegal};
-use super::checks::{Origin, Unwritten};
-use super::engine::{Cost, Unit};
-use super::host::HostBlock;
-use super::interval::IntervalMap;
-use super::mappings::Mappings;
-use super::memory::{Content, Memory};
-use super::objects::PhysicalTable;
-use super::race::Space;
-use super::violation::{OpRef, Violation, ViolationKind};
-use crate::driver::DevicePtr;
-use crate::error::{Code, DeviceError, Operation, Result};
-use crate::launch::{AccessKind, KernelMemory, Launch};
+use aquifer_device::{AccessKind, Code, DeviceError, DevicePtr, KernelMemory, Launch, Operation, Result};
+
+use crate::address::{AddressSpace, Illegal};
+use crate::checks::{Origin, Unwritten};
+use crate::engine::{Cost, Unit};
+use crate::host::HostBlock;
+use crate::interval::IntervalMap;
+use crate::mappings::Mappings;
+use crate::memory::{Content, Memory};
+use crate::objects::PhysicalTable;
+use crate::race::Space;
+use crate::violation::{OpRef, Violation, ViolationKind};
 
 /// A part of a page-locked block.
 #[derive(Clone, Debug)]
-pub(super) struct HostPart {
-    pub(super) block: Arc<HostBlock>,
-    pub(super) offset: usize,
-    pub(super) bytes: usize,
+pub(crate) struct HostPart {
+    pub(crate) block: Arc<HostBlock>,
+    pub(crate) offset: usize,
+    pub(crate) bytes: usize,
 }
 
 /// One end of a copy.
 #[derive(Clone, Debug)]
-pub(super) enum End {
+pub(crate) enum End {
     Device(Range<u64>),
     Host(HostPart),
 }
 
 impl End {
-    pub(super) fn is_host(&self) -> bool {
+    pub(crate) fn is_host(&self) -> bool {
         matches!(self, End::Host(_))
     }
 
     /// Its addresses, on the host or the device.
-    pub(super) fn range(&self) -> Range<u64> {
+    pub(crate) fn range(&self) -> Range<u64> {
         match self {
             End::Device(range) => range.clone(),
             End::Host(part) => part.block.range(part.offset, part.bytes),
@@ -54,9 +53,9 @@ impl End {
 
 /// One copy; many can be one piece of work.
 #[derive(Clone, Debug)]
-pub(super) struct Part {
-    pub(super) to: End,
-    pub(super) from: End,
+pub(crate) struct Part {
+    pub(crate) to: End,
+    pub(crate) from: End,
 }
 
 impl Part {
@@ -85,7 +84,7 @@ impl Part {
 
 /// The effect of a piece of work.
 #[derive(Clone, Debug)]
-pub(super) enum Body {
+pub(crate) enum Body {
     /// Fills memory.
     Memset { to: Range<u64>, value: u8 },
     /// Copies one range, rows, or many ranges.
@@ -108,10 +107,10 @@ pub(super) enum Body {
 
 /// An access of a piece of work.
 #[derive(Clone, Debug)]
-pub(super) struct Touch {
-    pub(super) space: Space,
-    pub(super) range: Range<u64>,
-    pub(super) kind: AccessKind,
+pub(crate) struct Touch {
+    pub(crate) space: Space,
+    pub(crate) range: Range<u64>,
+    pub(crate) kind: AccessKind,
 }
 
 impl Touch {
@@ -120,19 +119,19 @@ impl Touch {
     }
 
     /// The other addresses of the physical memory that it touches.
-    pub(super) fn aliases(&self, physicals: &PhysicalTable, mappings: &Mappings) -> Vec<Range<u64>> {
+    pub(crate) fn aliases(&self, physicals: &PhysicalTable, mappings: &Mappings) -> Vec<Range<u64>> {
         if self.space == Space::Device { physicals.aliases(mappings, &self.range) } else { Vec::new() }
     }
 }
 
 impl Body {
     /// One copy.
-    pub(super) fn copy(operation: Operation, to: End, from: End) -> Body {
+    pub(crate) fn copy(operation: Operation, to: End, from: End) -> Body {
         Body::Copy { operation, parts: [Part { to, from }].into() }
     }
 
     /// The call that makes such work.
-    pub(super) fn operation(&self) -> Operation {
+    pub(crate) fn operation(&self) -> Operation {
         match self {
             Body::Memset { .. } => Operation::Memset,
             Body::Copy { operation, .. } => *operation,
@@ -146,7 +145,7 @@ impl Body {
     }
 
     /// The kernel's name, when it is one.
-    pub(super) fn kernel(&self) -> Option<&'static str> {
+    pub(crate) fn kernel(&self) -> Option<&'static str> {
         match self {
             Body::Kernel(launch) => Some(launch.name),
             _ => None,
@@ -154,7 +153,7 @@ impl Body {
     }
 
     /// Everything it touches. No range is empty.
-    pub(super) fn touches(&self) -> Vec<Touch> {
+    pub(crate) fn touches(&self) -> Vec<Touch> {
         use AccessKind::{Read, Write};
         match self {
             Body::Memset { to: memory, .. }
@@ -175,7 +174,7 @@ impl Body {
     }
 
     /// The page-locked memory it uses.
-    pub(super) fn host_parts(&self) -> Vec<&HostPart> {
+    pub(crate) fn host_parts(&self) -> Vec<&HostPart> {
         match self {
             Body::Copy { parts, .. } => {
                 let ends = parts.iter().flat_map(|part| [&part.to, &part.from]);
@@ -186,7 +185,7 @@ impl Body {
     }
 
     /// Its cost on the device.
-    pub(super) fn cost(&self) -> Cost {
+    pub(crate) fn cost(&self) -> Cost {
         let length = |range: &Range<u64>| range.end - range.start;
         let (unit, bytes, operations) = match self {
             Body::Memset { to, .. } => (Unit::Compute, length(to), 0),
@@ -215,7 +214,7 @@ impl Body {
 
     /// Does the work. The caller handles pool frees. Also returns the first piece of the unwritten
     /// memory that a kernel read.
-    pub(super) fn run(
+    pub(crate) fn run(
         &self,
         memory: &mut Memory,
         address: &AddressSpace,
@@ -254,14 +253,14 @@ type UnwrittenPiece = (Range<u64>, Origin);
 
 /// Work that failed on the device, which is lost by that.
 #[derive(Debug)]
-pub(super) struct Broken {
-    pub(super) code: Code,
-    pub(super) cause: Cause,
+pub(crate) struct Broken {
+    pub(crate) code: Code,
+    pub(crate) cause: Cause,
 }
 
 /// Why work failed.
 #[derive(Debug)]
-pub(super) enum Cause {
+pub(crate) enum Cause {
     /// The violation found when it was enqueued, with the work's name.
     Reported(Arc<str>),
     /// A kernel touched this, which its launch did not declare.
@@ -365,14 +364,14 @@ fn illegal(illegal: Illegal) -> DeviceError {
 
 impl Illegal {
     /// The violation of `op`, which touches a range that holds this.
-    pub(super) fn violation(&self, op: OpRef, range: &Range<u64>) -> Violation {
+    pub(crate) fn violation(&self, op: OpRef, range: &Range<u64>) -> Violation {
         let range = self.at.max(range.start)..range.end;
         Violation { kind: self.kind, first: self.gone, second: op, range, missing: explain(self), block: None }
     }
 }
 
 /// Why a range must not be touched, in words.
-pub(super) fn explain(illegal: &Illegal) -> String {
+pub(crate) fn explain(illegal: &Illegal) -> String {
     match (illegal.kind, illegal.gone) {
         (_, Some(gone)) => format!("{:#x} was taken away by {gone}", illegal.at),
         (ViolationKind::NoAccess, None) => format!("no access to the mapping at {:#x} was given yet", illegal.at),

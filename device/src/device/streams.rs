@@ -110,7 +110,7 @@ impl Device {
     ///
     /// ```
     /// use aquifer_device::{Device, Driver, StreamFlags};
-    /// let device = Device::open("sim:24GiB")?;
+    /// let device = aquifer_sim::open("24GiB")?;
     /// let theirs = device.driver().create_stream(StreamFlags::default())?; // by another library
     /// // SAFETY: the stream lives until it is forgotten below.
     /// let stream = unsafe { device.stream_from_raw(theirs) }?;

@@ -103,7 +103,6 @@ pub struct PoolUsage {
 
 /// Whether a stream captures: whether its work is recorded into a graph instead of run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum CaptureStatus {
     /// The stream does not capture: its work runs.
     None,
@@ -115,7 +114,6 @@ pub enum CaptureStatus {
 
 /// A numeric property of a device, for [`crate::Driver::attribute`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Attribute {
     /// Compute capability, major number.
     ComputeCapabilityMajor,

@@ -46,9 +46,6 @@ mod clock;
 mod owner;
 mod recording;
 mod reuse;
-#[cfg(all(test, aquifer_shuttle))]
-#[path = "../../sim/tests/all/schedules.rs"]
-mod schedules;
 mod tick;
 
 use std::collections::{HashMap, VecDeque};

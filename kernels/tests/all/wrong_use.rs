@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::sim::{Fault as Failing, Preset, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, DeviceInfo, DeviceLabel, DeviceMismatch, Operation};
 use aquifer_kernels::{DType, KernelError, Kernels, Operand, OperandFault, Strided, Target};
+use aquifer_sim::{Fault as Failing, Preset, SimConfig, SimDriver};
 
 use crate::bench::Bench;
 

@@ -10,8 +10,8 @@ use aquifer::memory::{AllocError, Config, Snapshot, Stat};
 use aquifer::{Allocator, Device};
 use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::{Violation, ViolationKind};
 use aquifer_oracle::Judged;
+use aquifer_sim::{Violation, ViolationKind};
 
 use super::plan::Plan;
 use super::player::Owned;

@@ -136,11 +136,6 @@ fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError>
         HandleKind::PosixFd => {
             (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
         }
-        _ => {
-            return Err(AllocError::Request(RequestError::Unsupported {
-                what: "a kind of handle that is not known here",
-            }));
-        }
     };
     match allocator.device().driver().attribute(attribute) {
         Ok(0) => Err(AllocError::Request(RequestError::Unsupported { what })),

@@ -55,7 +55,8 @@ use crate::tags::Tag;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, AccessGuard};
-/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_device::cuda::CudaDriver;
+use aquifer_cuda::CudaDriver;
 use aquifer_device::{
     Access, AccessKind, Attempt, Code, DeviceError, DevicePtr, Driver, ErrorKind, KernelArg, Launch, RawModule,
     RawStream, Result, StreamFlags,

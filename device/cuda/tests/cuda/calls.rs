@@ -271,8 +271,8 @@ fn kernels_are_launched_from_modules() {
 #[test]
 fn objects_left_at_the_end_are_given_back() {
     let device = standin().add_device("1GiB").unwrap();
-    let watch = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
-    let driver = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
+    let watch = aquifer_cuda::CudaDriver::open(device.ordinal()).unwrap();
+    let driver = aquifer_cuda::CudaDriver::open(device.ordinal()).unwrap();
     let stream = driver.create_stream(StreamFlags::default()).unwrap();
     let (memory, event) = (driver.alloc(MIB).unwrap(), driver.create_event(false).unwrap());
     driver.alloc_async(MIB, stream).unwrap();

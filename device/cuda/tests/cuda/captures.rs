@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use aquifer_device::cuda::CudaDriver;
+use aquifer_cuda::CudaDriver;
 use aquifer_device::internal::Reservation;
 use aquifer_device::{CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Result, StreamFlags};
 

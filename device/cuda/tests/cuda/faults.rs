@@ -1,7 +1,7 @@
 //! Every call of the driver's functions fails once: no panic, nothing leaked, and all is usable
 //! after it.
 
-use aquifer_device::cuda::CudaDriver;
+use aquifer_cuda::CudaDriver;
 use aquifer_device::{
     Attribute, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, Driver, ErrorKind, PhysicalOptions, RawStream, Result,
     StreamFlags,

@@ -3,7 +3,7 @@
 //!
 //! Each test has a device of its own, so they run side by side. What concerns the whole process (no
 //! driver, no device, an old one) is tested in processes of their own in `tests/tests/cuda`.
-#![cfg(all(target_os = "linux", feature = "cuda"))]
+#![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 mod bench;

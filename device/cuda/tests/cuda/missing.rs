@@ -1,6 +1,6 @@
 //! Drivers that lack functions: a capability is off, or nothing starts; nothing panics.
 
-use aquifer_device::cuda::CudaDriver;
+use aquifer_cuda::CudaDriver;
 use aquifer_device::{
     Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, ErrorKind, PhysicalOptions, Result, StreamFlags,
 };

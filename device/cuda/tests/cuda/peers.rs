@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use aquifer_device::cuda::CudaDriver;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_cuda::CudaDriver;
 use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions, RawEvent, RawStream};
+use aquifer_sim::{SimConfig, SimDriver};
 use aquifer_standin::Number;
 
 use crate::bench::{Bench, MIB, code, kind, standin};

@@ -95,7 +95,7 @@ fn ranges_that_are_not_device_memory_are_refused() {
 fn memory_of_another_owner_is_known_by_the_driver() {
     let bench = Bench::new();
     // Another driver of the same device, as another library in the process would be.
-    let other = aquifer_device::cuda::CudaDriver::open(bench.device.ordinal()).unwrap();
+    let other = aquifer_cuda::CudaDriver::open(bench.device.ordinal()).unwrap();
     let theirs = other.alloc(4096).unwrap();
     let stream = bench.stream();
     bench.driver.memset(theirs, 6, 4096, stream).unwrap();
@@ -117,7 +117,7 @@ fn reserved_addresses_and_memory_of_other_devices_are_no_memory_of_this_one() {
     let bad = |ptr, bytes| assert_eq!(code(driver.memset(ptr, 1, bytes, stream)), Code::INVALID_VALUE, "{ptr} {bytes}");
     bad(elsewhere.driver.alloc(4096).unwrap(), 4096);
     // What another library maps: two pieces of four.
-    let other = aquifer_device::cuda::CudaDriver::open(bench.device.ordinal()).unwrap();
+    let other = aquifer_cuda::CudaDriver::open(bench.device.ordinal()).unwrap();
     let theirs = other.reserve(8 * MIB, 0).unwrap();
     for at in [0, 2 * MIB] {
         let memory = other.create_physical(2 * MIB, PhysicalOptions::default()).unwrap();
@@ -171,7 +171,7 @@ fn mappings_follow_the_rules() {
 #[test]
 fn a_device_that_cannot_map_refuses_mapping_calls() {
     let device = standin().add_device("1GiB,vmm=off").unwrap();
-    let driver = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
+    let driver = aquifer_cuda::CudaDriver::open(device.ordinal()).unwrap();
     assert_eq!(driver.info().granularity_bytes, None);
     assert_eq!(driver.attribute(aquifer_device::Attribute::VirtualMemoryManagement).unwrap(), 0);
     let unsupported = |result: Result<()>| assert_eq!(kind(result), ErrorKind::Unsupported);
@@ -188,11 +188,11 @@ fn a_device_that_cannot_map_refuses_mapping_calls() {
 #[test]
 fn properties_that_the_device_lacks_are_refused() {
     let device = standin().add_device("1GiB,export=off").unwrap();
-    let driver = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
+    let driver = aquifer_cuda::CudaDriver::open(device.ordinal()).unwrap();
     let exportable = PhysicalOptions::default().exportable(HandleKind::PosixFd);
     assert_eq!(kind(driver.create_physical(2 * MIB, exportable)), ErrorKind::Unsupported);
     let device = standin().add_device("1GiB,preset=rtx4090").or_else(|_| standin().add_device("rtx4090")).unwrap();
-    let driver = aquifer_device::cuda::CudaDriver::open(device.ordinal()).unwrap();
+    let driver = aquifer_cuda::CudaDriver::open(device.ordinal()).unwrap();
     if driver.attribute(aquifer_device::Attribute::GpuDirectRdmaWithVmm).unwrap() == 0 {
         let rdma = PhysicalOptions::default().rdma(true);
         assert_eq!(kind(driver.create_physical(2 * MIB, rdma)), ErrorKind::Unsupported);
@@ -308,7 +308,7 @@ fn impossible_modules_and_launches_are_refused() {
 fn a_missing_gpu_cannot_be_opened() {
     standin();
     for ordinal in [100_000, u32::MAX] {
-        let error = aquifer_device::cuda::CudaDriver::open(ordinal).unwrap_err();
+        let error = aquifer_cuda::CudaDriver::open(ordinal).unwrap_err();
         assert_eq!(error.code, Code::INVALID_DEVICE);
         assert!(error.to_string().contains("there is no GPU"), "{error}");
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Barrier};
 use std::thread;
 
-use aquifer_device::cuda::{self, CudaDriver};
+use aquifer_cuda::{self as cuda, CudaDriver};
 use aquifer_device::{Code, Device, Driver, ErrorKind, RawStream, StreamFlags};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUgraphInstantiate_flags;

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 use std::thread;
 
-use aquifer_device::cuda::{self, CudaDriver};
+use aquifer_cuda::{self as cuda, CudaDriver};
 use aquifer_device::{Code, Device, Driver, StreamFlags};
 use cudarc::driver::{CudaContext, result};
 

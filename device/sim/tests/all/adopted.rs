@@ -4,8 +4,8 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, ErrorKind, Operation, RawStream, Result, StreamFlags};
+use aquifer_sim::Fault;
 
 use crate::common::{Bench, MIB, kind};
 

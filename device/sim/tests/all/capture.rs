@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use aquifer_device::sim::{SimDriver, ViolationKind};
 use aquifer_device::{Code, Driver, ErrorKind, RawStream};
+use aquifer_sim::{SimDriver, ViolationKind};
 
 use crate::common::{MIB, Short, code, device};
 

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{
     Access, AccessKind, Code, Device, DeviceError, DevicePtr, Driver, ErrorKind, HostKernel, HostPtr, KernelArg,
     Launch, Operation, PhysicalOptions, RawEvent, RawPhysical, RawStream, Result, Stream, StreamFlags,
 };
+use aquifer_sim::{SimConfig, SimDriver};
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GRANULE: u64 = 2 * MIB;

@@ -2,10 +2,10 @@
 //! driver reports about pools and captures.
 
 use aquifer_device::AccessKind::Write;
-use aquifer_device::sim::ViolationKind;
 use aquifer_device::{
     CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, Driver, ErrorKind, HostPtr, Launch, RawStream, Result,
 };
+use aquifer_sim::ViolationKind;
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short, code, device};

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{
     Attribute, Code, Copy2d, CopyEnd, CopyPart, Device, DevicePtr, Driver, ErrorKind, HostPtr, Operation,
     PhysicalOptions, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, Result,
 };
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 
 use crate::common::{GRANULE, MIB, Short, code, device};
 

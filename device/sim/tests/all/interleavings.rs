@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use aquifer_device::sim::{SimConfig, SimDriver, Violation};
 use aquifer_device::{Driver, RawStream};
+use aquifer_sim::{SimConfig, SimDriver, Violation};
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short, device};

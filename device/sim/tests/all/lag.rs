@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use aquifer_device::sim::{Lagging, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, DevicePtr, Driver, PhysicalOptions, RawStream};
+use aquifer_sim::{Lagging, SimConfig, SimDriver};
 
 use crate::common::{GRANULE, Short, code};
 

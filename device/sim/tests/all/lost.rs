@@ -1,8 +1,8 @@
 //! What errors of a lost device tell: the work that failed, from the first one on, and which error
 //! was the first.
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, DeviceError, DevicePtr, Driver, Operation};
+use aquifer_sim::{SimConfig, SimDriver};
 
 use crate::common::{MIB, Short, device};
 

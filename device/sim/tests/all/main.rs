@@ -9,8 +9,10 @@ mod copies;
 mod faults;
 mod found;
 mod happens_before;
+mod host_buffer;
 mod inspect;
 mod interleavings;
+mod label;
 mod lag;
 mod lost;
 mod mapping;
@@ -20,5 +22,7 @@ mod peer_order;
 mod peers;
 mod piling;
 mod release;
+#[cfg(aquifer_shuttle)]
+mod schedules;
 mod streams;
 mod wrong_programs;

@@ -1,9 +1,9 @@
 //! The rules of physical memory, reservations and mappings.
 
-use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
 use aquifer_device::{
     Attribute, Code, DevicePtr, Driver, ErrorKind, HandleKind, NewBlock, PhysicalOptions, RawPhysical,
 };
+use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 
 use crate::common::{GRANULE, Short, code, device};
 

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 use aquifer_device::AccessKind::{Read, Write};
-use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
 use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, HostPtr, RawStream};
+use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short, code, device};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use aquifer_device::AccessKind::{Read, Write};
 use aquifer_device::internal::{MovesContents, defer_panics_here};
-use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
 use aquifer_device::{Access, Device, DevicePtr, Driver, NewBlock, Witness};
+use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 use proptest::prelude::*;
 
 use crate::common::{MIB, Short};

@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, DevicePtr, Driver, RawEvent, RawStream};
+use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::common::Short;

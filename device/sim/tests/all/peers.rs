@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use aquifer_device::AccessKind::{Read, Write};
-use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver, Violation, ViolationKind};
 use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, Operation, RawStream};
+use aquifer_sim::{Fault, Lagging, SimConfig, SimDriver, Violation, ViolationKind};
 
 use crate::common::{GRANULE, MIB, Short, code};
 

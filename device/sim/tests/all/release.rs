@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aquifer_device::internal::Reservation;
-use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, Operation, PhysicalOptions, Stream, Tick};
+use aquifer_sim::Fault;
 
 use crate::common::{Bench, MIB};
 

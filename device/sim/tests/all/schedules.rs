@@ -5,18 +5,13 @@
 //! event that claims to cover work enqueued after it shows as a race of the access that relied on
 //! the claim.
 
-#![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
-
 use std::sync::Arc;
 use std::time::Duration;
 
+use aquifer_device::{Code, Device, DevicePtr, ErrorKind, Operation, Stream, StreamFlags, Tick};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
+use shuttle::sync::Mutex;
 use shuttle::thread;
-
-use crate::driver::{DevicePtr, StreamFlags};
-use crate::error::ErrorKind;
-use crate::sim::{SimConfig, SimDriver};
-use crate::sync::Mutex;
-use crate::{Device, Operation, Stream, Tick};
 
 const CELL: u64 = 512;
 
@@ -57,12 +52,12 @@ impl World {
     fn produce(&self, stream: &Stream, cell: u64) {
         self.fill(stream, cell);
         let tick = stream.tick();
-        self.written.lock().push((cell, tick));
+        self.written.lock().unwrap().push((cell, tick));
     }
 
     /// Overwrites each announced cell on `stream`, if `may` says that its tick allows that.
     fn consume(&self, stream: &Stream, mut may: impl FnMut(&Tick) -> bool) {
-        let written = self.written.lock().clone();
+        let written = self.written.lock().unwrap().clone();
         for (cell, tick) in written {
             if may(&tick) {
                 self.fill(stream, cell);
@@ -158,13 +153,13 @@ fn t1_waiting_for_the_device_in_place_of_a_lost_event() {
         let world = World::new();
         let (one, two) = (world.stream(), world.stream());
         world.produce(&one, 0);
-        let fault = crate::sim::Fault::Nth { operation: Some(Operation::Record), nth: 1, code: crate::Code(999) };
+        let fault = Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) };
         world.sim.inject(fault);
         drop(one);
         let ask = move |world: &World| world.consume(&two, |tick| tick.synchronize().is_ok());
-        let tick = world.written.lock()[0].1.clone();
+        let tick = world.written.lock().unwrap()[0].1.clone();
         join([spawn(&world, ask), spawn(&world, move |_| tick.synchronize().unwrap())]);
-        let written = world.written.lock().clone();
+        let written = world.written.lock().unwrap().clone();
         assert!(written.iter().all(|(_, tick)| tick.is_done().unwrap()));
     });
 }
@@ -236,7 +231,7 @@ fn t4_streams_destroyed_while_their_ticks_are_waited_for() {
                 }
             }),
         ]);
-        let written = world.written.lock().clone();
+        let written = world.written.lock().unwrap().clone();
         written.iter().for_each(|(_, tick)| tick.synchronize().unwrap());
     });
 }
@@ -294,7 +289,7 @@ fn t5_what_is_enqueued_while_captures_are_held_off_is_in_no_graph() {
                 }
             }),
         ]);
-        let written = world.written.lock().clone();
+        let written = world.written.lock().unwrap().clone();
         for (cell, tick) in written {
             reader.wait_for(&tick).unwrap();
             let mut bytes = [0; 1];

@@ -4,8 +4,8 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::AccessKind::Read;
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Code, Device, Driver, Operation, RawEvent, RawStream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 use crate::common::{MIB, Short, code, device};
 

@@ -6,8 +6,8 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::AccessKind::{Read, Write};
-use aquifer_device::sim::{SimDriver, ViolationKind};
 use aquifer_device::{Driver, RawStream};
+use aquifer_sim::{SimDriver, ViolationKind};
 
 use crate::common::{GRANULE, MIB, Short, device};
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::sim::{Fault, Preset, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Stream};
+use aquifer_sim::{Fault, Preset, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
