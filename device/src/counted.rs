@@ -69,8 +69,8 @@ pub(crate) struct Counted {
     label: DeviceLabel,
 }
 
-// A driver is usable after a panic: NVIDIA's does not panic, and the simulated one reports a
-// violation by a panic once it has taken note of it, under no lock.
+// A driver is usable after a panic: one that reports an error of the program by a panic has taken
+// note of it before, and holds no lock.
 impl UnwindSafe for Counted {}
 impl RefUnwindSafe for Counted {}
 

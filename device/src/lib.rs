@@ -1,8 +1,9 @@
-//! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic
-//! simulated GPU.
+//! GPU devices, streams, events and timelines behind one [`Driver`] trait.
 //!
-//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's
-//!   ([`sim`]). [`Device::open`] opens one by name.
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's, of the crate `aquifer-cuda`, or
+//!   the simulator's, of `aquifer-sim`. Nothing here knows which. The crate `aquifer` opens devices by
+//!   name.
+//! * A driver that checks programs has a [`Witness`], which the layers above tell what they do.
 //! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different
 //!   streams are independent.
 //! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one
@@ -11,7 +12,6 @@
 //! * A [`Capture`] records a stream's work into a [`Graph`] instead of running it.
 //!
 //! ```
-//! use aquifer_device::Device;
 //! let device = aquifer_sim::open("24GiB")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
@@ -27,14 +27,13 @@
 //! # Testing
 //!
 //! A simulated device finds races, and misuse of memory that allocators hand out
-//! (`aquifer-allocator`); [`sim`] says which. A test either asks for them with
+//! (`aquifer-allocator`); the crate `aquifer-sim` says which. A test either asks for them with
 //! [`Device::assert_no_violations`], or opens its device with `violations=panic`. Then a wrong
 //! address or length panics in the call that enqueues the work, and a race in the next wait, or
 //! when the last handle of the device is dropped. The text names both places in the program, and
 //! the remedy.
 //!
 //! ```should_panic
-//! # use aquifer_device::Device;
 //! let device = aquifer_sim::open("24GiB,violations=panic")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;

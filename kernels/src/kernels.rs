@@ -32,7 +32,7 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 /// of the buffers. So buffers may move between streams without further calls. Operations on empty
 /// buffers are checked and not launched.
 ///
-/// On the simulated device the host implementations run, on real data.
+/// On a virtual device the host implementations run, on real data.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};

@@ -22,7 +22,7 @@ pub struct RawOwner {
 /// memory, and in a forked child.
 ///
 /// The first address of an allocation is found at once. For another one, all raw pointers of the
-/// process are looked at, without a lock. Simulated devices may use the same addresses; the
+/// process are looked at, without a lock. Virtual devices may use the same addresses; the
 /// allocator that was made first is found.
 ///
 /// ```

@@ -34,7 +34,6 @@ use crate::witness::{CalledFrom, Witness};
 /// is a plain driver allocation.
 ///
 /// ```
-/// use aquifer_device::Device;
 /// let device = aquifer_sim::open("24GiB")?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
 /// let ptr = device.alloc(1 << 30)?;
@@ -207,7 +206,6 @@ impl Device {
     /// namespace (containers), and about parts of a GPU (MIG).
     ///
     /// ```
-    /// use aquifer_device::Device;
     /// let device = aquifer_sim::open("24GiB,other=2GiB")?;
     /// device.alloc(1 << 30)?;
     /// let users = device.memory_users();
@@ -243,12 +241,11 @@ impl Device {
         self.0.context.called_from(at)
     }
 
-    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of
-    /// memory. Takes them. For the end of tests; a real device finds none. Wait for the device
+    /// Panics if the driver found violations that were not taken yet, as a simulated one does: races,
+    /// or misuse of memory. Takes them. For the end of tests; a real device finds none. Wait for the device
     /// first: a kernel that reads its ranges in part is checked when it runs.
     ///
     /// ```should_panic
-    /// use aquifer_device::Device;
     /// let device = aquifer_sim::open("24GiB")?;
     /// let (one, two) = (device.stream()?, device.stream()?);
     /// let memory = device.alloc(1 << 20)?;

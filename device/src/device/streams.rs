@@ -109,7 +109,7 @@ impl Device {
     /// without forgetting it, the new one is adopted.
     ///
     /// ```
-    /// use aquifer_device::{Device, Driver, StreamFlags};
+    /// use aquifer_device::{Driver, StreamFlags};
     /// let device = aquifer_sim::open("24GiB")?;
     /// let theirs = device.driver().create_stream(StreamFlags::default())?; // by another library
     /// // SAFETY: the stream lives until it is forgotten below.

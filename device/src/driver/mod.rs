@@ -152,8 +152,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Graphs that copy from or to it are not launched again. Any other address is refused.
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Announces that the host reads or writes page-locked memory now. The simulator's race
-    /// detector looks for work of the device that may conflict; on CUDA this does nothing. Touches
+    /// Announces that the host reads or writes page-locked memory now. A
+    /// driver that checks programs looks for work of the device that may conflict; others do nothing.
+    /// Touches
     /// no memory itself at any address, makes no driver call, and works on a lost device too.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 

@@ -68,7 +68,7 @@ pub(super) struct StagedTransfer {
     stream: Stream,
     priority: i32,
     job: Arc<Job>,
-    /// The caller's place in the program, on a simulated device.
+    /// The caller's place in the program, if the device has a witness.
     asked: Option<&'static Location<'static>>,
     /// The tick after its latest copy.
     last: Mutex<Option<Tick>>,

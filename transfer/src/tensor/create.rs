@@ -121,7 +121,6 @@ impl Tensor {
     ///
     /// ```
     /// use aquifer_allocator::DeviceAllocator as _;
-    /// use aquifer_device::Device;
     /// use aquifer_transfer::Tensor;
     /// let device = aquifer_sim::open("24GiB")?;
     /// let (memory, stream) = (device.allocator()?, device.stream()?);

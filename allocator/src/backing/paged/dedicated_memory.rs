@@ -50,7 +50,7 @@ impl DedicatedMemory {
         self.bytes.load(Ordering::Acquire)
     }
 
-    /// Sets the requested bytes, and tells a simulated device.
+    /// Sets the requested bytes, and tells the device's witness.
     pub(crate) fn resize(&self, bytes: u64, at: &'static Location<'static>) {
         let before = self.bytes.swap(bytes, Ordering::AcqRel);
         self.state().tell_witness(|witness| match before {
@@ -59,7 +59,7 @@ impl DedicatedMemory {
         });
     }
 
-    /// Tells a simulated device of memory that is handed out.
+    /// Tells the device's witness of memory that is handed out.
     pub(crate) fn report_block(&self, witness: &dyn Witness, bytes: u64, at: &'static Location<'static>) {
         let tag = Tag::current().name();
         witness.begins(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
