@@ -69,7 +69,7 @@ mod open;
 mod pools;
 mod raw;
 mod recovery;
-mod replace_file;
+pub mod replace_file;
 mod request;
 pub mod size_class;
 pub mod snapshot;
@@ -96,6 +96,7 @@ pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use snapshot::Snapshot;
+pub use state::close_abandoned;
 pub use tags::TagScope;
 
 /// For the other crates of Aquifer. It may change in any release.
@@ -108,10 +109,6 @@ pub mod internal {
 
     pub use crate::buffer::ranges::resolve;
     pub use crate::buffer::record::AccessRecord;
-    /// The options in words, as the documentation of [`crate::Config`] has them.
-    pub use crate::config::OPTIONS;
-    pub use crate::replace_file::{Step, check_destination, replace_file};
-    pub use crate::state::close_abandoned;
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first
     /// call, and dropped once the allocator is closed and driver calls are allowed. It must not

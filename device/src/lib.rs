@@ -79,6 +79,7 @@ mod waits;
 mod witness;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
+pub use capturing_streams::CapturingStreams;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
@@ -92,6 +93,7 @@ pub use external::ExternalStream;
 pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
 pub use physical::{HandleKind, PhysicalOptions};
+pub use release::Reservation;
 pub use stream::Stream;
 pub use timeline::Tick;
 pub use witness::{NewBlock, Witness};
@@ -99,12 +101,10 @@ pub use witness::{NewBlock, Witness};
 /// For the other crates of Aquifer. It may change in any release.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::capturing_streams::CapturingStreams;
     pub use crate::copies::{Touched, first_overlap};
     pub use crate::device::WeakDevice;
     pub use crate::host_buffer::HostBuffer;
     pub use crate::launches::{LaunchOrder, Launches};
-    pub use crate::release::Reservation;
     pub use crate::stream_map::StreamMap;
     pub use crate::thread_end::RunningThread;
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};

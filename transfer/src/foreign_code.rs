@@ -119,7 +119,7 @@ fn work() {
             drop(background);
             call();
             // The code may have dropped the last buffer of an allocator.
-            aquifer_allocator::internal::close_abandoned();
+            aquifer_allocator::close_abandoned();
             background = BACKGROUND.lock();
             continue;
         }

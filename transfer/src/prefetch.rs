@@ -183,7 +183,7 @@ impl<B: Batch> Prefetcher<B> {
             defer_panics_here();
             worker.run(source);
             // It may have held the last buffers of a dropped allocator.
-            aquifer_allocator::internal::close_abandoned();
+            aquifer_allocator::close_abandoned();
         });
         let thread = thread.map_err(|cause| TransferError::Thread { what: "prefetching", cause: cause.into() })?;
         Ok(Prefetcher {

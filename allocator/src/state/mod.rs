@@ -348,7 +348,7 @@ impl AllocatorState {
 /// let last = Allocator::new(&device, Config::default())?.alloc_bytes(1 << 20, &stream)?;
 /// drop((stream, device));
 /// drop(last); // by the last thread
-/// aquifer_allocator::internal::close_abandoned();
+/// aquifer_allocator::close_abandoned();
 /// assert_eq!(driver.held_bytes(), 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -18,8 +18,8 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::internal::{CapturingStreams, RunningThread, WeakDevice, finish_all};
-use aquifer_device::{Device, Driver, RawStream, Result};
+use aquifer_device::internal::{RunningThread, WeakDevice, finish_all};
+use aquifer_device::{CapturingStreams, Device, Driver, RawStream, Result};
 
 /// A handle, and the thread where it means one stream for each.
 type Which = (u64, Option<ThreadId>);

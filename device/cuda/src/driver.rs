@@ -3,11 +3,10 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use aquifer_device::internal::CapturingStreams;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo,
-    Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, Result, StreamFlags,
-    fork,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr,
+    Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical, RawStream,
+    Result, StreamFlags, fork,
 };
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;

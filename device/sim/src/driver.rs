@@ -3,11 +3,10 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use aquifer_device::internal::CapturingStreams;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr, Launch, MemoryInfo,
-    MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, Result,
-    StreamFlags, Witness,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr,
+    Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical,
+    RawStream, Result, StreamFlags, Witness,
 };
 
 use crate::SimDriver;

@@ -19,11 +19,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::internal::{CapturingStreams, moves_contents};
+use aquifer_device::internal::moves_contents;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver, HostPtr,
-    Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical,
-    RawStream, Result, StreamFlags, Witness,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr,
+    Driver, HostPtr, Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, Result, StreamFlags, Witness,
 };
 
 use crate::SimDriver;

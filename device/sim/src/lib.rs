@@ -110,8 +110,8 @@ pub use vmm::Mapped;
 #[cfg(doc)]
 use aquifer_device::Driver;
 use aquifer_device::fork::Mutex;
-use aquifer_device::internal::{CapturingStreams, may_panic};
-use aquifer_device::{Device, DeviceInfo, DevicePtr, Operation, RawStream, Result};
+use aquifer_device::internal::may_panic;
+use aquifer_device::{CapturingStreams, Device, DeviceInfo, DevicePtr, Operation, RawStream, Result};
 use machine::Machine;
 use refused::Answer;
 

@@ -4,11 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 use std::thread;
 
-use aquifer_device::internal::CapturingStreams;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
-    HostPtr, Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
-    RawPhysical, RawStream, Result, StreamFlags, Witness, forward_calls,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyEnd, CopyPart, DeviceError, DeviceInfo,
+    DevicePtr, Driver, HostPtr, Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, Result, StreamFlags, Witness, forward_calls,
 };
 use parking_lot::Mutex;
 

@@ -215,7 +215,7 @@ fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
             device.settle_unused();
         }
     }
-    aquifer_allocator::internal::close_abandoned();
+    aquifer_allocator::close_abandoned();
     driver.clear_faults();
     // A thread of another test may be about to do this device's deferred clean-up, and be preempted.
     let soon = |is_over: &dyn Fn() -> bool| {

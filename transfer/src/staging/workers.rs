@@ -141,7 +141,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
         }
         drop(after.surplus);
         // The transfer may have held the last buffer of a dropped allocator.
-        aquifer_allocator::internal::close_abandoned();
+        aquifer_allocator::close_abandoned();
     }
 
     fn spawn(&self) -> Result<(), TransferError> {
@@ -152,7 +152,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
                 workers.scheduler.work(&workers);
                 drop(workers);
             });
-            aquifer_allocator::internal::close_abandoned();
+            aquifer_allocator::close_abandoned();
         });
         match started {
             Ok(_) => Ok(()),

@@ -75,7 +75,7 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
     let mut failed = Ok(());
     for (addr, bytes) in empty {
         if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
-            let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+            let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
             allocator.device().unreserve_later(reservation);
             failed = Err(error.into());
         }

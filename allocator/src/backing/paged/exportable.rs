@@ -11,9 +11,9 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::internal::Reservation;
 use aquifer_device::{
-    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, RequestError, Stream,
+    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, RequestError, Reservation,
+    Stream,
 };
 
 use crate::alloc::alloc_bytes;

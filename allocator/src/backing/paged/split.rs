@@ -20,8 +20,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use aquifer_device::internal::{MovesContents, Reservation};
-use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical};
+use aquifer_device::internal::MovesContents;
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::{buyable, room};

@@ -4,8 +4,9 @@
 use std::time::Duration;
 
 use aquifer_cuda::CudaDriver;
-use aquifer_device::internal::Reservation;
-use aquifer_device::{CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Result, StreamFlags};
+use aquifer_device::{
+    CaptureStatus, Code, Device, Driver, ErrorKind, PhysicalOptions, RawStream, Reservation, Result, StreamFlags,
+};
 
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};

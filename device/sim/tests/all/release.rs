@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_device::internal::Reservation;
-use aquifer_device::{Code, Device, Operation, PhysicalOptions, Stream, Tick};
+use aquifer_device::{Code, Device, Operation, PhysicalOptions, Reservation, Stream, Tick};
 use aquifer_sim::Fault;
 
 use crate::common::{Bench, MIB};
