@@ -201,13 +201,13 @@ pub mod prelude {
 /// Devices and what runs on them: events, graphs, launches of kernels, the simulator, cudarc.
 pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-    pub use aquifer_cuda::{self as cuda, gpus};
+    pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
         Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
         KernelArg, KernelMemory, Launch, MemoryUsers, ProcessMemory, RawStream, RequestError, StreamFlags, Tick,
     };
 
-    pub use crate::open::{DeviceSpec, OpenError};
+    pub use crate::open::{DeviceSpec, OpenError, gpus};
 
     /// The simulated GPU.
     #[cfg(feature = "sim")]

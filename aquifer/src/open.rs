@@ -6,9 +6,7 @@
 
 use std::str::FromStr;
 
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-use aquifer_cuda::{Unavailable, gpus};
-use aquifer_device::{Device, DeviceError, Operation, fork};
+use aquifer_device::{Device, DeviceError, DeviceInfo, Operation, fork};
 #[cfg(feature = "sim")]
 use aquifer_sim::{SimConfig, SimConfigError, SimDriver};
 
@@ -86,7 +84,7 @@ pub enum OpenError {
     /// No real GPU can be used at all.
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     #[error("no real GPU can be used: {0}; use sim for a simulated GPU")]
-    Unavailable(Unavailable),
+    Unavailable(aquifer_cuda::Unavailable),
     /// The host has no device memory to manage.
     #[error("cpu: the host has no device memory to manage; use sim for a simulated GPU")]
     Host,
@@ -112,12 +110,6 @@ fn condition(feature: &str) -> &'static str {
     if feature == "cuda" { ", on a 64-bit machine" } else { "" }
 }
 
-#[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
-const NO_CUDA: OpenError = OpenError::NotBuilt { driver: "CUDA", feature: "cuda" };
-
-#[cfg(not(feature = "sim"))]
-const NO_SIM: OpenError = OpenError::NotBuilt { driver: "the simulated GPU", feature: "sim" };
-
 impl FromStr for DeviceSpec {
     type Err = OpenError;
 
@@ -141,7 +133,7 @@ impl FromStr for DeviceSpec {
                     OpenError::Sim { text: text.to_owned(), cause }
                 }),
             #[cfg(not(feature = "sim"))]
-            ("sim", _) => Err(NO_SIM),
+            ("sim", _) => Err(OpenError::NotBuilt { driver: "the simulated GPU", feature: "sim" }),
             ("cpu", None) => Ok(DeviceSpec::Cpu),
             _ => Err(unknown()),
         }
@@ -156,10 +148,7 @@ impl DeviceSpec {
     pub fn open(&self) -> Result<Device, OpenError> {
         fork::check(Operation::Init)?;
         match self {
-            #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-            DeviceSpec::Cuda(ordinal) => open_gpu(*ordinal),
-            #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
-            DeviceSpec::Cuda(_) => Err(NO_CUDA),
+            DeviceSpec::Cuda(ordinal) => gpu::open(*ordinal),
             #[cfg(feature = "sim")]
             DeviceSpec::Sim(config) => Ok(Device::new(SimDriver::new((**config).clone()))),
             DeviceSpec::Cpu => Err(OpenError::Host),
@@ -167,15 +156,13 @@ impl DeviceSpec {
     }
 }
 
-/// Opens a real GPU by ordinal.
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-fn open_gpu(ordinal: u32) -> Result<Device, OpenError> {
-    let gpus = gpus().map_err(OpenError::Unavailable)?;
-    if gpus.iter().any(|info| info.ordinal == ordinal) {
-        return Ok(aquifer_cuda::shared(ordinal)?);
-    }
-    let existing = gpus.into_iter().map(|info| info.name).collect();
-    Err(OpenError::NoSuchDevice { ordinal, existing, visible: aquifer_cuda::visible_devices() })
+/// Properties of the real GPUs that can be used, or why none can. No GPU is opened for it, so
+/// stream priorities are not included.
+///
+/// # Errors
+/// When there is no driver, it does not work, or it shows no GPU.
+pub fn gpus() -> Result<Vec<DeviceInfo>, OpenError> {
+    gpu::all()
 }
 
 /// Opens the device that a text names, such as `cuda:0` or `sim:24GiB`: see
@@ -213,14 +200,9 @@ pub fn open(spec: &str) -> Result<Device, OpenError> {
 /// When the device chosen cannot be opened.
 pub fn open_best() -> Result<Device, OpenError> {
     fork::check(Operation::Init)?;
-    let (device, reason) = match open_best_gpu() {
-        Ok(found) => found?,
-        #[cfg(feature = "sim")]
-        Err(why) => (Device::new(SimDriver::new(SimConfig::default())), format!("no real GPU can be used: {why}")),
-        #[cfg(all(feature = "cuda", target_pointer_width = "64", not(feature = "sim")))]
-        Err(why) => return Err(OpenError::Unavailable(why)),
-        #[cfg(all(not(all(feature = "cuda", target_pointer_width = "64")), not(feature = "sim")))]
-        Err(why) => return Err(why),
+    let (device, reason) = match gpu::best() {
+        Ok((ordinal, reason)) => (gpu::open(ordinal)?, reason),
+        Err(why) => instead_of_a_gpu(why)?,
     };
     device.note_choice(reason);
     tracing::info!(
@@ -232,24 +214,72 @@ pub fn open_best() -> Result<Device, OpenError> {
     Ok(device)
 }
 
-/// The real GPU with the most memory, and why it was chosen. The outer error says why no GPU can be
-/// used.
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-fn open_best_gpu() -> Result<Result<(Device, String), OpenError>, Unavailable> {
-    let gpus = gpus()?;
-    // The first of the largest ones.
-    let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
-    let best = best.ok_or(Unavailable::NoDevice)?;
-    let others = match gpus.len() {
-        1 => String::new(),
-        several => format!(", which has the most memory of {several}"),
-    };
-    Ok(open_gpu(best.ordinal).map(|device| (device, format!("a real GPU was found: {}{others}", best.name))))
+/// A simulated device where no real GPU can be used, and the reason.
+#[cfg(feature = "sim")]
+fn instead_of_a_gpu(why: OpenError) -> Result<(Device, String), OpenError> {
+    Ok((Device::new(SimDriver::new(SimConfig::default())), why.to_string()))
 }
 
+#[cfg(not(feature = "sim"))]
+fn instead_of_a_gpu(why: OpenError) -> Result<(Device, String), OpenError> {
+    Err(why)
+}
+
+/// Real GPUs.
+#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+mod gpu {
+    use aquifer_cuda::{Unavailable, shared, visible_devices};
+    use aquifer_device::{Device, DeviceInfo};
+
+    use super::OpenError;
+
+    pub(super) fn all() -> Result<Vec<DeviceInfo>, OpenError> {
+        aquifer_cuda::gpus().map_err(OpenError::Unavailable)
+    }
+
+    pub(super) fn open(ordinal: u32) -> Result<Device, OpenError> {
+        let gpus = all()?;
+        if gpus.iter().any(|info| info.ordinal == ordinal) {
+            return Ok(shared(ordinal)?);
+        }
+        let existing = gpus.into_iter().map(|info| info.name).collect();
+        Err(OpenError::NoSuchDevice { ordinal, existing, visible: visible_devices() })
+    }
+
+    /// The ordinal of the one with the most memory, and why it is the best.
+    pub(super) fn best() -> Result<(u32, String), OpenError> {
+        let gpus = all()?;
+        // The first of the largest ones.
+        let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
+        let best = best.ok_or(OpenError::Unavailable(Unavailable::NoDevice))?;
+        let others = match gpus.len() {
+            1 => String::new(),
+            several => format!(", which has the most memory of {several}"),
+        };
+        Ok((best.ordinal, format!("a real GPU was found: {}{others}", best.name)))
+    }
+}
+
+/// Stands in for CUDA where the program was built without it.
 #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
-fn open_best_gpu() -> Result<Result<(Device, String), OpenError>, OpenError> {
-    Err(NO_CUDA)
+mod gpu {
+    use aquifer_device::{Device, DeviceInfo};
+
+    use super::OpenError;
+
+    const NOT_BUILT: OpenError = OpenError::NotBuilt { driver: "CUDA", feature: "cuda" };
+
+    pub(super) fn all() -> Result<Vec<DeviceInfo>, OpenError> {
+        Err(NOT_BUILT)
+    }
+
+    pub(super) fn open(_ordinal: u32) -> Result<Device, OpenError> {
+        Err(NOT_BUILT)
+    }
+
+    pub(super) fn best() -> Result<(u32, String), OpenError> {
+        Err(NOT_BUILT)
+    }
 }
 
 #[cfg(test)]
@@ -304,7 +334,7 @@ mod tests {
     fn the_best_device_comes_with_a_reason() {
         let device = open_best().unwrap();
         let reason = device.chosen_because().unwrap();
-        match gpus() {
+        match aquifer_cuda::gpus() {
             Ok(_) => assert!(reason.contains(&device.info().name), "{reason}"),
             Err(unavailable) => {
                 assert!(reason.contains(&unavailable.to_string()), "{reason}");

@@ -1,6 +1,7 @@
 //! A simulated GPU: deterministic from a seed, in virtual time, with real data and a race detector.
 //!
-//! [`SimDriver`] implements [`Driver`] without a GPU; [`open`] opens a device with one. It finds errors that real hardware hides:
+//! [`SimDriver`] implements [`Driver`] without a GPU; [`open`] opens a device with one. It finds
+//! errors that real hardware hides:
 //!
 //! * **Time is virtual.** Driver calls and work cost as much as on a real card, to an order of
 //!   magnitude (see [`Preset`]). The device only makes progress as calls advance the clock. The
@@ -13,8 +14,8 @@
 //!   the host. A [`Violation`] names two operations and the missing order, with every seed. The
 //!   detector never changes results.
 //! * **Misuse of memory is found**: work beyond the bounds of a block, after the block was dropped,
-//!   or that reads bytes which nothing has written. `checks=off` ([`SimConfig::checks`])
-//!   turns it off.
+//!   or that reads bytes which nothing has written. `checks=off` ([`SimConfig::checks`]) turns it
+//!   off.
 //! * **CUDA's rules are enforced**: mappings, captures, default streams, dead handles. Work that
 //!   touches memory which is not there loses the device, as on hardware; all errors from then on
 //!   say which work, where and why.
@@ -33,11 +34,10 @@
 //!   handles; `interval` a map of ranges.
 //! * **Time and order**: `engine` runs `work` in virtual time, in an order picked by `rng`; `race`
 //!   finds accesses that nothing orders, by `clock` and by the host's knowledge (`known`), and
-//!   reports a `violation`. `checks` finds misuse of memory. `lag` makes the device lag
-//!   behind.
+//!   reports a `violation`. `checks` finds misuse of memory. `lag` makes the device lag behind.
 //!
-//! Kernels run while a lock is held, so a [`aquifer_device::HostKernel`] must not call the driver. The
-//! legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
+//! Kernels run while a lock is held, so a [`HostKernel`](aquifer_device::HostKernel) must not call the
+//! driver. The legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
 //! host covers only work enqueued on it. Stream priorities are accepted and have no effect.
 //!
 //! Each device has its own address space and virtual clock. Devices wait for each other's events

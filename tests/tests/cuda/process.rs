@@ -4,9 +4,9 @@
 use std::os::unix::fs::symlink;
 use std::{env, fs};
 
-use aquifer::device::{OpenError, cuda, gpus};
+use aquifer::device::{OpenError, cuda};
 use aquifer::kernels::{KernelError, Kernels};
-use aquifer_cuda::Unavailable;
+use aquifer_cuda::{Unavailable, gpus};
 use aquifer_standin::{in_child, in_process};
 use aquifer_tests::prelude::*;
 
