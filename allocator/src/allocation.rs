@@ -13,9 +13,9 @@ use crate::state::AllocatorState;
 use crate::state::arena::Arena;
 use crate::sync::atomic::Ordering;
 
-/// Bit of [`Allocation::slot`], set if the device is a simulated one that checks how work uses the
+/// Bit of [`Allocation::slot`], set if the device has a witness that watches how work uses the
 /// block.
-pub(crate) const CHECKED: u32 = 1 << 31;
+pub(crate) const WATCHED: u32 = 1 << 31;
 
 /// A live block of device memory. Dropping it gives the memory back to the allocator, on any
 /// thread, without a driver call and without waiting for the device.
@@ -33,7 +33,7 @@ pub struct Allocation {
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was
     /// given up.
     block: BlockId,
-    /// The stream, and whether [`CHECKED`].
+    /// The stream, and whether [`WATCHED`].
     slot: u32,
     ptr: DevicePtr,
     bytes: u64,
@@ -66,7 +66,7 @@ impl Allocation {
 
     /// The [`Stream::id`] of the stream it was allocated for.
     pub fn stream_id(&self) -> u32 {
-        self.slot & !CHECKED
+        self.slot & !WATCHED
     }
 
     /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is
@@ -101,7 +101,7 @@ impl Allocation {
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
         let bytes = self.bytes;
-        if self.slot & CHECKED != 0 {
+        if self.slot & WATCHED != 0 {
             self.arena.report_end(self.ptr, Some(Location::caller()));
         }
         let (arena, block) = self.into_block();
@@ -139,7 +139,7 @@ impl Drop for Allocation {
     #[inline]
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
-            if self.slot & CHECKED != 0 {
+            if self.slot & WATCHED != 0 {
                 self.arena.report_end(self.ptr, None);
             }
             self.arena.free(self.block, None, self.bytes);

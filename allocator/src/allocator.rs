@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::{Device, DriverKind, Operation};
+use aquifer_device::{Device, Operation};
 
 use crate::accounting::attribution::Outside;
 use crate::accounting::counters::Hot;
-use crate::allocation::CHECKED;
+use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
 use crate::backing::why_segments::WhySegments;
@@ -37,7 +37,8 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;
@@ -84,7 +85,7 @@ pub(crate) struct Inner {
     gate: Gate,
     /// Whether allocations carry tags at all.
     tagged: bool,
-    /// [`CHECKED`] if the device is a simulated one that checks how work uses blocks, else 0.
+    /// [`WATCHED`] if the device has a witness that watches blocks, else 0.
     pub(crate) mark: u32,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
@@ -149,9 +150,8 @@ impl Allocator {
         let before = held();
         let memory = device.memory_info()?;
         // What others took meanwhile must not count as growth later.
-        let is_simulated = device.info().kind == DriverKind::Simulated;
-        // Loading NVML would make opening slower.
-        let own = if is_simulated { device.memory_users().own } else { None };
+        // Asking a real GPU loads a library, which would make opening slower.
+        let own = if device.info().is_virtual { device.memory_users().own } else { None };
         let outside = Outside::at_open(memory, before.min(held()), own);
         let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
         let (paged, segments) =
@@ -192,7 +192,7 @@ impl Allocator {
             hooks,
             gate: Gate::default(),
             tagged,
-            mark: if device.checks().is_some() { CHECKED } else { 0 },
+            mark: if state.watches_blocks() { WATCHED } else { 0 },
             segments,
             services: Mutex::default(),
             outside: Mutex::new(outside),
@@ -255,9 +255,9 @@ impl Allocator {
         &self.inner.config
     }
 
-    /// True if the device is a simulated one that checks how work uses blocks.
+    /// True if the device has a witness that watches blocks.
     #[inline]
-    pub(crate) fn is_checked(&self) -> bool {
+    pub(crate) fn is_watched(&self) -> bool {
         self.inner.mark != 0
     }
 

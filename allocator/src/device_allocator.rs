@@ -24,7 +24,8 @@ pub trait DeviceAllocator {
     ///
     /// ```
     /// use aquifer_allocator::DeviceAllocator as _;
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (memory, stream) = (device.allocator()?, device.stream()?);
     /// let buffer = memory.alloc::<f32>(1000, &stream)?;
@@ -85,7 +86,7 @@ fn shared(
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
 

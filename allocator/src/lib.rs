@@ -23,8 +23,9 @@
 //! # Testing
 //!
 //! Blocks lie side by side in memory that the allocator keeps, so the device itself sees neither
-//! their bounds nor their end. The allocator tells a simulated device
-//! ([`aquifer_device::sim::Checks`]), unless that was opened with `checks=off`. Violations are then
+//! their bounds nor their end. The allocator tells the device's witness
+//! ([`aquifer_device::Witness`]), which a simulated device has unless it was opened with
+//! `checks=off`. Violations are then
 //! * work beyond the requested bytes of a block; one range that work touches lies in one block, and
 //!   rounding is not part of it;
 //! * work that was enqueued after a block was dropped; work enqueued before may still run, on
@@ -37,8 +38,7 @@
 //!
 //! ```
 //! use aquifer_allocator::{Allocator, Config};
-//! use aquifer_device::DeviceSpec;
-//! let device = "sim:24GiB,violations=panic".parse::<DeviceSpec>()?.open()?; // where they happen, or in the next wait
+//! let device = aquifer_sim::open("24GiB,violations=panic")?; // where they happen, or in the next wait
 //! let allocator = Allocator::new(&device, Config::default())?;
 //! let stream = device.stream()?;
 //! let block = allocator.alloc_bytes(500, &stream)?;
@@ -69,7 +69,7 @@ mod open;
 mod pools;
 mod raw;
 mod recovery;
-mod replace_file;
+pub mod replace_file;
 mod request;
 pub mod size_class;
 pub mod snapshot;
@@ -96,6 +96,7 @@ pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use snapshot::Snapshot;
+pub use state::close_abandoned;
 pub use tags::TagScope;
 
 /// For the other crates of Aquifer. It may change in any release.
@@ -108,10 +109,6 @@ pub mod internal {
 
     pub use crate::buffer::ranges::resolve;
     pub use crate::buffer::record::AccessRecord;
-    /// The options in words, as the documentation of [`crate::Config`] has them.
-    pub use crate::config::OPTIONS;
-    pub use crate::replace_file::{Step, check_destination, replace_file};
-    pub use crate::state::close_abandoned;
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first
     /// call, and dropped once the allocator is closed and driver calls are allowed. It must not

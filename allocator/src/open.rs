@@ -20,7 +20,8 @@ use crate::state::close_abandoned;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, empty_caches};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
 /// let memory = Allocator::new(&device, Config::default())?;
 /// drop(memory.alloc_bytes(40 << 20, device.default_stream())?);

@@ -3,7 +3,7 @@
 use aquifer::prelude::*;
 
 fn main() -> Result<(), aquifer::Error> {
-    let devices = [Device::open("sim:24GiB")?, Device::open("sim:24GiB,ordinal=1")?]; // "cuda:0" and "cuda:1" on GPUs
+    let devices = [aquifer::open("sim:24GiB")?, aquifer::open("sim:24GiB,ordinal=1")?]; // "cuda:0" and "cuda:1" on GPUs
     let memory = [devices[0].allocator()?, devices[1].allocator()?];
     let streams = [devices[0].stream()?, devices[1].stream()?];
 

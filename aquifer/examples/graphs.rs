@@ -3,7 +3,7 @@ use aquifer::memory::PoolOptions;
 use aquifer::prelude::*;
 
 fn main() -> Result<(), aquifer::Error> {
-    let device = Device::simulated("24GiB,violations=panic")?;
+    let device = aquifer::open("sim:24GiB,violations=panic")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     let gradient = memory.from_slice(&[1.0_f32; 1024], &stream)?;
     let mut weights = memory.alloc_zeros::<f32>(1024, &stream)?;

@@ -3,10 +3,11 @@
 use aquifer_allocator::config::ConfigError;
 use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport, WithError};
-use aquifer_device::sim::SimConfigError;
-use aquifer_device::{DeviceError, OpenError, RequestError};
+use aquifer_device::{DeviceError, RequestError};
 use aquifer_kernels::KernelError;
 use aquifer_transfer::TransferError;
+
+use crate::open::OpenError;
 
 /// Any error of Aquifer, for programs that need not tell them apart: `?` makes it of each.
 #[derive(Clone, thiserror::Error)]
@@ -123,8 +124,9 @@ impl From<TransferError> for Error {
     }
 }
 
-impl From<SimConfigError> for Error {
-    fn from(cause: SimConfigError) -> Error {
+#[cfg(feature = "sim")]
+impl From<aquifer_sim::SimConfigError> for Error {
+    fn from(cause: aquifer_sim::SimConfigError) -> Error {
         Error::Open(OpenError::Sim { text: "the settings of a simulated device".to_owned(), cause })
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! | I want to | start at |
 //! | --- | --- |
-//! | open a GPU, or a simulated one | [`Device::open`], [`Device::best`], [`Device::simulated`] |
+//! | open a GPU, or a simulated one | [`open()`], [`open_best`] |
 //! | allocate | [allocate](#allocate): [`Allocator`], [`Buffer`] |
 //! | copy | [copy](#copy): [`BufferTransfers`](transfer::BufferTransfers) |
 //! | use several streams, or call my own kernels | [streams](#streams): [`StreamAccess::with`](memory::StreamAccess::with) |
@@ -27,7 +27,7 @@
 //!
 //! ```
 //! use aquifer::prelude::*;
-//! let device = Device::open("sim:24GiB")?; // "cuda:0" on a GPU
+//! let device = aquifer::open("sim:24GiB")?; // "cuda:0" on a GPU
 //! let (memory, stream) = (device.allocator()?, device.stream()?);
 //! let mut x = memory.alloc_zeros::<f32>(1024, &stream)?;
 //! x.slice_mut(..512).fill(1.0, &stream)?;
@@ -45,7 +45,7 @@
 //!
 //! ```
 //! use aquifer::prelude::*;
-//! # let device = Device::simulated("24GiB")?;
+//! # let device = aquifer::open("sim:24GiB")?;
 //! # let (memory, stream) = (device.allocator()?, device.stream()?);
 //! let pinned = device.pinned_from_slice(&[1.0_f32; 1000])?;
 //! let mut x = memory.alloc::<f32>(1000, &stream)?;
@@ -64,7 +64,7 @@
 //!
 //! ```
 //! use aquifer::prelude::*;
-//! # let device = Device::simulated("24GiB,violations=panic")?;
+//! # let device = aquifer::open("sim:24GiB,violations=panic")?;
 //! # let memory = device.allocator()?;
 //! let (compute, copies) = (device.stream()?, device.stream()?);
 //! let x = memory.alloc_zeros::<f32>(1000, &compute)?;
@@ -88,7 +88,7 @@
 //! ```
 //! use aquifer::prelude::*;
 //! # use aquifer::tensor::ParamSet;
-//! # let device = Device::simulated("24GiB")?;
+//! # let device = aquifer::open("sim:24GiB")?;
 //! # let (memory, stream) = (device.allocator()?, device.stream()?);
 //! # let path = std::env::temp_dir().join(format!("aquifer-doc-{}.safetensors", std::process::id()));
 //! # let mut model = ParamSet::new();
@@ -111,7 +111,7 @@
 //!
 //! ```
 //! use aquifer::prelude::*;
-//! # let device = Device::simulated("1GiB")?;
+//! # let device = aquifer::open("sim:1GiB")?;
 //! # let (memory, stream) = (device.allocator()?, device.stream()?);
 //! let mut cache = vec![memory.alloc::<u8>(600 << 20, &stream)?];
 //! let block = match memory.alloc::<u8>(600 << 20, &stream) {
@@ -133,7 +133,7 @@
 //!
 //! ```
 //! use aquifer::prelude::*;
-//! # let device = Device::simulated("24GiB")?;
+//! # let device = aquifer::open("sim:24GiB")?;
 //! # let (memory, stream) = (device.allocator()?, device.stream()?);
 //! let x = memory.alloc::<f32>(1 << 20, &stream)?;
 //! assert_eq!(memory.stats().allocated_bytes.all.current, 4 << 20);
@@ -156,7 +156,7 @@
 //!
 //! ```should_panic
 //! use aquifer::prelude::*;
-//! let device = Device::simulated("24GiB,violations=panic")?;
+//! let device = aquifer::open("sim:24GiB,violations=panic")?;
 //! let (memory, stream) = (device.allocator()?, device.stream()?);
 //! let mut x = memory.alloc::<u8>(1000, &stream)?;
 //! stream.with([write(&mut x)], |raw, [x]| raw.fill(x.ptr(), 0, 2000))?; // panics: beyond the end of `x`
@@ -169,6 +169,7 @@
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs through the CUDA driver, which is loaded at run time. Building needs no toolkit |
 //! | `nvml` | yes | enables `cuda`, and attributes a GPU's memory to processes ([`Allocator::attribution`]) |
+//! | `sim` | yes | the simulated GPU |
 //! | `metrics` | no | `aquifer::metrics` records statistics through the crate `metrics` |
 //!
 //! Events go to `tracing` whatever the features; the guide lists targets and fields.
@@ -176,11 +177,13 @@
 mod error;
 #[cfg(feature = "metrics")]
 pub mod metrics;
+mod open;
 
 pub use aquifer_allocator::{Allocator, Buffer, View, ViewMut};
 pub use aquifer_device::{Device, Stream};
 pub use aquifer_transfer::{Pending, PinnedBuffer, Tensor};
 pub use error::Error;
+pub use open::{open, open_best};
 
 /// What programs import.
 ///
@@ -198,16 +201,18 @@ pub mod prelude {
 /// Devices and what runs on them: events, graphs, launches of kernels, the simulator, cudarc.
 pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-    pub use aquifer_device::cuda;
+    pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
-        Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, DeviceSpec, DriverKind, ErrorKind, Event,
-        Graph, HostKernel, KernelArg, KernelMemory, Launch, MemoryUsers, OpenError, ProcessMemory, RawStream,
-        RequestError, StreamFlags, Tick, gpus,
+        Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
+        KernelArg, KernelMemory, Launch, MemoryUsers, ProcessMemory, RawStream, RequestError, StreamFlags, Tick,
     };
 
+    pub use crate::open::{DeviceSpec, OpenError, gpus};
+
     /// The simulated GPU.
+    #[cfg(feature = "sim")]
     pub mod sim {
-        pub use aquifer_device::sim::{Fault, SimConfig, SimDriver};
+        pub use aquifer_sim::{Fault, SimConfig, SimDriver};
     }
 }
 

@@ -33,7 +33,7 @@ use metrics::{counter, gauge};
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// let device = Device::simulated("24GiB")?;
+/// let device = aquifer::open("sim:24GiB")?;
 /// let memory = device.allocator()?;
 /// // With a recorder installed, such as the one of the crate metrics-exporter-prometheus:
 /// aquifer::metrics::record(&memory);
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn records_what_the_statistics_say() {
-        let device = Device::simulated("1GiB,violations=panic").unwrap();
+        let device = aquifer::open("sim:1GiB,violations=panic").unwrap();
         let (memory, stream) = (device.allocator().unwrap(), device.stream().unwrap());
         let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
         let pinned = pool.alloc::<u8>(1000).unwrap();

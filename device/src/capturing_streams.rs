@@ -42,7 +42,7 @@ struct HoldingOff {
 
 impl CapturingStreams {
     /// Notes that a stream captures from now on. Waits until no call holds that off.
-    pub(crate) fn enter(&self, blocking: bool) {
+    pub fn enter(&self, blocking: bool) {
         let mut holding_off = self.holding_off.lock();
         holding_off.beginning += 1;
         while holding_off.any > 0 || (blocking && holding_off.blocking > 0) {
@@ -103,7 +103,7 @@ impl CapturingStreams {
     }
 
     /// True if any stream captures.
-    pub(crate) fn any(&self) -> bool {
+    pub fn any(&self) -> bool {
         self.all.load(Ordering::Acquire) > 0
     }
 }

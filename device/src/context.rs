@@ -20,25 +20,22 @@ use crossbeam_queue::SegQueue;
 
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, DriverKind, RawEvent, RawStream};
+use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
 use crate::release::{Effort, ReleaseQueue, Work};
-use crate::sim::thread::Caller;
-use crate::sim::{CalledFrom, Checks};
 use crate::sync::Mutex;
 use crate::unfinished;
 use crate::waits::Waits;
+use crate::witness::{CalledFrom, Caller, Witness};
 
 /// State shared by a device, its streams and their timelines.
 #[derive(Debug)]
 pub(crate) struct Context {
     pub(crate) driver: Arc<Counted>,
-    /// True if the driver wants to know where calls come from.
-    is_simulated: bool,
-    /// The checks of how memory is used, on a simulated device.
-    pub(crate) checks: Option<Arc<Checks>>,
+    /// The witness of a driver that checks programs.
+    pub(crate) witness: Option<Arc<dyn Witness>>,
     /// Process-wide identity of the device, never reused.
     pub(crate) device_id: u32,
     next_stream: AtomicU32,
@@ -89,14 +86,13 @@ impl Context {
         let device_id = NEXT_DEVICE.fetch_add(1, Ordering::Relaxed);
         DeviceLabel::open(device_id, DeviceLabel::from(driver.info()));
         let capturing = driver.capturing_streams();
-        let (is_simulated, checks) = (driver.info().kind == DriverKind::Simulated, driver.checks());
+        let witness = driver.witness();
         let driver = Arc::new(Counted::new(driver));
         let waits = Arc::<Waits>::default();
         let releases = ReleaseQueue::new(driver.clone(), capturing.clone(), waits.clone());
         Arc::new(Context {
             driver,
-            is_simulated,
-            checks,
+            witness,
             device_id,
             next_stream: AtomicU32::new(0),
             idle: SegQueue::new(),
@@ -111,10 +107,10 @@ impl Context {
         })
     }
 
-    /// Names the place that calls come from, for violations.
+    /// Names the place that calls come from, if there is a witness.
     #[inline]
     pub(crate) fn called_from(&self, at: Caller) -> Option<CalledFrom> {
-        self.is_simulated.then(|| CalledFrom::new(at))
+        self.witness.is_some().then(|| CalledFrom::new(at))
     }
 
     /// A number that no timeline of this device has (invariant T4).

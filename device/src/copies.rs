@@ -17,7 +17,8 @@ pub enum CopyEnd {
 
 impl CopyEnd {
     /// The place `bytes` bytes further on; `None` beyond the last address.
-    pub(crate) fn further(self, bytes: u64) -> Option<CopyEnd> {
+    #[doc(hidden)]
+    pub fn further(self, bytes: u64) -> Option<CopyEnd> {
         Some(match self {
             CopyEnd::Device(mut ptr) => {
                 ptr.0 = ptr.0.checked_add(bytes)?;
@@ -52,7 +53,8 @@ pub struct Copy2d {
 impl Copy2d {
     /// The copies of its rows, or one copy if the rows lie side by side; `None` if they go beyond
     /// the last address.
-    pub(crate) fn rows(&self) -> Option<Vec<CopyPart>> {
+    #[doc(hidden)]
+    pub fn rows(&self) -> Option<Vec<CopyPart>> {
         let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *self;
         if height == 1 || (dst_pitch == width && src_pitch == width) {
             return Some(vec![CopyPart { dst, src, bytes: width.checked_mul(height)? }]);
@@ -92,22 +94,26 @@ impl CopyPart {
     }
 
     /// The ranges that it writes and reads.
-    pub(crate) fn touched(&self) -> [Touched; 2] {
+    #[doc(hidden)]
+    pub fn touched(&self) -> [Touched; 2] {
         [Touched::new(self.dst, self.bytes, true), Touched::new(self.src, self.bytes, false)]
     }
 }
 
 /// A range that a copy reads or writes.
 #[derive(Clone, Debug)]
-pub(crate) struct Touched {
-    pub(crate) host: bool,
-    pub(crate) range: Range<u64>,
-    pub(crate) writes: bool,
+pub struct Touched {
+    /// Whether it is host memory.
+    pub host: bool,
+    /// The range.
+    pub range: Range<u64>,
+    /// Whether it is written.
+    pub writes: bool,
 }
 
 impl Touched {
     /// The range of `bytes` bytes at `place`, cut off at the end of the address space.
-    pub(crate) fn new(place: CopyEnd, bytes: u64, writes: bool) -> Touched {
+    pub fn new(place: CopyEnd, bytes: u64, writes: bool) -> Touched {
         let (host, start) = match place {
             CopyEnd::Device(ptr) => (false, ptr.0),
             CopyEnd::Host(ptr) => (true, ptr.0 as u64),
@@ -118,7 +124,7 @@ impl Touched {
 
 /// The first address that one range writes and another range, even of the same copy, reads or
 /// writes; `None` if there is none. Host and device ranges never overlap.
-pub(crate) fn first_overlap(mut touched: Vec<Touched>) -> Option<u64> {
+pub fn first_overlap(mut touched: Vec<Touched>) -> Option<u64> {
     touched.retain(|touched| !touched.range.is_empty());
     touched.sort_unstable_by_key(|touched| (touched.host, touched.range.start));
     let (mut host, mut read_until, mut written_until) = (false, 0, 0);

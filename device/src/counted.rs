@@ -18,8 +18,8 @@ use crate::fork;
 use crate::label::DeviceLabel;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
-use crate::sim::Checks;
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::witness::Witness;
 
 /// How often each driver call was made. Its `Debug` names those that were made:
 /// `{cuMemCreate: 2, cuMemMap: 3}`.
@@ -69,8 +69,8 @@ pub(crate) struct Counted {
     label: DeviceLabel,
 }
 
-// A driver is usable after a panic: NVIDIA's does not panic, and the simulated one reports a
-// violation by a panic once it has taken note of it, under no lock.
+// A driver is usable after a panic: one that reports an error of the program by a panic has taken
+// note of it before, and holds no lock.
 impl UnwindSafe for Counted {}
 impl RefUnwindSafe for Counted {}
 
@@ -151,7 +151,7 @@ impl Counted {
 
 impl Driver for Counted {
     crate::forward_calls! {
-        info as_any capturing_streams checks take_violation
+        info as_any capturing_streams witness take_violation
         memory_info attribute alloc free alloc_async free_async
         reserve unreserve create_physical release_physical map unmap set_access
         host_alloc host_free host_register host_unregister

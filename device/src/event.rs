@@ -16,7 +16,8 @@ use crate::timeline::{Recording, Timeline};
 /// which ticks the event covers, so that these need no event of their own.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let (producer, consumer) = (device.stream()?, device.stream()?);
 /// let tick = producer.tick();

@@ -4,7 +4,7 @@
 //! parent's worker threads are gone, and locks that other threads held at that moment are never
 //! released. So in a child whose parent had opened a device, no device works: requests fail with
 //! [`ErrorKind::Forked`] before they take a lock, handles that are dropped give nothing back, and a
-//! lock that would wait for a thread which is gone panics. That holds for simulated devices, too,
+//! lock that would wait for a thread which is gone panics. That holds for virtual devices, too,
 //! whose state such a thread may have been changing. A child that executes another program starts
 //! afresh.
 //!
@@ -37,7 +37,7 @@ struct Bits {
 }
 
 /// The text of errors and panics in a child.
-pub(crate) const ADVICE: &str = "this process was forked from one that had opened a device, and no device can be \
+pub const ADVICE: &str = "this process was forked from one that had opened a device, and no device can be \
     used in it: fork before a device is opened, or start another program instead (exec)";
 
 extern "C" fn in_child() {
@@ -110,7 +110,7 @@ pub fn refuse_to_wait() {
 #[derive(Debug, Default)]
 pub struct Mutex<T>(parking_lot::Mutex<T>);
 
-// As std's locks, but without poisoning: callers' code and violations of the simulator, which may
+// As std's locks, but without poisoning: callers' code and violations, which may
 // panic, come before or after a change, so no panic leaves what a lock protects half changed.
 impl<T> UnwindSafe for Mutex<T> {}
 impl<T> RefUnwindSafe for Mutex<T> {}

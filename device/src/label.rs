@@ -16,7 +16,8 @@ use crate::driver::DeviceInfo;
 /// product name.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("h100")?.ordinal(1)));
 /// assert_eq!(device.label().to_string(), "sim:1 (Simulated H100 80 GiB)");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -39,7 +40,8 @@ impl DeviceLabel {
     /// The text that opens the device, such as `cuda:1`, without its product name.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::parse("h100")?.ordinal(1)));
     /// assert_eq!(device.label().spec(), "sim:1");
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -98,7 +100,8 @@ impl DeviceMismatch {
     /// The labels of two devices, by identity. Boxed: errors travel on fast paths.
     ///
     /// ```
-    /// use aquifer_device::{Device, DeviceMismatch, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::{Device, DeviceMismatch};
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let open = || Device::new(SimDriver::new(SimConfig::default()));
     /// let (one, two) = (open(), open());
     /// assert_eq!(
@@ -125,28 +128,5 @@ impl fmt::Display for DeviceMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let advice = if self.twice { "; clone one `Device` instead of opening it twice" } else { "" };
         write!(f, "{}, and this needs one of {}{advice}", self.is, self.needed)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::device::Device;
-    use crate::sim::{SimConfig, SimDriver};
-
-    use super::*;
-
-    fn open(ordinal: u32) -> Device {
-        Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal)))
-    }
-
-    #[test]
-    fn a_label_is_known_until_nothing_belongs_to_its_device() {
-        let device = open(3);
-        let (id, stream) = (device.id(), device.stream().unwrap());
-        assert_eq!(DeviceLabel::of(id).to_string(), "sim:3 (Simulated H100 80 GiB)");
-        drop(device);
-        assert_eq!(DeviceLabel::of(stream.device_id()).to_string(), "sim:3 (Simulated H100 80 GiB)");
-        drop(stream);
-        assert_eq!(DeviceLabel::of(id).to_string(), "a device that is closed");
     }
 }

@@ -1,5 +1,5 @@
 //! Kernel launches: arguments, the memory that a kernel accesses, and its implementation for the
-//! simulated device.
+//! virtual device.
 
 use std::fmt;
 use std::sync::Arc;
@@ -29,7 +29,6 @@ pub struct Access {
 
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
 pub enum KernelArg {
     /// A device address.
     Ptr(DevicePtr),
@@ -43,7 +42,7 @@ pub enum KernelArg {
     F64(f64),
 }
 
-/// Device memory as a kernel's host implementation sees it, on the simulated device.
+/// Device memory as a kernel's host implementation sees it, on a virtual device.
 ///
 /// Reading or writing outside the ranges that the launch declared is a fault of the kernel.
 pub trait KernelMemory {
@@ -60,11 +59,11 @@ pub trait KernelMemory {
     fn write(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<()>;
 }
 
-/// The implementation of a kernel that the simulated device runs.
+/// The implementation of a kernel that a virtual device runs.
 pub type HostKernel = Arc<dyn Fn(&mut dyn KernelMemory, &[KernelArg]) -> Result<()> + Send + Sync>;
 
 /// One kernel launch: the kernel's name, launch shape and arguments, the memory that it accesses,
-/// and its implementation for a simulated device.
+/// and its implementation for a virtual device.
 ///
 /// It is completed from its default: `Launch { name, module, args, ..Launch::default() }`.
 /// [`crate::Stream::launch`] enqueues it, in order with the rest of that stream only. The
@@ -88,14 +87,14 @@ pub struct Launch {
     /// Every range of device memory that the kernel reads or writes. The race detector checks the
     /// launch by these.
     pub accesses: Vec<Access>,
-    /// Run by the simulated device; `None` for a kernel that only takes time and touches its
+    /// Run by a virtual device; `None` for a kernel that only takes time and touches its
     /// ranges.
     pub host: Option<HostKernel>,
-    /// Arithmetic operations it performs, for the simulated device's cost model; 0 where memory
+    /// Arithmetic operations it performs, for a virtual device's cost model; 0 where memory
     /// bounds it.
     #[doc(hidden)]
     pub operations: u64,
-    /// The least time that it takes on a simulated device, in ns, on any card. 0 for most kernels.
+    /// The least time that it takes on a virtual device, in ns, on any card. 0 for most kernels.
     #[doc(hidden)]
     pub busy_ns: u64,
 }

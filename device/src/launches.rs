@@ -22,7 +22,8 @@ use crate::timeline::{Tick, Timeline};
 /// dropped.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let (one, two) = (device.stream()?, device.stream()?);
 /// let ptr = device.alloc(1 << 20)?;

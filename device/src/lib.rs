@@ -1,8 +1,9 @@
-//! GPU devices, streams, events and timelines behind one [`Driver`] trait, with a deterministic
-//! simulated GPU.
+//! GPU devices, streams, events and timelines behind one [`Driver`] trait.
 //!
-//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's (`cuda`) or the simulator's
-//!   ([`sim`]). [`Device::open`] opens one by name.
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's, of the crate `aquifer-cuda`, or
+//!   the simulator's, of `aquifer-sim`. Nothing here knows which. The crate `aquifer` opens devices by
+//!   name.
+//! * A driver that checks programs has a [`Witness`], which the layers above tell what they do.
 //! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different
 //!   streams are independent.
 //! * A [`Tick`] stands for everything enqueued on a stream so far. [`Stream::wait_for`] orders one
@@ -11,8 +12,7 @@
 //! * A [`Capture`] records a stream's work into a [`Graph`] instead of running it.
 //!
 //! ```
-//! use aquifer_device::Device;
-//! let device = Device::open("sim:24GiB")?;
+//! let device = aquifer_sim::open("24GiB")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -27,15 +27,14 @@
 //! # Testing
 //!
 //! A simulated device finds races, and misuse of memory that allocators hand out
-//! (`aquifer-allocator`); [`sim`] says which. A test either asks for them with
+//! (`aquifer-allocator`); the crate `aquifer-sim` says which. A test either asks for them with
 //! [`Device::assert_no_violations`], or opens its device with `violations=panic`. Then a wrong
 //! address or length panics in the call that enqueues the work, and a race in the next wait, or
 //! when the last handle of the device is dropped. The text names both places in the program, and
 //! the remedy.
 //!
 //! ```should_panic
-//! # use aquifer_device::Device;
-//! let device = Device::simulated("24GiB,violations=panic")?;
+//! let device = aquifer_sim::open("24GiB,violations=panic")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -54,14 +53,10 @@ mod capturing_streams;
 mod context;
 mod copies;
 mod counted;
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-pub mod cuda;
 mod device;
-mod discovery;
 mod driver;
 mod error;
 mod event;
-#[doc(hidden)]
 #[doc(hidden)]
 pub mod executor;
 mod external;
@@ -73,24 +68,23 @@ mod launches;
 mod peer;
 mod physical;
 mod release;
-pub mod sim;
 mod stream;
 mod stream_map;
 mod stream_table;
 mod sync;
 mod thread_end;
 mod timeline;
-mod unavailable;
 mod unfinished;
 mod waits;
+mod witness;
 
 pub use capture::{AnnouncedCapture, Capture, Graph};
+pub use capturing_streams::CapturingStreams;
 pub use copies::{Copy2d, CopyEnd, CopyPart};
 pub use counted::CallCounts;
 pub use device::{Device, TimelineCounts};
-pub use discovery::{DeviceSpec, Existing, OpenError, available, count, gpus};
 pub use driver::{
-    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, DriverKind, HostPtr, MemoryInfo, MemoryUsers, PoolUsage,
+    Attribute, CaptureStatus, DeviceInfo, DevicePtr, Driver, HostPtr, MemoryInfo, MemoryUsers, PoolUsage,
     ProcessMemory, RawEvent, RawGraph, RawModule, RawPhysical, RawStream, StreamFlags,
 };
 pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, RequestError, Result};
@@ -99,18 +93,24 @@ pub use external::ExternalStream;
 pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
 pub use physical::{HandleKind, PhysicalOptions};
+pub use release::Reservation;
 pub use stream::Stream;
 pub use timeline::Tick;
-pub use unavailable::Unavailable;
+pub use witness::{NewBlock, Witness};
 
 /// For the other crates of Aquifer. It may change in any release.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::capturing_streams::CapturingStreams;
+    pub use crate::copies::{Touched, first_overlap};
+    pub use crate::device::WeakDevice;
     pub use crate::host_buffer::HostBuffer;
     pub use crate::launches::{LaunchOrder, Launches};
-    pub use crate::release::Reservation;
+    pub use crate::stream_map::StreamMap;
+    pub use crate::thread_end::RunningThread;
     pub use crate::timeline::{CapturesHeldOff, Clock, Timeline};
-    pub use crate::unfinished::drop_left;
+    pub use crate::unfinished::{drop_left, finish_all};
     pub use crate::waits::WaitMark;
+    pub use crate::witness::{
+        CalledFrom, Caller, MovesContents, caller, defer_panics_here, last_caller, may_panic, moves_contents,
+    };
 }

@@ -14,7 +14,8 @@ impl Stream {
     /// overwrites or frees the source after this stream.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let [one, two] = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
     /// let (producer, consumer) = (one.stream()?, two.stream()?);
     /// let (src, dst) = (one.alloc(1 << 20)?, two.alloc(1 << 20)?);

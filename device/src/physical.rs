@@ -2,7 +2,6 @@
 
 /// How another process or device driver takes hold of physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum HandleKind {
     /// A POSIX file descriptor (`CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`).
     PosixFd,

@@ -7,15 +7,15 @@ use std::sync::{Arc, Weak};
 use crate::capture::{AnnouncedCapture, Capture, StreamHandle};
 use crate::context::{Context, Waited};
 use crate::copies::{Copy2d, CopyPart};
-use crate::driver::{DevicePtr, Driver, DriverKind, HostPtr, RawStream};
+use crate::driver::{DevicePtr, Driver, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::fork;
 use crate::launch::{Access, Launch};
 use crate::launches::Launches;
-use crate::sim::CalledFrom;
 use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
 use crate::unfinished;
+use crate::witness::CalledFrom;
 
 /// A queue of work on one device, which runs in the order in which it was enqueued. Cloning gives
 /// another handle of the same stream.
@@ -29,7 +29,8 @@ use crate::unfinished;
 /// another stream, as that of a destroyed stream does.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let stream = device.stream()?;
 /// let ptr = device.alloc(1 << 20)?;
@@ -125,13 +126,19 @@ impl Stream {
         &self.0.context
     }
 
-    /// The driver of its device.
-    pub(crate) fn driver(&self) -> &dyn Driver {
+    /// The driver of its device, for calls that have no method here.
+    pub fn driver(&self) -> &dyn Driver {
         &*self.0.context.driver
     }
 
+    /// As [`Device::complete`].
+    #[doc(hidden)]
+    pub fn complete<T>(&self, answer: Result<T>) -> Result<T> {
+        self.0.context.driver.complete(answer)
+    }
+
     /// Names the caller's place in the program as the one that calls come from, until the result is
-    /// dropped. Only a simulated device wants to know it.
+    /// dropped.
     #[track_caller]
     #[inline]
     fn called_here(&self) -> Option<CalledFrom> {
@@ -139,8 +146,7 @@ impl Stream {
     }
 
     /// Names a place in the program as the one that calls come from, as far as nothing names
-    /// another one already. For code that enqueues work for its own caller. Only a simulated device
-    /// wants to know it, for its violations.
+    /// another one already. For code that enqueues work for its own caller.
     #[doc(hidden)]
     #[inline]
     pub fn called_from(&self, at: &'static Location<'static>) -> Option<CalledFrom> {
@@ -148,8 +154,9 @@ impl Stream {
     }
 
     /// The handle for a driver call of this thread. Ends captures that were dropped.
+    #[doc(hidden)]
     #[inline]
-    pub(crate) fn usable(&self, operation: Operation) -> Result<RawStream> {
+    pub fn usable(&self, operation: Operation) -> Result<RawStream> {
         self.0.timeline.end_abandoned_captures(operation)?;
         self.0.timeline.usable(operation)
     }
@@ -380,28 +387,22 @@ impl Stream {
         unsafe { self.0.context.driver.launch(launch, raw) }
     }
 
-    /// True if the stream belongs to a simulated device, on which work may be modelled without
-    /// being computed: see [`Stream::touch`].
-    pub fn is_simulated(&self) -> bool {
-        self.0.context.driver.info().kind == DriverKind::Simulated
-    }
-
     /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a
-    /// stand-in for a kernel on the simulated device, where it feeds the race detector.
+    /// stand-in for a kernel on a virtual device ([`DeviceInfo::is_virtual`]).
     ///
     /// # Errors
     /// Errors of the driver; not supported on real hardware.
     #[track_caller]
     pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
         let _place = self.called_here();
-        if !self.is_simulated() {
+        if !self.0.context.driver.info().is_virtual {
             return Err(DeviceError::refused(Operation::Launch, Code::NOT_SUPPORTED)
-                .with_detail("`touch` runs no kernel and exists on the simulated device only"));
+                .with_detail("`touch` runs no kernel, so it exists on virtual devices only"));
         }
         let launch = Launch { name, accesses: accesses.to_vec(), ..Launch::default() };
         let raw = self.usable(Operation::Launch)?;
-        // SAFETY: the launch has no body and no arguments; the simulated device only checks and
-        // times its ranges.
+        // SAFETY: the launch has no body and no arguments; a virtual device only checks and times its
+        // ranges.
         unsafe { self.0.context.driver.launch(&launch, raw) }
     }
 
@@ -453,7 +454,8 @@ impl Stream {
     /// libraries begin are not held off.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let stream = device.stream()?;
     /// let held_off = stream.hold_off_captures().ok_or("it captures")?;

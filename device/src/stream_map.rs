@@ -17,7 +17,7 @@ const WIDTH: usize = 1 << BITS;
 
 /// A number for each stream; 0 for those that are not listed.
 #[derive(Clone, Default)]
-pub(crate) struct StreamMap {
+pub struct StreamMap {
     root: Option<Arc<Node>>,
     /// Number of inner nodes above each leaf.
     height: u32,
@@ -33,7 +33,7 @@ type Children = [Option<Arc<Node>>; WIDTH];
 
 impl StreamMap {
     /// The number of a stream.
-    pub(crate) fn get(&self, stream: u32) -> u64 {
+    pub fn get(&self, stream: u32) -> u64 {
         if !self.reaches(stream) {
             return 0;
         }
@@ -49,7 +49,7 @@ impl StreamMap {
     }
 
     /// Makes the number of a stream at least `n`.
-    pub(crate) fn raise(&mut self, stream: u32, n: u64) {
+    pub fn raise(&mut self, stream: u32, n: u64) {
         if self.get(stream) >= n {
             return;
         }
@@ -72,7 +72,7 @@ impl StreamMap {
     }
 
     /// Makes each number at least that of `other`.
-    pub(crate) fn join(&mut self, other: &StreamMap) {
+    pub fn join(&mut self, other: &StreamMap) {
         let mut other = other.clone();
         while self.height < other.height {
             self.heighten();
@@ -85,12 +85,12 @@ impl StreamMap {
 
     /// Removes leaves for all of whose streams `keep` is false. Others stay, so that copies go on
     /// sharing them.
-    pub(crate) fn forget_unless(&mut self, mut keep: impl FnMut(u32, u64) -> bool) {
+    pub fn forget_unless(&mut self, mut keep: impl FnMut(u32, u64) -> bool) {
         forget(&mut self.root, self.height, 0, &mut keep);
     }
 
     /// The numbers that are not 0, by stream.
-    pub(crate) fn entries(&self) -> Vec<(u32, u64)> {
+    pub fn entries(&self) -> Vec<(u32, u64)> {
         let mut entries = Vec::new();
         if let Some(root) = &self.root {
             root.visit(self.height, 0, &mut |stream, n| entries.push((stream, n)));
@@ -98,7 +98,8 @@ impl StreamMap {
         entries
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
+    /// Whether all numbers are 0.
+    pub fn is_empty(&self) -> bool {
         self.root.is_none()
     }
 

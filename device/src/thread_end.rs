@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 /// The sign of one thread.
 #[derive(Clone, Debug)]
-pub(crate) struct RunningThread(Weak<()>);
+pub struct RunningThread(Weak<()>);
 
 thread_local! {
     /// Dropped when the thread ends.
@@ -14,12 +14,12 @@ thread_local! {
 
 impl RunningThread {
     /// The sign of the calling thread. A thread that is ending counts as ended.
-    pub(crate) fn current() -> RunningThread {
+    pub fn current() -> RunningThread {
         RunningThread(RUNS.try_with(Arc::downgrade).unwrap_or_default())
     }
 
     /// True once the thread has ended.
-    pub(crate) fn has_ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.0.strong_count() == 0
     }
 }

@@ -98,7 +98,7 @@ pub(crate) fn finish_or_keep(clean_up: Arc<dyn CleanUp>) {
 }
 
 /// Drops what was left, and tries the clean-up of devices of which callers have no handle.
-pub(crate) fn finish_all() {
+pub fn finish_all() {
     drop_left();
     end_those(|capture| !capture.has_callers());
     if fork::is_child() {

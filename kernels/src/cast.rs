@@ -94,7 +94,8 @@ impl Kernels {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_kernels::Kernels;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;

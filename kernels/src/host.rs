@@ -47,7 +47,7 @@ fn with_room<T>(len: usize) -> Result<Vec<T>> {
     let refused = |_| {
         let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
         DeviceError::refused(Operation::Launch, Code::OUT_OF_MEMORY)
-            .with_detail(format!("the host, which computes for the simulated device, has no {bytes} bytes for that"))
+            .with_detail(format!("the host, which computes for a virtual device, has no {bytes} bytes for that"))
     };
     values.try_reserve_exact(len).map_err(refused)?;
     Ok(values)

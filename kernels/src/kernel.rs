@@ -155,7 +155,7 @@ impl Kernel {
     }
 
     /// A launch with these arguments and number of multiprocessors, with the host implementation.
-    /// `module` is the kernel's module, loaded by the device's driver; only the simulated device
+    /// `module` is the kernel's module, loaded by the device's driver; only a virtual device
     /// needs none.
     ///
     /// # Errors

@@ -10,10 +10,8 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_allocator::AccessGuard;
-use aquifer_device::sim::CalledFrom;
-use aquifer_device::{
-    AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, DriverKind, KernelArg, RawModule, Stream,
-};
+use aquifer_device::internal::CalledFrom;
+use aquifer_device::{AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, KernelArg, RawModule, Stream};
 
 use crate::dtype::DType;
 use crate::error::{KernelError, OperandError, OperandFault};
@@ -34,11 +32,12 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 /// of the buffers. So buffers may move between streams without further calls. Operations on empty
 /// buffers are checked and not launched.
 ///
-/// On the simulated device the host implementations run, on real data.
+/// On a virtual device the host implementations run, on real data.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_kernels::Kernels;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
@@ -157,7 +156,7 @@ impl Enqueue<'_> {
         self.keep_for_graph();
         let module = self.kernels.modules[kernel.module as usize];
         let mut launch = kernel.launch(Some(module), args, self.kernels.processors)?;
-        if self.kernels.device.info().kind != DriverKind::Simulated {
+        if !self.kernels.device.info().is_virtual {
             launch.host = None;
         }
         #[allow(unsafe_code, reason = "launching is a promise, and here is where this crate makes it")]

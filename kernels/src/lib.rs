@@ -1,11 +1,11 @@
-//! A small set of GPU kernels on typed buffers, for real and simulated devices.
+//! A small set of GPU kernels on typed buffers, for real and virtual devices.
 //!
 //! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s, to
 //! which references to an [`aquifer_allocator::Buffer`] convert. A method checks its operands,
 //! orders the stream after other streams' work with the same memory, and launches the kernel.
 //!
 //! Each kernel is declared once ([`Kernel`]): its name and parameters, its reads and writes, its
-//! launch shape, and its host implementation, which simulated devices run and against which the
+//! launch shape, and its host implementation, which virtual devices run and against which the
 //! device code is tested. Device code is CUDA C (`cuda/`), compiled to PTX that is part of the
 //! crate ([`Module`]), so building needs no CUDA toolkit.
 //!
@@ -14,14 +14,14 @@
 //! A custom kernel consists of PTX text, which the driver compiles; an [`aquifer_device::Launch`],
 //! which declares its memory accesses; and an [`aquifer_allocator::AccessGuard`] with that memory,
 //! which orders it after earlier work of other streams there, and their later work after it.
-//! Simulated devices run a closure in its place.
+//! Virtual devices run a closure in its place.
 //!
 //! ```
 //! use std::sync::Arc;
 //!
 //! use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
-//! use aquifer_device::sim::{SimConfig, SimDriver};
 //! use aquifer_device::{Access, AccessKind, Device, HostKernel, KernelArg, Launch};
+//! use aquifer_sim::{SimConfig, SimDriver};
 //! use aquifer_kernels::Kernels;
 //!
 //! const TWICE: &str = "

@@ -27,7 +27,8 @@ impl Kernels {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_kernels::BufferKernels as _;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);

@@ -50,7 +50,7 @@ impl Kernels {
     /// Enqueues a kernel that does nothing until `time` has passed since it began: on one thread,
     /// so that other streams continue. It takes longer or shorter by up to one tick of the device's
     /// clock, 32 ns to 1 µs on most, as it may begin and end anywhere within a tick; on the
-    /// simulated device the time is virtual.
+    /// virtual device the time is virtual.
     ///
     /// # Errors
     /// More than [`Kernels::SPIN_MAX`], a stream of another device, and errors of the driver.

@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn blocks_go_back_after_the_last_use() {
-        let device = "sim:1GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
+        let device = aquifer::open("sim:1GiB").unwrap();
         let mut pool = DriverPool::new(device.clone(), 2).unwrap();
         let mut block = pool.alloc(3 << 20, 1).unwrap();
         let empty = pool.alloc(0, 0).unwrap();
@@ -118,8 +118,7 @@ mod tests {
 
     #[test]
     fn a_free_that_fails_is_reported() {
-        let device =
-            "sim:1GiB,fault=cuMemFreeAsync#1:999".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
+        let device = aquifer::open("sim:1GiB,fault=cuMemFreeAsync#1:999").unwrap();
         let mut pool = DriverPool::new(device, 1).unwrap();
         let block = pool.alloc(512, 0).unwrap();
         pool.free(block);

@@ -11,7 +11,7 @@ use std::ops::Range;
 use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::{AllocError, MemoryStats};
 use aquifer::{Device, Stream};
-use aquifer_device::internal::Reservation;
+use aquifer_device::Reservation;
 use aquifer_device::{PhysicalOptions, RawPhysical};
 
 use crate::cli::ConfigArg;

@@ -10,8 +10,8 @@ use std::time::Instant;
 
 use aquifer::Device;
 use aquifer::memory::MemoryStats;
-use aquifer_device::sim::Lagging;
 use aquifer_device::{CallCounts, Operation, TimelineCounts};
+use aquifer_sim::Lagging;
 
 use crate::cli::ConfigArg;
 use crate::exit::Failure;

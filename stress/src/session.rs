@@ -8,10 +8,9 @@ use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::device::{DeviceSpec, DriverKind};
+use aquifer::device::{DeviceSpec, gpus};
 use aquifer::{Allocator, Device};
-use aquifer_device::available;
-use aquifer_device::sim::{CAPACITY_BYTES_MAX, Lagging};
+use aquifer_sim::{CAPACITY_BYTES_MAX, Lagging};
 use crossbeam::channel::Sender;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -74,9 +73,8 @@ impl Session {
         if let Some(device) = &global.device {
             return Session::of(global, device.clone()).announced("as asked for with --device");
         }
-        let best = Device::best()?;
-        let simulated = best.info().kind == DriverKind::Simulated;
-        let text = if simulated { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
+        let best = aquifer::open_best()?;
+        let text = if best.info().is_virtual { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
         Session::of(global, text.parse()?).announced(best.chosen_because().unwrap_or("as asked for with --device"))
     }
 
@@ -192,7 +190,7 @@ impl Session {
         if let Some(sim) = self.sim() {
             return Some(Device::new(SimDriver::new(sim.clone().ordinal(own ^ 1))));
         }
-        for other in available().iter().filter(|other| other.ordinal != own) {
+        for other in gpus().unwrap_or_default().iter().filter(|other| other.ordinal != own) {
             match DeviceSpec::Cuda(other.ordinal).open() {
                 Ok(device) => return Some(device),
                 Err(error) => self.message(format_args!("warning: cuda:{} is left out: {error}", other.ordinal)),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer::device::{Access, AccessKind, DriverKind};
+use aquifer::device::{Access, AccessKind};
 use aquifer::memory::OomReport;
 use aquifer::{Allocator, Buffer, Device, Stream};
 
@@ -104,7 +104,7 @@ impl Stage {
         if bytes == 0 {
             return Ok(());
         }
-        let simulated = self.allocator.device().info().kind == DriverKind::Simulated;
+        let simulated = self.allocator.device().info().is_virtual;
         match &mut self.writes {
             Writes::Fill(live, last) => {
                 *last = last.wrapping_add(1);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::{AllocError, Allocation, MemoryStats, OomReport};
 use aquifer::{Allocator, Device, Stream};
-use aquifer_device::sim::Lagging;
+use aquifer_sim::Lagging;
 
 use crate::cli::ConfigArg;
 use crate::exit::{Failure, is_refusal};

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Growable, OomReport, PoolOptions, PrivatePool};
-use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
+use aquifer_sim::Fault;
 
 use crate::{BACKINGS, Subject, on};
 

@@ -72,7 +72,7 @@ impl Live {
             // A fault kept it from being written.
             return Ok(());
         }
-        if stream.is_simulated() {
+        if stream.driver().info().is_virtual {
             return stream.touch("read", &[Access { ptr, bytes, kind: AccessKind::Read }]);
         }
         self.ends().into_iter().try_for_each(|(ptr, bytes)| {

@@ -9,11 +9,11 @@ pub use aquifer_allocator::{
     MappingChange, MemoryStats, OomReport, Part, PinnedMapping, PoolOptions, PrivatePool, Refusal, Registration,
     Reservation, SleepOptions, TagScope,
 };
-pub use aquifer_device::sim::{Fault, SimConfig};
 pub use aquifer_device::{
     Access, AccessKind, Code, Device, DeviceError, DevicePtr, ErrorKind, HandleKind, Operation, RequestError, Stream,
     StreamFlags, Tick,
 };
+pub use aquifer_sim::{Fault, SimConfig};
 
 pub use crate::random::At;
 pub use crate::{BACKINGS, Bench, GIB, KIB, MIB, Subject, check, on, random, runner, write_on};

@@ -152,7 +152,7 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
                 if cfg!(target_os = "linux") {
                     refused("open", cuda::shared(0));
                 }
-                let error = "sim:1GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap_err();
+                let error = aquifer::open("sim:1GiB").unwrap_err();
                 assert!(error.to_string().contains("forked"), "{error}");
             });
             let mut held: Vec<Box<dyn Any>> = Vec::new();

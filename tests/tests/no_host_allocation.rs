@@ -4,7 +4,6 @@
 use std::error::Error;
 
 use allocation_counter::measure;
-use aquifer::device::DeviceSpec;
 use aquifer_tests::prelude::*;
 
 /// Sizes of both pools, in an order that splits and merges blocks and moves them between bins.
@@ -33,7 +32,7 @@ fn churn(
 
 /// Host memory allocated by a program that ran before, and how many events it recorded.
 fn allocations_of(options: &str) -> Result<(u64, u64), Box<dyn Error>> {
-    let device = "sim:24GiB,checks=off".parse::<DeviceSpec>()?.open()?;
+    let device = aquifer::open("sim:24GiB,checks=off")?;
     let allocator = Allocator::new(&device, Config::parse(options)?)?;
     let stream = device.stream()?;
     let mut live: Vec<Option<Allocation>> = (0..251).map(|_| None).collect();
@@ -78,7 +77,7 @@ fn operations_allocate_no_host_memory_after_warm_up() {
 
 #[test]
 fn blocks_given_back_by_another_thread_take_no_host_memory_either() {
-    let device = "sim:1GiB,checks=off".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let device = aquifer::open("sim:1GiB,checks=off").unwrap();
     let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
     let stream = device.stream().unwrap();
     let mut blocks: Vec<Option<Allocation>> = (0..100).map(|_| None).collect();

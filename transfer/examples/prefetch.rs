@@ -8,9 +8,9 @@ use std::error::Error;
 use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
 use aquifer_kernels::{DType, Kernels};
+use aquifer_sim::{SimConfig, SimDriver};
 use aquifer_transfer::{Prefetcher, Tensor, Timer, Transfer};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -25,7 +25,7 @@ const BATCH_BYTES: usize = 32 << 20;
 fn main() -> Result<()> {
     let real = std::env::args().nth(1).as_deref() == Some("cuda");
     let device =
-        if real { Device::open("cuda:0")? } else { Device::new(SimDriver::new(SimConfig::default().jitter(false))) };
+        if real { aquifer::open("cuda:0")? } else { Device::new(SimDriver::new(SimConfig::default().jitter(false))) };
     println!("{}: {STEPS} steps, {AHEAD} batches ahead", device.info().name);
     for (name, compute) in [("compute-bound", Duration::from_millis(3)), ("copy-bound", Duration::from_micros(200))] {
         let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;

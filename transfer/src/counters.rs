@@ -52,7 +52,7 @@ impl Counters {
     /// The share of the transfers' time in flight during which no thread was blocked on them: 1 −
     /// waited / in flight. Counts transfers that were waited for, complete before or not, and
     /// awaited ones, which block no thread; not those that were dropped or chained to a stream.
-    /// `None` before the first one. In time of the host's clock, on simulated devices too.
+    /// `None` before the first one. In time of the host's clock, on virtual devices too.
     pub fn overlap(&self) -> Option<f64> {
         let flight = self.time_in_flight.as_secs_f64();
         (flight > 0.0).then(|| (1.0 - self.time_waited.as_secs_f64() / flight).clamp(0.0, 1.0))
@@ -131,7 +131,7 @@ mod tests {
 
     use aquifer_allocator::{Allocator, Config};
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::Transfer;

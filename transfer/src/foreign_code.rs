@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use aquifer_device::executor;
 use aquifer_device::fork::{Condvar, Mutex};
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 
 use crate::error::TransferError;
 
@@ -119,7 +119,7 @@ fn work() {
             drop(background);
             call();
             // The code may have dropped the last buffer of an allocator.
-            aquifer_allocator::internal::close_abandoned();
+            aquifer_allocator::close_abandoned();
             background = BACKGROUND.lock();
             continue;
         }

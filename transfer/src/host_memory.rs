@@ -116,8 +116,8 @@ impl HostRange {
 mod tests {
     use aquifer_allocator::{Allocator, Config};
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
     use aquifer_kernels::DType;
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::{Tensor, Transfer};

@@ -94,7 +94,7 @@ impl List {
 #[cfg(test)]
 mod tests {
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
 

@@ -26,7 +26,8 @@ const AHEAD: usize = 2;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{AllocatorTransfers as _, BufferTransfers as _};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);

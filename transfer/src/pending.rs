@@ -36,7 +36,8 @@ pub(crate) struct Shared {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;

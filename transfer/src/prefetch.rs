@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Awake};
 use aquifer_device::fork::{Condvar, Mutex};
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Stream, Tick};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 
@@ -56,7 +56,8 @@ use crate::runtime::Transfer;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{Prefetcher, Tensor, Transfer, TransferError};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
@@ -182,7 +183,7 @@ impl<B: Batch> Prefetcher<B> {
             defer_panics_here();
             worker.run(source);
             // It may have held the last buffers of a dropped allocator.
-            aquifer_allocator::internal::close_abandoned();
+            aquifer_allocator::close_abandoned();
         });
         let thread = thread.map_err(|cause| TransferError::Thread { what: "prefetching", cause: cause.into() })?;
         Ok(Prefetcher {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, Allocator, Buffer, Storage};
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::{CalledFrom, MovesContents};
-use aquifer_device::{AccessKind, Device, DeviceError, DriverKind, RawStream, RequestError, Stream, Tick};
+use aquifer_device::internal::CalledFrom;
+use aquifer_device::{AccessKind, Device, DeviceError, RawStream, RequestError, Stream, Tick};
 use aquifer_kernels::{DType, Kernels};
 
 use crate::counters::{Counters, Direction};
@@ -106,7 +106,8 @@ impl TransferConfig {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_kernels::Kernels;
 /// use aquifer_transfer::Transfer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
@@ -225,7 +226,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
@@ -286,7 +288,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{Direction, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
@@ -328,7 +331,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
@@ -356,7 +360,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::Transfer;
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
@@ -402,16 +407,10 @@ impl Transfer {
         self.check_device("stream", stream.device_id())
     }
 
-    /// Names the caller's place in the program in violations that a simulated device reports.
+    /// Names the caller's place in the program to the device's witness.
     #[track_caller]
     pub(crate) fn called_here(&self) -> Option<CalledFrom> {
         self.device().called_from(Location::caller())
-    }
-
-    /// While the result exists, this thread's copies move contents to the host and back, and a
-    /// simulated device does not treat them as reads.
-    pub(crate) fn move_contents(&self) -> Option<MovesContents> {
-        self.device().checks().map(|checks| checks.move_contents())
     }
 
     pub(crate) fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {
@@ -462,11 +461,6 @@ impl Transfer {
         drop(on_host);
         drop(access);
         Ok(worked?)
-    }
-
-    /// Whether the device is simulated.
-    pub fn is_simulated(&self) -> bool {
-        self.device().info().kind == DriverKind::Simulated
     }
 }
 

@@ -22,6 +22,7 @@ use std::sync::{Arc, Weak};
 
 use aquifer_allocator::{Buffer, Registration};
 use aquifer_device::fork::Mutex;
+use aquifer_device::internal::MovesContents;
 use aquifer_device::{RequestError, Stream};
 use bytemuck::Pod;
 
@@ -35,7 +36,8 @@ use crate::runtime::Transfer;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{Spiller, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
@@ -293,7 +295,7 @@ impl SpillEntry {
         let transfer = &self.spiller.transfer;
         let mut host = transfer.pinned().alloc::<u8>(buffer.len())?;
         // Readers of the memory wait for the copy, and so does the freed block.
-        let moves = transfer.move_contents();
+        let moves = MovesContents::begin();
         drop(transfer.download(buffer, &mut host)?);
         drop(moves);
         *home = Home::Host(host);
@@ -311,7 +313,7 @@ impl SpillEntry {
             let buffer = match (&*home, memory) {
                 (Home::Device(buffer), _) => buffer.share(),
                 (Home::Host(host), Some(mut buffer)) => {
-                    let moves = transfer.move_contents();
+                    let moves = MovesContents::begin();
                     drop(transfer.upload(host, &mut buffer)?);
                     drop(moves);
                     self.spiller.returns.fetch_add(1, Ordering::Relaxed);

@@ -83,7 +83,7 @@ impl Streams {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
 

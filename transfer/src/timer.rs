@@ -18,7 +18,8 @@ use crate::error::TransferError;
 /// are loaded, caches filled): measure after a warm-up.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::Timer;
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let stream = device.stream()?;
@@ -110,8 +111,8 @@ impl Timing {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{SimConfig, SimDriver};
     use aquifer_kernels::Kernels;
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
 

@@ -22,7 +22,7 @@ use std::thread;
 use std::time::Duration;
 
 use aquifer_device::fork::{Condvar, Mutex};
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Tick, executor};
 
 use crate::error::TransferError;
@@ -227,7 +227,7 @@ mod tests {
     use std::task::Wake;
 
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
 

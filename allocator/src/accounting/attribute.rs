@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use aquifer_device::{DriverKind, MemoryUsers, Operation, Result, fork};
+use aquifer_device::{MemoryUsers, Operation, Result, fork};
 
 use crate::accounting::attribution::{Attribution, used};
 use crate::allocator::{Allocator, all_states};
@@ -16,9 +16,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     let held = || all_states().into_iter().map(|state| (state, state.shared().held_on(device))).collect::<Vec<_>>();
     let before = held();
     let memory = device.memory_info()?;
-    let is_recent = |at: &Instant| {
-        device.info().kind != DriverKind::Simulated && max_age.is_some_and(|max_age| at.elapsed() < max_age)
-    };
+    let is_recent = |at: &Instant| !device.info().is_virtual && max_age.is_some_and(|max_age| at.elapsed() < max_age);
     let recent = allocator.outside().lock().last.clone().filter(|(at, _)| is_recent(at));
     let asks = recent.is_none() && max_age.is_some();
     let users = if asks { device.memory_users() } else { MemoryUsers::default() };

@@ -15,8 +15,7 @@ use crate::format::Bytes;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::Device;
-/// let device = Device::open("sim:24GiB,other=2GiB")?;
+/// let device = aquifer_sim::open("24GiB,other=2GiB")?;
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let _buffer = allocator.alloc_bytes(5 << 30, device.default_stream())?;
 /// device.alloc(1 << 30)?; // as a library would

@@ -118,7 +118,8 @@ impl MemoryStats {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let buffer = allocator.alloc_bytes(1_000, device.default_stream())?;

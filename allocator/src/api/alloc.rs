@@ -72,7 +72,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let allocation = allocator.alloc_bytes(4000, &stream)?;
@@ -100,7 +101,8 @@ impl Allocator {
     ///
     /// ```
     /// # use aquifer_allocator::{Allocator, Config};
-    /// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// # use aquifer_device::Device;
+    /// # use aquifer_sim::{SimConfig, SimDriver};
     /// # let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let theirs = memory.alloc_bytes(4000, &stream)?; // stands for memory of another library
@@ -229,7 +231,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, HandleKind, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::{Device, HandleKind};
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let shared = allocator.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;

@@ -55,7 +55,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::parse("history:1000")?)?;
     /// let buffer = allocator.alloc_bytes((1 << 20) + 512, device.default_stream())?;
@@ -96,7 +97,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let small = allocator.alloc_bytes(600, device.default_stream())?;
@@ -135,7 +137,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// print!("{}", allocator.summary());
@@ -151,7 +154,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, WhySegments, config::Backing};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::parse("1GiB,vmm=off")?));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// assert_eq!(allocator.config().backing, Backing::Paged);

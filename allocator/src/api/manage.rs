@@ -69,7 +69,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.stream()?;
@@ -113,7 +114,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents, Part, SleepOptions, TagScope};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.stream()?;
@@ -159,7 +161,8 @@ impl Allocator {
     /// ```
     /// use std::time::Duration;
     /// use aquifer_allocator::{AllocError, Allocator, Config, Contents, SleepOptions};
-    /// use aquifer_device::{Device, sim::SimDriver};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::SimDriver;
     /// let device = Device::new(SimDriver::new(Default::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.stream()?;
@@ -192,7 +195,8 @@ impl Allocator {
     /// ```
     /// use std::time::Duration;
     /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
-    /// use aquifer_device::{Device, sim::SimDriver};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::SimDriver;
     /// let device = Device::new(SimDriver::new(Default::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.stream()?;
@@ -243,7 +247,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, PoolOptions};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let (stream, pool) = (device.stream()?, allocator.create_pool(PoolOptions::default())?);
@@ -294,7 +299,8 @@ impl Allocator {
     /// ```
     /// use std::sync::{Arc, Mutex};
     /// use aquifer_allocator::{Allocation, Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let stream = device.default_stream();
@@ -356,7 +362,8 @@ impl Allocator {
     /// ```
     /// use std::sync::{Arc, Mutex};
     /// use aquifer_allocator::{Allocator, Config, MappingChange};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let mapped = Arc::new(Mutex::new(0));
@@ -382,7 +389,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;
@@ -411,7 +419,8 @@ impl Allocator {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let driver = SimDriver::new(SimConfig::default());
     /// let peer = SimDriver::new(SimConfig::default().ordinal(1));
     /// let device = Device::new(driver.clone());

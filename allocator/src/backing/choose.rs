@@ -47,7 +47,7 @@ fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::allocator::Allocator;

@@ -80,7 +80,7 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
     guard.growing.end(bytes);
     match allocated {
         Ok(ptr) => {
-            allocator.state().report_to_checks(|checks| checks.manage(ptr.range(bytes)));
+            allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
             let first = add_segment(&mut guard, request, ptr.0, bytes);
             Ok(Growth::Grown(guard.arena(request.slot).take(request, first)))
         }

@@ -64,7 +64,8 @@ pub trait StreamAccess {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, StreamAccess, read, write};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (memory, one, two) = (Allocator::new(&device, Config::default())?, device.stream()?, device.stream()?);
     /// let x = memory.alloc_zeros::<f32>(1000, &one)?;

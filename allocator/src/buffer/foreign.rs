@@ -79,7 +79,7 @@ mod tests {
     use std::time::Duration;
 
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::{Config, StreamAccess as _, read, write};

@@ -32,7 +32,8 @@ use crate::state::awake::KeptAwake;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
-/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);
@@ -82,7 +83,8 @@ impl<'a> AccessGuard<'a> {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
-    /// use aquifer_device::{AccessKind::{Read, Write}, Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::{AccessKind::{Read, Write}, Device};
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
     /// let streams = [devices[0].stream()?, devices[1].stream()?];
     /// let from: Buffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc(1 << 20, &streams[0])?;

@@ -45,7 +45,7 @@ pub use view::{View, ViewMut};
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
 /// use aquifer_device::Device;
-/// let device = Device::new(aquifer_device::sim::SimDriver::new(Default::default()));
+/// let device = Device::new(aquifer_sim::SimDriver::new(Default::default()));
 /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
 /// let buffer = allocator.alloc_zeros::<f32>(1000, &stream)?;
 /// let tail = buffer.slice(900..);
@@ -189,7 +189,8 @@ impl<T: Copy> Buffer<T> {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let bytes = Allocator::new(&device, Config::default())?.alloc::<u8>(12, &device.stream()?)?;
     /// let tail = bytes.slice(4..);
@@ -268,7 +269,8 @@ impl<T> Buffer<T> {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
     /// let (one, two) = (device.stream()?, device.stream()?);

@@ -30,7 +30,8 @@ use crate::state::awake::{Keeper, WakeLock};
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Reservation, Config, Buffer, AccessGuard};
-/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);

@@ -22,7 +22,8 @@ pub struct View<'a, T> {
 /// ```compile_fail,E0502
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # use aquifer_allocator::{Allocator, Config};
-/// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// # use aquifer_device::Device;
+/// # use aquifer_sim::{SimConfig, SimDriver};
 /// # let device = Device::new(SimDriver::new(SimConfig::default()));
 /// # let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
 /// let mut buffer = allocator.alloc::<f32>(1000, &stream)?;

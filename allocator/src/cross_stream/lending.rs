@@ -312,7 +312,7 @@ impl Latest {
 #[cfg(test)]
 mod tests {
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::config::Config;

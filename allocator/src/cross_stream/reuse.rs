@@ -143,7 +143,7 @@ fn borrow_done(lender: &'static Arena, request: &Request, borrower: &Arc<Timelin
 #[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::config::Config;

@@ -242,7 +242,7 @@ pub(crate) fn send_foreign_home(guard: &mut StateGuard) {
 #[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
     use aquifer_device::Device;
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::config::Config;

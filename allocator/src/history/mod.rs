@@ -124,7 +124,8 @@ const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare"
 ///
 /// ```
 /// use aquifer_allocator::{Action, Allocator, Config, HistoryOptions};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// allocator.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });

@@ -4,7 +4,7 @@
 //! allocated while a stream captures comes from a private pool, which keeps its free memory for its
 //! graphs (`pools/graphs.rs`) and gives it to no other request.
 
-use aquifer_device::{Code, DeviceError, DriverKind, Operation, Stream};
+use aquifer_device::{Code, DeviceError, Operation, Stream};
 
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::poll;
@@ -47,7 +47,7 @@ pub(crate) fn poll_launches(allocator: &Allocator) -> Result<(), AllocError> {
 
 /// Refuses to serve a request with memory of the default pools if its stream captures unannounced.
 pub(crate) fn refuse_unannounced_capture(allocator: &Allocator, slot: u32) -> Result<(), AllocError> {
-    if allocator.device().info().kind != DriverKind::Cuda {
+    if allocator.device().info().is_virtual {
         return Ok(());
     }
     let timeline = allocator.state().shared().timeline(slot).cloned();

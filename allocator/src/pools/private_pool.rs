@@ -38,7 +38,8 @@ use crate::state::special;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let pool = allocator.create_pool(PoolOptions::default())?;
@@ -252,7 +253,8 @@ pub(crate) fn capture(allocator: &Allocator, stream: &Stream, pool: &PrivatePool
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::{Device, sim::SimConfig, sim::SimDriver};
+    use aquifer_device::Device;
+    use aquifer_sim::{SimConfig, SimDriver};
     use proptest::prelude::*;
 
     use super::*;

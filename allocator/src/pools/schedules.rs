@@ -6,8 +6,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, ErrorKind, Graph, Operation, Stream};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use shuttle::thread;
 
 use crate::{AllocError, Allocator, Config, PoolOptions, PrivatePool};

@@ -371,7 +371,8 @@ impl Private {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, PoolOptions};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;

@@ -5,8 +5,8 @@
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::pools::table::Private;
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;

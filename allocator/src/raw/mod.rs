@@ -82,7 +82,7 @@ pub(crate) fn free_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<(), Allo
     let Some((arena, block)) = allocator.state().remove_raw(ptr) else {
         return Err(AllocError::InvalidPointer { ptr: ptr.0 });
     };
-    if allocator.is_checked() {
+    if allocator.is_watched() {
         arena.report_end(ptr, Some(Location::caller()));
     }
     arena.free(block, None, UNKNOWN);
@@ -104,7 +104,7 @@ pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream
     if !is_surely_own && arena.look(|inner| inner.heap.blocks[block].owner != stream.id()) {
         note_use(allocator, arena, block, stream);
     }
-    if allocator.is_checked() {
+    if allocator.is_watched() {
         arena.report_end(ptr, Some(Location::caller()));
     }
     arena.free(block, None, UNKNOWN);

@@ -22,12 +22,13 @@ pub struct RawOwner {
 /// memory, and in a forked child.
 ///
 /// The first address of an allocation is found at once. For another one, all raw pointers of the
-/// process are looked at, without a lock. Simulated devices may use the same addresses; the
+/// process are looked at, without a lock. Virtual devices may use the same addresses; the
 /// allocator that was made first is found.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, owner_of};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let memory = Allocator::new(&device, Config::default())?;
 /// let ptr = memory.alloc_raw(1000, device.default_stream())?;

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, DevicePtr};
+use aquifer_sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
 use super::table::RawTable;

@@ -6,8 +6,8 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, DevicePtr, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 use crate::{AllocError, Allocator, owner_of};
 

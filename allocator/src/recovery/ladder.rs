@@ -328,8 +328,8 @@ fn search_again(allocator: &Allocator, request: &Request) -> Rung {
 #[cfg(all(test, not(aquifer_shuttle)))]
 #[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
-    use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Code, Device, Operation};
+    use aquifer_sim::{Fault, SimConfig, SimDriver};
 
     use super::*;
     use crate::config::Config;

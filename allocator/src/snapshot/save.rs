@@ -95,7 +95,8 @@ impl Snapshot {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::parse("history:100000")?)?;
     /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;

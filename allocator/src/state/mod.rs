@@ -33,8 +33,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_device::internal::{Timeline, drop_left};
-use aquifer_device::sim::Checks;
-use aquifer_device::{Device, DevicePtr, Stream, Tick, fork};
+use aquifer_device::{Device, DevicePtr, Stream, Tick, Witness, fork};
 use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
 
@@ -100,9 +99,9 @@ pub(crate) struct AllocatorState {
     pub(crate) publishing: CachePadded<Mutex<()>>,
     pub(crate) counters: CachePadded<Counters>,
     pub(crate) wakefulness: CachePadded<Wakefulness>,
-    /// The checks of a simulated device, which are notified of blocks. A leaf: under it only the
-    /// checks' own lock is taken.
-    checks: fork::RwLock<Option<Arc<Checks>>>,
+    /// The device's witness, if it watches blocks. A leaf: under it only the witness's own lock is
+    /// taken.
+    witness: fork::RwLock<Option<Arc<dyn Witness>>>,
 }
 
 #[derive(Debug, Default)]
@@ -132,7 +131,8 @@ impl AllocatorState {
         state.end_quiescing();
         state.end_deciding(&shared);
         *state.history.lock() = history;
-        *state.checks.write() = shared.device.as_ref().and_then(Device::checks).cloned();
+        let witness = shared.device.as_ref().and_then(Device::witness).filter(|witness| witness.watches_blocks());
+        *state.witness.write() = witness.cloned();
         // Before the shared state is placed, so that a thread that comes late from the allocator
         // state's last life finds the allocator state either empty or open.
         state.read.closed.store(false, Ordering::SeqCst);
@@ -154,18 +154,18 @@ impl AllocatorState {
         &self.read.special
     }
 
-    /// Whether the device is a simulated one that checks how work uses memory.
-    pub(crate) fn has_checks(&self) -> bool {
-        !fork::is_child() && self.checks.read().is_some()
+    /// Whether the device has a witness that watches blocks.
+    pub(crate) fn watches_blocks(&self) -> bool {
+        !fork::is_child() && self.witness.read().is_some()
     }
 
-    /// Tells the checks of a simulated device something, where there are any. A forked child tells
-    /// nothing: another thread may have held their locks.
-    pub(crate) fn report_to_checks(&self, tell: impl FnOnce(&Checks)) {
+    /// Tells the device's witness something, if it watches blocks. A forked child tells nothing:
+    /// another thread may have held the witness's lock.
+    pub(crate) fn tell_witness(&self, tell: impl FnOnce(&dyn Witness)) {
         if fork::is_child() {
             return;
         }
-        self.checks.read().as_deref().inspect(|checks| tell(checks));
+        self.witness.read().as_deref().inspect(|witness| tell(*witness));
     }
 
     /// Takes the shared state's lock.
@@ -340,14 +340,15 @@ impl AllocatorState {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone());
 /// let stream = device.stream()?;
 /// let last = Allocator::new(&device, Config::default())?.alloc_bytes(1 << 20, &stream)?;
 /// drop((stream, device));
 /// drop(last); // by the last thread
-/// aquifer_allocator::internal::close_abandoned();
+/// aquifer_allocator::close_abandoned();
 /// assert_eq!(driver.held_bytes(), 0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
 use super::{AllocatorState, IDLE};

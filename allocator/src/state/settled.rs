@@ -206,8 +206,8 @@ impl Settled {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{SimConfig, SimDriver};
     use aquifer_device::{Device, Stream};
+    use aquifer_sim::{SimConfig, SimDriver};
     use proptest::prelude::*;
 
     use super::*;

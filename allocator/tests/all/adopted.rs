@@ -2,8 +2,8 @@
 #![expect(unsafe_code, reason = "adopting a stream is a promise")]
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, StreamFlags};
+use aquifer_sim::{SimConfig, SimDriver};
 
 const MIB: u64 = 1 << 20;
 

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_allocator::{AllocError, Allocator, Config, OomReport};
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 
 const MIB: u64 = 1 << 20;
 
 fn open(device: &str, config: &str) -> (Device, Allocator) {
-    let device = Device::open(device).unwrap();
+    let device = aquifer_sim::open(device).unwrap();
     let allocator = Allocator::new(&device, config).unwrap();
     (device, allocator)
 }
@@ -23,7 +23,7 @@ fn refused(allocator: &Allocator, bytes: u64) -> OomReport {
 
 #[test]
 fn the_parts_are_all_of_the_device() {
-    let (device, allocator) = open("sim:1GiB,other=100MiB", "");
+    let (device, allocator) = open("1GiB,other=100MiB", "");
     let second = Allocator::new(&device, Config::default()).unwrap();
     let stream = device.default_stream();
     let _held = [allocator.alloc_bytes(30 * MIB, stream).unwrap(), second.alloc_bytes(20 * MIB, stream).unwrap()];
@@ -40,7 +40,7 @@ fn the_parts_are_all_of_the_device() {
 /// Neither memory of allocators nor that of another process.
 #[test]
 fn the_most_that_libraries_took_since_opening_is_the_suggested_headroom() {
-    let device = Device::open("sim:1GiB").unwrap();
+    let device = aquifer_sim::open("1GiB").unwrap();
     device.alloc(50 * MIB).unwrap();
     let allocator = Allocator::new(&device, "").unwrap();
     let suggested = || allocator.attribution().unwrap().suggested_headroom;
@@ -71,7 +71,7 @@ fn memory_of_others_suggests_no_headroom() {
 
 #[test]
 fn allocators_that_grow_and_shrink_suggest_no_headroom() {
-    let device = Device::open("sim:1GiB").unwrap();
+    let device = aquifer_sim::open("1GiB").unwrap();
     let [watching, working] = [(); 2].map(|()| Allocator::new(&device, "").unwrap());
     let is_done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn allocators_that_grow_and_shrink_suggest_no_headroom() {
 
 #[test]
 fn a_refusal_says_who_holds_memory() {
-    let (device, allocator) = open("sim:100MiB,other=20MiB", "");
+    let (device, allocator) = open("100MiB,other=20MiB", "");
     device.alloc(10 * MIB).unwrap();
     let _held = allocator.alloc_bytes(30 * MIB, device.default_stream()).unwrap();
     let text = refused(&allocator, 60 * MIB).to_string();
@@ -102,14 +102,14 @@ fn a_refusal_says_who_holds_memory() {
     allocator.set_limit(Some(40 * MIB));
     let text = refused(&allocator, 60 * MIB).to_string();
     assert!(text.contains("30.00 MiB is held by others than this allocator."), "{text}");
-    let (_, allocator) = open("sim:100MiB", "");
+    let (_, allocator) = open("100MiB", "");
     let text = refused(&allocator, 101 * MIB).to_string();
     assert!(!text.contains("is held by"), "{text}");
 }
 
 #[test]
 fn the_summary_ends_with_who_holds_the_device() {
-    let (device, allocator) = open("sim:1GiB,other=100MiB", "");
+    let (device, allocator) = open("1GiB,other=100MiB", "");
     let _held = allocator.alloc_bytes(30 * MIB, device.default_stream()).unwrap();
     device.alloc(2 * MIB).unwrap();
     let text = allocator.summary();

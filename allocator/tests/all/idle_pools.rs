@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Driver, HandleKind, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 const MIB: u64 = 1 << 20;
 const BACKINGS: [&str; 2] = ["", "backing:segments"];

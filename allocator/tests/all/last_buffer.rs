@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Buffer, Config, PoolOptions};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, HandleKind, Operation, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 const MIB: u64 = 1 << 20;
 /// Those that were used.

@@ -5,8 +5,8 @@ use std::sync::mpsc;
 use std::thread;
 
 use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config, Reservation};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 const BYTES: usize = 1 << 16;
 const LEN: u64 = BYTES as u64;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use aquifer_allocator::{AccessGuard, AllocError, Allocator, Buffer, Config, Reservation};
 use aquifer_device::AccessKind::{Read, Write};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 const BYTES: usize = 1 << 16;
 

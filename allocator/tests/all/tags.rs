@@ -2,7 +2,7 @@
 
 use aquifer_allocator::{Allocator, Config, TagScope};
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 
 /// The tags that the snapshot shows for one allocation made inside a scope and a span.
 fn tag(options: &str) -> Option<String> {

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aquifer_allocator::{AllocError, Allocator, Config, Contents, PoolOptions};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, HandleKind, Operation, Stream};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 
 const MIB: u64 = 1 << 20;
 const BACKINGS: [&str; 2] = ["", "backing:segments"];

@@ -5,7 +5,7 @@ use aquifer::transfer::Region;
 
 #[test]
 fn empty_buffers_take_every_verb() -> Result<(), aquifer::Error> {
-    let device = Device::simulated("1GiB,violations=panic")?;
+    let device = aquifer::open("sim:1GiB,violations=panic")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     let full = memory.from_slice(&[1.0_f32; 4], &stream)?;
     for mut x in [memory.alloc_zeros::<f32>(0, &stream)?, full.slice(4..).share(), memory.from_slice(&[], &stream)?] {
@@ -28,7 +28,7 @@ fn empty_buffers_take_every_verb() -> Result<(), aquifer::Error> {
 
 #[test]
 fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
-    let device = Device::simulated("1GiB")?;
+    let device = aquifer::open("sim:1GiB")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     assert!(memory.alloc::<u64>(usize::MAX, &stream).is_err());
     let extents = [usize::MAX, 3];
@@ -41,14 +41,14 @@ fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
 
 #[test]
 fn tensors_go_to_what_names_memory() -> Result<(), aquifer::Error> {
-    let device = Device::simulated("1GiB,violations=panic")?;
+    let device = aquifer::open("sim:1GiB,violations=panic")?;
     let (memory, stream) = (device.allocator_with("expandable_segments:True")?, device.stream()?);
     let host = Tensor::from_vec(vec![1.0_f32, 2.0], &[2])?;
     for there in [host.to(&memory)?, host.to((&memory, &stream))?, host.to(&device)?, host.to(&memory.transfer()?)?] {
         let there = there.wait()?;
         assert_eq!((there.place().to_string().as_str(), there.to_vec_blocking::<f32>()?), ("sim:0", vec![1.0, 2.0]));
     }
-    let elsewhere = Device::simulated("1GiB")?.stream()?;
+    let elsewhere = aquifer::open("sim:1GiB")?.stream()?;
     assert!(host.to((&memory, &elsewhere)).is_err());
     Ok(())
 }

@@ -17,7 +17,7 @@ fn requested<T>(result: Result<T, impl Into<Error>>) -> RequestError {
 
 #[test]
 fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
-    let (device, other) = (Device::simulated("1GiB")?, Device::simulated("1GiB")?);
+    let (device, other) = (aquifer::open("sim:1GiB")?, aquifer::open("sim:1GiB")?);
     let (memory, stream, elsewhere) = (device.allocator()?, device.stream()?, other.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
     let mut pinned = device.pinned_from_slice(&[1.0_f32; 4])?;
@@ -47,7 +47,7 @@ fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Er
 
 #[test]
 fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
-    let device = Device::simulated("1GiB,lost_at=100")?;
+    let device = aquifer::open("sim:1GiB,lost_at=100")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
     while device.synchronize().is_ok() {}
@@ -64,7 +64,7 @@ fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Erro
 
 #[test]
 fn the_report_is_there_whichever_part_asked_for_memory() -> Result<(), Error> {
-    let device = Device::simulated("64MiB")?;
+    let device = aquifer::open("sim:64MiB")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     let x = memory.alloc_zeros::<u8>(48 << 20, &stream)?;
     let full = [
@@ -94,7 +94,7 @@ fn errors_are_shown_in_words_by_debug() -> Result<(), Error> {
         assert_eq!((format!("{error:?}"), format!("{error:#?}")), (text.clone(), text.clone()));
         text
     }
-    let device = Device::open("sim:1GiB")?;
+    let device = aquifer::open("sim:1GiB")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     let _half = memory.alloc::<u8>(600 << 20, &stream)?;
     let refused = memory.alloc::<u8>(600 << 20, &stream).expect_err("too much");
@@ -104,7 +104,7 @@ fn errors_are_shown_in_words_by_debug() -> Result<(), Error> {
 
     let (mut x, y) = (memory.alloc_zeros::<f32>(4, &stream)?, memory.alloc_zeros::<f32>(8, &stream)?);
     let mut errors = vec![
-        in_words(Device::open("gpu").expect_err("no such device")),
+        in_words(aquifer::open("gpu").expect_err("no such device")),
         in_words(x.try_slice(2..9).expect_err("out of bounds")),
         in_words(x.upload(vec![1.0], &stream).expect_err("of another length")),
         in_words(x.add_assign(&y, &stream).expect_err("of another length")),

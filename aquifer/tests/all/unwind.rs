@@ -6,7 +6,7 @@ use aquifer::prelude::*;
 
 #[test]
 fn buffers_work_after_a_panic_that_was_caught() -> Result<(), aquifer::Error> {
-    let device = Device::simulated("1GiB,violations=panic")?;
+    let device = aquifer::open("sim:1GiB,violations=panic")?;
     let (memory, stream) = (device.allocator()?, device.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
     assert!(catch_unwind(|| drop(x.slice(3..9))).is_err());
@@ -32,7 +32,7 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     stays_usable::<aquifer::device::cuda::CudaDriver>();
     {
-        use aquifer_device::{AnnouncedCapture, Capture, Device, Event, ExternalStream, Graph, Stream, Tick, sim};
+        use aquifer_device::{AnnouncedCapture, Capture, Device, Event, ExternalStream, Graph, Stream, Tick};
         stays_usable::<Device>();
         stays_usable::<Stream>();
         stays_usable::<ExternalStream>();
@@ -41,7 +41,8 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         stays_usable::<Capture>();
         stays_usable::<AnnouncedCapture>();
         stays_usable::<Graph>();
-        stays_usable::<(sim::SimDriver, sim::SimConfig)>();
+        #[cfg(feature = "sim")]
+        stays_usable::<(aquifer::device::sim::SimDriver, aquifer::device::sim::SimConfig)>();
     }
     {
         use aquifer_allocator::{

@@ -32,7 +32,8 @@ use crate::unfinished;
 /// same holds for every stream that joins the capture by waiting for an event recorded in it.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let (one, two) = (device.stream()?, device.stream()?);
 /// let (a, b) = (device.alloc(4096)?, device.alloc(4096)?);
@@ -74,7 +75,8 @@ impl Capture {
     /// the driver does not end it. This may be called again then.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let stream = device.per_thread_stream();
     /// let capture = stream.begin_capture()?;
@@ -111,7 +113,8 @@ impl Drop for Capture {
 /// capture has ended.
 ///
 /// ```
-/// use aquifer_device::{Device, Driver, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::{Device, Driver};
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let stream = device.stream()?;
 /// device.driver().begin_capture(stream.raw())?; // by another library
@@ -163,7 +166,8 @@ impl Drop for AnnouncedCapture {
 /// memory that it uses until its last launch is done.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let (stream, ptr) = (device.stream()?, device.alloc(4096)?);
 /// let capture = stream.begin_capture()?;

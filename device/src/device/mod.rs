@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::ThreadId;
 
 use streams::ThreadStream;
@@ -19,23 +19,22 @@ use crate::error::{DeviceError, ErrorKind, Result};
 use crate::event::Event;
 use crate::fork::{self, Mutex};
 use crate::label::DeviceLabel;
-use crate::sim::{CalledFrom, Checks};
 use crate::stream::Stream;
 use crate::stream_table::StreamTable;
 use crate::timeline::{ReusableTimelines, StreamKind, Timeline};
 use crate::unfinished;
 use crate::waits::WaitMark;
+use crate::witness::{CalledFrom, Witness};
 
 /// One GPU, real or simulated: creates streams and events, and allocates plain driver memory.
 /// Cloning gives another handle of the same device.
 ///
-/// [`Device::open`] opens a device by name, [`Device::best`] the best one, [`Device::new`] wraps a
-/// driver. Memory for programs comes from `aquifer-allocator`, which caches it; [`Device::alloc`]
+/// The crate `aquifer` opens devices by name; [`Device::new`] wraps a driver. Memory for programs
+/// comes from `aquifer-allocator`, which caches it; [`Device::alloc`]
 /// is a plain driver allocation.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// let device = Device::open("sim:24GiB")?;
+/// let device = aquifer_sim::open("24GiB")?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
 /// let ptr = device.alloc(1 << 30)?;
 /// assert_eq!(device.memory_info()?.free, 23 << 30);
@@ -76,7 +75,7 @@ pub(crate) struct DeviceInner {
     reusable: Arc<ReusableTimelines>,
     /// Its streams by the driver's handle, and those that it adopted.
     streams: StreamTable,
-    /// Why [`Device::best`] chose the device.
+    /// Why the program chose the device.
     choice: OnceLock<String>,
 }
 
@@ -102,15 +101,16 @@ pub struct TimelineCounts {
 }
 
 impl Device {
-    /// Makes a new device driven by `driver`. A GPU that [`Device::open`] opened is another device,
-    /// with streams of its own.
+    /// Makes a new device driven by `driver`. A device that another call made for the same GPU is
+    /// another one, with streams of its own.
     pub fn new(driver: Arc<dyn Driver>) -> Device {
         unfinished::finish_all();
         Device::of_driver(driver)
     }
 
     /// As [`Device::new`], under a lock: runs no code of callers.
-    pub(crate) fn of_driver(driver: Arc<dyn Driver>) -> Device {
+    #[doc(hidden)]
+    pub fn of_driver(driver: Arc<dyn Driver>) -> Device {
         let context = Context::new(driver);
         let legacy = Timeline::new(context.clone(), RawStream::LEGACY, StreamKind::Legacy, None);
         let default_stream = Stream::new(context.clone(), legacy, None, false);
@@ -137,12 +137,12 @@ impl Device {
         Device(self.0.clone(), Held::ByMemory)
     }
 
-    /// Notes why [`Device::best`] chose the device. The first reason stays.
-    pub(crate) fn note_choice(&self, reason: String) {
+    /// Notes why the program chose the device. The first reason stays.
+    pub fn note_choice(&self, reason: String) {
         self.0.choice.get_or_init(|| reason);
     }
 
-    /// Why [`Device::best`] chose this device; `None` if it never did.
+    /// Why the program chose this device, if that was noted.
     pub fn chosen_because(&self) -> Option<&str> {
         self.0.choice.get().map(String::as_str)
     }
@@ -157,7 +157,8 @@ impl Device {
     /// call, on any stream. Every later error of the device names this one. Makes no driver call.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let ptr = device.alloc(1 << 20)?;
     /// device.default_stream().fill(ptr, 7, 2 << 20)?; // goes past the end, which no call reports yet
@@ -205,8 +206,7 @@ impl Device {
     /// namespace (containers), and about parts of a GPU (MIG).
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// let device = Device::open("sim:24GiB,other=2GiB")?;
+    /// let device = aquifer_sim::open("24GiB,other=2GiB")?;
     /// device.alloc(1 << 30)?;
     /// let users = device.memory_users();
     /// assert_eq!((users.own, users.others[0].bytes), (Some(1 << 30), 2 << 30));
@@ -217,16 +217,21 @@ impl Device {
         self.0.context.driver.memory_users()
     }
 
+    /// Completes the result of a call that was made beside [`Device::driver`]: an error names the
+    /// device and, if it is lost, the error by which it was lost.
+    #[doc(hidden)]
+    pub fn complete<T>(&self, answer: Result<T>) -> Result<T> {
+        self.0.context.driver.complete(answer)
+    }
+
     /// The driver, for calls that have no method here. Calls through it are counted, too.
     pub fn driver(&self) -> &dyn Driver {
         &*self.0.context.driver
     }
 
-    /// The checks of how memory is used, where the device is simulated and they are on. An
-    /// allocator reports its blocks to them.
-    #[doc(hidden)]
-    pub fn checks(&self) -> Option<&Arc<Checks>> {
-        self.0.context.checks.as_ref()
+    /// The driver's witness, to which an allocator reports its blocks.
+    pub fn witness(&self) -> Option<&Arc<dyn Witness>> {
+        self.0.context.witness.as_ref()
     }
 
     /// As [`Stream::called_from`].
@@ -236,13 +241,12 @@ impl Device {
         self.0.context.called_from(at)
     }
 
-    /// Panics if a simulated device found violations that were not taken yet: races, or misuse of
-    /// memory. Takes them. For the end of tests; a real device finds none. Wait for the device
+    /// Panics if the driver found violations that were not taken yet, as a simulated one does: races,
+    /// or misuse of memory. Takes them. For the end of tests; a real device finds none. Wait for the device
     /// first: a kernel that reads its ranges in part is checked when it runs.
     ///
     /// ```should_panic
-    /// use aquifer_device::Device;
-    /// let device = Device::open("sim:24GiB")?;
+    /// let device = aquifer_sim::open("24GiB")?;
     /// let (one, two) = (device.stream()?, device.stream()?);
     /// let memory = device.alloc(1 << 20)?;
     /// one.fill(memory, 1, 1 << 20)?;
@@ -286,7 +290,8 @@ impl Device {
     /// for the whole device. No driver call.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let mark = device.wait_mark();
     /// assert!(!mark.is_passed());
@@ -367,16 +372,25 @@ impl Device {
     }
 }
 
-#[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-impl Device {
-    /// The device, unless its last handle is gone.
-    pub(crate) fn upgrade(device: &std::sync::Weak<DeviceInner>) -> Option<Device> {
-        device.upgrade().map(Device::of_inner)
+/// A reference to a device that does not keep it open.
+#[derive(Default)]
+pub struct WeakDevice(Weak<DeviceInner>);
+
+impl WeakDevice {
+    /// The reference to a device.
+    pub fn new(device: &Device) -> WeakDevice {
+        WeakDevice(Arc::downgrade(&device.0))
     }
 
-    /// A reference that does not keep the device open.
-    pub(crate) fn downgrade(&self) -> std::sync::Weak<DeviceInner> {
-        Arc::downgrade(&self.0)
+    /// The device, unless its last handle is gone.
+    pub fn upgrade(&self) -> Option<Device> {
+        self.0.upgrade().map(Device::of_inner)
+    }
+}
+
+impl fmt::Debug for WeakDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("WeakDevice").field(&self.upgrade()).finish()
     }
 }
 

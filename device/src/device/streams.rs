@@ -109,8 +109,8 @@ impl Device {
     /// without forgetting it, the new one is adopted.
     ///
     /// ```
-    /// use aquifer_device::{Device, Driver, StreamFlags};
-    /// let device = Device::open("sim:24GiB")?;
+    /// use aquifer_device::{Driver, StreamFlags};
+    /// let device = aquifer_sim::open("24GiB")?;
     /// let theirs = device.driver().create_stream(StreamFlags::default())?; // by another library
     /// // SAFETY: the stream lives until it is forgotten below.
     /// let stream = unsafe { device.stream_from_raw(theirs) }?;

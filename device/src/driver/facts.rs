@@ -1,37 +1,19 @@
 //! Facts that a driver reports about its device, its pool and its streams, and the flags of new
 //! streams.
 
-use std::fmt;
-
-/// The kind of a driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DriverKind {
-    /// The simulated device.
-    Simulated,
-    /// A real GPU through the CUDA driver.
-    Cuda,
-}
-
-/// Prints the prefix of device names: `cuda` or `sim`.
-impl fmt::Display for DriverKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            DriverKind::Simulated => "sim",
-            DriverKind::Cuda => "cuda",
-        })
-    }
-}
-
 /// Facts about a device that never change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// Kind of the driver.
-    pub kind: DriverKind,
+    /// Short name of the driver, with which the names of its devices begin, such as `cuda`. Devices
+    /// of one kind can be each other's peers.
+    pub kind: &'static str,
     /// Ordinal among the devices of its kind in this process.
     pub ordinal: u32,
-    /// Human-readable name, such as `"Simulated H100 80GB"`.
+    /// True if the device is a model: its time is virtual, so that clocks of the host do not measure
+    /// it, it runs kernels by their host implementations, and no other library uses its streams.
+    pub is_virtual: bool,
+    /// Human-readable name, such as `"NVIDIA H100 80GB HBM3"`.
     pub name: String,
     /// Memory of the device in bytes.
     pub total_bytes: u64,
@@ -42,18 +24,19 @@ pub struct DeviceInfo {
     pub priorities: (i32, i32),
     /// Compute capability, major and minor number: the architecture that kernels are compiled for.
     pub compute_capability: (u32, u32),
-    /// The newest CUDA version that the driver knows, major and minor number; `None` for the
-    /// simulated device. There is no version of the CUDA runtime: nothing here calls or needs one.
+    /// The newest CUDA version that the driver knows, major and minor number; `None` for a driver
+    /// that is not CUDA's. There is no version of the CUDA runtime: nothing here calls or needs one.
     pub driver_version: Option<(u32, u32)>,
 }
 
 impl DeviceInfo {
     /// Describes a device that cannot map memory, has one stream priority and compute capability
-    /// 0.0. Set the other fields as they apply.
-    pub fn new(kind: DriverKind, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
+    /// 0.0, and is not virtual. Set the other fields as they apply.
+    pub fn new(kind: &'static str, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
         DeviceInfo {
             kind,
             ordinal,
+            is_virtual: false,
             name: name.into(),
             total_bytes,
             granularity_bytes: None,
@@ -120,7 +103,6 @@ pub struct PoolUsage {
 
 /// Whether a stream captures: whether its work is recorded into a graph instead of run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum CaptureStatus {
     /// The stream does not capture: its work runs.
     None,
@@ -132,7 +114,6 @@ pub enum CaptureStatus {
 
 /// A numeric property of a device, for [`crate::Driver::attribute`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Attribute {
     /// Compute capability, major number.
     ComputeCapabilityMajor,

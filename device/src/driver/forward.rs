@@ -34,8 +34,8 @@ macro_rules! forward_calls {
             self.below().host_access(ptr, bytes, kind)
         }
     };
-    (@checks) => {
-        fn checks(&self) -> Option<Arc<Checks>> { self.below().checks() }
+    (@witness) => {
+        fn witness(&self) -> Option<Arc<dyn Witness>> { self.below().witness() }
     };
     (@take_violation) => { fn take_violation(&self) -> Option<String> { self.below().take_violation() } };
 

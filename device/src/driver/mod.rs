@@ -23,9 +23,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-pub use facts::{
-    Attribute, CaptureStatus, DeviceInfo, DriverKind, MemoryInfo, MemoryUsers, PoolUsage, ProcessMemory, StreamFlags,
-};
+pub use facts::{Attribute, CaptureStatus, DeviceInfo, MemoryInfo, MemoryUsers, PoolUsage, ProcessMemory, StreamFlags};
 pub use handles::{DevicePtr, HostPtr, RawEvent, RawGraph, RawModule, RawPhysical, RawStream};
 
 use crate::capturing_streams::CapturingStreams;
@@ -33,7 +31,7 @@ use crate::copies::{Copy2d, CopyPart};
 use crate::error::Result;
 use crate::launch::{AccessKind, Launch};
 use crate::physical::PhysicalOptions;
-use crate::sim::Checks;
+use crate::witness::Witness;
 
 /// All the calls that this project makes on one GPU, in the shape of the CUDA driver API.
 ///
@@ -154,8 +152,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Graphs that copy from or to it are not launched again. Any other address is refused.
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Announces that the host reads or writes page-locked memory now. The simulator's race
-    /// detector looks for work of the device that may conflict; on CUDA this does nothing. Touches
+    /// Announces that the host reads or writes page-locked memory now. A
+    /// driver that checks programs looks for work of the device that may conflict; others do nothing.
+    /// Touches
     /// no memory itself at any address, makes no driver call, and works on a lost device too.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 
@@ -346,14 +345,13 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Destroys a graph.
     fn destroy_graph(&self, graph: RawGraph) -> Result<()>;
 
-    /// The checks of how memory is used, to which allocators report their blocks. Always `None` on
-    /// real hardware.
-    fn checks(&self) -> Option<Arc<Checks>> {
+    /// The witness of a driver that checks how programs use the device. `None` on real hardware.
+    fn witness(&self) -> Option<Arc<dyn Witness>> {
         None
     }
 
-    /// Takes the oldest violation that the simulator found and that was not taken yet. Always
-    /// `None` on real hardware.
+    /// Takes the oldest error of the program that the driver found and that was not taken yet.
+    /// Always `None` without a [`Driver::witness`].
     fn take_violation(&self) -> Option<String> {
         None
     }

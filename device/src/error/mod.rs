@@ -260,9 +260,8 @@ impl DeviceError {
     }
 
     /// The same error, returned by another function of the driver, which the operation needs.
-    #[cfg(feature = "cuda")]
     #[must_use]
-    pub(crate) fn of_function(self, function: &'static str) -> Self {
+    pub fn of_function(self, function: &'static str) -> Self {
         DeviceError { attempt: Attempt::Function(function), ..self }
     }
 
@@ -275,7 +274,7 @@ impl DeviceError {
 
     /// The same error with another explanation after the one it has.
     #[must_use]
-    pub(crate) fn with_more(self, more: impl fmt::Display) -> Self {
+    pub fn with_more(self, more: impl fmt::Display) -> Self {
         let detail = match &self.detail {
             Some(detail) => format!("{detail}; {more}"),
             None => more.to_string(),

@@ -78,7 +78,7 @@ impl Timeline {
 
     /// Refuses a stream that another library captures, or that cannot be waited for because of such
     /// a capture: this very thread may be the one that is to end it. So the driver is asked about
-    /// every stream, even of simulated devices, and even the legacy stream.
+    /// every stream, even of virtual devices, and even the legacy stream.
     fn refuse_capture_of_others(&self, raw: RawStream) -> Result<()> {
         match self.context.driver.capture_status(raw)? {
             CaptureStatus::None => Ok(()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{GONE, StreamKind, Timeline, TimelineState};
 use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
-use crate::driver::{CaptureStatus, Driver, DriverKind, RawStream};
+use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::sync::MutexGuard;
@@ -97,7 +97,7 @@ impl Timeline {
     }
 
     pub(super) fn refuse_unannounced(&self, state: &TimelineState) -> Result<()> {
-        let others_capture = self.context.driver.info().kind == DriverKind::Cuda;
+        let others_capture = !self.context.driver.info().is_virtual;
         // The legacy stream never captures, the driver cannot be asked about another thread's
         // stream, and the handle of a stream that is gone names no stream.
         if !others_capture

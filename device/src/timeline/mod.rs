@@ -46,8 +46,6 @@ mod clock;
 mod owner;
 mod recording;
 mod reuse;
-#[cfg(all(test, aquifer_shuttle))]
-mod schedules;
 mod tick;
 
 use std::collections::{HashMap, VecDeque};

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use aquifer::Error;
 use aquifer::device::ErrorKind;
-use aquifer_device::{Unavailable, fork};
+use aquifer_device::fork;
 
 use crate::{AQUIFER_DEVICE_ERROR, AQUIFER_FORKED, AQUIFER_INVALID, AQUIFER_OK, AQUIFER_OUT_OF_MEMORY, AQUIFER_PANIC};
 
@@ -47,7 +47,7 @@ thread_local! {
 /// is kept for `aquifer_last_error`, and the function returns `failed`.
 pub(crate) fn guarded<R>(failed: R, body: impl FnOnce() -> Result<R, Failure>) -> R {
     if fork::is_child() {
-        keep(Failure { status: AQUIFER_FORKED, text: Unavailable::Forked.to_string() });
+        keep(Failure { status: AQUIFER_FORKED, text: fork::ADVICE.to_owned() });
         return failed;
     }
     match catch_unwind(AssertUnwindSafe(body)) {

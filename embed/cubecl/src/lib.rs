@@ -14,7 +14,7 @@
 //!     ErrorGraph, MemoryAllocationMode, MemoryConfiguration, MemoryManagement, MemoryManagementOptions, PageUpdate,
 //! };
 //!
-//! let device = Device::simulated("8GiB")?;
+//! let device = aquifer::open("sim:8GiB")?;
 //! let (memory, stream) = (device.allocator()?, device.stream()?);
 //! let properties = cubecl_ir::MemoryDeviceProperties::new(2 << 30, 512);
 //! let mut managed = MemoryManagement::from_configuration(

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use aquifer::device::DriverKind;
+use aquifer::device::cuda;
 use aquifer::kernels::DType;
 use aquifer::tensor::Scalar;
 use aquifer::{Buffer, Device, Stream, Tensor};
@@ -57,7 +57,7 @@ fn export_device<T: Copy + 'static>(
 /// DLPack's name of a CUDA device.
 fn cuda_device(device: &Device) -> Result<DLDevice, Error> {
     let info = device.info();
-    if info.kind != DriverKind::Cuda {
+    if info.kind != cuda::KIND {
         return Err(Error::Simulated { device: device.label().to_string() });
     }
     Ok(DLDevice::cuda(i32::try_from(info.ordinal).unwrap_or(i32::MAX)))

@@ -1,6 +1,6 @@
 //! From other libraries.
 
-use aquifer::device::{DevicePtr, DriverKind, Tick};
+use aquifer::device::{DevicePtr, Tick, cuda};
 use aquifer::kernels::DType;
 use aquifer::tensor::Scalar;
 use aquifer::transfer::Transfer;
@@ -33,7 +33,7 @@ pub unsafe fn import_buffer<T: DlpackElement + Copy>(
     }
     let (device, info) = (tensor.device(), memory.device().info());
     let is_here = device.device_type == DLDeviceType::CUDA && i64::from(device.device_id) == i64::from(info.ordinal);
-    if !is_here || info.kind != DriverKind::Cuda {
+    if !is_here || info.kind != cuda::KIND {
         return Err(Error::WrongDevice {
             is: format!("{:?}:{}", device.device_type, device.device_id),
             needed: memory.device().label().to_string(),

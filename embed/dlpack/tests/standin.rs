@@ -125,7 +125,7 @@ fn what_is_refused_goes_back_to_its_producer() {
     let error = unsafe { import_buffer::<i32>(tensor, &gpu.memory, &stream) }.unwrap_err();
     assert!(matches!(error, Error::DType { .. }), "{error}");
 
-    let simulated = Device::simulated("1GiB").unwrap();
+    let simulated = aquifer::open("sim:1GiB").unwrap();
     let (memory, stream) = (simulated.allocator().unwrap(), simulated.stream().unwrap());
     let refused = export_buffer(&memory.alloc::<f32>(4, &stream).unwrap(), &stream);
     assert!(matches!(refused, Err(Error::Simulated { .. })));

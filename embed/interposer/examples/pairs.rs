@@ -6,7 +6,7 @@ use std::error::Error;
 use std::time::Instant;
 
 use aquifer_allocator::DeviceAllocator as _;
-use aquifer_device::cuda;
+use aquifer_cuda as cuda;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{free_async, malloc_async};
 

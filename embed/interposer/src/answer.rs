@@ -6,7 +6,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_allocator::AllocError;
-use aquifer_device::{DeviceError, Unavailable, fork};
+use aquifer_device::{DeviceError, fork};
 
 use crate::driver::{NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN};
 use crate::report::{self, Why};
@@ -52,7 +52,7 @@ fn tell(error: &AllocError) {
 fn forked() -> u32 {
     static ONCE: AtomicBool = AtomicBool::new(false);
     if !ONCE.swap(true, Ordering::Relaxed) {
-        let text = format!("aquifer: {}\n", Unavailable::Forked);
+        let text = format!("aquifer: {}\n", fork::ADVICE);
         // Not with `eprintln`: a thread of the parent may have held its lock.
         // SAFETY: the bytes are readable.
         unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };

@@ -5,8 +5,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer_allocator::{Allocator, DeviceAllocator as _, HistoryOptions};
+use aquifer_cuda as cuda;
 use aquifer_device::fork::Mutex;
-use aquifer_device::{Device, DevicePtr, RawStream, Stream, cuda};
+use aquifer_device::{Device, DevicePtr, RawStream, Stream};
 
 use crate::answer::{Instead, Served, check};
 use crate::driver::{Handle, INVALID_VALUE, NAME, driver};

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config};
-use aquifer_device::{AccessKind, Device, DeviceSpec, DriverKind, Stream};
+use aquifer_device::{AccessKind, Device, Stream};
 use aquifer_kernels::{Element, Kernels};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -67,7 +67,7 @@ plain! {
 }
 
 fn open(spec: &str) -> Device {
-    spec.parse::<DeviceSpec>().unwrap().open().unwrap()
+    aquifer::open(spec).unwrap()
 }
 
 /// The byte of guards.
@@ -114,7 +114,7 @@ impl Bench {
     }
 
     pub(crate) fn is_simulated(&self) -> bool {
-        self.device.info().kind == DriverKind::Simulated
+        self.device.info().is_virtual
     }
 
     pub(crate) fn alloc<T: Copy>(&self, len: u64) -> Buffer<T> {

@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use aquifer_allocator::{AccessGuard, Buffer};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Operation, Stream};
 use aquifer_kernels::{KernelError, Kernels};
+use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::bench::Bench;

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::sim::{Fault as Failing, Preset, SimConfig, SimDriver};
-use aquifer_device::{Code, Device, DeviceInfo, DeviceLabel, DeviceMismatch, DriverKind, Operation};
+use aquifer_device::{Code, Device, DeviceInfo, DeviceLabel, DeviceMismatch, Operation};
 use aquifer_kernels::{DType, KernelError, Kernels, Operand, OperandFault, Strided, Target};
+use aquifer_sim::{Fault as Failing, Preset, SimConfig, SimDriver};
 
 use crate::bench::Bench;
 
@@ -218,7 +218,7 @@ fn old_devices_and_drivers_are_refused() {
         assert_eq!(DType::from_name(dtype.name()), Some(*dtype));
     }
     assert_eq!(DType::from_name("f8"), None);
-    let old = DeviceLabel::from(&DeviceInfo::new(DriverKind::Cuda, 0, "Old", 1));
+    let old = DeviceLabel::from(&DeviceInfo::new("cuda", 0, "Old", 1));
     let error = KernelError::TooOld { device: old, capability: (7, 0), needs: (7, 5) };
     assert_eq!(error.to_string(), "cuda:0 (Old) has compute capability 7.0; the kernels need 7.5 or later");
     for &preset in Preset::ALL {

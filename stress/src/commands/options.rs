@@ -8,7 +8,7 @@ use crate::session::Session;
 /// # Errors
 /// When standard output cannot be written to.
 pub fn run(session: &Session) -> Result<Outcome, Failure> {
-    for line in aquifer_allocator::internal::OPTIONS.lines() {
+    for line in aquifer_allocator::config::OPTIONS.lines() {
         let line = line.replace("[`", "").replace("`]", "").replace(['`', '*'], "");
         match line.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>()[..] {
             ["option" | "---", ..] => {}

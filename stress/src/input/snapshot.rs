@@ -103,7 +103,7 @@ pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<V
 }
 
 /// The largest refused request that is replayed: no device has more memory.
-const LARGEST: u64 = aquifer_device::sim::CAPACITY_BYTES_MAX;
+const LARGEST: u64 = aquifer_sim::CAPACITY_BYTES_MAX;
 /// The key of a refused request. No block is at this address.
 const REFUSED: u64 = u64::MAX;
 

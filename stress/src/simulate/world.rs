@@ -12,8 +12,8 @@ use aquifer::{Allocator, Device};
 use aquifer_allocator::snapshot::Segment;
 use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::{Lagging, Violation, ViolationKind};
 use aquifer_oracle::Judged;
+use aquifer_sim::{Lagging, Violation, ViolationKind};
 use aquifer_transfer::StagingConfig;
 
 use super::Counts;

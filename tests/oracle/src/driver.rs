@@ -4,12 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 use std::thread;
 
-use aquifer_device::internal::CapturingStreams;
-use aquifer_device::sim::Checks;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyEnd, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
-    HostPtr, Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
-    RawPhysical, RawStream, Result, StreamFlags, forward_calls,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyEnd, CopyPart, DeviceError, DeviceInfo,
+    DevicePtr, Driver, HostPtr, Launch, MemoryInfo, MemoryUsers, Operation, PhysicalOptions, PoolUsage, RawEvent,
+    RawGraph, RawModule, RawPhysical, RawStream, Result, StreamFlags, Witness, forward_calls,
 };
 use parking_lot::Mutex;
 
@@ -139,7 +137,7 @@ impl Driver for Judged {
     forward_calls! {
         info as_any capturing_streams memory_info memory_users attribute reserve unreserve set_access adopt_stream
         release_stream create_event load_module unload_module capture_status stream_id pool_usage trim_pool
-        trim_graph_memory can_access_peer checks take_violation
+        trim_graph_memory can_access_peer witness take_violation
     }
 
     fn alloc(&self, bytes: u64) -> Result<DevicePtr> {

@@ -17,8 +17,8 @@
 //! has each of its programs judged.
 //!
 //! ```
-//! use aquifer_device::sim::{SimConfig, SimDriver};
 //! use aquifer_device::{Driver, StreamFlags};
+//! use aquifer_sim::{SimConfig, SimDriver};
 //! use aquifer_oracle::Judged;
 //!
 //! let driver = Judged::new(SimDriver::new(SimConfig::new(1 << 30)));

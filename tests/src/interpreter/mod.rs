@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOptions, PoolRoute, PrivatePool};
-use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
+use aquifer_sim::{Fault, Lagging, SimConfig};
 
 use dedicated::Pins;
 

@@ -7,9 +7,9 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use aquifer_device::cuda::CudaDriver;
-use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_cuda::CudaDriver;
 use aquifer_device::{CaptureStatus, DevicePtr, Driver, RawEvent, RawStream, Result, Stream};
+use aquifer_sim::{Fault, SimConfig};
 use aquifer_standin::{Number, Rationed, Spin, StandinDevice};
 use parking_lot::Mutex;
 

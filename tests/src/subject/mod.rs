@@ -19,8 +19,8 @@ use std::ops::{Deref, Range};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use aquifer_device::sim::{Fault, Lagging, SimConfig};
 use aquifer_device::{Device, DevicePtr, Driver, PhysicalOptions, Result, Stream};
+use aquifer_sim::{Fault, Lagging, SimConfig};
 use aquifer_standin::ADDRESSES_FOR_MEMORY;
 
 /// The variable that says which driver tests run on.

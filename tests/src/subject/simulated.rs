@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver};
 use aquifer_device::{DevicePtr, Driver, Result, Stream};
+use aquifer_sim::{Fault, Lagging, SimConfig, SimDriver};
 
 use super::{Controls, Mapped, Subject};
 

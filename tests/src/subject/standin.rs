@@ -3,9 +3,9 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use aquifer_device::cuda::CudaDriver;
-use aquifer_device::sim::{Fault, SimConfig};
+use aquifer_cuda::CudaDriver;
 use aquifer_device::{DeviceError, DevicePtr, HandleKind, Operation, PhysicalOptions, Result, Stream};
+use aquifer_sim::{Fault, SimConfig};
 use aquifer_standin::{Number, StandinDevice};
 use parking_lot::Mutex;
 

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aquifer_device::sim::SimConfig;
 use aquifer_device::{AccessKind, Code, DevicePtr, Driver as _, HostPtr, RawStream};
+use aquifer_sim::SimConfig;
 
 use crate::abi::{In, Out, needed, string, write_text};
 use crate::environment;

@@ -1,7 +1,7 @@
 //! What the environment says about the driver: which devices there are, how old it is, what it
 //! lacks, what fails.
 
-use aquifer_device::sim::SimConfig;
+use aquifer_sim::SimConfig;
 
 use crate::fail::Order;
 

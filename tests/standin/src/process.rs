@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use aquifer_device::Code;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 use parking_lot::{Mutex, RwLock};
 
 use crate::abi::{Answer, CONTEXT_IS_DESTROYED, Handle, INVALID_CONTEXT, UNKNOWN};

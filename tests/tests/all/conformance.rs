@@ -97,7 +97,7 @@ const NO_GPU: &str = "no GPU: ";
 #[ignore = "asked by the test of the same tests on a GPU"]
 fn a_gpu_can_be_used() {
     match aquifer::device::gpus() {
-        Ok(_) => drop(aquifer::Device::open("cuda:0").unwrap()),
+        Ok(_) => drop(aquifer::open("cuda:0").unwrap()),
         Err(why) => say(&format!("{NO_GPU}{why}")),
     }
 }

@@ -1,7 +1,6 @@
 //! Misuse of an allocator's memory on a simulated device is found, and legal uses are not reported.
 
 use aquifer::Tensor;
-use aquifer::device::DeviceSpec;
 use aquifer::kernels::{DType, Kernels};
 use aquifer::tensor::ParamSet;
 use aquifer::transfer::{Prefetcher, Spiller, Transfer};
@@ -16,7 +15,7 @@ struct Bench {
 }
 
 fn bench(options: &str) -> Bench {
-    let device = "sim:256MiB".parse::<DeviceSpec>().unwrap().open().unwrap();
+    let device = aquifer::open("sim:256MiB").unwrap();
     let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
     let stream = device.stream().unwrap();
     Bench { device, allocator, stream }

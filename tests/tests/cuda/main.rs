@@ -1,5 +1,5 @@
 //! CUDA through the stand-in driver, from the layers above and together with cudarc. Tests of
-//! single calls are in `device/tests/cuda`. Without the stand-in (not on Linux) there is nothing
+//! single calls are in `device/cuda/tests`. Without the stand-in (not on Linux) there is nothing
 //! here.
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]

@@ -28,7 +28,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{FilePart, Region, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
@@ -85,7 +86,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{Region, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
@@ -174,7 +176,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{Region, Route, Transfer};
     /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
     /// let one = Transfer::new(&Allocator::new(&devices[0], Config::default())?)?;
@@ -236,7 +239,8 @@ impl Transfer {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{Region, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;

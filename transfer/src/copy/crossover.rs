@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use aquifer_allocator::{AccessGuard, Buffer, Storage};
+use aquifer_device::internal::MovesContents;
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, ErrorKind, Stream};
 
 use crate::counters::Direction;
@@ -97,7 +98,7 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferErr
     let memory = [(device.storage().as_ref(), kinds.0), (other.storage().as_ref(), AccessKind::Write)];
     let bench = Bench { stream, device: &memory, host: &[(host, kinds.1)] };
     // The contents do not matter.
-    let _moves = transfer.move_contents();
+    let _moves = MovesContents::begin();
     for size in SIZES {
         // Gaps of a cache line keep drivers from merging the copies.
         let part = |at| CopyPart { dst: offset(writes, at), src: offset(reads, at), bytes: size - 64 };

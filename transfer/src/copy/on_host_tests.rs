@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use aquifer_allocator::{Allocator, Buffer, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Device, RequestError};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 
 use crate::error::TransferError;
 use crate::{PinnedConfig, PinnedPool, Region, Transfer};

@@ -215,8 +215,8 @@ mod tests {
     use std::sync::Arc;
 
     use aquifer_allocator::{Allocator, Config, Reservation};
-    use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Code, Device, Operation, RequestError};
+    use aquifer_sim::{Fault, SimConfig, SimDriver};
 
     use super::*;
 

@@ -16,7 +16,8 @@ use crate::layout::{Dimension, Rows, group_rows, merge};
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{Region, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;

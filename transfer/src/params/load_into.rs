@@ -31,7 +31,8 @@ impl Checkpoint {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_kernels::DType;
     /// use aquifer_transfer::{Checkpoint, Load, ParamSet, Tensor, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::panic::Location;
 
-use aquifer_device::sim::CalledFrom;
+use aquifer_device::internal::CalledFrom;
 
 use super::errors::Stray;
 use crate::error::TransferError;
@@ -40,7 +40,8 @@ pub struct Param {
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{ParamSet, Place, Tensor, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;

@@ -36,7 +36,8 @@ use crate::host_memory;
 /// does no other harm.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{PinnedConfig, PinnedPool};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;

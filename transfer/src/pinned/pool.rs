@@ -41,7 +41,8 @@ const ALREADY_REGISTERED: Code = Code(712);
 /// or when the device is closed.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{PinnedConfig, PinnedPool};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
@@ -125,7 +126,8 @@ impl PinnedPool {
     /// back. With [`crate::SlabSource::Registered`] several threads touch it.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{PinnedConfig, PinnedPool};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
@@ -158,7 +160,8 @@ impl PinnedPool {
     /// than 64 MiB of such memory are done.
     ///
     /// ```
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_transfer::{PinnedConfig, PinnedPool};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;

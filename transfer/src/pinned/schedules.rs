@@ -9,8 +9,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, DevicePtr, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
 use super::{HostPart, PinnedConfig, PinnedPool};

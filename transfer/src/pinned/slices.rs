@@ -47,7 +47,8 @@ impl Span {
 /// copied into the buffer.
 ///
 /// ```
-/// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// # use aquifer_device::Device;
+/// # use aquifer_sim::{SimConfig, SimDriver};
 /// # use aquifer_transfer::{PinnedConfig, PinnedPool, PinnedSlice};
 /// # let device = Device::new(SimDriver::new(SimConfig::default()));
 /// # let pool = PinnedPool::new(&device, PinnedConfig::default())?;
@@ -67,7 +68,8 @@ pub struct PinnedSlice<'a, T> {
 /// name that part.
 ///
 /// ```
-/// # use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// # use aquifer_device::Device;
+/// # use aquifer_sim::{SimConfig, SimDriver};
 /// # use aquifer_transfer::{PinnedConfig, PinnedPool};
 /// # let device = Device::new(SimDriver::new(SimConfig::default()));
 /// # let pool = PinnedPool::new(&device, PinnedConfig::default())?;

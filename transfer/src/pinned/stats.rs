@@ -16,7 +16,8 @@ use aquifer_allocator::Stat;
 /// `active_bytes` blocks.
 ///
 /// ```
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{PinnedConfig, PinnedPool};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Buffer, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, RequestError};
 use aquifer_kernels::Kernels;
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;

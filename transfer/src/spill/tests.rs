@@ -1,9 +1,9 @@
 //! Buffers that are spilled and come back with their contents.
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, Operation};
 use aquifer_kernels::Kernels;
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;

@@ -115,7 +115,7 @@ impl StagingConfig {
 }
 
 /// Sizes and counters of the staging ring of a [`crate::Transfer`]. Times are of the host's clock,
-/// added up over threads, on simulated devices too.
+/// added up over threads, on virtual devices too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingStats {

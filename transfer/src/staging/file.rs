@@ -23,7 +23,7 @@ use crate::counters::nanoseconds;
 use crate::error::TransferError;
 use crate::regular_file;
 
-/// Statistics of an upload of a file. Times are of the host's clock, on simulated devices too.
+/// Statistics of an upload of a file. Times are of the host's clock, on virtual devices too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileReport {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use aquifer_allocator::{Buffer, Reservation};
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::caller;
+use aquifer_device::internal::caller;
 use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
 
 use super::config::PAGE;
@@ -68,7 +68,7 @@ pub(super) struct StagedTransfer {
     stream: Stream,
     priority: i32,
     job: Arc<Job>,
-    /// The caller's place in the program, on a simulated device.
+    /// The caller's place in the program, if the device has a witness.
     asked: Option<&'static Location<'static>>,
     /// The tick after its latest copy.
     last: Mutex<Option<Tick>>,

@@ -72,12 +72,11 @@ fn cores() -> usize {
 }
 
 /// The sizes for the device. Measures, which takes about 50 ms, mostly to prepare memory to
-/// copy from, and at most about twice [`PATIENCE`]. Does not measure a simulated device, nor one
+/// copy from, and at most about twice [`PATIENCE`]. Does not measure a virtual device, nor one
 /// that captures, where it would break the capture, nor if all sizes are configured.
 pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     let device = pool.device();
-    let simulated = device.default_stream().is_simulated();
-    let speeds = if config.is_fixed() || simulated || device.is_capturing() {
+    let speeds = if config.is_fixed() || device.info().is_virtual || device.is_capturing() {
         Speeds::ASSUMED
     } else {
         measure(pool).unwrap_or_else(|error| {
@@ -180,7 +179,7 @@ fn time_upload(
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{SimConfig, SimDriver};
+    use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
     use crate::pinned::PinnedConfig;

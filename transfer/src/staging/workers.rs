@@ -7,7 +7,7 @@ use std::time::Instant;
 use aquifer_device::Tick;
 use aquifer_device::executor;
 use aquifer_device::fork::Mutex;
-use aquifer_device::sim::defer_panics_here;
+use aquifer_device::internal::defer_panics_here;
 
 use super::config::{StagingConfig, StagingStats};
 use super::ring::CHUNK_BYTES_LEAST;
@@ -141,7 +141,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
         }
         drop(after.surplus);
         // The transfer may have held the last buffer of a dropped allocator.
-        aquifer_allocator::internal::close_abandoned();
+        aquifer_allocator::close_abandoned();
     }
 
     fn spawn(&self) -> Result<(), TransferError> {
@@ -152,7 +152,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
                 workers.scheduler.work(&workers);
                 drop(workers);
             });
-            aquifer_allocator::internal::close_abandoned();
+            aquifer_allocator::close_abandoned();
         });
         match started {
             Ok(_) => Ok(()),

@@ -121,9 +121,8 @@ impl Tensor {
     ///
     /// ```
     /// use aquifer_allocator::DeviceAllocator as _;
-    /// use aquifer_device::Device;
     /// use aquifer_transfer::Tensor;
-    /// let device = Device::simulated("24GiB")?;
+    /// let device = aquifer_sim::open("24GiB")?;
     /// let (memory, stream) = (device.allocator()?, device.stream()?);
     /// let zeros = Tensor::zeros::<f32>(&[2, 3], &memory, &stream)?;
     /// assert_eq!((zeros.shape(), zeros.to_vec_blocking::<f32>()?), (&[2, 3][..], vec![0.0; 6]));

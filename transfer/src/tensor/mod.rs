@@ -19,7 +19,7 @@ use std::fmt;
 use std::ops::Range;
 
 use aquifer_allocator::Buffer;
-use aquifer_device::sim::CalledFrom;
+use aquifer_device::internal::CalledFrom;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 
@@ -56,7 +56,8 @@ use crate::runtime::Transfer;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_kernels::DType;
 /// use aquifer_transfer::{Tensor, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));

@@ -153,7 +153,8 @@ impl Tensor {
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
     /// use aquifer_kernels::DType;
     /// use aquifer_transfer::{Tensor, Transfer};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));

@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 
 use aquifer_allocator::{Allocator, DeviceAllocator as _};
-use aquifer_device::sim::CalledFrom;
+use aquifer_device::internal::CalledFrom;
 use aquifer_device::{Device, Stream};
 
 use crate::error::TransferError;
@@ -24,7 +24,8 @@ use crate::runtime::Transfer;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::{Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_transfer::{Place, Transfer};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;

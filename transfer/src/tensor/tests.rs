@@ -4,9 +4,9 @@ mod fallback;
 mod write;
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, Operation, RequestError, Stream};
 use aquifer_kernels::convert_host;
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use half::{bf16, f16};
 use proptest::prelude::*;
 

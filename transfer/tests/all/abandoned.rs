@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use aquifer_allocator::{Allocator, Config};
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 use aquifer_transfer::{AllocatorTransfers as _, BufferTransfers as _, Transfer};
 
 const MIB: u64 = 1 << 20;

@@ -6,8 +6,8 @@
 use std::time::{Duration, Instant};
 
 use aquifer_allocator::{Allocator, Buffer, Config};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, HostPtr};
+use aquifer_sim::{SimConfig, SimDriver};
 use aquifer_transfer::{Direction, PinnedBuffer, Transfer};
 
 const COPIES: u32 = 500;

@@ -41,7 +41,7 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
     loop {
         match allocator.device().driver().reserve(bytes, granule) {
             Ok(ptr) => {
-                allocator.state().report_to_checks(|checks| checks.manage(ptr.range(bytes)));
+                allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
                 let mut guard = allocator.state().lock(Some(request.slot));
                 if let Some(paged) = &mut guard.paged {
                     paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
@@ -75,7 +75,7 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
     let mut failed = Ok(());
     for (addr, bytes) in empty {
         if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
-            let reservation = aquifer_device::internal::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+            let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
             allocator.device().unreserve_later(reservation);
             failed = Err(error.into());
         }

@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::internal::{Reservation, Timeline};
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical};
+use aquifer_device::internal::Timeline;
+use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation};
 
 use crate::accounting::writer::CounterTarget;
 use crate::allocator::Allocator;

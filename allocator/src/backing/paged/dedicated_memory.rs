@@ -7,8 +7,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::sim::{Checks, NewBlock};
-use aquifer_device::{DevicePtr, Operation, Stream};
+use aquifer_device::{DevicePtr, NewBlock, Operation, Stream, Witness};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::dedicated::{owned_size, retire, set_owned};
@@ -51,19 +50,19 @@ impl DedicatedMemory {
         self.bytes.load(Ordering::Acquire)
     }
 
-    /// Sets the requested bytes, and tells a simulated device.
+    /// Sets the requested bytes, and tells the device's witness.
     pub(crate) fn resize(&self, bytes: u64, at: &'static Location<'static>) {
         let before = self.bytes.swap(bytes, Ordering::AcqRel);
-        self.state().report_to_checks(|checks| match before {
-            0 => self.report_block(checks, bytes, at),
-            _ => checks.resized(self.ptr, bytes, Some(at)),
+        self.state().tell_witness(|witness| match before {
+            0 => self.report_block(witness, bytes, at),
+            _ => witness.resized(self.ptr, bytes, Some(at)),
         });
     }
 
-    /// Tells a simulated device of memory that is handed out.
-    pub(crate) fn report_block(&self, checks: &Checks, bytes: u64, at: &'static Location<'static>) {
+    /// Tells the device's witness of memory that is handed out.
+    pub(crate) fn report_block(&self, witness: &dyn Witness, bytes: u64, at: &'static Location<'static>) {
         let tag = Tag::current().name();
-        checks.allocated(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
+        witness.begins(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
     }
 
     pub(crate) fn users(&self) -> Vec<u32> {
@@ -95,7 +94,7 @@ impl Drop for DedicatedMemory {
         if fork::is_child() {
             return;
         }
-        self.state().report_to_checks(|checks| checks.dropped(self.ptr, None));
+        self.state().tell_witness(|witness| witness.ends(self.ptr, None));
         let mut guard = self.allocator.state().lock(None);
         let size = owned_size(&guard, self.ptr.0);
         set_owned(&mut guard, self.ptr.0, 0, 0);

@@ -11,13 +11,13 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::internal::Reservation;
 use aquifer_device::{
-    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, RequestError, Stream,
+    Attribute, DeviceError, DevicePtr, ErrorKind, HandleKind, PhysicalOptions, RawPhysical, RequestError, Reservation,
+    Stream,
 };
 
 use crate::alloc::alloc_bytes;
-use crate::allocation::{Allocation, CHECKED};
+use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
@@ -89,7 +89,7 @@ pub(crate) fn alloc_exportable(
     let (ptr, physical) = climb_dedicated(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
     let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, slot));
     let at = Location::caller();
-    allocator.state().report_to_checks(|checks| memory.report_block(checks, bytes, at));
+    allocator.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
     let memory = Memory::Dedicated(memory);
     Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
 }
@@ -127,7 +127,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     })?;
     let ptr = DevicePtr(granted.addr);
     granted.arena.report_block(granted.block, ptr, bytes, Location::caller());
-    let mark = if allocator.device().checks().is_some() { CHECKED } else { 0 };
+    let mark = if allocator.is_watched() { WATCHED } else { 0 };
     Ok(Allocation::new((granted.arena, granted.block), slot | mark, ptr, bytes))
 }
 
@@ -135,11 +135,6 @@ fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError>
     let (attribute, what) = match kind {
         HandleKind::PosixFd => {
             (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
-        }
-        _ => {
-            return Err(AllocError::Request(RequestError::Unsupported {
-                what: "a kind of handle that is not known here",
-            }));
         }
     };
     match allocator.device().driver().attribute(attribute) {
@@ -214,7 +209,7 @@ fn map_exportable(
     let accessible = mapped.clone().and_then(|()| driver.set_access(ptr, size, access));
     match accessible {
         Ok(()) => {
-            allocator.state().report_to_checks(|checks| checks.manage(ptr.range(size)));
+            allocator.state().tell_witness(|witness| witness.managed(ptr.range(size)));
             allocator.hooks().mapped(ptr.0, size);
             Ok((ptr, physical))
         }

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::internal::{HostBuffer, Reservation};
-use aquifer_device::{Device, DevicePtr, PhysicalOptions, Tick};
+use aquifer_device::internal::HostBuffer;
+use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation, Tick};
 
 use crate::backing::paged::absent::{Absent, Cordon, united, within};
 use crate::backing::paged::capacity::Capacity;

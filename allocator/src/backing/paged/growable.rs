@@ -55,7 +55,8 @@ use crate::tags::Tag;
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, AccessGuard};
-/// use aquifer_device::{AccessKind, Device, sim::{SimConfig, SimDriver}};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let stream = device.stream()?;
@@ -127,7 +128,7 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
         }
         reserved => reserved,
     }?;
-    allocator.state().report_to_checks(|checks| checks.manage(ptr.range(reserved)));
+    allocator.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
     if let Some(paged) = &mut allocator.state().shared().paged {
         paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
         paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });

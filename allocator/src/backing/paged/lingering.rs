@@ -127,8 +127,8 @@ fn take_done(allocator: &Allocator) -> Vec<Lingering> {
 mod tests {
     use std::sync::Arc;
 
-    use aquifer_device::sim::{Fault, Lagging, SimConfig, SimDriver, ViolationKind};
     use aquifer_device::{Code, Device, Driver, Operation};
+    use aquifer_sim::{Fault, Lagging, SimConfig, SimDriver, ViolationKind};
 
     use super::*;
     use crate::{Allocation, Contents};

@@ -1,7 +1,6 @@
 //! Whether the device can map memory at all, and whether at several addresses at once.
 
-use aquifer_device::internal::Reservation;
-use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical};
+use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::backing::paged::carry_out::unless_capturing;
 

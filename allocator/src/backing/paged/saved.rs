@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::internal::HostBuffer;
+use aquifer_device::internal::{HostBuffer, MovesContents};
 use aquifer_device::{Device, DeviceError, DevicePtr, Stream};
 
 use crate::backing::paged::contents::Contents;
@@ -102,7 +102,7 @@ impl<'a> Mover<'a> {
         let host = if bytes > 0 { Some(self.host_buffer(bytes)?) } else { None };
         let mut saved = Vec::with_capacity(pieces.len());
         let mut at = 0;
-        let _moves = self.device.checks().map(|checks| checks.move_contents());
+        let _moves = MovesContents::begin();
         for (range, contents) in pieces {
             let (addr, bytes) = (range.start, range.end - range.start);
             let kept = match (contents, &host) {
@@ -179,7 +179,7 @@ impl<'a> Mover<'a> {
 
     /// Brings contents back to mapped memory. They are there once [`Mover::finish`] has returned.
     pub(crate) fn restore(&mut self, saved: &Saved) -> Result<(), AllocError> {
-        let _moves = self.device.checks().map(|checks| checks.move_contents());
+        let _moves = MovesContents::begin();
         match &saved.kept {
             Kept::Zeros => self.stream.fill(DevicePtr(saved.addr), 0, saved.bytes)?,
             Kept::Host(buffer, at) => {

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use shuttle::thread;
 
 use crate::{AccessGuard, AllocError, Allocator, Buffer, Config, Contents, Part, PoolOptions, SleepOptions};

@@ -412,7 +412,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
     }
     let lost = absent.iter().filter(|absent| absent.place == ContentsPlace::Elsewhere);
     for absent in lost.clone() {
-        allocator.state().report_to_checks(|checks| checks.lost(absent.range.clone()));
+        allocator.state().tell_witness(|witness| witness.lost(absent.range.clone()));
     }
     let mut saved = lost.flat_map(|absent| &absent.saved).peekable();
     let (mut spare, mut used) = (Vec::new(), UsedBuffers::default());

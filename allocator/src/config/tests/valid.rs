@@ -2,7 +2,7 @@
 //! gives it again, and allocators with it serve or refuse requests.
 
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::{Backing, Config, CrossStream, MIB, parse};

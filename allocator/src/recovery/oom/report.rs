@@ -21,7 +21,7 @@ use crate::recovery::oom::advice::Advice;
 pub struct OomReport {
     /// Ordinal of the device.
     pub device: u32,
-    /// Human-readable name of the device, such as `Simulated H100 80GB`.
+    /// Human-readable name of the device, such as `NVIDIA H100 80GB HBM3`.
     pub device_name: String,
     /// Requested bytes.
     pub requested: u64,

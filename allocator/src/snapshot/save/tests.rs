@@ -3,7 +3,7 @@
 use std::fs::{self, OpenOptions};
 
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 
 use super::*;
 use crate::{Allocator, Config, TagScope};

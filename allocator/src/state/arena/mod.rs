@@ -22,9 +22,8 @@ use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::DevicePtr;
 use aquifer_device::internal::Timeline;
-use aquifer_device::sim::NewBlock;
+use aquifer_device::{DevicePtr, NewBlock};
 use crossbeam_utils::CachePadded;
 use lenders::Lenders;
 use remote::{RemoteFree, RemoteFrees};
@@ -191,25 +190,25 @@ impl Arena {
         self.state.guesses.note(ptr, self.slot);
     }
 
-    /// Tells a simulated device of a block that is handed out.
+    /// Tells the device's witness of a block that is handed out.
     #[cold]
     #[inline(never)]
     pub(crate) fn report_block(&'static self, id: BlockId, ptr: DevicePtr, bytes: u64, at: &'static Location<'static>) {
-        if id == BlockId::NONE || !self.state.has_checks() {
+        if id == BlockId::NONE || !self.state.watches_blocks() {
             return;
         }
         let (tag, pool) = self.look(|inner| (Tag(inner.heap.blocks[id].tag), inner.heap.blocks[id].pool));
         let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
-        self.state.report_to_checks(|checks| checks.allocated(block));
+        self.state.tell_witness(|witness| witness.begins(block));
     }
 
-    /// Reports to a simulated device that a block is given back, before the memory is reused.
+    /// Tells the device's witness that a block is given back, before the memory is reused.
     /// Takes the words of the handle, not the handle, which would have to be copied to where it can
     /// be pointed to.
     #[cold]
     #[inline(never)]
     pub(crate) fn report_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
-        self.state.report_to_checks(|checks| checks.dropped(ptr, at));
+        self.state.tell_witness(|witness| witness.ends(ptr, at));
     }
 
     /// True if frees are queued.

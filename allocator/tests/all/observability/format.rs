@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use aquifer_allocator::snapshot::{BlockState, FileFormat, Snapshot};
 use aquifer_allocator::{Allocator, Config, HistoryOptions, PoolOptions, TagScope};
 use aquifer_device::Device;
-use aquifer_device::sim::{SimConfig, SimDriver};
+use aquifer_sim::{SimConfig, SimDriver};
 use serde_json::{Value, json};
 
 fn allocator(options: &str, ordinal: u32) -> (Device, Allocator) {

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use aquifer_allocator::size_class::PoolKind;
 use aquifer_allocator::{Action, Allocator, Config, HistoryOptions, PoolOptions, Snapshot};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 
 use Action::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree, Snapshot as Taken};
 

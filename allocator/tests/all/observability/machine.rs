@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::{Allocation, Allocator, Config, PoolOptions, PrivatePool};
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 /// Bytes of the simulated device: few enough for programs to run out of memory.

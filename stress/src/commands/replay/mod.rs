@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use aquifer::Device;
 use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::memory::{MemoryStats, Snapshot};
-use aquifer_device::sim::CAPACITY_BYTES_MAX;
+use aquifer_sim::CAPACITY_BYTES_MAX;
 use indicatif::ProgressBar;
 use serde::Serialize;
 

@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn the_mark_of_another_program_is_not_reported() {
-        let device = "sim:4GiB".parse::<aquifer::device::DeviceSpec>().unwrap().open().unwrap();
+        let device = aquifer::open("sim:4GiB").unwrap();
         let most = |text: &str| {
             let programs = crate::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
             time_pool(device.clone(), &programs[0], &PassArgs { repeat: 2, lag: 0 }).unwrap().reserved

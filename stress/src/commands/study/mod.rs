@@ -3,7 +3,7 @@
 pub mod advice;
 pub mod sampled;
 
-use aquifer_device::sim::CAPACITY_BYTES_MAX;
+use aquifer_sim::CAPACITY_BYTES_MAX;
 
 use crate::cli::ConfigArg;
 use crate::commands::fit::{Job, attempt, fit_all, with_splitting, without_same};

@@ -4,8 +4,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use aquifer_device::Driver;
-use aquifer_device::sim::{SimConfig, SimDriver, ViolationKind};
 use aquifer_oracle::{Judged, RaceKind};
+use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 
 /// What a checker found: the kinds of races, sorted.
 pub(crate) type Found = Vec<RaceKind>;
@@ -37,7 +37,7 @@ impl Both {
     /// # Panics
     /// When the program misused memory otherwise.
     pub(crate) fn found(&self) -> (Found, Found) {
-        let kind = |violation: &aquifer_device::sim::Violation| match violation.kind {
+        let kind = |violation: &aquifer_sim::Violation| match violation.kind {
             ViolationKind::WriteWrite | ViolationKind::ReadWrite | ViolationKind::WriteRead => RaceKind::Work,
             ViolationKind::HostAccess => RaceKind::Host,
             ViolationKind::PendingWork => RaceKind::Removal,

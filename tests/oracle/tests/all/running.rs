@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_device::sim::Fault;
 use aquifer_device::{
     Access, AccessKind, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, PhysicalOptions, RawEvent,
     RawGraph, RawPhysical, RawStream, StreamFlags,
 };
 use aquifer_oracle::{Call, Touch};
+use aquifer_sim::Fault;
 use parking_lot::Mutex;
 
 use crate::bench::GRANULE;

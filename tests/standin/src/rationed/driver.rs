@@ -3,11 +3,10 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use aquifer_device::internal::CapturingStreams;
 use aquifer_device::{
-    AccessKind, Attribute, CaptureStatus, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr, Driver,
-    ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
-    RawPhysical, RawStream, Result, StreamFlags,
+    AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr,
+    Driver, ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph,
+    RawModule, RawPhysical, RawStream, Result, StreamFlags,
 };
 
 use super::{ADDRESSES_FOR_MEMORY, Physical, Rationed, RationedMapping};

@@ -16,11 +16,11 @@ use std::hash::Hash;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::sim::{Fault, FaultPlan, Preset, SimConfig};
 use aquifer_device::{
     CaptureStatus, Code, DeviceError, DeviceInfo, DevicePtr, Driver, ErrorKind, Operation, PhysicalOptions,
     RawPhysical, RawStream, Result,
 };
+use aquifer_sim::{Fault, FaultPlan, Preset, SimConfig};
 use parking_lot::Mutex;
 
 use unreturned::Unreturned;
@@ -35,8 +35,8 @@ const ROUNDING: u64 = 512;
 /// A driver whose memory is rationed.
 ///
 /// ```
-/// use aquifer_device::sim::{SimConfig, SimDriver};
 /// use aquifer_device::Driver;
+/// use aquifer_sim::{SimConfig, SimDriver};
 /// use aquifer_standin::Rationed;
 /// let large = SimDriver::new(SimConfig::new(1 << 30));
 /// let small = Rationed::new(large, &SimConfig::new(4 << 20));

@@ -66,8 +66,8 @@ impl Unreturned {
 
 #[cfg(test)]
 mod tests {
-    use aquifer_device::sim::{Fault, SimConfig, SimDriver};
     use aquifer_device::{Driver, PhysicalOptions, StreamFlags};
+    use aquifer_sim::{Fault, SimConfig, SimDriver};
 
     use crate::Rationed;
 

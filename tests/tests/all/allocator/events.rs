@@ -75,7 +75,7 @@ fn documented_events_have_their_targets_and_fields() {
     let ((), events) = logged(
         |metadata| *metadata.level() <= Level::DEBUG,
         || {
-            let device = Device::open("sim:256MiB,violations=panic").unwrap();
+            let device = aquifer_sim::open("256MiB,violations=panic").unwrap();
             let memory = device.allocator_with("granule_mb:2").unwrap();
             let stream = device.stream().unwrap();
             let _reclaimer = memory.register_reclaimer(0, "cache", |_| 0);

@@ -21,7 +21,7 @@ fn a_graph_keeps_its_memory_after_the_last_handle_of_the_allocator() {
         assert!(device.memory_info().unwrap().free <= CAPACITY - 8 * MIB, "{options:?}");
         graph.launch(&stream).unwrap();
         drop(graph);
-        aquifer_allocator::internal::close_abandoned();
+        aquifer_allocator::close_abandoned();
         device.settle();
         assert_eq!(device.memory_info().unwrap().free, CAPACITY, "{options:?}");
         driver.assert_no_violation();

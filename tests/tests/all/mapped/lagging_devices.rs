@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_device::sim::Lagging;
+use aquifer_sim::Lagging;
 use aquifer_tests::prelude::*;
 
 use crate::allocator::events::Listener;

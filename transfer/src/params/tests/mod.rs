@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{Code, Device, Operation};
 use aquifer_kernels::DType;
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use half::bf16;
 
 use super::*;

@@ -1,7 +1,7 @@
 //! Driver calls that fail, and devices that are lost.
 
 use aquifer_device::Code;
-use aquifer_device::sim::Fault;
+use aquifer_sim::Fault;
 
 use super::*;
 

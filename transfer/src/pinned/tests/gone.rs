@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use aquifer_device::Code;
-use aquifer_device::sim::Fault;
+use aquifer_sim::Fault;
 
 use super::*;
 use crate::SlabSource;

@@ -1,7 +1,7 @@
 //! Memory that the pool holds and releases.
 
-use aquifer_device::sim::Fault;
 use aquifer_device::{Code, RequestError};
+use aquifer_sim::Fault;
 
 use super::*;
 

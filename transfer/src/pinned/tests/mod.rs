@@ -11,8 +11,8 @@ pub(crate) mod unused;
 
 use std::sync::Arc;
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{AccessKind, CallCounts, Device, DevicePtr, HostPtr, Operation, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 use bytemuck::Pod;
 
 use super::{HostPart, PinnedBuffer, PinnedConfig, PinnedPool};

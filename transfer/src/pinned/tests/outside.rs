@@ -3,8 +3,8 @@
 use std::num::NonZeroUsize;
 
 use aquifer_allocator::{Allocator, Config};
-use aquifer_device::sim::Fault;
 use aquifer_device::{Code, Operation, RequestError};
+use aquifer_sim::Fault;
 
 use super::*;
 use crate::{SlabSource, Transfer};

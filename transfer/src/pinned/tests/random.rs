@@ -1,7 +1,7 @@
 //! Random programs of buffers and copies on several streams, with a model of every byte.
 
 use aquifer_device::Code;
-use aquifer_device::sim::Fault;
+use aquifer_sim::Fault;
 use proptest::prelude::*;
 
 use super::*;

@@ -8,8 +8,8 @@ mod regions;
 use std::sync::mpsc;
 
 use aquifer_allocator::{Allocator, Buffer, Config};
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, RequestError, Tick};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 

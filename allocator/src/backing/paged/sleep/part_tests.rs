@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use aquifer_device::sim::{Fault, Preset, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Stream};
+use aquifer_sim::{Fault, Preset, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
@@ -216,7 +216,7 @@ fn a_file_that_cannot_be_written_leaves_everything_awake() {
     setup.allocator.sleep(kv(Contents::SaveToFile(path.clone()))).unwrap();
     let Setup { device, allocator, stream, sim } = setup;
     drop((block, other, allocator, stream));
-    crate::internal::close_abandoned();
+    crate::close_abandoned();
     assert!(!path.exists(), "it goes with the allocator");
     drop(device);
     assert_eq!(sim.held_bytes(), 0);

@@ -1,7 +1,7 @@
 //! Sleep saves and brings back live memory alone.
 
-use aquifer_device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Device, Operation, Stream};
+use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{Allocation, Allocator, Config, Contents, PoolOptions};

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Barrier};
 
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{AccessGuard, AllocError, Allocation, Allocator, Config, MappingChange, PoolOptions};

@@ -3,10 +3,10 @@
 use std::thread;
 use std::time::Duration;
 
-use aquifer_device::sim::{Fault, SimConfig, SimDriver};
 use aquifer_device::{AccessKind, Device, Driver, RawStream, StreamFlags};
 use aquifer_oracle::Judged;
 use aquifer_oracle::RaceKind::Work;
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 
 use crate::bench::{BYTES, Bench, LEGACY, MINE};
 

@@ -1,0 +1,150 @@
+//! Graph capture, and refusal of calls that would break one.
+//!
+//! Captures begin in the relaxed mode. In the other modes, any potentially unsafe call on this
+//! thread, or in the whole process, would break the capture. It would also have to end on the
+//! thread on which it began, so that a [`aquifer_device::Capture`] could not be dropped on another one. The
+//! calls made here are relaxed anyway. A thread's default stream cannot be named on other threads,
+//! so its capture can only be ended on its own thread.
+
+use std::ffi::c_uint;
+use std::ptr;
+
+use aquifer_device::fork::Mutex;
+use aquifer_device::{CaptureStatus, Code, DeviceError, ErrorKind, Operation, RawGraph, RawStream, Result};
+use cudarc::driver::sys::{CUgraph, CUstream, CUstreamCaptureMode};
+
+use crate::gpu::Gpu;
+use crate::handles::OwnedObject;
+use crate::installation::{bad_value, check, check_function};
+use crate::objects::{LiveStream, destroy_captured};
+use crate::raw::{handle, pointer};
+use crate::streams;
+
+/// Why the driver refuses to wait for the context although no stream is known to capture.
+const UNANNOUNCED: &str = "another library captures a stream of the device's context and did not announce that, and \
+    waiting has broken the capture; announce captures with `Stream::announce_capture` or `Allocator::capture` when \
+    they begin";
+
+fn refuse(operation: Operation, detail: impl Into<String>) -> DeviceError {
+    DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
+}
+
+pub(crate) fn status(gpu: &Gpu, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+    // SAFETY: the stream lives (L1).
+    unsafe { crate::objects::status(&gpu.context, operation, stream) }
+}
+
+pub(crate) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStatus> {
+    let stream = streams::live(gpu, Operation::CaptureStatus, stream)?;
+    status(gpu, Operation::CaptureStatus, stream.raw)
+}
+
+/// Refuses a call that would break the stream's capture, or not keep its contract, because of
+/// `reason`.
+pub(crate) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
+    match status(gpu, operation, stream.raw)? {
+        CaptureStatus::None => Ok(()),
+        CaptureStatus::Active => Err(refuse(operation, format!("the stream captures: {reason}"))),
+        CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
+            .with_detail("an earlier call broke the stream's capture, which must be ended first")),
+    }
+}
+
+/// Refuses a call that waits for the whole device while a stream of the context is known to
+/// capture.
+pub(crate) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> {
+    if !gpu.context.shared.any() {
+        return Ok(());
+    }
+    Err(refuse(operation, "this waits for the device, which is not possible while a stream captures"))
+}
+
+pub(crate) fn synchronize(gpu: &Gpu) -> Result<()> {
+    let operation = Operation::Synchronize;
+    forbid_device_wait(gpu, operation)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
+    // SAFETY: the context is current (C1, F1).
+    let waited = check(operation, unsafe { (gpu.context.functions().cuCtxSynchronize)() });
+    waited.map_err(|error| match error.kind {
+        ErrorKind::Capture => error.with_detail(UNANNOUNCED),
+        _ => error,
+    })
+}
+
+pub(crate) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
+    let operation = Operation::BeginCapture;
+    let functions = gpu.context.functions();
+    let begin = gpu.optional(operation, functions.cuStreamBeginCapture_v2)?;
+    gpu.optional(operation, functions.cuStreamEndCapture)?;
+    gpu.optional(operation, functions.cuGraphInstantiateWithFlags)?;
+    gpu.optional(operation, functions.cuGraphLaunch)?;
+    gpu.optional(operation, functions.cuGraphExecDestroy)?;
+    gpu.optional(operation, functions.cuGraphDestroy)?;
+    let live = streams::live(gpu, operation, stream)?;
+    if stream.is_legacy() {
+        return Err(refuse(operation, "the legacy default stream cannot capture"));
+    }
+    forbid_capture(gpu, operation, &live, "it cannot begin another capture")?;
+    let _current = gpu.context.enter(operation)?;
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
+    // SAFETY: the stream lives (L1, F1).
+    check(operation, unsafe { begin(live.raw, mode) })?;
+    gpu.context.shared.begin(stream);
+    Ok(())
+}
+
+pub(crate) fn end_capture(gpu: &Gpu, stream: RawStream) -> Result<RawGraph> {
+    let operation = Operation::EndCapture;
+    let end = gpu.optional(operation, gpu.context.functions().cuStreamEndCapture)?;
+    let live = streams::live(gpu, operation, stream)?;
+    if status(gpu, operation, live.raw)? == CaptureStatus::None {
+        gpu.context.shared.end(stream);
+        return Err(bad_value(operation, "the stream does not capture"));
+    }
+    let _current = gpu.context.enter(operation)?;
+    let mut graph: CUgraph = ptr::null_mut();
+    // SAFETY: the handle outlives the call, and the stream lives (L1, F1).
+    let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
+    // A capture that failed to end as it should has mostly ended nevertheless.
+    if ended.is_ok() || matches!(status(gpu, operation, live.raw), Ok(CaptureStatus::None)) {
+        gpu.context.shared.end(stream);
+    }
+    ended?;
+    if graph.is_null() {
+        return Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+            .with_detail("an earlier call broke the capture; it is gone"));
+    }
+    instantiate(gpu, graph)
+}
+
+/// Makes a captured graph executable. What was captured is not needed after that.
+fn instantiate(gpu: &Gpu, graph: CUgraph) -> Result<RawGraph> {
+    let operation = Operation::EndCapture;
+    let functions = gpu.context.functions();
+    let instantiate = gpu.optional(operation, functions.cuGraphInstantiateWithFlags)?;
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let mut executable = ptr::null_mut();
+    // SAFETY: the handle outlives the call, and the graph was just captured (F1); 0 asks for
+    // nothing special.
+    let code = unsafe { instantiate(&raw mut executable, graph, 0) };
+    let made = check_function(operation, "cuGraphInstantiateWithFlags", code);
+    // SAFETY: the graph was just captured, and is known only here.
+    unsafe { gpu.context.destroy_or_leak("captured graph", handle(graph), destroy_captured) };
+    made.map_err(|error| error.with_more("the captured graph could not be made executable"))?;
+    let raw = handle(executable);
+    // SAFETY: just created, and known only here.
+    gpu.graphs.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, Mutex::new(())) });
+    Ok(RawGraph(raw))
+}
+
+pub(crate) fn launch_graph(gpu: &Gpu, graph: RawGraph, stream: RawStream) -> Result<()> {
+    let operation = Operation::LaunchGraph;
+    let launch = gpu.optional(operation, gpu.context.functions().cuGraphLaunch)?;
+    let (graph, stream) = (gpu.graphs.find(operation, graph.0)?, streams::live(gpu, operation, stream)?);
+    // Relaxed: the first launch may prepare the graph.
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let _alone = graph.extra.lock();
+    // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed
+    // after the last launch (L1).
+    check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
+}
