@@ -66,6 +66,7 @@ mod history;
 mod keep_awake;
 mod kept;
 mod open;
+mod policy;
 mod pools;
 mod raw;
 mod recovery;

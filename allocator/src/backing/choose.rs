@@ -39,10 +39,7 @@ fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
     let granule = wanted.max(granularity).checked_next_power_of_two();
     let fits = granule.filter(|&bytes| bytes <= total).ok_or(WhySegments::GranuleTooLarge { granule, total })?;
     let ability = probe(device, fits).map_err(WhySegments::Failed)?;
-    // Frames are at least as large as granules, and fit on the device.
-    let frame = config.frame.map(|bytes| u32::try_from(bytes.min(total) / fits).unwrap_or(u32::MAX));
-    let frame = frame.map(|granules| 1 << granules.max(1).ilog2());
-    Ok(Paged::new(fits, frame, ability, device.info().ordinal))
+    Ok(Paged::new(fits, config.frame.map(|bytes| bytes.min(total)), ability, device.info().ordinal))
 }
 
 #[cfg(test)]

@@ -245,14 +245,6 @@ fn best_in(
     Some((key, Place { arena: heap.home, block: key.block() }))
 }
 
-/// The owner of the block that would serve the request best, and the tick that the request's stream
-/// would have to wait for.
-pub(crate) fn tick_of_lender(guard: &mut StateGuard, request: &Request) -> Option<(u32, u64)> {
-    let place = best_of_any(guard, request)?;
-    let block = guard.block(place);
-    Some((block.owner, block.after))
-}
-
 fn lender(guard: &StateGuard, place: Place) -> Option<Lender> {
     let block = guard.block(place);
     Some(Lender { timeline: guard.timeline(block.owner)?.clone(), after: block.after })

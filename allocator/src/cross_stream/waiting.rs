@@ -18,15 +18,14 @@ use aquifer_device::internal::Clock;
 
 use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
-use crate::backing::paged::milestones;
 use crate::cross_stream::progress::{Pending, poll, synchronize_all};
-use crate::cross_stream::ticks::Use;
 use crate::cross_stream::waiting_list::Waiting;
 use crate::error::AllocError;
 use crate::heap::{Block, kind_of};
 use crate::history::Action;
+use crate::policy::EVENT_SHARE;
 use crate::pools::table::Which;
-use crate::request::{Place, Request};
+use crate::request::Place;
 use crate::state::guard::StateGuard;
 use crate::state::settled::Sought;
 use crate::state::shared::SharedState;
@@ -147,24 +146,6 @@ pub(crate) fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     arena.complete(id, owner, tick, last_use);
 }
 
-/// The uses by other streams that keep a waiting block of the request's own stream from serving it.
-/// Of several such blocks, the smallest counts.
-pub(crate) fn uses_of_own(guard: &StateGuard, request: &Request) -> Option<Vec<Use>> {
-    let own = &guard.waiting.owners.get(&request.slot)?.at_home;
-    let &(_, _, best) = own.range((request.pool, request.size, 0)..=(request.pool, u64::MAX, u64::MAX)).next()?;
-    guard.waiting.blocks.get(&best).map(|waiting| waiting.uses.clone())
-}
-
-/// Bytes that waiting blocks hold.
-pub(crate) fn waiting_held(guard: &StateGuard) -> u64 {
-    guard.waiting.bytes
-}
-
-/// For each tick not known done, the bytes of the blocks that wait for it.
-pub(crate) fn awaited(guard: &StateGuard) -> impl Iterator<Item = (Use, u64)> + '_ {
-    guard.waiting.uses.ticks().filter(|&((slot, after), _)| !guard.is_known_done(slot, after))
-}
-
 /// Bytes of waiting blocks, by the stream that they wait for.
 pub(crate) fn waiting_bytes(shared: &SharedState) -> Vec<(u32, u64)> {
     let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
@@ -201,7 +182,7 @@ pub(crate) fn is_poll_due(shared: &mut SharedState) -> bool {
 
 /// True if less memory waits than makes a milestone due, where memory is mapped.
 fn waits_little(shared: &SharedState) -> bool {
-    shared.paged.is_some() && shared.waiting.bytes < shared.reserved / milestones::SHARE
+    shared.paged.is_some() && shared.waiting.bytes < shared.reserved / EVENT_SHARE
 }
 
 /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.

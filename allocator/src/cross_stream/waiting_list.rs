@@ -1,6 +1,6 @@
 //! The blocks that wait for other streams, by the ticks that they wait for.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use crate::cross_stream::ticks::{TickIndex, Use};
 use crate::heap::Block;
@@ -35,8 +35,6 @@ pub(crate) struct OfOwner {
     /// The blocks by the ticks of their uses: a block is free to its owner once the owner's later
     /// work is ordered after these.
     pub(crate) uses: TickIndex<u64>,
-    /// Pool, size and number of each block at home.
-    pub(crate) at_home: BTreeSet<(u16, u64, u64)>,
     blocks: usize,
 }
 
@@ -99,9 +97,6 @@ impl WaitingList {
         let of_owner = self.owners.entry(waiting.block.owner).or_default();
         of_owner.uses.insert(number, waiting.block.size, &waiting.uses);
         of_owner.blocks += 1;
-        if waiting.place.arena == waiting.block.owner {
-            of_owner.at_home.insert((waiting.block.pool, waiting.block.size, number));
-        }
         waiting.uses.iter().for_each(|&(slot, _)| self.streams.entry(slot).or_default().blocks += 1);
         self.blocks.insert(number, waiting);
     }
@@ -113,7 +108,6 @@ impl WaitingList {
         self.uses.remove(number, waiting.block.size, &waiting.uses);
         if let Some(of_owner) = self.owners.get_mut(&waiting.block.owner) {
             of_owner.uses.remove(number, waiting.block.size, &waiting.uses);
-            of_owner.at_home.remove(&(waiting.block.pool, waiting.block.size, number));
             of_owner.blocks -= 1;
             if of_owner.blocks == 0 {
                 self.owners.remove(&waiting.block.owner);

@@ -271,11 +271,6 @@ impl StateGuard {
         self.sums().in_use
     }
 
-    /// Number of allocations so far, on all streams.
-    pub(crate) fn searches(&self) -> u64 {
-        self.sums().searches
-    }
-
     fn position(&self, slot: u32) -> Option<usize> {
         self.arenas.binary_search_by_key(&slot, |locked| locked.arena.slot).ok()
     }

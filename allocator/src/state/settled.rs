@@ -63,21 +63,17 @@ pub(crate) struct Sums {
     pub(crate) live: u64,
     /// Bytes in live and waiting blocks.
     pub(crate) in_use: u64,
-    /// Number of searches.
-    pub(crate) searches: u64,
 }
 
 impl Sums {
     pub(super) fn add(&mut self, inner: &ArenaInner) {
         self.live += inner.live;
         self.in_use += inner.heap.in_use();
-        self.searches += inner.milestones.searches;
     }
 
     fn sub(&mut self, other: Sums) {
         self.live -= other.live;
         self.in_use -= other.in_use;
-        self.searches -= other.searches;
     }
 }
 
@@ -319,10 +315,10 @@ mod tests {
             let state = some.allocator.state();
             let (sums, settled) = {
                 let part = state.lock(None);
-                ((part.live(), part.in_use_in_heaps(), part.searches()), part.settled.facts.len())
+                ((part.live(), part.in_use_in_heaps()), part.settled.facts.len())
             };
             let guard = state.lock_all();
-            prop_assert_eq!(sums, (guard.live(), guard.in_use_in_heaps(), guard.searches()));
+            prop_assert_eq!(sums, (guard.live(), guard.in_use_in_heaps()));
             prop_assert!(guard.settled.is_empty());
             prop_assert!(guard.arenas.len() <= FEW || settled > 0);
         }

@@ -17,7 +17,6 @@ pub(crate) fn account_for_granules(guard: &mut StateGuard) {
     let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
     let before = std::mem::replace(&mut paged.accounted, now);
     let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
-    paged.bought_instead = paged.bought_instead.saturating_sub(sum(before).saturating_sub(sum(now)));
     let reserved = guard.reserved + sum(now) - sum(before);
     forget_unborrowed(guard, reserved);
     guard.reserved = reserved;

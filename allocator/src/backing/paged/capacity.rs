@@ -17,9 +17,9 @@ impl Capacity {
         *self = Capacity { bytes, good_for: GOOD_FOR };
     }
 
-    /// Bytes that the device can give beyond those that are held; none if that is not known.
+    /// Bytes that the device can give beyond those that are held; no limit if that is not known.
     pub(crate) fn left(&mut self, held: u64) -> u64 {
-        let Some(fewer) = self.good_for.checked_sub(1) else { return 0 };
+        let Some(fewer) = self.good_for.checked_sub(1) else { return u64::MAX };
         self.good_for = fewer;
         self.bytes.saturating_sub(held)
     }
@@ -32,10 +32,10 @@ mod tests {
     #[test]
     fn an_answer_is_good_for_a_while() {
         let mut capacity = Capacity::default();
-        assert_eq!(capacity.left(0), 0, "not known");
+        assert_eq!(capacity.left(0), u64::MAX, "not known");
         capacity.set(100);
         assert_eq!([40, 100, 120].map(|held| capacity.left(held)), [60, 0, 0]);
         (3..GOOD_FOR).for_each(|_| assert_eq!(capacity.left(0), 100));
-        assert_eq!((capacity.left(0), capacity.good_for), (0, 0), "the device has to be asked again");
+        assert_eq!((capacity.left(0), capacity.good_for), (u64::MAX, 0), "the device has to be asked again");
     }
 }

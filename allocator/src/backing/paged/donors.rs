@@ -13,7 +13,6 @@ use std::ops::Range;
 
 use crate::backing::paged::dedicated::add_deferred_release;
 use crate::backing::paged::granules::Paged;
-use crate::backing::paged::internal_fragmentation::InternalFragmentation;
 use crate::backing::paged::layout::FrameRoom;
 use crate::backing::paged::window::Window;
 use crate::heap::{Block, BlockId, Heap, LastUses};
@@ -54,11 +53,6 @@ pub(crate) struct Donors {
 }
 
 impl Donors {
-    /// True if frames move, or will once the device is done with them.
-    pub(crate) fn move_ever(&self) -> bool {
-        !self.chosen.is_empty() || !self.not_done.is_empty()
-    }
-
     /// Keeps as many of the chosen frames as it takes for `granules` granules, which have `granule`
     /// bytes each.
     pub(crate) fn truncate(&mut self, granules: u64, granule: u64) {
@@ -238,18 +232,6 @@ fn candidates(guard: &StateGuard, paged: &Paged, from: Which) -> Vec<Candidate> 
     });
     found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
     found
-}
-
-/// Granules that lie wholly in free blocks of some pools, but belong to frames that do not.
-pub(crate) fn internal_fragmentation(guard: &mut StateGuard, from: Which) -> InternalFragmentation {
-    let mut fragmentation = InternalFragmentation::default();
-    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return fragmentation };
-    look_for_in(guard, from, Sought::Free(granule));
-    let Some(paged) = &guard.paged else { return fragmentation };
-    for_each_block_with_granules(guard, paged.granule, from, |heap, _, block| {
-        fragmentation += paged.internal_fragmentation(heap.region(block.region).addr, &block.range());
-    });
-    fragmentation
 }
 
 /// The whole granules of the free blocks of some pools, whatever frames they belong to: for memory

@@ -12,13 +12,10 @@ use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation, Tick};
 use crate::backing::paged::absent::{Absent, Cordon, united, within};
 use crate::backing::paged::capacity::Capacity;
 use crate::backing::paged::deferred_release::DeferredReleases;
-use crate::backing::paged::frame_size::FrameSize;
 use crate::backing::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
-use crate::backing::paged::internal_fragmentation::InternalFragmentation;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::places::Places;
 use crate::backing::paged::probe::Ability;
-use crate::backing::paged::recurrence::Recurrence;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
@@ -28,8 +25,8 @@ use crate::tags::Tag;
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.
     pub(crate) granule: u64,
-    /// How large frames may be.
-    pub(crate) frame_size: FrameSize,
+    /// Bytes of large frames, if the configuration says so.
+    pub(crate) frame: Option<u64>,
     /// Properties that frames are created with.
     pub(crate) options: PhysicalOptions,
     /// True if the driver maps a frame at several addresses at once.
@@ -70,22 +67,10 @@ pub(crate) struct Paged {
     pub(crate) mapped_bytes: [u64; 2],
     /// The same as counted in the statistics so far, where spare granules count as large.
     pub(crate) accounted: [u64; 2],
-    /// The most bytes that were in use at one time, as far as plans have seen it.
-    pub(crate) in_use_peak: u64,
-    /// The number of allocations made when that peak was seen.
-    pub(crate) peak_at: u64,
-    /// Bytes that were bought from the device although frames might have moved, less what went back
-    /// to it since, and less what the peak in use has risen by since: that had to be bought anyway.
-    pub(crate) bought_instead: u64,
+    /// The peak of use (`policy.rs`), as far as plans have seen it.
+    pub(crate) peak: u64,
     /// How much the device can give.
     pub(crate) capacity: Capacity,
-    /// Points of the program at which memory had to move.
-    pub(crate) recurrence: Recurrence,
-    /// How often the host waited so that memory could move.
-    pub(crate) stalls: u64,
-    /// How often a stream was made to wait for another one instead of memory being taken from the
-    /// device.
-    pub(crate) orders: u64,
 }
 
 /// Purpose of a reservation.
@@ -147,14 +132,13 @@ impl Mapped {
 }
 
 impl Paged {
-    /// No memory yet. `frame` is the number of granules of the largest frames, if the configuration
-    /// says so.
-    pub(crate) fn new(granule: u64, frame: Option<u32>, ability: Ability, ordinal: u32) -> Paged {
+    /// No memory yet. `frame` is the size of large frames, if the configuration says so.
+    pub(crate) fn new(granule: u64, frame: Option<u64>, ability: Ability, ordinal: u32) -> Paged {
         debug_assert!(granule.is_power_of_two());
         let (reservations, spares) = (BTreeMap::new(), LooseFrames::default());
         Paged {
             granule,
-            frame_size: FrameSize::new(frame),
+            frame,
             options: ability.options,
             may_alias: ability.may_alias,
             access: vec![ordinal],
@@ -176,13 +160,8 @@ impl Paged {
             in_hands: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
-            in_use_peak: 0,
+            peak: 0,
             capacity: Capacity::default(),
-            peak_at: 0,
-            bought_instead: 0,
-            recurrence: Recurrence::default(),
-            stalls: 0,
-            orders: 0,
         }
     }
 
@@ -252,18 +231,6 @@ impl Paged {
         self.touched(&(addr..addr)).map_or(0, |(mapped, _)| mapped.places.filled() as u64 * mapped.granule)
     }
 
-    /// Notes that the memory of a range moved elsewhere.
-    pub(crate) fn leave(&mut self, range: &Range<u64>) {
-        if let Some((mapped, touched)) = self.touched_mut(range) {
-            mapped.places.leave(touched);
-        }
-    }
-
-    /// True if memory moved away from any place that a range touches.
-    pub(crate) fn was_left(&self, range: &Range<u64>) -> bool {
-        range.start < range.end && self.touched(range).is_some_and(|(mapped, touched)| mapped.places.was_left(touched))
-    }
-
     /// Notes that frames are mapped side by side from `addr` on.
     pub(crate) fn put_all(&mut self, addr: u64, frames: &[Frame]) {
         if let Some((mapped, touched)) = self.touched_mut(&(addr..addr)) {
@@ -307,20 +274,6 @@ impl Paged {
         let (places, left) =
             inside.map_or((None, 0..0), |(places, inside)| (Some(places), places.whole_frames(inside)));
         WholeFrames { base, granule: self.granule, left, places }
-    }
-
-    /// What of a range of the reservation that starts at `base` belongs to frames that reach beyond
-    /// it. All of the range has memory.
-    pub(crate) fn internal_fragmentation(&self, base: u64, range: &Range<u64>) -> InternalFragmentation {
-        let mut fragmentation = InternalFragmentation::default();
-        let Some((places, inside)) = self.places_inside(base, range) else { return fragmentation };
-        let whole = places.whole_frames(inside.clone());
-        for cut in [inside.start..whole.start, whole.end..inside.end].into_iter().filter(|cut| !cut.is_empty()) {
-            if let Some(frame) = places.frame_around(cut.start) {
-                fragmentation.add(frame.len(), cut.start - frame.start..cut.end - frame.start);
-            }
-        }
-        fragmentation
     }
 
     /// The places that lie wholly within a range of the reservation that starts at `base`. `None`
@@ -515,23 +468,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_belongs_to_cut_frames_is_stranded() {
+    fn only_whole_frames_of_a_range_may_move() {
         const G: u64 = 1 << 21;
         let mut paged = Paged::new(G, None, Ability { options: PhysicalOptions::default(), may_alias: true }, 0);
         let base = 64 * G;
         paged.add_reservation(base, 64 * G, PoolKind::Large, Purpose::Heap);
         let frames = [4, 4, 2, 1].map(|granules| Frame::new(RawPhysical(1), granules));
         paged.put_all(base, &frames);
-        // A range in granules, its whole frames, and how many of its granules cannot move.
-        let cases =
-            [(0..11, 0..11, 0), (1..9, 4..8, 4), (4..9, 4..8, 1), (1..3, 3..3, 2), (1..6, 4..4, 5), (9..9, 9..9, 0)];
-        for (range, whole, fragmentation) in cases {
+        // A range in granules, and its whole frames.
+        let cases = [(0..11, 0..11), (1..9, 4..8), (4..9, 4..8), (1..3, 3..3), (1..6, 4..4), (9..9, 9..9)];
+        for (range, whole) in cases {
             let range = base + range.start * G..base + range.end * G;
             let found = paged.whole_frames(base, &range).range();
             assert_eq!(found.end - found.start, (whole.end - whole.start) * G, "{range:?}");
             assert!(found.is_empty() || found.start == base + whole.start * G);
-            assert_eq!(paged.internal_fragmentation(base, &range).granules(), fragmentation, "{range:?}");
-            // Bytes that are less than a granule are neither.
+            // Bytes that are less than a granule are in none.
             assert_eq!(paged.whole_frames(base, &(range.start..range.end + 512)).range(), found);
         }
         let sizes = paged.whole_frames(base, &(base..base + 11 * G)).map(|frame| (frame.end - frame.start) / G);

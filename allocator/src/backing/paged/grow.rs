@@ -1,11 +1,5 @@
-//! Serves a request from mapped memory: drafts a remap, waits where that pays (`wait.rs`), plans,
-//! makes the driver calls, and accounts for the result.
-//!
-//! Whether memory may move depends on how far streams got. The host asks first, which waits for
-//! nothing. Then one of three things happens. If growing would exceed the peak of memory in use by
-//! too much, the request uses memory of its own stream before the device is done with it
-//! (`lingering.rs`), or it waits. Otherwise it takes memory from the device. Where memory would be
-//! refused otherwise, the host waits in any case.
+//! Serves a request from mapped memory: drafts a remap, plans it, makes the driver calls, and
+//! accounts for the result. What is bought, moved or asked is decided in `policy.rs`.
 
 use std::sync::Arc;
 
@@ -25,12 +19,7 @@ use crate::backing::paged::granules::Paged;
 use crate::backing::paged::lingering::unmap_lingering;
 use crate::backing::paged::plan::{Plan, Planned, Purchase, Terms, plan};
 use crate::backing::paged::settle::settle_plan;
-use crate::backing::paged::wait::{
-    Order, REUSE_LEAST, SLACK_LEAST, STALLS_PER_REQUEST, askable, first_enough, order_after, over_peak, stall_for,
-    worth_ordering, worth_stalling,
-};
-use crate::config::CrossStream;
-use crate::cross_stream::lending::borrow_waiting;
+use crate::backing::paged::wait::{first_enough, latest, stall_for};
 use crate::cross_stream::progress::{Pending, poll};
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
@@ -47,11 +36,6 @@ pub(crate) const ROUNDS: u32 = 64;
 struct Allowed {
     /// Ask the streams how far they got.
     ask: bool,
-    /// Make the request's stream wait for others.
-    order: bool,
-    /// How often to wait on the host rather than grow. Where memory would be refused otherwise, the
-    /// host waits in any case.
-    stalls: u64,
     purchase: Purchase,
 }
 
@@ -60,9 +44,7 @@ enum Next<'a> {
     Finished(Growth),
     /// Learn, without waiting, how far these streams got.
     Ask(Pending),
-    /// Make the request's stream wait for another stream.
-    Order(Order),
-    /// Wait on the host until the timeline has got this far.
+    /// Wait on the host until the timeline has got this far: the request is refused otherwise.
     Wait(Arc<Timeline>, u64),
     Reserve,
     /// Wait until other threads have finished taking memory: only then is it known how much the
@@ -74,10 +56,7 @@ enum Next<'a> {
 
 /// Serves the request from memory that moves or that comes from the device.
 pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Growth, AllocError> {
-    // While a stream captures, nothing waits that can do without.
-    let may_wait = !allocator.device().is_capturing();
-    let stalls = if may_wait { STALLS_PER_REQUEST } else { 0 };
-    let mut allowed = Allowed { ask: true, order: may_wait, stalls, purchase: Purchase::InsteadOfMoving };
+    let mut allowed = Allowed { ask: true, purchase: Purchase::InsteadOfMoving };
     for _ in 0..ROUNDS {
         recycle_deferred_releases(allocator)?;
         if let Err(error) = unmap_lingering(allocator) {
@@ -89,19 +68,12 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
                 allowed.ask = false;
                 poll(&ticks)?;
             }
-            Next::Order(Order::OwnUses(uses)) => allowed.order = order_after(allocator, request, &uses)?,
-            Next::Order(Order::Lender) => match borrow_waiting(allocator, request)? {
-                Some(granted) => return Ok(Growth::Grown(granted)),
-                None => allowed.order = false,
-            },
             Next::Wait(timeline, after) => {
-                if stall_for(allocator, &timeline, after)? {
-                    poll_waiting(allocator)?;
-                    allowed.ask = true;
-                    allowed.stalls = allowed.stalls.saturating_sub(1);
-                } else if std::mem::take(&mut allowed.stalls) == 0 {
+                if !stall_for(allocator, &timeline, after)? {
                     return Ok(Growth::Refused(Refusal::Device));
                 }
+                poll_waiting(allocator)?;
+                allowed.ask = true;
             }
             Next::Reserve => {
                 if !reserve_addresses(allocator, request)? {
@@ -138,9 +110,10 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
         let refusal = if buyable < request.size { refusal } else { Refusal::Device };
         return Ok(Next::Finished(Growth::Refused(refusal)));
     }
-    let buyable_instead = if allowed.purchase >= Purchase::InsteadOfMoving { buyable } else { 0 };
-    let Some(mut draft) = draft(&mut guard, request, buyable_instead) else { return Ok(Next::Reserve) };
-    if let Some(next) = instead_of_buying(allocator, &mut guard, request, &mut draft, allowed) {
+    let may_buy_rather = allowed.purchase >= Purchase::InsteadOfMoving;
+    let left = left(&mut guard).min(buyable);
+    let Some(mut draft) = draft(&mut guard, request, left, may_buy_rather) else { return Ok(Next::Reserve) };
+    if let Some(next) = instead_of_buying(&mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
     let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
@@ -155,42 +128,29 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     })
 }
 
-/// What is worth trying before memory is bought from the device: to ask whether more work is done;
-/// to use memory of the request's own stream before the device is done with it, which changes the
-/// draft; to wait. Returns the step to take first, if there is one.
+/// Bytes that the device can still give, as far as that is known.
+fn left(guard: &mut StateGuard) -> u64 {
+    let held = guard.reserved + guard.growing.now();
+    guard.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
+}
+
+/// What is tried before memory is bought from the device beyond the peak of use: to ask whether more
+/// work is done, or to use memory of the request's own stream before the device is done with it,
+/// which changes the draft.
 fn instead_of_buying(
-    allocator: &Allocator,
     guard: &mut StateGuard,
     request: &Request,
     draft: &mut Draft,
     allowed: &Allowed,
 ) -> Option<Next<'static>> {
-    if draft.buy == 0 {
+    if draft.buy == 0 || draft.bought_though_movable {
         return None;
     }
     if allowed.ask && !draft.donors.not_done.is_empty() {
-        let ticks = askable(guard, &draft.donors.not_done);
-        if !ticks.is_empty() {
-            return Some(Next::Ask(ticks));
-        }
+        return Some(Next::Ask(latest(guard, &draft.donors.not_done)));
     }
-    if draft.bought_though_movable {
-        return None;
-    }
-    over_peak(guard, draft, REUSE_LEAST)?;
     reuse_unfinished(guard, request, draft);
-    if draft.buy == 0 {
-        return None;
-    }
-    let excess = over_peak(guard, draft, SLACK_LEAST)?;
-    if allowed.order
-        && allocator.config().cross_stream != CrossStream::Off
-        && let Some(order) = worth_ordering(guard, request)
-    {
-        return Some(Next::Order(order));
-    }
-    let stall = if allowed.stalls > 0 { worth_stalling(guard, request, draft, excess) } else { None };
-    stall.map(|(timeline, after)| Next::Wait(timeline, after))
+    None
 }
 
 /// Makes a plan's driver calls and accounts for them. Returns `None` if the request should be
@@ -238,7 +198,7 @@ fn carry_out_plan(
 /// Asks the device how much it can give if the next plan may want to know. If it does not answer,
 /// that stays unknown.
 fn learn_capacity(allocator: &Allocator) {
-    let is_unknown = |paged: &Paged| paged.recurrence.has_settled() && paged.capacity.good_for == 0;
+    let is_unknown = |paged: &Paged| paged.capacity.good_for == 0;
     if !allocator.state().shared().paged.as_ref().is_some_and(is_unknown) {
         return;
     }

@@ -34,7 +34,7 @@ use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::plan::{hold_all, work};
 use crate::backing::paged::settle::settle_work;
-use crate::backing::paged::wait::{askable, first_enough, stall_for};
+use crate::backing::paged::wait::{first_enough, latest, stall_for};
 use crate::buffer::Buffer;
 use crate::buffer::storage::{Memory, Storage};
 use crate::cross_stream::progress::poll;
@@ -198,7 +198,7 @@ fn fill_step(
     let donors = donors(&mut guard, lacks - spares, None, Which::Unpromised);
     let buy = (lacks - spares).saturating_sub(donors.granules);
     if buy > 0 && may_ask {
-        let ticks = askable(&mut guard, &donors.not_done);
+        let ticks = latest(&guard, &donors.not_done);
         if !ticks.is_empty() {
             return Ok(Next::Ask(ticks));
         }

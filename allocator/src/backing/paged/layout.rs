@@ -5,46 +5,29 @@
 //! Frames that there are come first, large ones before small ones. What they do not fill is filled
 //! with new frames, whose memory comes from the device, as far as that was planned, and otherwise
 //! from frames that fit nowhere: those are *broken*, that is, released, and others made of the
-//! memory. Each remap breaks some into smaller ones so; where memory is expected to move again,
-//! small frames are therefore *joined*: they are broken, too, and larger ones made of them.
+//! memory.
 //!
 //! Frames that are still mapped elsewhere (`lingering.rs`) are never broken. They come before all
 //! others, whatever their size; only those are chosen that have room ([`FrameRoom`]).
 
 use super::frames::{LooseFrames, sizes};
 
-/// A frame that is moved to a heap's region is kept as it is unless it is more than so many times
-/// as large as new ones may be: breaking it costs calls, too.
-const KEPT: u32 = 2;
-
-/// Granules of the largest frames of a remap.
+/// Granules of the frames of a remap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Largest {
-    /// Of those that are made.
+    /// Of the largest that are made.
     made: u32,
-    /// Of those that are mapped as they are.
+    /// Of the largest that are mapped as they are.
     kept: u32,
-    /// Of those that are joined where one of size `made` has room.
-    joined: u32,
 }
 
 impl Largest {
     /// Every frame is one granule: for memory that is given back granule by granule.
-    pub(crate) const GRANULE: Largest = Largest { made: 1, kept: 1, joined: 0 };
+    pub(crate) const GRANULE: Largest = Largest { made: 1, kept: 1 };
 
-    /// For a heap's region, where new frames are at most so large.
+    /// For a heap's region: frames stay as they are, and at most so large ones are made.
     pub(crate) fn in_region(made: u32) -> Largest {
-        Largest { made, kept: made.saturating_mul(KEPT), joined: 0 }
-    }
-
-    /// Granules of the largest frames that are mapped as they are.
-    pub(super) fn kept(self) -> u32 {
-        self.kept
-    }
-
-    /// The same, and smaller frames are joined to such.
-    pub(crate) fn joining(self) -> Largest {
-        Largest { joined: self.made / 2, ..self }
+        Largest { made, kept: u32::MAX }
     }
 }
 
@@ -81,10 +64,7 @@ impl Layout {
         create: u64,
         largest: Largest,
     ) -> Layout {
-        let Largest { made, kept, joined } = largest;
-        // Sizes are powers of two, so frames that are not joined leave the remainder by `made` as
-        // it is.
-        let room = |size: u32, left: u64| if size <= joined { left % u64::from(made) } else { left };
+        let Largest { made, kept } = largest;
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
         let mut sizes_of_unbroken: Vec<(u32, usize)> = unbroken.counts().collect();
@@ -100,7 +80,7 @@ impl Layout {
         let mut unused: Vec<(u32, usize)> = there.counts().collect();
         for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
             for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
-                while *count > 0 && room(*size, *left) >= u64::from(*size) {
+                while *count > 0 && *left >= u64::from(*size) {
                     frames.push(*size);
                     *left -= u64::from(*size);
                     *count -= 1;
@@ -150,12 +130,10 @@ pub(crate) struct FrameRoom {
 }
 
 impl FrameRoom {
-    /// The room of empty ranges of these lengths, in granules, for frames of up to `largest`
-    /// granules.
-    pub(super) fn new(lengths: &[u64], largest: u32) -> FrameRoom {
+    /// The room of empty ranges of these lengths, in granules.
+    pub(super) fn new(lengths: &[u64]) -> FrameRoom {
         let multiples = |log2: usize| lengths.iter().map(|length| length >> log2 << log2).sum();
-        let left = |log2: usize| if largest >> log2 > 0 { multiples(log2) } else { 0 };
-        FrameRoom { left: std::array::from_fn(left) }
+        FrameRoom { left: std::array::from_fn(multiples) }
     }
 
     /// Takes the room for a frame, if there is any.
@@ -215,29 +193,10 @@ mod tests {
     }
 
     #[test]
-    fn frames_that_became_too_large_are_broken() {
-        let layout = laid_out(&there(&[8]), &[8], 0, Largest::in_region(2));
-        assert_eq!((layout.broken, layout.then), (vec![8], vec![2, 2, 2, 2]));
-        assert_eq!(laid_out(&there(&[8]), &[8], 0, Largest::in_region(4)).ranges, [vec![8]], "not by much");
+    fn frames_stay_as_they_are_unless_every_granule_is_on_its_own() {
+        assert_eq!(laid_out(&there(&[8]), &[8], 0, Largest::in_region(1)).ranges, [vec![8]], "large ones stay");
         let layout = laid_out(&there(&[2, 1]), &[3], 0, Largest::GRANULE);
-        assert_eq!(
-            (layout.ranges, layout.broken),
-            (vec![vec![1, 1, 1]], vec![2]),
-            "by no means where every granule is on its own"
-        );
-    }
-
-    #[test]
-    fn small_frames_are_joined_where_memory_will_move_again() {
-        let ones = there(&[2, 1, 1, 1, 1, 1, 1, 1]);
-        let as_they_are = laid_out(&ones, &[9], 0, Largest::in_region(4));
-        assert_eq!(as_they_are.ranges, [vec![2, 1, 1, 1, 1, 1, 1, 1]]);
-        let layout = laid_out(&ones, &[9], 0, Largest::in_region(4).joining());
-        assert_eq!((layout.ranges, layout.then), (vec![vec![1, 4, 4]], vec![4, 4]), "what is left over stays as it is");
-        assert_eq!((layout.broken, layout.surplus), (vec![1, 1, 1, 1, 1, 1, 2], vec![]));
-        let granule = Largest::in_region(1).joining();
-        let joined = laid_out(&there(&[1, 1]), &[2], 0, granule);
-        assert!(joined.broken.is_empty(), "granules cannot be joined to granules");
+        assert_eq!((layout.ranges, layout.broken), (vec![vec![1, 1, 1]], vec![2]), "every granule is on its own");
     }
 
     proptest! {
@@ -249,11 +208,10 @@ mod tests {
             more in 0..20_u64,
             largest in 0..6_u32,
             by_granule in any::<bool>(),
-            joining in any::<bool>(),
         ) {
             let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
             let (there, largest) = (there(&sizes), 1 << largest);
-            let mut room = FrameRoom::new(&lengths, 1 << 5);
+            let mut room = FrameRoom::new(&lengths);
             let unbroken = unbroken.into_iter().map(|power| 1 << power).filter(|&size| room.take(u64::from(size)));
             let unbroken: Vec<u32> = unbroken.collect();
             let fill = lengths.iter().sum::<u64>() - total(&unbroken);
@@ -261,9 +219,7 @@ mod tests {
             // they lack.
             let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
             prop_assume!(there.granules() + create >= fill);
-            let in_region = Largest::in_region(largest);
-            let bounds = if joining { in_region.joining() } else { in_region };
-            let bounds = if by_granule { Largest::GRANULE } else { bounds };
+            let bounds = if by_granule { Largest::GRANULE } else { Largest::in_region(largest) };
             let mut layout = Layout::new(&self::there(&unbroken), &there, &lengths, create, bounds);
             for (frames, &length) in layout.ranges.iter().zip(&lengths) {
                 prop_assert_eq!(total(frames), length);

@@ -35,7 +35,6 @@ pub(crate) fn settle_reused(guard: &mut StateGuard, slot: u32, donors: &[Donor],
             continue;
         }
         paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-        paged.leave(&range);
         let Donor { arena, block, after, .. } = *donor;
         guard.arena(arena).heap.empty_held(block);
         let Some(paged) = guard.paged.as_mut() else { continue };

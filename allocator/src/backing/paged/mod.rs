@@ -17,16 +17,13 @@
 //! | `donors.rs` | frames that may move, and ticks that would let more of them move |
 //! | `draft.rs` | which frames a remap would move, and what it would buy |
 //! | `plan.rs` | a remap that was decided: all that takes part is held |
-//! | `frame_size.rs` | how large new frames are |
 //! | `capacity.rs` | how much the device can give, as far as that is known |
-//! | `internal_fragmentation.rs` | what is free and cannot move, because its frame is partly in use |
 //! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
-//! | `recurrence.rs` | points of a program at which memory moved before |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
 //! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, settles, and tries again |
 //! | `lingering.rs` | memory that moves before the device is done with it |
-//! | `wait.rs` | waiting instead of growing: when it pays, and for what |
+//! | `wait.rs` | learning what the device is done with, or waiting for it |
 //! | `addresses.rs` | reserving addresses, and giving them back |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `split.rs` | splitting frames that are partly in use, before a request is refused |
@@ -80,13 +77,11 @@ pub(crate) mod deferred_release;
 pub(crate) mod donors;
 pub(crate) mod draft;
 pub(crate) mod exportable;
-pub(crate) mod frame_size;
 pub(crate) mod frames;
 pub(crate) mod gate;
 pub(crate) mod granules;
 pub(crate) mod grow;
 pub(crate) mod growable;
-pub(crate) mod internal_fragmentation;
 pub(crate) mod layout;
 pub(crate) mod lingering;
 pub(crate) mod milestones;
@@ -96,7 +91,6 @@ pub(crate) mod pins;
 pub(crate) mod places;
 pub(crate) mod plan;
 pub(crate) mod probe;
-pub(crate) mod recurrence;
 pub(crate) mod saved;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;

@@ -23,8 +23,6 @@ pub(super) struct Places {
     /// are distinguished from frames without looking at parts, of which there are hundreds of times
     /// as many bytes.
     within: Vec<u64>,
-    /// A bit for each place: whether memory moved away from it.
-    left: Vec<u64>,
     /// Number of places with memory.
     filled: usize,
 }
@@ -40,8 +38,7 @@ struct Part {
 impl Places {
     /// So many places without memory.
     pub(super) fn new(count: usize) -> Places {
-        let bits = || vec![0; count.div_ceil(WORD)];
-        Places { count, parts: Vec::new(), within: bits(), left: bits(), filled: 0 }
+        Places { count, parts: Vec::new(), within: vec![0; count.div_ceil(WORD)], filled: 0 }
     }
 
     /// Notes the frames that lie side by side from the place `from` on. There was no memory behind
@@ -145,20 +142,6 @@ impl Places {
         let first = place - number as usize;
         Some(first..first + frame.granules.get() as usize)
     }
-
-    /// Notes that the memory of a range moved elsewhere.
-    pub(super) fn leave(&mut self, range: Range<usize>) {
-        for (word, bits) in words(range) {
-            if let Some(left) = self.left.get_mut(word) {
-                *left |= bits;
-            }
-        }
-    }
-
-    /// True if memory ever moved away from any place in a range.
-    pub(super) fn was_left(&self, range: Range<usize>) -> bool {
-        words(range).any(|(word, bits)| self.left.get(word).is_some_and(|left| left & bits != 0))
-    }
 }
 
 /// The words that a range of bits touches, and which of their bits are in it.
@@ -171,7 +154,7 @@ fn words(range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use aquifer_device::RawPhysical;
     use proptest::prelude::*;
@@ -196,10 +179,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn behaves_like_a_map_and_a_set(steps in prop::collection::vec((0..4u8, 0..200usize, 0..130usize), 0..60)) {
+        fn behaves_like_a_map(steps in prop::collection::vec((0..3u8, 0..200usize, 0..130usize), 0..60)) {
             const COUNT: usize = 200;
-            // The frames by their first place, and the places that memory moved away from.
-            let (mut places, mut map, mut set) = (Places::new(COUNT), BTreeMap::<usize, Frame>::new(), BTreeSet::new());
+            // The frames by their first place.
+            let (mut places, mut map) = (Places::new(COUNT), BTreeMap::<usize, Frame>::new());
             let around = |map: &BTreeMap<usize, Frame>, place: usize| {
                 let (&first, frame) = map.range(..=place).next_back()?;
                 Some(first..first + frame.granules.get() as usize).filter(|frame| frame.contains(&place))
@@ -233,12 +216,7 @@ mod tests {
                         map.retain(|first, _| !(start..end).contains(first));
                         prop_assert_eq!(places.forget(start..end), taken);
                     }
-                    2 => {
-                        places.leave(range.clone());
-                        set.extend(range);
-                    }
                     _ => {
-                        prop_assert_eq!(places.was_left(range.clone()), set.range(range.clone()).next().is_some());
                         let behind: Vec<_> = range.clone().map(|place| around(&map, place)).collect();
                         let memory: Vec<_> = behind.iter().map(Option::is_some).collect();
                         let filled = range.start..range.start + memory.iter().take_while(|&&there| there).count();

@@ -9,21 +9,14 @@ use std::ops::Range;
 
 use crate::backing::growing::Refusal;
 use crate::backing::paged::carry_out::Work;
-use crate::backing::paged::donors::{Donor, Donors, internal_fragmentation};
-use crate::backing::paged::draft::{Draft, bought_ahead, peak_has_settled};
-use crate::backing::paged::frame_size::{BlockLength, Prospect};
+use crate::backing::paged::donors::Donor;
+use crate::backing::paged::draft::{Draft, bought_ahead};
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::layout::Largest;
-use crate::backing::paged::recurrence::Point;
 use crate::backing::paged::window::Window;
-use crate::heap::{BlockId, Holding, State, kind_of};
-use crate::pools::table::Which;
+use crate::heap::{BlockId, Holding, State};
 use crate::request::Request;
 use crate::state::guard::StateGuard;
-
-/// Where memory moves again and again, frames are large despite internal fragmentation, but only if
-/// the device has this share of the peak of use left.
-const ROOM_SHARE: u64 = 32;
 
 /// What a plan takes from the device. If the device refuses, the next plan takes less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -80,14 +73,10 @@ pub(crate) struct Held {
     pub(super) reused: Vec<Donor>,
     /// Number of granules to create.
     pub(super) create: u64,
-    /// True if they are created although frames might move.
-    pub(super) bought_though_movable: bool,
     /// Number of granules of spare frames that take part.
     pub(super) spares: u64,
-    /// The point of the program.
-    pub(super) point: Point,
-    /// True if frames move or are bought.
-    pub(super) is_remap: bool,
+    /// The peak of use once the request is served.
+    pub(super) peak: u64,
 }
 
 /// The result of planning.
@@ -105,16 +94,15 @@ pub(crate) enum Planned {
 /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
 pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, terms: &Terms) -> Planned {
     let Some(paged) = &guard.paged else { return Planned::NoAddresses };
-    let granule = paged.granule;
+    let (granule, frame) = (paged.granule, paged.frame);
     let buyable = terms.buyable / granule;
     if draft.buy > buyable {
         let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
         return Planned::Short { missing, not_done, refusal };
     }
     let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
-    let bought_ahead = if more { bought_ahead(guard, &draft, request.pool, buyable) } else { 0 };
-    let Draft { window, point, donors, spares, buy, ahead, bought_though_movable, .. } = draft;
-    let is_remap = buy > 0 || !donors.chosen.is_empty();
+    let bought_ahead = if more { bought_ahead(guard, &draft, request.pool, granule, buyable) } else { 0 };
+    let Draft { window, facts, donors, spares, buy, ahead, bought_though_movable } = draft;
     let create = buy + bought_ahead;
     let purchase = match (bought_though_movable, bought_ahead, buy) {
         (true, ..) => Purchase::InsteadOfMoving,
@@ -122,8 +110,8 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
         (.., 1..) => Purchase::Needed,
         _ => Purchase::Nothing,
     };
-    let largest =
-        largest_in_region(guard, request, &donors, (buy, create), (point, terms.buyable), bought_though_movable);
+    let made = u32::try_from(facts.frame(create * granule, granule, frame) / granule).unwrap_or(1);
+    let largest = Largest::in_region(made);
     let (held, fill, changed) = hold_window(guard, request.slot, &window, (ahead + bought_ahead) * granule);
     let donors = hold_donors(guard, request.slot, donors.into_joined(), &changed, window.end);
     let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(|donor| donor.after == 0);
@@ -132,43 +120,9 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
     let spares = work.spares.granules();
     Planned::Ready(Box::new(Plan {
         work,
-        held: Held { window: held, donors, reused, create, bought_though_movable, spares, point, is_remap },
+        held: Held { window: held, donors, reused, create, spares, peak: facts.peak },
         purchase,
     }))
-}
-
-/// The largest frames of a plan. It needs `buy` granules from the device, and takes `create`. The
-/// limits let it take `buyable` bytes.
-fn largest_in_region(
-    guard: &mut StateGuard,
-    request: &Request,
-    donors: &Donors,
-    (buy, create): (u64, u64),
-    (point, buyable): (Point, u64),
-    bought_though_movable: bool,
-) -> Largest {
-    let (reserved, growing) = (guard.reserved, guard.growing.now());
-    let fragmentation = (buy > 0 && !bought_though_movable).then(|| internal_fragmentation(guard, Which::Unpromised));
-    let settled = peak_has_settled(guard);
-    let Some(paged) = guard.paged.as_mut() else { return Largest::GRANULE };
-    let granules = |bytes: u64| bytes / paged.granule;
-    if let Some(fragmentation) = fragmentation {
-        let peak = paged.in_use_peak.max(point.in_use);
-        paged.frame_size.note(&fragmentation, granules(reserved) + buy, granules(peak));
-    }
-    let pool = granules(paged.mapped_bytes[kind_of(request.pool) as usize]) + create;
-    let (held, peak) = (reserved + growing, paged.in_use_peak.max(point.in_use));
-    let recurs = settled && paged.recurrence.recurs_at(point);
-    let prospect = if recurs && paged.capacity.left(held).min(buyable) >= peak / ROOM_SHARE {
-        Prospect::Recurs
-    } else if buy == 0 || bought_though_movable || donors.move_ever() {
-        Prospect::Moves
-    } else {
-        Prospect::Grows
-    };
-    let block = BlockLength::new(request.size, paged.granule);
-    let largest = Largest::in_region(paged.frame_size.largest(pool, block, prospect));
-    if prospect == Prospect::Recurs { largest.joining() } else { largest }
 }
 
 /// The driver's work: unmap the held `donors`, and map their frames, `spares` granules of spare

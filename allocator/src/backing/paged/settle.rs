@@ -6,7 +6,6 @@ use std::ops::Range;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{Done, Filled};
 use crate::backing::paged::donors::Donor;
-use crate::backing::paged::draft::{note_in_use, peak_has_settled};
 use crate::backing::paged::granules::Stuck;
 use crate::backing::paged::lingering::settle_reused;
 use crate::backing::paged::plan::Held;
@@ -18,22 +17,14 @@ use crate::state::guard::StateGuard;
 /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free
 /// block that the window became, if all went well.
 pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held, done: &mut Done) -> Option<BlockId> {
-    // Noted only now: a request that is refused raises no peak, and if it is planned again, it is
-    // not taken for one that recurs.
-    if done.error.is_none() {
-        note_in_use(guard, held.point.in_use);
-    }
-    if held.is_remap && done.error.is_none() {
-        let settled = peak_has_settled(guard);
-        guard.paged.as_mut().into_iter().for_each(|paged| paged.recurrence.note(held.point, settled));
+    // A request that is refused raises no peak.
+    if let (Some(paged), None) = (&mut guard.paged, &done.error) {
+        paged.peak = paged.peak.max(held.peak);
     }
     settle_work(guard, &held.donors, (held.spares, held.create), request.pool, done);
     let moved = settle_reused(guard, request.slot, &held.reused, std::mem::take(&mut done.unmoved));
     note_moved(guard, moved, done.unmapped > 0);
     let used_until = held.reused.iter().map(|donor| donor.after).max().unwrap_or(0);
-    if let (Some(paged), true, None) = (&mut guard.paged, held.bought_though_movable, &done.error) {
-        paged.bought_instead += held.create * paged.granule;
-    }
     let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
     // Memory that is mapped without access is of no use to a pool.
     if let Some(paged) = guard.paged.as_mut() {
@@ -93,7 +84,6 @@ fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
             note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
             if let Some(paged) = &mut guard.paged {
                 paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-                paged.leave(&(donor.addr..donor.addr + donor.bytes));
             }
         } else {
             heap.unhold_as_free(donor.block);

@@ -99,7 +99,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
         return Err(AllocError::Asleep);
     }
     let (buyable, _) = buyable(allocator, &guard, &room);
-    let Some(draft) = draft(&mut guard, request, 0) else { return Ok(Outcome::Nothing) };
+    let Some(draft) = draft(&mut guard, request, 0, false) else { return Ok(Outcome::Nothing) };
     let Some(paged) = &guard.paged else { return Ok(Outcome::Nothing) };
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     let affordable = buyable.min(free) / granule * granule;

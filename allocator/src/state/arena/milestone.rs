@@ -1,6 +1,6 @@
 //! Whether a milestone of an arena is due (`backing/paged/milestones.rs`).
 
-use crate::backing::paged::milestones::{Reason, SHARE};
+use crate::policy::EVENT_SHARE;
 use crate::state::arena::ArenaGuard;
 
 impl ArenaGuard {
@@ -22,16 +22,15 @@ impl ArenaGuard {
 
     #[cold]
     fn begin_milestone(&mut self) -> bool {
-        let spacing = self.arena.state.counters.reserved_bytes.read().all.current / SHARE;
+        let spacing = self.arena.state.counters.reserved_bytes.read().all.current / EVENT_SHARE;
         let freed = self.freed_not_retaken();
         let milestones = &mut self.milestones;
-        let may_record = milestones.may_record(Reason::Milestone);
         // If nothing was freed since the start, there is nothing to learn.
         let useful = freed > 0;
         milestones.due_at = freed + spacing.max(1);
-        if useful && may_record {
-            milestones.note_recorded(Reason::Milestone);
+        if useful {
+            milestones.note_recorded();
         }
-        useful && may_record
+        useful
     }
 }

@@ -18,7 +18,7 @@ struct Sieve {
 /// Blocks of 2 MiB in frames of several granules, of which one in eight stays alive.
 fn sieve() -> Sieve {
     let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let allocator = Allocator::new(&device, Config { frame: Some(16 * MIB), ..Config::default() }).unwrap();
     let stream = device.stream().unwrap();
     drop(allocator.alloc_bytes(800 * MIB, &stream).unwrap());
     let blocks: Vec<_> = (0..400).map(|_| allocator.alloc_bytes(2 * MIB, &stream).unwrap()).collect();
