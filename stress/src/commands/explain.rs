@@ -357,7 +357,8 @@ impl Printer<'_> {
 
     fn exhausted(&self, study: &Study, exhausted: &Exhausted) -> Result<(), Failure> {
         let Exhausted { device_bytes, refusal, .. } = exhausted;
-        let who = study.usual().map_or("", |usual| &usual.manager.name);
+        let usual = study.usual().map(|usual| &usual.manager);
+        let who = usual.map_or("", |usual| &usual.name);
         let size = Bytes(*device_bytes);
         let Oom { free_bytes, largest_free_bytes, finishes_with, .. } = oom(exhausted, study);
         let requested = Bytes(refusal.refusal.bytes);
@@ -369,7 +370,7 @@ impl Printer<'_> {
             Bytes(largest_free_bytes)
         );
         let about = exhausted.about_device(study.profile.peak.bytes);
-        let all = [about, Some(asks), exhausted.why_not_served(who)];
+        let all = [about, Some(asks), usual.and_then(|usual| exhausted.why_not_served(usual))];
         self.say(&all.into_iter().flatten().collect::<Vec<_>>().join(" "))?;
         let report = refusal.refusal.report.as_deref().map_or_else(String::new, |report| format!("{report}\n\n"));
         self.session.show(format_args!("{report}{}\n", refusal.map.draw(self.style)))?;

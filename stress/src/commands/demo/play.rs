@@ -78,7 +78,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
 fn classical() -> ConfigArg {
     let mut config = Config::default();
     config.backing = Backing::Segments;
-    ConfigArg { text: SEGMENTS.to_owned(), config, is_trial: false }
+    ConfigArg { text: SEGMENTS.to_owned(), config, ..ConfigArg::default() }
 }
 
 /// The program up to and including its `count`th request.
