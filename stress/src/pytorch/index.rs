@@ -6,7 +6,7 @@
 use super::UNIT;
 
 /// Bins from each power of two to the next.
-const STEPS: usize = 16;
+const STEPS: usize = 32;
 /// Bins for all sizes in units, up to 2^64.
 const BINS: usize = 64 * STEPS;
 
@@ -16,6 +16,14 @@ pub(super) struct Entry {
     pub(super) size: u64,
     pub(super) place: u64,
     pub(super) id: u32,
+}
+
+impl Entry {
+    /// Orders entries by size and then by place, as one number.
+    #[inline]
+    fn key(&self) -> u128 {
+        u128::from(self.size) << 64 | u128::from(self.place)
+    }
 }
 
 #[derive(Debug)]
@@ -42,7 +50,7 @@ impl Index {
     pub(super) fn insert(&mut self, entry: Entry) {
         let bin = bin_of(entry.size);
         let blocks = &mut self.bins[bin];
-        let at = blocks.partition_point(|other| *other < entry);
+        let at = blocks.partition_point(|other| other.key() < entry.key());
         blocks.insert(at, entry);
         self.occupied[bin / 64] |= 1 << (bin % 64);
     }
@@ -51,7 +59,7 @@ impl Index {
     pub(super) fn remove(&mut self, entry: Entry) {
         let bin = bin_of(entry.size);
         let blocks = &mut self.bins[bin];
-        let at = blocks.partition_point(|other| *other < entry);
+        let at = blocks.partition_point(|other| other.key() < entry.key());
         debug_assert_eq!(blocks.get(at), Some(&entry));
         blocks.remove(at);
         if blocks.is_empty() {
@@ -60,8 +68,14 @@ impl Index {
     }
 
     /// The smallest block that is large enough, at the lowest address.
+    #[inline]
     pub(super) fn best_fit(&self, size: u64) -> Option<Entry> {
-        self.iter_from(size).next()
+        let own = bin_of(size);
+        let blocks = &self.bins[own];
+        if let Some(found) = blocks.get(blocks.partition_point(|entry| entry.size < size)) {
+            return Some(*found);
+        }
+        self.bins[self.occupied_from(own + 1)?].first().copied()
     }
 
     /// All blocks that are large enough, in order.

@@ -144,8 +144,8 @@ impl Options {
     /// The size of the segment that is taken from the device for a block.
     pub(super) fn segment_bytes(&self, size: u64) -> u64 {
         match size {
-            ..=SMALL_MAX => SMALL_SEGMENT,
-            ..OWN_SEGMENT_MIN => self.large_segment,
+            _ if size <= SMALL_MAX => SMALL_SEGMENT,
+            _ if size < OWN_SEGMENT_MIN => self.large_segment,
             _ => size.next_multiple_of(SEGMENT_STEP),
         }
     }

@@ -2,8 +2,6 @@
 
 use super::*;
 
-const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:pytorch"];
-
 pub(super) const REPLAY_KEYS: [&str; 36] = [
     "trace",
     "config",
@@ -229,7 +227,10 @@ fn soak_and_calls_print_their_figures() {
 fn a_snapshot_replays_as_the_trace_of_the_same_run() {
     let files = ["fsdp_start.trace", "fsdp_start.pickle.gz", "fsdp_start.json.gz"].map(data);
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
-    let mut rows = rows(0, &[&["replay"], &PYTORCH_LIKE[..], &files].concat());
+    let mut rows = rows(
+        0,
+        &[&["replay", "--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"], &files[..]].concat(),
+    );
     assert_eq!(rows.len(), 3);
     let mut names = std::collections::BTreeSet::new();
     for row in &mut rows {
