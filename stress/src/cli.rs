@@ -26,6 +26,7 @@ pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
 pub use transfer::{Part, TransferArgs};
 
 use crate::exit::{CODES, Failure};
+use crate::pytorch::Options;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -107,10 +108,10 @@ pub struct Global {
     ///
     /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The commands
     /// explain, report, replay, fit, compare, fragmentation and demo use each in turn; other commands
-    /// take only one. With 'backing:expandable', explain, report, replay, fit and compare reproduce
-    /// PyTorch's allocator with expandable segments. The environment is not read: to use its
-    /// options, pass them with --config "$PYTORCH_ALLOC_CONF". Options without effect are named in
-    /// a warning.
+    /// take only one. With 'backing:pytorch', explain, report, replay, fit and compare use a model of
+    /// PyTorch's allocator instead, which takes PyTorch's options; 'backing:expandable' stands for
+    /// 'backing:pytorch,expandable_segments:True'. The environment is not read: to use its options,
+    /// pass them with --config "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
@@ -446,30 +447,33 @@ impl FromStr for DeviceArg {
 pub struct ConfigArg {
     /// As the user wrote it.
     pub text: String,
-    /// The parsed options.
+    /// The options of this project's allocator; if another is asked for, only its limits count.
     pub config: Config,
+    /// Asks for a model of PyTorch's allocator, with these options.
+    pub pytorch: Option<Options>,
     /// Whether a command tries them without being asked: the allocator's warnings of them are not
     /// shown.
     pub is_trial: bool,
 }
 
 impl ConfigArg {
-    /// True if the options ask for PyTorch's allocator with expandable segments, reproduced:
-    /// `backing:expandable`, or `expandable_segments:True` with `backing:segments`.
-    pub fn is_expandable(&self) -> bool {
-        self.config.expandable_segments && self.config.backing == Backing::Segments
-    }
-
-    /// Refuses options that ask for PyTorch's allocator, which this allocator does not have.
+    /// Refuses options that ask for PyTorch's allocator, for commands that need this project's.
     ///
     /// # Errors
     /// For such options.
-    pub fn refuse_expandable(&self) -> Result<(), Failure> {
-        if !self.is_expandable() {
+    pub fn refuse_pytorch(&self) -> Result<(), Failure> {
+        if self.pytorch.is_none() {
             return Ok(());
         }
-        let usage = "--config 'backing:expandable' reproduces PyTorch's allocator, for replay, fit and compare only";
-        Err(Failure::Usage(usage.to_owned()))
+        Err(Failure::Usage(format!(
+            "--config '{}' asks for a model of PyTorch's allocator, which explain, report, replay, fit and compare have",
+            self.text
+        )))
+    }
+
+    /// Whether both ask for the same, whatever their texts.
+    pub fn is_same(&self, other: &ConfigArg) -> bool {
+        (&self.config, &self.pytorch) == (&other.config, &other.pytorch)
     }
 
     /// The same options with `split_frames:on`, as a trial; `None` if they say whether frames are
@@ -478,13 +482,13 @@ impl ConfigArg {
     /// A recorded program may use them, because one thread does all its work. Nothing is split
     /// unless a request would be refused otherwise.
     pub fn splitting(&self) -> Option<ConfigArg> {
-        if self.config.backing != Backing::Paged || self.text.contains("split_frames") {
+        if self.pytorch.is_some() || self.config.backing != Backing::Paged || self.text.contains("split_frames") {
             return None;
         }
         let mut config = self.config.clone();
         config.split_frames = SplitFrames::On;
         let text = [&*self.text, "split_frames:on"].join(if self.text.is_empty() { "" } else { "," });
-        Some(ConfigArg { text, config, is_trial: true })
+        Some(ConfigArg { text, config, pytorch: None, is_trial: true })
     }
 
     /// The same options as a trial.
@@ -499,16 +503,9 @@ impl FromStr for ConfigArg {
 
     fn from_str(text: &str) -> Result<ConfigArg, Self::Err> {
         let text = text.trim();
-        let is_expandable = |option: &str| option.trim() == "backing:expandable";
-        if text.split(',').any(is_expandable) {
-            let others: Vec<&str> = text.split(',').filter(|option| !is_expandable(option)).collect();
-            if others.iter().any(|option| !option.trim().is_empty()) {
-                return Err("backing:expandable reproduces PyTorch without other options".into());
-            }
-            let config = "backing:segments,expandable_segments:True".parse()?;
-            return Ok(ConfigArg { text: text.to_owned(), config, is_trial: false });
-        }
-        Ok(ConfigArg { text: text.to_owned(), config: text.parse()?, is_trial: false })
+        let model = Options::parse_model(text)?;
+        let config = model.as_ref().map_or(text, |(_, others)| others).parse()?;
+        Ok(ConfigArg { text: text.to_owned(), config, pytorch: model.map(|(options, _)| options), is_trial: false })
     }
 }
 
@@ -527,7 +524,7 @@ mod tests {
         let splitting = |text: &str| text.parse::<ConfigArg>().unwrap().splitting().map(|arg| arg.text);
         assert_eq!(splitting("").as_deref(), Some("split_frames:on"));
         assert_eq!(splitting("frame_mb:16").as_deref(), Some("frame_mb:16,split_frames:on"));
-        for text in ["split_frames:off", "split_frames:on", "backing:segments", "backing:expandable"] {
+        for text in ["split_frames:off", "split_frames:on", "backing:segments", "backing:pytorch"] {
             assert_eq!(splitting(text), None, "{text}");
         }
         let trial = ConfigArg::default().splitting().unwrap();

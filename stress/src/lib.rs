@@ -5,8 +5,8 @@
 //! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
 //! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`]
-//! replays them to an allocator, to one that is [`observe`]d, to PyTorch's with [`expandable`]
-//! segments, or to the [`yardstick`].
+//! replays them to an allocator, to one that is [`observe`]d, to a model of [`pytorch`]'s, or to the
+//! [`yardstick`].
 //! [`room`] and [`map`] show the memory that they leave free.
 //!
 //! A [`profile`] is a program's own use of memory over time.
@@ -18,7 +18,6 @@ pub mod commands;
 pub mod content;
 pub mod driver_pool;
 pub mod exit;
-pub mod expandable;
 pub mod harness;
 pub mod headline;
 pub mod input;
@@ -30,6 +29,7 @@ pub mod observe;
 pub mod output;
 pub mod plot;
 pub mod profile;
+pub mod pytorch;
 pub mod random;
 pub mod room;
 pub mod scenarios;

@@ -216,6 +216,21 @@ impl Map {
         figures
     }
 
+    /// The bytes of segments of which nothing is in use, and the free pieces of the others.
+    pub fn unused(&self) -> (u64, Vec<u64>) {
+        let held: Vec<&Piece> = self.held().collect();
+        let (mut unused, mut pieces) = (0, Vec::new());
+        for segment in held.chunk_by(|_, next| !next.starts) {
+            let free = segment.iter().filter(|piece| piece.is == Use::Free).map(|piece| piece.bytes);
+            if segment.iter().all(|piece| piece.is == Use::Free) {
+                unused += free.sum::<u64>();
+            } else {
+                pieces.extend(free);
+            }
+        }
+        (unused, pieces)
+    }
+
     /// The memory that is held, as a character for each `cell` bytes: `.` is free, `~` waits for a
     /// stream, `_` is not taken, and a letter is live. Its number from A on is four times the stream
     /// that has most there, at most `STREAMS`, plus 0 to 3 for the live part: up to a quarter, up

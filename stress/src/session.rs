@@ -298,7 +298,7 @@ impl Session {
     pub fn configs_with(&self, usual: &[&str]) -> Vec<ConfigArg> {
         let mut all = parsed(usual);
         for config in &self.configs {
-            if all.iter().all(|known| known.config != config.config) {
+            if all.iter().all(|known| !known.is_same(config)) {
                 all.push(config.clone());
             }
         }
@@ -329,7 +329,7 @@ impl Session {
     /// # Errors
     /// Those of the allocator.
     pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
-        config.refuse_expandable()?;
+        config.refuse_pytorch()?;
         let make = || Allocator::new(device, config.config.clone());
         if config.is_trial {
             return Ok(Reported::default().once(make, |_| {})?);

@@ -32,8 +32,8 @@ pub struct CompareArgs {
 }
 
 const COMPARE_KEYS: &str = "\
-Options without --config: backing:segments,cross_stream:off (PyTorch's behaviour),
-backing:expandable (PyTorch's with expandable segments), backing:segments, and backing:paged.
+Options without --config: backing:pytorch and backing:expandable (models of PyTorch's default
+allocator, and of that with expandable segments), backing:segments, and backing:paged.
 split_frames is off by default; where split_frames:on makes a difference for one of the programs, it
 has rows of its own.
 

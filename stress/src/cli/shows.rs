@@ -130,11 +130,11 @@ memory should run out, they have a little more than the program uses. No other p
 of them, regardless of --device.
 
 JSON keys, by step; sizes are bytes:
-  replay    a program on a device with plenty of memory, at the time when it held the most:
+  replay    a program on a device with plenty of memory, in a model of PyTorch's allocator, when that
+            held the most:
             trace, device_bytes, peak_requested_bytes, peak_reserved_bytes, allocated_bytes,
             unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks
-            elsewhere), ooms (requests refused; the other figures are those of served requests),
-            hazards
+            elsewhere), ooms (requests refused; the other figures are those of served requests)
   oom       the same program on a small device, until a request is refused:
             trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error,
             advice, blocks (live then, with known content), damaged (how many of them read
@@ -150,6 +150,6 @@ JSON keys, by step; sizes are bytes:
             growths (times that memory was taken from the device), smallest_device_bytes, ratio,
             retries_at_fit (as `fit` gives them; null if the program fits on no device), ooms
             (requests refused on a device with plenty; the other figures are then those of served
-            requests), hazards
+            requests), hazards (0 for PyTorch's allocator, whose model accesses no memory)
 The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no
 device under some of the options.";

@@ -45,8 +45,8 @@ JSON keys, per program:
                             --device, or, where that suffices, on one that is made up, of 2 % more
                             than it uses in multiples of 2 MiB: device_bytes, is_made_up, event,
                             requested_bytes, free_bytes, largest_free_bytes (the largest piece of
-                            that), report, finishes_with (allocators that finish there, found by
-                            trying); null if it finishes
+                            that), finishes_with (allocators that finish there, found by trying);
+                            null if it finishes
   advice                    as of `advise`, without the name of the program; null without a
                             history, and for all programs of a file or folder but the one that needs
                             most";

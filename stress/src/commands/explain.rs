@@ -1,7 +1,6 @@
 //! `explain`: what a recorded program uses memory for, what allocators make of it, why memory runs
 //! out, and what helps.
 
-use aquifer::memory::OomReport;
 use serde::Serialize;
 
 use crate::cards::smallest_card;
@@ -70,7 +69,6 @@ struct Oom {
     requested_bytes: u64,
     free_bytes: u64,
     largest_free_bytes: u64,
-    report: Option<String>,
     finishes_with: Vec<String>,
 }
 
@@ -148,7 +146,6 @@ fn oom(exhausted: &Exhausted, study: &Study) -> Oom {
         requested_bytes: exhausted.refusal.refusal.bytes,
         free_bytes: exhausted.free(),
         largest_free_bytes: exhausted.largest_free(),
-        report: exhausted.refusal.refusal.report.as_deref().map(OomReport::to_string),
         finishes_with: study.finishing(exhausted).map(|case| case.manager.title()).collect(),
     }
 }
@@ -357,7 +354,8 @@ impl Printer<'_> {
 
     fn exhausted(&self, study: &Study, exhausted: &Exhausted) -> Result<(), Failure> {
         let Exhausted { device_bytes, refusal, .. } = exhausted;
-        let who = study.usual().map_or("", |usual| &usual.manager.name);
+        let usual = study.usual().map(|usual| &usual.manager);
+        let who = usual.map_or("", |usual| &usual.name);
         let size = Bytes(*device_bytes);
         let Oom { free_bytes, largest_free_bytes, finishes_with, .. } = oom(exhausted, study);
         let requested = Bytes(refusal.refusal.bytes);
@@ -369,10 +367,9 @@ impl Printer<'_> {
             Bytes(largest_free_bytes)
         );
         let about = exhausted.about_device(study.profile.peak.bytes);
-        let all = [about, Some(asks), exhausted.why_not_served(who)];
+        let all = [about, Some(asks), usual.and_then(|usual| exhausted.why_not_served(usual))];
         self.say(&all.into_iter().flatten().collect::<Vec<_>>().join(" "))?;
-        let report = refusal.refusal.report.as_deref().map_or_else(String::new, |report| format!("{report}\n\n"));
-        self.session.show(format_args!("{report}{}\n", refusal.map.draw(self.style)))?;
+        self.session.show(format_args!("{}\n", refusal.map.draw(self.style)))?;
         self.say(&match &finishes_with[..] {
             [] => "None of the allocators above finishes there.".to_owned(),
             names => format!("It finishes there with: {}.", names.join("; ")),

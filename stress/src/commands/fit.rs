@@ -12,9 +12,9 @@ use serde::Serialize;
 use crate::cli::{ConfigArg, FitArgs};
 use crate::commands::{all_programs, options, ratio};
 use crate::exit::{Failure, Outcome};
-use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
+use crate::pytorch::{Expandable, Native};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, number, table};
@@ -87,7 +87,7 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
 
 /// The options, each followed by the same with `split_frames:on` as a trial where that may differ.
 pub(super) fn with_splitting(configs: &[ConfigArg]) -> Vec<ConfigArg> {
-    let is_new = |new: &ConfigArg| configs.iter().all(|known| known.config != new.config);
+    let is_new = |new: &ConfigArg| configs.iter().all(|known| !known.is_same(new));
     let both = configs.iter().map(|config| [Some(config.clone()), config.splitting().filter(is_new)]);
     both.flatten().flatten().collect()
 }
@@ -166,7 +166,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     let step = job.roughly.then(|| (peak / 512).next_multiple_of(STEP).max(STEP));
     let fit = search(least, most, step, attempt)?;
     // Warnings of the allocator are shown for the device that is named, not for those that are tried.
-    if !job.config.is_expandable() {
+    if job.config.pytorch.is_none() {
         let (device, config) = session.sized(fit.as_ref().map_or(most, |fit| fit.bytes), job.config)?;
         session.allocator(&device, &config)?;
     }
@@ -279,10 +279,10 @@ fn grow(
 /// Plays the program on a device of this size. Returns the number of retries if it finishes.
 pub(super) fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Option<u64>, Failure> {
     let (device, config) = session.sized(bytes, &job.config.clone().trial())?;
-    if config.is_expandable() {
-        attempt_on::<Expandable>(session, job, &device, &config)
-    } else {
-        attempt_on::<Aquifer>(session, job, &device, &config)
+    match &config.pytorch {
+        None => attempt_on::<Aquifer>(session, job, &device, &config),
+        Some(options) if options.expandable_segments => attempt_on::<Expandable>(session, job, &device, &config),
+        Some(_) => attempt_on::<Native>(session, job, &device, &config),
     }
 }
 

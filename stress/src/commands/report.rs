@@ -75,7 +75,6 @@ struct Oom<'a> {
     event: u64,
     bucket: usize,
     requested: u64,
-    report: String,
     live: u64,
     free: u64,
     largest_free: u64,
@@ -228,16 +227,16 @@ fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
         finishes: finishing.contains(&&*case.manager.id),
         smallest_device: case.smallest_device,
     });
-    let who = study.usual().map_or("", |usual| &usual.manager.name);
-    let about = [exhausted.about_device(study.profile.peak.bytes), exhausted.why_not_served(who)];
+    let usual = study.usual().map(|usual| &usual.manager);
+    let about =
+        [exhausted.about_device(study.profile.peak.bytes), usual.and_then(|usual| exhausted.why_not_served(usual))];
     Oom {
-        allocator: study.usual().map_or("", |usual| &usual.manager.id),
+        allocator: usual.map_or("", |usual| &usual.id),
         device: exhausted.device_bytes,
         about: about.into_iter().flatten().collect::<Vec<_>>().join(" "),
         event: refusal.event,
         bucket: study.profile.buckets.of(refusal.event),
         requested: refusal.refusal.bytes,
-        report: refusal.refusal.report.as_ref().map_or_else(String::new, ToString::to_string),
         live: refusal.map.figures().live,
         free: exhausted.free(),
         largest_free: exhausted.largest_free(),

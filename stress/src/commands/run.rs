@@ -45,7 +45,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     session.config()?;
     let given = session.configs_or(&[]);
     match &given[..] {
-        [config] => config.refuse_expandable()?,
+        [config] => config.refuse_pytorch()?,
         _ => check_environment()?,
     }
     for path in [&args.report, &args.snapshot].into_iter().flatten() {

@@ -15,16 +15,16 @@ fn fit_names_faults_that_end_the_program() {
 
 #[test]
 fn fit_finds_a_boundary() {
-    const SEGMENTS: &str = "backing:segments,cross_stream:off";
+    const PYTORCH: &str = "backing:pytorch";
     let file = data("gpt2_fp32.trace.gz");
-    let row = &rows(0, &["fit", "--config", SEGMENTS, &file])[0];
+    let row = &rows(0, &["fit", "--config", PYTORCH, &file])[0];
     assert_eq!(row.as_object().unwrap().len(), 5);
     let smallest = bytes(row, "smallest_device_bytes");
     assert_eq!(smallest, 32_335_986_688);
     assert!((row["ratio"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
     for (bytes, code) in [(smallest, 0), (smallest - (2 << 20), 3)] {
         let device = format!("sim:{bytes}");
-        let args = ["replay", "--repeat", "1", "--device", &device, "--config", SEGMENTS, &file];
+        let args = ["replay", "--repeat", "1", "--device", &device, "--config", PYTORCH, &file];
         assert_eq!(rows(code, &args).len(), 1);
     }
 }
@@ -96,14 +96,14 @@ fn options_are_compared_side_by_side() {
     let find = |trace: &str, config: &str| {
         rows.iter().find(|row| row["trace"] == trace && row["config"] == config).unwrap_or_else(|| panic!("{config}"))
     };
-    let (ours, theirs) = (find("gpt2_fp32", "backing:segments,cross_stream:off"), find("gpt2_fp32", "pytorch"));
+    let (ours, theirs) = (find("gpt2_fp32", "backing:pytorch"), find("gpt2_fp32", "pytorch"));
     for key in ["peak_reserved_bytes", "smallest_device_bytes", "driver_allocs", "reserved_over_requested"] {
         assert_eq!(ours[key], theirs[key], "{key}");
     }
     assert!(find("gpt2_fp32", "pytorch expandable_segments:True")["smallest_device_bytes"].is_null());
     assert!(find("fsdp_start", "backing:segments")["hazards"] == 0);
     assert!(
-        rows.iter().all(|row| row["trace"] != "fsdp_start" || !row["config"].as_str().unwrap().contains("pytorch"))
+        rows.iter().all(|row| row["trace"] != "fsdp_start" || !row["config"].as_str().unwrap().starts_with("pytorch"))
     );
     let mean = |config: &str| means.iter().map(|(_, row)| row).find(|row| row["config"] == config).unwrap();
     assert_eq!(bytes(mean("backing:segments"), "traces"), 2);

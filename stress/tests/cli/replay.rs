@@ -2,8 +2,6 @@
 
 use super::*;
 
-const PYTORCH_LIKE: [&str; 4] = ["--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"];
-
 pub(super) const REPLAY_KEYS: [&str; 36] = [
     "trace",
     "config",
@@ -83,7 +81,7 @@ fn bundled_traces_have_the_figures_of_pytorch() {
     ];
     for (file, configs) in figures {
         for (options, (allocated, reserved, calls)) in configs {
-            let config = format!("backing:segments,cross_stream:off{options}");
+            let config = format!("backing:pytorch{options}");
             let file = data(file);
             let rows = rows(0, &["replay", "--device", "sim:192GiB", "--config", &config, "--repeat", "1", &file]);
             let [row] = &rows[..] else { panic!("{rows:?}") };
@@ -102,7 +100,7 @@ const GROWS: &[u8] = b"a 0 5242880 0\na 1 18874368 0\na 2 15728640 0\nf 0 0\nf 1
 #[test]
 fn what_later_passes_hold_is_shown() {
     let file = Scratch::new("grows.trace", GROWS);
-    let options = ["--device", "sim:1GiB", "--config", "backing:segments,cross_stream:off", file.path()];
+    let options = ["--device", "sim:1GiB", "--config", "backing:pytorch", file.path()];
     let row = |repeat: &str| rows(0, &[&["replay", "--repeat", repeat], &options[..]].concat()).remove(0);
     let (one, three) = (row("1"), row("3"));
     assert_eq!(one["peak_reserved_bytes_by_pass"], serde_json::json!([38 << 20]));
@@ -229,7 +227,10 @@ fn soak_and_calls_print_their_figures() {
 fn a_snapshot_replays_as_the_trace_of_the_same_run() {
     let files = ["fsdp_start.trace", "fsdp_start.pickle.gz", "fsdp_start.json.gz"].map(data);
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
-    let mut rows = rows(0, &[&["replay"], &PYTORCH_LIKE[..], &files].concat());
+    let mut rows = rows(
+        0,
+        &[&["replay", "--device", "sim:192GiB", "--config", "backing:segments,cross_stream:off"], &files[..]].concat(),
+    );
     assert_eq!(rows.len(), 3);
     let mut names = std::collections::BTreeSet::new();
     for row in &mut rows {
@@ -266,7 +267,7 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
     let file = data("gpt2_fp32.trace.gz");
     let row = |args: &[&str]| rows(0, &[&["replay", "--device", "sim:192GiB", &file], args].concat()).remove(0);
     let number = |row: &Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
-    let one = row(&["--repeat", "1", "--config", "backing:segments,cross_stream:off"]);
+    let one = row(&["--repeat", "1", "--config", "backing:pytorch"]);
     let allocations = bytes(&one["driver_calls"], "cuMemAlloc");
     assert_eq!(bytes(&one, "driver_allocs"), allocations, "each took one segment");
     assert_eq!(bytes(&one, "allocs") * 2, bytes(&one, "events"));
@@ -279,7 +280,7 @@ fn driver_time_is_modelled_for_first_and_later_passes() {
         assert!(one[key].is_null(), "{key} in {one}");
     }
     let calls = |row: &Value| row["driver_calls"].as_object().unwrap().values().filter_map(Value::as_u64).sum::<u64>();
-    let warm = row(&["--repeat", "3", "--config", "backing:segments,cross_stream:off"]);
+    let warm = row(&["--repeat", "3", "--config", "backing:pytorch"]);
     assert_eq!(warm["driver_calls_by_pass"], serde_json::json!([calls(&warm), 0, 0]));
     assert_eq!((number(&warm, "warm_driver_calls"), number(&warm, "warm_worst_alloc_us")), (0.0, 0.0));
     let uncached = row(&["--repeat", "3", "--config", "no_cache:True"]);

@@ -94,7 +94,7 @@ fn wrong_options_and_files_are_known_before_the_program_starts() {
         assert!(errors(&output).contains(text), "{text}: {}", errors(&output));
     };
     refused(&mut command(&["--config", "max_split_mb:40"], &program), 2, "unknown option `max_split_mb`");
-    refused(&mut command(&["--config", "backing:expandable"], &program), 2, "for replay, fit and compare only");
+    refused(&mut command(&["--config", "backing:expandable"], &program), 2, "asks for a model of PyTorch's allocator");
     refused(&mut command(&["--config", "", "--config", "limit_mb:1"], &program), 2, "takes one --config");
     for (name, value) in [("AQUIFER_ALLOC_CONF", "limit_mb:x"), ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")]
     {

@@ -229,7 +229,7 @@ fn the_demonstration_shows_every_step() {
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
     assert_eq!(steps[3..], ["compare"; 16], "seven options and split_frames:on for each of two programs");
-    assert!(rows.iter().all(|row| row["hazards"] == 0));
+    assert!(rows[1..].iter().all(|row| row["hazards"] == 0));
     assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 17, "{rows:?}");
     let (replay, oom, remap) = (&rows[0], &rows[1], &rows[2]);
     assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");

@@ -20,8 +20,7 @@ use summary::{Summary, summaries};
 
 /// The options that are compared by default: PyTorch's, with expandable segments, memory that
 /// streams share, and mapped memory.
-const CONFIGS: [&str; 4] =
-    ["backing:segments,cross_stream:off", "backing:expandable", "backing:segments", "backing:paged"];
+const CONFIGS: [&str; 4] = ["backing:pytorch", "backing:expandable", "backing:segments", "backing:paged"];
 
 /// A program under some options, or in PyTorch. `compare --help` explains the fields.
 #[derive(Debug, Clone, Default, Serialize)]

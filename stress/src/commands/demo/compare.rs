@@ -1,15 +1,19 @@
 //! The comparison at the end of the demonstration.
 
+use aquifer::Device;
+use aquifer::memory::MemoryStats;
 use serde::Serialize;
 
-use super::{POLICIES, SEGMENTS};
+use super::{POLICIES, PYTORCH};
 use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::{hazards, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
+use crate::pytorch::{Expandable, Native};
 use crate::session::Session;
 use crate::stage::Stage;
+use crate::subject::Measured;
 use crate::table::{NOTHING, optional, table};
 use crate::text::Bytes;
 
@@ -62,9 +66,15 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             Err(failure) => return Err(failure),
         };
         let device = session.open_with_capacity(plenty(job.program))?;
-        let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
-        let ooms = Player::new(job.program).play(&mut stage, OnOom::Skip)?;
-        let stats = stage.allocator.stats();
+        let (stats, ooms) = match &job.config.pytorch {
+            None => {
+                let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
+                let ooms = Player::new(job.program).play(&mut stage, OnOom::Skip)?;
+                (stage.allocator.stats(), ooms)
+            }
+            Some(options) if options.expandable_segments => play_model::<Expandable>(session, job, &device)?,
+            Some(_) => play_model::<Native>(session, job, &device)?,
+        };
         compared.push(Compared {
             trace: job.name.to_owned(),
             config: job.config.text.clone(),
@@ -87,6 +97,13 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         |row| (row.trace.clone(), row.smallest_device_bytes, row.ooms == 0),
     );
     Ok(compared)
+}
+
+/// Plays a program to a model, and returns its statistics and the number of refused requests.
+fn play_model<S: Measured>(session: &Session, job: &Job<'_>, device: &Device) -> Result<(MemoryStats, u64), Failure> {
+    let mut model = S::new(session, device, job.config, job.program.streams.len())?;
+    let ooms = Player::new(job.program).play(&mut model, OnOom::Skip)?;
+    Ok((model.stats(), ooms))
 }
 
 /// A device with plenty of memory, below the size at which granules get larger.
@@ -131,11 +148,11 @@ fn tabulate_one(compared: &[Compared]) -> String {
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace && row.ooms == 0);
     let usual = rows().find(|row| row.config.is_empty())?;
-    let segments = rows().filter(|row| row.caches && row.config.starts_with(SEGMENTS));
-    let fitting = segments.filter_map(|row| Some((row, row.smallest_device_bytes?)));
+    let pytorch = rows().filter(|row| row.config.starts_with(PYTORCH));
+    let fitting = pytorch.filter_map(|row| Some((row, row.smallest_device_bytes?)));
     let (best, best_device) = fitting.min_by_key(|&(_, device)| device)?;
     let mut text = format!(
-        "{trace} finishes on {} with the defaults. The best of these options for segments is {}: {}, and where there \
+        "{trace} finishes on {} with the defaults. The best of these options of PyTorch's is {}: {}, and where there \
          is plenty, it takes {} instead of {}.",
         Bytes(usual.smallest_device_bytes?),
         best.config,

@@ -3,16 +3,17 @@
 
 use aquifer::memory::{Config, OomReport};
 use aquifer_allocator::config::Backing;
-use aquifer_allocator::snapshot::BlockState;
 use serde::Serialize;
 
-use super::SEGMENTS;
+use super::{PYTORCH, SEGMENTS};
 use crate::cli::ConfigArg;
+use crate::commands::study::sampled::sample;
 use crate::commands::{hazards, ratio};
 use crate::exit::Failure;
 use crate::harness::{OnOom, Player};
 use crate::input::{Event, Program};
-use crate::map::Map;
+use crate::map::{Figures, Map};
+use crate::profile::Profile;
 use crate::session::Session;
 use crate::stage::Stage;
 
@@ -30,55 +31,43 @@ pub(super) struct Roomy {
     pub(super) pieces: usize,
     pub(super) piece_bytes: u64,
     pub(super) ooms: u64,
-    pub(super) hazards: u64,
     #[serde(skip)]
-    pub(super) segments: usize,
+    pub(super) segments: u64,
     #[serde(skip)]
     pub(super) map: Map,
 }
 
-/// Plays the program on the session's device, or on one with four times the memory that it needs.
+/// Plays the program to the model of PyTorch's allocator on the session's device, or on one with four
+/// times the memory that it needs.
 pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failure> {
     let plenty = program.peak_requested_bytes.saturating_mul(4).next_multiple_of(1 << 30);
     let device_bytes = session.sim().map_or(plenty, |sim| sim.capacity_bytes.max(plenty));
-    let streams = program.streams.len();
-    let open = || session.open_with_capacity(device_bytes);
-
-    let mut stage = Stage::new(session, &open()?, &classical(), streams)?;
-    let ooms = Player::new(program).play(&mut stage, OnOom::Skip)?;
-    let hazards = hazards(session, &program.name, stage.allocator.device());
-    let (peak_reserved_bytes, requests) = stage.most_reserved;
-
-    // The same again, up to the request at the peak.
-    let begun = first(program, requests);
-    let mut stage = Stage::new(session, &open()?, &classical(), streams)?;
-    let mut player = Player::new(&begun);
-    player.play(&mut stage, OnOom::Skip)?;
-    let segments = stage.allocator.snapshot().segments;
-    let (unused, used): (Vec<_>, Vec<_>) = segments.iter().partition(|segment| segment.active_size == 0);
-    let blocks = used.into_iter().flat_map(|segment| &segment.blocks);
-    let free: Vec<u64> = blocks.filter(|block| block.state == BlockState::Inactive).map(|block| block.size).collect();
+    let pytorch = PYTORCH.parse::<ConfigArg>().map_err(|error| Failure::Usage(error.to_string()))?;
+    let buckets = Profile::of(program).buckets;
+    let sampled = sample(&session.resized(device_bytes), program, &pytorch, &buckets, Some(&[]))?;
+    let map = sampled.fullest.unwrap_or_else(|| Map::new(Vec::new(), device_bytes, device_bytes));
+    let (unused_segment_bytes, pieces) = map.unused();
+    let Figures { live, segments, .. } = map.figures();
     Ok(Roomy {
         trace: program.name.clone(),
         device_bytes,
         peak_requested_bytes: program.peak_requested_bytes,
-        peak_reserved_bytes,
-        allocated_bytes: stage.allocator.memory_allocated(),
-        unused_segment_bytes: unused.into_iter().map(|segment| segment.total_size).sum(),
-        pieces: free.len(),
-        piece_bytes: free.iter().sum(),
-        ooms,
-        hazards,
-        segments: segments.len(),
-        map: Map::of(&stage.allocator, &stage.streams)?,
+        peak_reserved_bytes: sampled.peak_reserved,
+        allocated_bytes: live,
+        unused_segment_bytes,
+        pieces: pieces.len(),
+        piece_bytes: pieces.iter().sum(),
+        ooms: sampled.refused_at.len() as u64,
+        segments,
+        map,
     })
 }
 
-/// The options under which the allocator follows PyTorch's rules.
+/// This project's allocator with memory that does not move.
 fn classical() -> ConfigArg {
     let mut config = Config::default();
     config.backing = Backing::Segments;
-    ConfigArg { text: SEGMENTS.to_owned(), config, is_trial: false }
+    ConfigArg { text: SEGMENTS.to_owned(), config, ..ConfigArg::default() }
 }
 
 /// The program up to and including its `count`th request.

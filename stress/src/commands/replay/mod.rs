@@ -14,17 +14,17 @@ use serde::Serialize;
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
 use crate::commands::{all_programs, hazards, hundredths, options, out_of_memory, ratio, record_history, save, us};
 use crate::exit::{Failure, Outcome};
-use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::lag_bound::lag_bound;
 use crate::map::Style;
 use crate::observe::{Costs, FirstRefusal, Observed, Spent};
+use crate::pytorch::{Expandable, Native};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, Table, number, optional, table};
 use crate::text::Bytes;
-use timing::time;
+use timing::{Timings, time};
 
 pub(crate) use timing::Beside;
 
@@ -160,12 +160,12 @@ fn larger(
     passes: &PassArgs,
 ) -> Result<String, Failure> {
     let config = &config.clone().trial();
-    let play = |bytes| {
-        if config.is_expandable() {
+    let play = |bytes| match &config.pytorch {
+        None => all_passes::<Aquifer>(session, bytes, program, config, passes),
+        Some(options) if options.expandable_segments => {
             all_passes::<Expandable>(session, bytes, program, config, passes)
-        } else {
-            all_passes::<Aquifer>(session, bytes, program, config, passes)
         }
+        Some(_) => all_passes::<Native>(session, bytes, program, config, passes),
     };
     let default = session.device_text();
     let mut bytes = play(CAPACITY_BYTES_MAX)?.unwrap_or(CAPACITY_BYTES_MAX);
@@ -231,12 +231,12 @@ pub(super) fn replay(
     beside: Beside,
 ) -> Result<(Row, Option<FirstRefusal>), Failure> {
     let bar = session.progress(2 * u64::from(passes.repeat), name);
-    let (times, observed) = if config.is_expandable() {
-        let times = time::<Expandable>(session, name, program, config, passes, beside, &bar)?;
-        (times, observe::<Expandable>(session, name, program, config, passes, &bar)?)
-    } else {
-        let times = time::<Aquifer>(session, name, program, config, passes, beside, &bar)?;
-        (times, observe::<Aquifer>(session, name, program, config, passes, &bar)?)
+    let (times, observed) = match &config.pytorch {
+        None => measure::<Aquifer>(session, name, program, config, passes, beside, &bar)?,
+        Some(options) if options.expandable_segments => {
+            measure::<Expandable>(session, name, program, config, passes, beside, &bar)?
+        }
+        Some(_) => measure::<Native>(session, name, program, config, passes, beside, &bar)?,
     };
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, warm_ooms, hazards, first_refusal } = observed;
@@ -299,6 +299,19 @@ pub(super) fn replay(
         pool_ooms: times.driver_pool.map(|pool| pool.ooms),
     };
     Ok((row, first_refusal))
+}
+
+fn measure<S: Measured>(
+    session: &Session,
+    name: &str,
+    program: &Program,
+    config: &ConfigArg,
+    passes: &PassArgs,
+    beside: Beside,
+    bar: &ProgressBar,
+) -> Result<(Timings, Observations), Failure> {
+    let times = time::<S>(session, name, program, config, passes, beside, bar)?;
+    Ok((times, observe::<S>(session, name, program, config, passes, bar)?))
 }
 
 /// The first refusal of a program, with the allocator's report and what lay where.

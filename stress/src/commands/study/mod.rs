@@ -17,7 +17,7 @@ use crate::text::Bytes;
 use sampled::{Sampled, sample};
 
 /// PyTorch's allocator with its default options.
-const PYTORCH: &str = "backing:segments,cross_stream:off";
+const PYTORCH: &str = "backing:pytorch";
 /// PyTorch's allocator with expandable segments and no other option.
 const EXPANDABLE: &str = "backing:expandable";
 
@@ -72,13 +72,10 @@ impl Manager {
             !option.is_empty() && !OF_RECORDING.contains(&name)
         };
         let options = &*options.split(',').map(str::trim).filter(is_asked).collect::<Vec<_>>().join(",");
-        let mut set = options.split(',').filter(|option| !option.is_empty());
-        let expandable = set.clone().any(|option| option == "expandable_segments:True");
-        let config = match (expandable, set.next()) {
-            (true, _) if set.next().is_none() => EXPANDABLE.to_owned(),
-            (true, _) => return Err("expandable segments are reproduced without other options".to_owned()),
-            (false, None) => PYTORCH.to_owned(),
-            (false, Some(_)) => format!("{PYTORCH},{options}"),
+        let config = match options {
+            "" => PYTORCH.to_owned(),
+            "expandable_segments:True" => EXPANDABLE.to_owned(),
+            _ => format!("{PYTORCH},{options}"),
         };
         Ok(Manager {
             id: id.to_owned(),
@@ -165,16 +162,16 @@ impl Exhausted {
     }
 
     /// Why the largest free piece does not serve the request, if it is large enough.
-    pub fn why_not_served(&self, allocator: &str) -> Option<String> {
+    pub fn why_not_served(&self, manager: &Manager) -> Option<String> {
         let FirstRefusal { refusal, map, .. } = &self.refusal;
-        let report = refusal.report.as_ref().filter(|report| !report.is_mapped)?;
-        let (rest, segment) = (map.free_on_device(), report.growth);
+        let options = manager.config.pytorch.as_ref().filter(|options| !options.expandable_segments)?;
+        let (rest, segment) = (map.free_on_device(), options.segment_of_request(refusal.bytes));
         if self.largest_free() < refusal.bytes || rest >= segment {
             return None;
         }
         Some(if rest >= refusal.bytes {
             let [rest, segment] = [rest, segment].map(Bytes);
-            format!("{allocator} takes a segment of {segment} for it, and the device has {rest} left.")
+            format!("{} takes a segment of {segment} for it, and the device has {rest} left.", manager.name)
         } else {
             "That piece does not serve it: it is of another pool or stream, or kept for larger requests.".to_owned()
         })
@@ -336,13 +333,12 @@ fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Ve
     let options = program.options.as_deref().unwrap_or_default();
     let recorded = Manager::pytorch("recorded", "PyTorch, as recorded", options).map(Manager::recorded);
     match recorded {
-        Ok(recorded) if all.iter().all(|known| known.config.config != recorded.config.config) => all.push(recorded),
+        Ok(recorded) if all.iter().all(|known| !known.config.is_same(&recorded.config)) => all.push(recorded),
         Ok(_) => {}
         Err(why) => notes.push(format!("the options of the recording, {options}, are not tried: {why}")),
     }
-    if all.iter().all(|manager| !manager.config.is_expandable()) {
-        all.extend(Manager::pytorch("expandable", "PyTorch, expandable segments", "expandable_segments:True"));
-    }
+    let expandable = Manager::pytorch("expandable", "PyTorch, expandable segments", "expandable_segments:True");
+    all.extend(expandable.ok().filter(|new| all.iter().all(|known| !known.config.is_same(&new.config))));
     for config in &with_splitting(session.configs()) {
         if all.iter().all(|known| known.config.text != config.text) {
             all.push(Manager::aquifer(config.clone()));

@@ -5,12 +5,12 @@ use serde::Serialize;
 use crate::cli::ConfigArg;
 use crate::commands::us;
 use crate::exit::Failure;
-use crate::expandable::Expandable;
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
 use crate::map::{Figures, Map};
 use crate::observe::{FirstRefusal, Observed};
 use crate::profile::{Buckets, Range};
+use crate::pytorch::{Expandable, Native};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
 
@@ -114,10 +114,12 @@ pub fn sample(
     buckets: &Buckets,
     moments: Option<&[usize]>,
 ) -> Result<Sampled, Failure> {
-    if config.is_expandable() {
-        sample_on::<Expandable>(session, program, config, buckets, moments)
-    } else {
-        sample_on::<Aquifer>(session, program, config, buckets, moments)
+    match &config.pytorch {
+        None => sample_on::<Aquifer>(session, program, config, buckets, moments),
+        Some(options) if options.expandable_segments => {
+            sample_on::<Expandable>(session, program, config, buckets, moments)
+        }
+        Some(_) => sample_on::<Native>(session, program, config, buckets, moments),
     }
 }
 
@@ -268,14 +270,13 @@ mod tests {
         let buckets = Profile::of(program).buckets;
         let global = Global { device: Some("sim:100MiB".parse().unwrap()), ..Global::default() };
         let session = Session::new(&global).unwrap();
-        for config in ["backing:segments,cross_stream:off", "backing:expandable"] {
+        for config in ["backing:pytorch", "backing:expandable"] {
             let sampled = sample(&session, program, &config.parse().unwrap(), &buckets, Some(&[1, 3])).unwrap();
             assert_eq!(sampled.reserved.max[..4], [20, 40, 40, 60].map(|mib| mib * MIB), "{config}");
             assert_eq!(sampled.allocated.max, [20, 40, 20, 40, 40, 20, 0].map(|mib| mib * MIB), "{config}");
             assert_eq!((sampled.peak_reserved, &sampled.refused_at[..]), (60 * MIB, &[5][..]), "{config}");
             let first = sampled.first_refusal.unwrap();
             assert_eq!((first.event, first.refusal.bytes), (5, 80 * MIB), "{config}");
-            assert_eq!(first.refusal.report.is_some(), config.contains("segments"));
             let live: Vec<u64> = sampled.moments.iter().map(|(_, map)| map.figures().live / MIB).collect();
             assert_eq!(live, [40, 40], "{config}");
             assert_eq!(sampled.fullest.unwrap().figures().live, 40 * MIB, "{config}");

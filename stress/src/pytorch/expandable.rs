@@ -1,4 +1,4 @@
-//! PyTorch's caching allocator with expandable segments, as a [`Subject`], for comparison.
+//! PyTorch's caching allocator with expandable segments as a [`Subject`].
 //!
 //! It reproduces torch 2.15 with `expandable_segments:True` and no other option, with the same
 //! driver calls: a segment for each stream and pool, which grows by pages; best fit; and after a
@@ -9,23 +9,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use aquifer::device::{DeviceError, DevicePtr};
-use aquifer::memory::{AllocError, MemoryStats};
+use aquifer::memory::MemoryStats;
 use aquifer::{Device, Stream};
 use aquifer_device::Reservation;
 use aquifer_device::{PhysicalOptions, RawPhysical};
 
+use super::{SMALL_MAX, SMALL_SEGMENT, UNIT, refused};
 use crate::cli::ConfigArg;
 use crate::exit::Failure;
 use crate::map::{Map, Piece, Use};
 use crate::session::Session;
 use crate::subject::{Measured, Refused, Subject, streams_of};
 
-/// Sizes of blocks are multiples of this.
-const UNIT: u64 = 512;
-/// Larger requests are served from the large pool.
-const SMALL_MAX: u64 = 1 << 20;
 /// Bytes of a page of the small and of the large pool.
-const PAGES: [u64; 2] = [2 << 20, 20 << 20];
+const PAGES: [u64; 2] = [SMALL_SEGMENT, 20 << 20];
 
 /// The allocator as a [`Subject`], with the streams of a program.
 #[derive(Debug)]
@@ -369,10 +366,6 @@ impl Expandable {
     }
 }
 
-fn refused(error: DeviceError) -> Refused {
-    Refused::Failed(Box::new(AllocError::from(error).into()))
-}
-
 impl Measured for Expandable {
     fn new(_: &Session, device: &Device, _: &ConfigArg, streams: usize) -> Result<Expandable, Failure> {
         Ok(Expandable {
@@ -606,9 +599,14 @@ mod tests {
 
     #[test]
     fn other_options_and_commands_are_refused() {
-        assert!("backing:expandable,max_split_size_mb:128".parse::<ConfigArg>().is_err());
-        let config: ConfigArg = "expandable_segments:True, backing:segments".parse().unwrap();
-        assert!(config.is_expandable() && !"expandable_segments:True".parse::<ConfigArg>().unwrap().is_expandable());
+        for odd in
+            ["backing:expandable,max_split_size_mb:128", "backing:pytorch,expandable_segments:True,backing:paged"]
+        {
+            assert!(odd.parse::<ConfigArg>().is_err(), "{odd}");
+        }
+        let config: ConfigArg = "expandable_segments:True, backing:pytorch".parse().unwrap();
+        assert!(config.is_same(&"backing:expandable".parse().unwrap()));
+        assert!("expandable_segments:True".parse::<ConfigArg>().unwrap().pytorch.is_none());
         let session = Session::new(&Global::default()).unwrap();
         assert!(session.allocator(&session.open().unwrap(), &config).is_err());
         assert!(Expandable::lagging(&session, &config, 1, 1).is_err());
