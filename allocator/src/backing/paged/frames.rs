@@ -1,7 +1,7 @@
 //! Frames: physical memory as the driver knows it. A frame has one handle, and is as large as one
 //! granule or several; it is created, mapped, unmapped and released as a whole. Each driver call
 //! for a frame costs about the same at any size, so large frames save calls; but a frame
-//! moves only when no part of it is in use, so small ones save memory (`frame_size.rs` says which
+//! moves only when no part of it is in use, so small ones save memory (`policy.rs` says which
 //! are made).
 //!
 //! Frames are made as large as a power of two, so that a few of them add up to any number of
