@@ -1,17 +1,18 @@
-//! The policy of mapped memory: what a request that no free block serves costs. Pure functions of
-//! facts; who calls them is said at each.
+//! The policy of mapped memory: what is bought, moved or asked for a request that no free block
+//! serves. Pure functions of facts.
 //!
 //! Memory is worth time only when it is scarce:
 //! * **Scarce or not**: memory is scarce if the device, or the limit, has little left, or if more
 //!   would be held than the peak of use and a little. Otherwise there is room. What the device has
 //!   left counts as enough until it is known.
-//! * **Frames** that are made are large where there is room, but for small programs, and single
-//!   granules where memory is scarce. A large one is broken only for what no whole frame serves.
-//! * **Moving**: where there is room, memory is bought rather than moved until the peak of use and a
-//!   little less is held. Beyond that, free memory moves that the device is done with; then memory
-//!   that the request's own stream may use again at once; the rest is bought.
-//! * **Waiting**: nothing waits to save memory. What could be had by a wait is waited for only before
-//!   a request is refused (`recovery/ladder.rs`), where `cross_stream:wait` is not set.
+//! * **Frames** that are made are large where there is room, but for small blocks and programs, and
+//!   single granules where memory is scarce. A large one is broken only for what no whole frame
+//!   serves.
+//! * **Moving**: where there is room, memory is bought rather than moved up to half of that little
+//!   more than the peak of use. Beyond it, free memory moves that the device is done with, then
+//!   memory that the request's own stream may use again at once; the rest is bought.
+//! * **Waiting**: no stream and no host waits to save memory, only before a request is refused
+//!   (`recovery/ladder.rs`). With `cross_stream:wait`, streams wait for each other earlier.
 //! * **Questions**: the device is asked how far it got where that may save buying. Events that make
 //!   such answers better are recorded ahead of need, at most one for 100 operations.
 //! * **Ahead of need**, where there is room, a small share of what is held is taken with each
@@ -62,13 +63,14 @@ impl Facts {
         !self.little_is_left() && !self.exceeds(more, BUY_SHARE)
     }
 
-    /// Bytes of the largest frames that are made when `more` bytes are taken. `given` are those of
-    /// the configuration, if it says so.
-    pub(crate) fn frame(&self, more: u64, granule: u64, given: Option<u64>) -> u64 {
+    /// Bytes of the largest frames that are made for a block when `more` bytes are taken. They are at
+    /// most half as large as the block: then it has a whole frame, which may move once the block is
+    /// free, wherever it begins. `given` is the configuration's size of frames, if it has one.
+    pub(crate) fn frame(&self, block: u64, more: u64, granule: u64, given: Option<u64>) -> u64 {
         if self.is_scarce(more) {
             return granule;
         }
-        let frame = given.unwrap_or_else(|| FRAME.min(self.peak / FRAME_SHARE)).max(granule);
+        let frame = given.unwrap_or_else(|| FRAME.min(self.peak / FRAME_SHARE).min(block / 2)).max(granule);
         1 << frame.ilog2()
     }
 
@@ -113,19 +115,21 @@ mod tests {
 
     #[test]
     fn frames_are_large_where_there_is_room() {
-        assert_eq!(ROOM.frame(0, GRANULE, None), 16 * MIB);
-        assert_eq!(ROOM.frame(0, 64 * MIB, None), 64 * MIB, "no less than a granule");
-        assert_eq!(ROOM.frame(0, GRANULE, Some(64 * MIB)), 64 * MIB);
-        assert_eq!(ROOM.frame(300 * MIB, GRANULE, Some(64 * MIB)), GRANULE);
+        let block = 100 * MIB;
+        assert_eq!(ROOM.frame(block, 0, GRANULE, None), 16 * MIB);
+        assert_eq!(ROOM.frame(block, 0, 64 * MIB, None), 64 * MIB, "no less than a granule");
+        assert_eq!(ROOM.frame(block, 0, GRANULE, Some(64 * MIB)), 64 * MIB);
+        assert_eq!(ROOM.frame(block, 300 * MIB, GRANULE, Some(64 * MIB)), GRANULE);
+        assert_eq!(ROOM.frame(15 * MIB, 0, GRANULE, None), 4 * MIB);
         let small = Facts { peak: 1500 * MIB, held: 0, left: u64::MAX };
-        assert_eq!(small.frame(0, GRANULE, None), 4 * MIB);
-        assert_eq!(Facts { peak: 1, ..small }.frame(0, GRANULE, None), GRANULE);
+        assert_eq!(small.frame(block, 0, GRANULE, None), 4 * MIB);
+        assert_eq!(Facts { peak: 1, ..small }.frame(block, 0, GRANULE, None), GRANULE);
     }
 
     proptest! {
         #[test]
         fn more_memory_is_never_less_scarce(
-            peak: u64, held: u64, left: u64, one: u64, other: u64, granule in 21..40_u32,
+            peak: u64, held: u64, left: u64, one: u64, other: u64, block: u64, granule in 21..40_u32,
         ) {
             let (facts, granule) = (Facts { peak, held, left }, 1 << granule);
             let (less, more) = (one.min(other), one.max(other));
@@ -133,8 +137,8 @@ mod tests {
             prop_assert!(facts.buys_rather_than_moves(less) || !facts.buys_rather_than_moves(more));
             prop_assert!(!facts.is_scarce(less) || facts.ahead(less) == 0);
             prop_assert!(!facts.buys_rather_than_moves(less) || !facts.is_scarce(less), "buying leaves room");
-            let frame = facts.frame(less, granule, None);
-            prop_assert!(frame.is_power_of_two() && frame >= granule && facts.frame(more, granule, None) <= frame);
+            let frame = facts.frame(block, less, granule, None);
+            prop_assert!(frame.is_power_of_two() && frame >= granule && facts.frame(block, more, granule, None) <= frame);
         }
     }
 }

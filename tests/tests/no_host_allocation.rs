@@ -69,7 +69,7 @@ fn operations_allocate_no_host_memory_after_warm_up() {
     for options in ["", "history:1000"] {
         let (allocations, events) = allocations_of(options).unwrap();
         assert!(
-            events <= 2 * 40 * 251 / 100 && allocations <= 3 * events,
+            events <= 2 * 40 * 251 / 100 && allocations <= 4 * events,
             "with {options:?}: {allocations}, {events} events"
         );
     }

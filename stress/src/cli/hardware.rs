@@ -61,9 +61,9 @@ JSON keys:
   first_seed, seeds         the first seed, and the number of seeds that were run
   failures, failed_seeds    the number of programs that failed, and their seeds; 10 end the run
   steps                     steps of all threads
-  safety_checks             comparisons of contents, looks for races and misuse, readings of statistics
+  safety_checks             contents compared, looks for races and misuse, statistics read
   liveness_checks           refusals that were found right, and requests that had to be served
-  needless_waits            requests that waited although the device had more than enough free memory
+  needless_waits            requests that waited although far more memory than they need was free
   turns                     how often the schedule passed from thread to thread
   driver_calls              calls of the simulated driver
   virtual_seconds           time of the simulated devices

@@ -157,14 +157,10 @@ fn every_way_recovers() {
 
 #[test]
 fn a_request_waits_for_memory_that_a_late_stream_uses() {
-    let on_the_device = "stream 1 waiting for stream 2 on the device";
-    for (config, how) in [
-        ("", on_the_device),
-        ("cross_stream:off", "waiting for stream 2, which the allocator did by itself"),
-        ("backing:segments", "waiting for stream 2, which the allocator did by itself"),
-    ] {
+    for config in ["", "cross_stream:off", "backing:segments"] {
         let args = ["oom", "--device", "sim:24GiB", "--way", "pending", "--config", config];
         let row = &rows(0, &args)[0];
+        let how = "waiting for stream 2, which the allocator did by itself";
         assert!(row["recovered_by"].as_str().unwrap().starts_with(how), "{config}: {row}");
     }
 }

@@ -230,14 +230,11 @@ fn streams_that_use_freed_memory_are_named() {
         let bench = Bench::new(256 * MIB, &on(backing, "limit_mb:100,throw_on_cudamalloc_oom:True"));
         let used = bench.alloc(80 * MIB);
         bench.drop_in_use(used, Duration::from_secs(1));
-        // Where memory moves, the host waits rather than fail.
-        if backing == Backing::Segments {
-            let report = bench.report(70 * MIB);
-            assert_eq!(report.advice[0], Advice::WaitFor { stream_id: bench.side.id(), bytes: 80 * MIB }, "{report}");
-            assert_eq!((report.allocated, report.requested_live), (0, 0), "what waits is not live");
-            says(&report, "which still uses 80.00 MiB of freed memory");
-            bench.side.synchronize().unwrap();
-        }
+        let report = bench.report(70 * MIB);
+        assert_eq!(report.advice[0], Advice::WaitFor { stream_id: bench.side.id(), bytes: 80 * MIB }, "{report}");
+        assert_eq!((report.allocated, report.requested_live), (0, 0), "what waits is not live");
+        says(&report, "which still uses 80.00 MiB of freed memory");
+        bench.side.synchronize().unwrap();
         drop(bench.alloc(70 * MIB));
     }
 }

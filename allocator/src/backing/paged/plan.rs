@@ -110,7 +110,7 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
         (.., 1..) => Purchase::Needed,
         _ => Purchase::Nothing,
     };
-    let made = u32::try_from(facts.frame(create * granule, granule, frame) / granule).unwrap_or(1);
+    let made = u32::try_from(facts.frame(request.size, create * granule, granule, frame) / granule).unwrap_or(1);
     let largest = Largest::in_region(made);
     let (held, fill, changed) = hold_window(guard, request.slot, &window, (ahead + bought_ahead) * granule);
     let donors = hold_donors(guard, request.slot, donors.into_joined(), &changed, window.end);

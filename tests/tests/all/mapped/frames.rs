@@ -9,8 +9,7 @@ fn fill(bench: &Bench, block: u64, bytes: u64) -> Vec<Allocation> {
 
 #[test]
 fn memory_that_stays_takes_few_calls() {
-    // The larger the blocks, the larger the frames.
-    for (block, granules_in_a_frame) in [(40 * MIB, 1.8), (120 * MIB, 3.2), (256 * MIB, 6.0)] {
+    for (block, granules_in_a_frame) in [(8 * MIB, 1.5), (40 * MIB, 3.0), (256 * MIB, 3.0)] {
         let bench = Bench::new(16 * GIB, "backing:paged");
         let granules = 8 * GIB / (2 * MIB);
         let blocks = fill(&bench, block, 8 * GIB);

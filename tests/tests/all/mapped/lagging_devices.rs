@@ -1,13 +1,7 @@
 //! Memory that moves while devices that lag are at work.
 
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::Relaxed;
-
 use aquifer_sim::Lagging;
 use aquifer_tests::prelude::*;
-
-use crate::allocator::events::Listener;
-use tracing::Level;
 
 /// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how
 /// many operations it made.
@@ -39,9 +33,7 @@ fn lagging(seed: u64, count: u64, policy: &str) -> (Arc<Lagging>, Device, Alloca
 
 #[test]
 fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
-    // Where streams lend each other memory, they record events for waits, too: those are not
-    // milestones.
-    for (streams, policy, spacing) in [(1, "ready", 100), (2, "off", 100), (2, "ready", 40)] {
+    for (streams, policy) in [(1, "ready"), (2, "off"), (2, "ready")] {
         for seed in 0..2 {
             let _at = At(format!("seed {seed}"));
             let (driver, device, allocator, operations) = lagging(seed, streams, policy);
@@ -59,20 +51,19 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
                 stats.reserved_bytes.all.peak / MIB,
                 stats.allocated_bytes.all.peak / MIB,
             );
-            // At the start there are 32 more events for each of two reasons on each stream. A wait of
-            // the host may record one, too.
-            let most = operations / spacing + 2 * 33 * streams + driver.stalls();
-            assert!(recorded <= most, "{recorded} events");
+            assert_eq!((driver.stalls(), stats.cross_stream_waits), (0, 0), "there is room");
+            // At most one ahead of need for 200 operations, and 32 at the start of each stream. The
+            // others are questions of requests that no free block serves.
+            assert!(recorded <= operations / 40 + 33 * streams, "{recorded} events");
             assert!(stats.granules_moved > 0);
         }
     }
 }
 
 /// Blocks go from stream to stream, as in a pipeline, while the device is 300 events behind: three
-/// times as much memory is in use as the host knows to be needed. So new memory instead of a move
-/// is not limited to a share of the peak in use.
+/// times as much memory is in use as the host knows to be needed. That counts as use.
 #[test]
-fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
+fn a_pipeline_on_a_device_that_lags_waits_for_nothing() {
     let (subject, driver) = Subject::lagging(&SimConfig::new(16 * GIB), 300);
     let device = subject.device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
@@ -102,35 +93,30 @@ fn a_pipeline_on_a_device_that_lags_moves_less_and_less() {
     let stats = allocator.stats();
     let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
     println!("remaps {remaps:?}, {reserved} bytes held for {in_use}");
-    assert!(remaps[0] > 200 && remaps[4] < remaps[0] / 3, "{remaps:?}");
+    assert!(remaps[4] < remaps[0], "{remaps:?}");
     assert!(reserved < 5 * in_use, "{reserved} for {in_use}");
+    assert_eq!((driver.stalls(), stats.cross_stream_waits), (0, 0));
     assert_eq!(aquifer_device::Driver::take_violation(&*driver), None);
 }
 
+/// Other streams work long on memory that was given back, and nearly all of the device is free.
 #[test]
-fn a_request_stops_waiting_for_memory_that_another_thread_keeps_using() {
-    if !Subject::has_simulated_device() {
-        return;
+fn nothing_waits_while_there_is_room() {
+    for options in ["", "cross_stream:off", "backing:segments"] {
+        let bench = Bench::new(80 * GIB, options);
+        let copies = bench.new_stream();
+        for _ in 0..16 {
+            let block = bench.alloc(256 * MIB);
+            bench.stall(&bench.stream, Duration::from_millis(10));
+            bench.stream.fill(block.ptr(), 1, KIB).unwrap();
+            copies.wait_for(&bench.stream.tick()).unwrap();
+            bench.stall(&copies, Duration::from_millis(100));
+            copies.fill(block.ptr(), 2, KIB).unwrap();
+            block.record_stream(&copies).unwrap();
+        }
+        bench.stream.synchronize().unwrap();
+        let stats = bench.allocator.stats();
+        assert_eq!((stats.cross_stream_waits, stats.num_sync_all_streams), (0, 0), "{options}");
+        bench.assert_returned();
     }
-    let Bench { driver, allocator, stream, side, .. } = Bench::new(GIB, "backing:paged,cross_stream:off");
-    let (waits, requests) = (Arc::new(AtomicU32::new(0)), allocator.clone());
-    let counted = waits.clone();
-    // Uses memory on another stream whenever the host is about to wait, as another thread would.
-    let use_memory = move || {
-        let block = requests.alloc_bytes(64 * MIB, &side).unwrap();
-        driver.stall(&side, Duration::from_millis(10)).unwrap();
-        drop(block);
-        // The host may wait more often the more was allocated.
-        let _held: Vec<_> = (0..1000).map(|_| requests.alloc_bytes(KIB, &side).unwrap()).collect();
-    };
-    use_memory();
-    let waiting = Listener::new(
-        |metadata| *metadata.level() == Level::DEBUG && metadata.target() == "aquifer::wait",
-        move |_| {
-            counted.fetch_add(1, Relaxed);
-            use_memory();
-        },
-    );
-    let _block = tracing::subscriber::with_default(waiting, || allocator.alloc_bytes(64 * MIB, &stream)).unwrap();
-    assert_eq!(waits.load(Relaxed), 8);
 }
