@@ -6,7 +6,7 @@
 //!
 //! Lock order: the set's lock, then those of timelines and jobs.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use aquifer_device::Tick;
@@ -24,8 +24,8 @@ pub(crate) struct InFlight(Mutex<List>);
 
 #[derive(Debug, Default)]
 struct List {
-    /// By device and timeline.
-    ticks: HashMap<(u32, u32), Tick>,
+    /// By device and timeline, in an order that no hash decides.
+    ticks: BTreeMap<(u32, u32), Tick>,
     jobs: Vec<Arc<Job>>,
     /// The number of entries after the last drop.
     len_then: usize,

@@ -167,7 +167,9 @@ impl StreamSet {
     /// The default streams of threads that have ended and are still live here.
     pub(crate) fn of_ended_threads(&self) -> Vec<u32> {
         let ended = self.per_thread.values().filter(|of_thread| of_thread.thread.has_ended());
-        ended.map(|of_thread| of_thread.id).collect()
+        let mut ended: Vec<u32> = ended.map(|of_thread| of_thread.id).collect();
+        ended.sort_unstable();
+        ended
     }
 
     /// Whether so many streams are gone that [`StreamSet::forget_known`], which visits all, takes

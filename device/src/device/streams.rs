@@ -52,8 +52,10 @@ impl Device {
         if threads.values().filter(|thread| is_over(thread)).count() < ENDED_THREADS {
             return;
         }
-        let ended: Vec<_> = threads.extract_if(|_, thread| is_over(thread)).collect();
+        let mut ended: Vec<_> = threads.extract_if(|_, thread| is_over(thread)).collect();
         drop(threads);
+        // In an order that no hash decides.
+        ended.sort_unstable_by_key(|(_, ended)| ended.stream.id());
         for (id, ended) in ended {
             match ended.stream.timeline().close() {
                 Ok(()) => self.0.reusable.add(ended.stream.timeline().clone()),
@@ -67,10 +69,12 @@ impl Device {
 
     /// Gives up captures of ended threads' default streams, which no call can end any more.
     pub(super) fn give_up_captures_of_ended_threads(&self) {
-        let captures =
-            |ended: &ThreadStream| ended.thread.has_ended().then(|| ended.stream.timeline().capture()).flatten();
-        let captures: Vec<_> = self.0.per_thread.lock().values().filter_map(captures).collect();
-        captures.iter().for_each(|capture| capture.give_up());
+        let captures = |ended: &ThreadStream| {
+            ended.thread.has_ended().then(|| Some((ended.stream.id(), ended.stream.timeline().capture()?))).flatten()
+        };
+        let mut captures: Vec<_> = self.0.per_thread.lock().values().filter_map(captures).collect();
+        captures.sort_unstable_by_key(|(stream, _)| *stream);
+        captures.iter().for_each(|(_, capture)| capture.give_up());
     }
 
     /// Creates a stream that does not synchronise with the legacy default stream.
