@@ -15,6 +15,7 @@ mod world;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use aquifer_device::executor::{self, Body};
 
@@ -25,8 +26,9 @@ use world::World;
 /// Turns within which the threads of a program must have ended.
 const TURNS_MAX: u64 = 2_000_000;
 
-/// Programs tried while a failing one is made smaller.
+/// Programs tried, and time taken, while a failing one is made smaller.
 const TRIALS: usize = 400;
+const SHRINKING_MAX: Duration = Duration::from_secs(60);
 
 /// What a program did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -72,13 +74,14 @@ pub fn run(plan: &Plan) -> Result<Counts, String> {
 /// Makes a failing program smaller as long as it fails. Returns it, and how it fails.
 pub fn shrink(plan: Plan, failure: String) -> (Plan, String) {
     let (mut plan, mut failure) = (plan, failure);
-    let mut trials = 0;
+    let (mut trials, since) = (0, Instant::now());
+    let goes_on = |trials| trials < TRIALS && since.elapsed() < SHRINKING_MAX;
     let mut length = plan.threads.iter().map(Vec::len).max().unwrap_or(0);
-    while length > 0 && trials < TRIALS {
+    while length > 0 && goes_on(trials) {
         let mut removed = false;
         for thread in 0..plan.threads.len() {
             let mut start = 0;
-            while start < plan.threads[thread].len() && trials < TRIALS {
+            while start < plan.threads[thread].len() && goes_on(trials) {
                 trials += 1;
                 let smaller = plan.without(thread, start..start + length);
                 match run(&smaller) {

@@ -2,9 +2,18 @@
 
 use std::fmt;
 
+use aquifer_device::Operation;
+
 use crate::random::Random;
 
 const MIB: u64 = 1 << 20;
+
+/// Calls after whose failure there is something to undo or to try again, and that are too rare for a
+/// fault of any call to hit them.
+const AIMED_AT: [Operation; 6] = {
+    use Operation::{CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap};
+    [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap]
+};
 
 /// A program. The same plan always runs in the same way.
 #[derive(Debug, Clone)]
@@ -26,6 +35,8 @@ pub struct Plan {
 pub enum Ending {
     /// It is dropped.
     Drop,
+    /// It is dropped, and the driver refuses to end it.
+    Refuse,
     /// Another thread drops it.
     Hand,
     /// Its graph is kept, to be launched.
@@ -92,18 +103,22 @@ pub enum Step {
     TrimTo(u64),
     /// Sets the limit, or removes it.
     SetLimit(Option<u64>),
+    /// Sets the limit to the share of the device's memory that so much is.
+    SetShare(u64),
     /// Another process holds so much from now on.
     OtherProcess(u64),
     /// A second allocator of the device serves a request.
     Second { stream: u32, bytes: u64 },
+    /// Another allocator serves a request, and is dropped before the buffer is.
+    Outlive { stream: u32, bytes: u64 },
     /// Sleeps, with or without saving contents, and wakes up.
     Nap { save: bool },
     /// Reads statistics and takes a snapshot.
     Look,
     /// Makes calls of the driver fail at this rate, in thousandths; 0 ends that.
     Faults(u32),
-    /// Makes the nth call from now fail.
-    Fault(u64),
+    /// Makes the nth call from now fail, or the nth one of an operation.
+    Fault { nth: u64, operation: Option<Operation> },
     /// The device is lost at the nth call from now.
     Lose(u64),
 }
@@ -117,7 +132,10 @@ impl Plan {
         let kind = Kind { faults: random.below(3) == 0, lost: random.below(40) == 0, naps: random.below(6) == 0 };
         let count = 1 + random.below(4);
         let steps = 10 + random.below(70);
-        let threads = (0..count).map(|_| (0..steps).map(|_| step(random, &kind)).collect()).collect();
+        // Otherwise most threads end before they have a pool.
+        let first = (random.below(2) == 0).then_some(Step::CreatePool { lends: false });
+        let thread = |random: &mut Random| first.into_iter().chain((0..steps).map(|_| step(random, &kind))).collect();
+        let threads = (0..count).map(|_| thread(random)).collect();
         Plan { seed, capacity, options, threads }
     }
 
@@ -210,7 +228,8 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         86..=89 => Step::Stall { stream, us: u64::from(random.below(40_000)) },
         90 => Step::NewStream { stream, blocking: other == 0 },
         91..=96 => {
-            let ending = [Ending::Drop, Ending::Hand, Ending::Keep, Ending::Keep][other as usize];
+            let dropped = if kind.faults && pick % 2 == 0 { Ending::Refuse } else { Ending::Drop };
+            let ending = [dropped, Ending::Hand, Ending::Keep, Ending::Keep][other as usize];
             Step::Capture { pool: pick, stream, bytes: small, ending }
         }
         97..=100 => Step::Launch { graph: pick, stream },
@@ -222,13 +241,19 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         108..=110 => Step::Resize { pick, stream, bytes },
         111 | 112 => Step::EmptyCache,
         113 => Step::TrimTo(bytes),
+        114 if other == 1 => Step::SetShare(8 * MIB + bytes),
         114 => Step::SetLimit((other > 0).then_some(8 * MIB + bytes)),
         115 => Step::OtherProcess(bytes % (40 * MIB)),
         116 | 117 => Step::Second { stream, bytes },
         118 | 119 if kind.naps => Step::Nap { save: other > 0 },
-        118..=121 => Step::Look,
+        118..=120 => Step::Look,
+        121 => Step::Outlive { stream, bytes },
         122 | 123 if kind.faults => Step::Faults(if other == 0 { 20 } else { 0 }),
-        124..=126 if kind.faults => Step::Fault(u64::from(1 + pick % 12)),
+        124 if kind.faults => Step::Fault { nth: u64::from(1 + pick % 12), operation: None },
+        125 | 126 if kind.faults => {
+            let operation = AIMED_AT[random.below(AIMED_AT.len() as u32) as usize];
+            Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation) }
+        }
         127 if kind.lost => Step::Lose(u64::from(1 + pick % 40)),
         _ => Step::Drop(pick),
     }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer::device::{DevicePtr, Graph, StreamFlags, Tick};
-use aquifer::memory::{AllocError, Contents, Growable, PoolOptions, PrivatePool};
+use aquifer::memory::{AllocError, Config, Contents, Growable, PoolOptions, PrivatePool};
 use aquifer::prelude::*;
-use aquifer_device::executor;
+use aquifer_device::{Operation, executor};
 
 use super::plan::{Ending, Step};
 use super::world::{Dropping, Handed, World};
@@ -42,6 +42,8 @@ pub(super) struct Player<'a> {
     growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
     handed: HashMap<u32, Arc<Dropping>>,
+    /// A stream whose capture it has dropped, if that did not end it.
+    dropped: Option<Stream>,
     next_pattern: u8,
 }
 
@@ -63,8 +65,8 @@ impl<'a> Player<'a> {
             streams.extend(world.allow(made));
         }
         let next_pattern = u8::try_from(number * 50 % 200).unwrap_or(0);
-        let (owned, raw, pools, graphs, growables, handed) = Default::default();
-        Player { world, streams, owned, raw, pools, graphs, growables, handed, next_pattern }
+        let (owned, raw, pools, graphs, growables, handed, dropped) = Default::default();
+        Player { world, streams, owned, raw, pools, graphs, growables, handed, dropped, next_pattern }
     }
 
     /// Makes all steps, and gives everything back that the thread has.
@@ -73,6 +75,7 @@ impl<'a> Player<'a> {
             if self.world.has_failed() {
                 break;
             }
+            self.write_after_drop();
             self.step(step);
             self.world.check();
             executor::yield_now();
@@ -80,8 +83,26 @@ impl<'a> Player<'a> {
         while !self.raw.is_empty() {
             self.free_raw(0);
         }
+        for pick in 0..self.owned.len() {
+            self.verify(u32::try_from(pick).unwrap_or(0), 0);
+        }
         let Player { owned, pools, graphs, growables, .. } = self;
-        drop((growables, graphs, owned, pools));
+        drop((growables, graphs, owned));
+        self.world.leave(pools);
+    }
+
+    /// Writes a buffer on a stream whose capture another thread has dropped, or its own thread
+    /// without ending it: the work must not be lost there.
+    fn write_after_drop(&mut self) {
+        let done = self.handed.iter().filter(|(_, dropping)| dropping.is_done()).map(|(&id, _)| id).min();
+        let id = done.inspect(|id| drop(self.handed.remove(id)));
+        let by_others = id.and_then(|id| self.streams.iter().find(|stream| stream.id() == id).cloned());
+        let Some(stream) = self.dropped.take().or(by_others) else { return };
+        let pattern = self.pattern();
+        if let Some(mut owned) = self.owned.pop() {
+            self.write_all(&mut owned, &stream, pattern);
+            self.owned.push(owned);
+        }
     }
 
     /// The stream that `pick` stands for, or the next one without a capture that another thread may
@@ -213,6 +234,7 @@ impl<'a> Player<'a> {
             Step::EmptyCache => drop(world.allow(world.memory.empty_cache())),
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
             Step::SetLimit(limit) => world.memory.set_limit(limit),
+            Step::SetShare(bytes) => world.set_share(bytes),
             Step::OtherProcess(bytes) => world.set_other_process(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
@@ -220,10 +242,11 @@ impl<'a> Player<'a> {
                 let made = world.second.alloc::<u8>(length(bytes), &stream);
                 self.add(made, &stream, runs);
             }
+            Step::Outlive { stream, bytes } => self.outlive(&self.stream(stream), bytes),
             Step::Nap { save } => self.nap(save),
             Step::Look => world.look(),
             Step::Faults(thousandths) => world.inject_rate(thousandths),
-            Step::Fault(nth) => world.inject(nth),
+            Step::Fault { nth, operation } => world.inject(nth, operation),
             Step::Lose(nth) => world.lose(nth),
         }
     }
@@ -304,7 +327,13 @@ impl<'a> Player<'a> {
             drop(route);
         }
         match ending {
-            Ending::Drop => drop(capture),
+            Ending::Drop | Ending::Refuse => {
+                if matches!(ending, Ending::Refuse) {
+                    world.inject(1, Some(Operation::EndCapture));
+                }
+                drop(capture);
+                self.dropped = stream.is_capturing().then_some(stream);
+            }
             Ending::Hand => {
                 let dropping = Arc::<Dropping>::default();
                 self.handed.insert(stream.id(), dropping.clone());
@@ -329,6 +358,15 @@ impl<'a> Player<'a> {
             world.allow(memory.record_stream(&stream));
         }
         *used = stream.tick();
+    }
+
+    /// Makes a buffer and drops its allocator.
+    fn outlive(&mut self, stream: &Stream, bytes: u64) {
+        let Some(memory) = self.world.allow(Allocator::new(&self.world.device, Config::default())) else { return };
+        let runs = self.runs(stream);
+        let made = memory.alloc::<u8>(length(bytes), stream);
+        drop(memory);
+        self.add(made, stream, runs);
     }
 
     fn nap(&mut self, save: bool) {

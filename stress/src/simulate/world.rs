@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer::device::Capture;
 use aquifer::device::sim::{Fault, SimConfig, SimDriver};
-use aquifer::memory::{AllocError, Config, Snapshot, Stat};
+use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
 use aquifer::{Allocator, Device};
-use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
 use aquifer_device::sim::{Violation, ViolationKind};
+use aquifer_device::{Code, Operation};
 use aquifer_oracle::Judged;
 
 use super::plan::Plan;
@@ -60,6 +60,8 @@ pub(super) struct World {
     judged: Arc<Judged>,
     pub(super) threads: usize,
     handed: Mutex<Vec<Handed>>,
+    /// Pools of threads that have ended.
+    pools: Mutex<Vec<PrivatePool>>,
     /// A fault was injected: any call may fail, and fail again.
     faulty: AtomicBool,
     lost: AtomicBool,
@@ -86,6 +88,7 @@ impl World {
             judged,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
             handed: Mutex::default(),
+            pools: Mutex::default(),
             faulty: false.into(),
             lost: false.into(),
             other_process: 0.into(),
@@ -129,12 +132,28 @@ impl World {
         self.handed.lock().pop()
     }
 
+    /// Keeps pools of a thread that ends until the program has ended.
+    pub(super) fn leave(&self, pools: Vec<PrivatePool>) {
+        self.pools.lock().extend(pools);
+    }
+
     /// Contents of buffers that no thread has are not compared any more.
     pub(super) fn forget_contents(&self) {
         for handed in &mut *self.handed.lock() {
             if let Handed::Buffer(owned) = handed {
                 owned.pattern = None;
             }
+        }
+    }
+
+    /// Sets the limit to the share of the device's memory that `bytes` are. That allows `bytes`.
+    pub(super) fn set_share(&self, bytes: u64) {
+        let total = self.device.info().total_bytes;
+        let bytes = bytes.min(total - 1);
+        self.allow(self.memory.set_memory_fraction(bytes as f64 / total as f64));
+        let limit = self.memory.limit();
+        if limit != Some(bytes) {
+            self.report(format!("the limit is {limit:?} where a share of {bytes} of {total} was set"));
         }
     }
 
@@ -147,10 +166,10 @@ impl World {
         }
     }
 
-    /// Makes the nth call of the driver fail.
-    pub(super) fn inject(&self, nth: u64) {
+    /// Makes the nth call of the driver fail, or the nth one of an operation.
+    pub(super) fn inject(&self, nth: u64, operation: Option<Operation>) {
         self.faulty.store(true, Ordering::Relaxed);
-        self.driver.inject(Fault::Nth { operation: None, nth, code: Code(999) });
+        self.driver.inject(Fault::Nth { operation, nth, code: Code(999) });
     }
 
     /// Loses the device at the nth call.
@@ -271,18 +290,26 @@ impl World {
         {
             self.report(format!("at the end, memory stays asleep: {error}"));
         }
-        self.device.settle();
         let end = |what: &str, error: &dyn std::fmt::Display| self.report(format!("at the end, {what}: {error}"));
         if let Err(error) = self.device.synchronize() {
             end("the device cannot be waited for", &error);
         }
+        let pools = std::mem::take(&mut *self.pools.lock());
+        self.check_served(&pools);
+        drop(pools);
         for memory in [&self.memory, &self.second] {
             if let Err(error) = memory.empty_cache() {
                 end("the cache cannot be emptied", &error);
             }
-            let held = (memory.memory_allocated(), memory.memory_reserved());
-            if held != (0, 0) {
-                end("memory is not given back", &format_args!("{} allocated, {} reserved", held.0, held.1));
+            let stats = memory.stats();
+            let in_use =
+                [stats.requested_bytes, stats.allocated_bytes, stats.active_bytes].map(|stat| stat.all.current);
+            let reserved = memory.memory_reserved();
+            if in_use != [0; 3] || reserved != 0 {
+                let [requested, allocated, active] = in_use;
+                let what =
+                    format!("{requested} requested, {allocated} allocated, {active} active, {reserved} reserved");
+                end("memory is not given back", &what);
             }
         }
         let total = self.device.info().total_bytes;
@@ -291,12 +318,33 @@ impl World {
             Ok(info) => end("memory is missing on the device", &format_args!("{} of {total}", total - info.free)),
             Err(error) => end("the device does not say what is free", &error),
         }
-        // Everything is free, so a request that fits is served.
-        let fits = total - self.memory.config().headroom - total / 16;
-        match self.memory.alloc_bytes(fits, self.device.default_stream()) {
-            Ok(served) => drop(served),
-            Err(error) => end("a request that fits is refused", &error),
-        }
         self.check_violations();
+    }
+
+    /// Nothing is allocated any more. So memory of allocators that are gone is back, and a request
+    /// that fits is served although a cache, an idle pool or another allocator keeps memory.
+    fn check_served(&self, pools: &[PrivatePool]) {
+        let total = self.device.info().total_bytes;
+        let reserved = self.memory.memory_reserved() + self.second.memory_reserved();
+        match self.device.memory_info() {
+            Ok(info) if total - info.free <= reserved => {}
+            Ok(info) => {
+                let taken = total - info.free;
+                self.report(format!("at the end, {taken} bytes of the device are taken, and {reserved} are reserved"));
+            }
+            Err(error) => self.report(format!("at the end, the device does not say what is free: {error}")),
+        }
+        let fits = total - self.memory.config().headroom - total / 16;
+        let (stream, refused) = (self.device.default_stream(), "at the end, a request that fits is refused");
+        for pool in pools {
+            if let Err(error) = pool.alloc_bytes(fits, stream) {
+                self.report(format!("{refused} by a pool: {error}"));
+            }
+        }
+        for memory in [&self.memory, &self.second, &self.memory] {
+            if let Err(error) = memory.alloc_bytes(fits, stream) {
+                self.report(format!("{refused}: {error}"));
+            }
+        }
     }
 }
