@@ -30,6 +30,9 @@ static EXECUTORS: AtomicUsize = AtomicUsize::new(0);
 /// where an interleaving matters.
 const GOES_ON: u64 = 4;
 
+/// A thread that keeps its turn for so long loops for ever.
+const TURN_MAX: Duration = Duration::from_secs(60);
+
 /// The work of a thread.
 pub type Body = Box<dyn FnOnce() + Send>;
 
@@ -40,6 +43,8 @@ pub enum Failure {
     Stuck(Vec<String>),
     /// The threads did not end within so many turns.
     Endless(u64),
+    /// The thread with this name keeps its turn: it calls and waits for nothing, and does not end.
+    Keeps(String),
     /// A thread panicked, with this message.
     Panicked(String),
 }
@@ -49,6 +54,7 @@ impl fmt::Display for Failure {
         match self {
             Failure::Stuck(threads) => write!(f, "threads wait for each other: {}", threads.join("; ")),
             Failure::Endless(turns) => write!(f, "the threads do not end: {turns} turns were taken"),
+            Failure::Keeps(thread) => write!(f, "{thread} keeps its turn: it calls and waits for nothing"),
             Failure::Panicked(message) => f.write_str(message),
         }
     }
@@ -124,9 +130,14 @@ impl Drop for End {
 /// nothing else. Returns the number of turns that they took.
 ///
 /// # Errors
-/// When a thread panics, when all threads wait, or when they take more than `turns_max` turns. In
-/// the last two cases the threads stay where they are for ever.
+/// When a thread panics, when all threads wait, when they take more than `turns_max` turns, or when
+/// one keeps its turn for a minute. In all but the first case the threads stay where they are for
+/// ever.
 pub fn run(seed: u64, turns_max: u64, threads: Vec<Body>) -> Result<u64, Failure> {
+    run_with(seed, (turns_max, TURN_MAX), threads)
+}
+
+fn run_with(seed: u64, (turns_max, turn_max): (u64, Duration), threads: Vec<Body>) -> Result<u64, Failure> {
     let state =
         State { random: seed, members: Vec::new(), running: None, turns: 0, turns_max, moment: 0, failure: None };
     let executor = Arc::new(Executor { state: Mutex::new(state), over: Condvar::new() });
@@ -137,7 +148,12 @@ pub fn run(seed: u64, turns_max: u64, threads: Vec<Body>) -> Result<u64, Failure
     let mut state = executor.state.lock();
     executor.next(&mut state);
     while state.failure.is_none() && state.members.iter().any(|member| member.status != Status::Done) {
-        executor.over.wait(&mut state);
+        let turns = state.turns;
+        let is_late = executor.over.wait_for(&mut state, turn_max).timed_out();
+        if is_late && state.turns == turns {
+            let running = state.running.map_or_else(String::new, |running| state.members[running].name.clone());
+            state.failure.get_or_insert(Failure::Keeps(running));
+        }
     }
     let (failure, turns) = (state.failure.take(), state.turns);
     let all_end = state.members.iter().all(|member| member.status == Status::Done);
@@ -464,5 +480,10 @@ mod tests {
             }
         });
         assert!(matches!(run(1, 1000, vec![endless]), Err(Failure::Endless(1000))));
+        let (send, receive) = std::sync::mpsc::channel::<()>();
+        let keeps = Box::new(move || _ = receive.recv());
+        let kept = run_with(1, (1000, Duration::from_millis(50)), vec![keeps]);
+        assert!(matches!(kept, Err(Failure::Keeps(name)) if name == "thread 0"));
+        drop(send);
     }
 }

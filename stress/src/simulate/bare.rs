@@ -5,6 +5,7 @@ use std::sync::Arc;
 use aquifer::Stream;
 use aquifer::device::{DevicePtr, RawStream, Tick};
 use aquifer::memory::{Growable, TagScope};
+use aquifer_device::Operation;
 
 use super::plan::{Ending, Freeing};
 use super::player::{END, Player, at, length};
@@ -145,7 +146,13 @@ impl Player<'_> {
             drop(route);
         }
         match ending {
-            Ending::Drop => drop(capture),
+            Ending::Drop | Ending::Refuse => {
+                if matches!(ending, Ending::Refuse) {
+                    world.inject(1, Some(Operation::EndCapture));
+                }
+                drop(capture);
+                self.dropped = stream.is_capturing().then_some(stream);
+            }
             Ending::Hand => {
                 let dropping = Arc::<Dropping>::default();
                 self.handed.insert(stream.id(), dropping.clone());

@@ -1,5 +1,6 @@
 //! Liveness: a request that fits is served, and once faults stop, everything works and goes back.
 
+use std::fmt::Display;
 use std::ops::Range;
 
 use aquifer::Allocator;
@@ -126,62 +127,111 @@ impl World {
         self.driver.clear_faults();
         self.set_other_process(0);
         self.set_limit(None);
-        let mut raw = Vec::new();
+        let (mut raw, mut pools) = (Vec::new(), Vec::new());
         for handed in self.take_all_handed() {
             match handed {
                 Handed::Raw(one) => raw.push(one.ptr),
+                Handed::Pool(pool) => pools.push(pool),
                 Handed::Capture(capture, dropping) => dropping.finish(capture),
                 other => drop(other),
             }
         }
         self.check_violations();
-        let end = |what: &str, error: &dyn std::fmt::Display| self.report(format!("at the end, {what}: {error}"));
         if self.is_lost() {
             return;
         }
-        if let Err(error) = self.memory.wake() {
-            end("memory stays asleep", &error);
+        if std::env::var_os("SYNC").is_some() {
+            self.device.synchronize().unwrap();
         }
-        self.device.settle();
+        if std::env::var_os("EMPTY").is_some() {
+            for p in &pools {
+                p.empty_cache().unwrap();
+            }
+        }
+        if std::env::var_os("DROP").is_some() {
+            pools.clear();
+        }
+        if let Err(error) = self.memory.wake() {
+            self.report_end("memory stays asleep", &error);
+        }
         if let Err(error) = self.device.synchronize() {
-            end("the device cannot be waited for", &error);
+            self.report_end("the device cannot be waited for", &error);
         }
         for ptr in raw {
             if let Err(error) = self.memory.free_raw(ptr) {
-                end("a pointer cannot be freed", &error);
+                self.report_end("a pointer cannot be freed", &error);
             }
         }
+        self.check_taken(self.memory.memory_reserved() + self.second.memory_reserved());
+        // A request for all memory releases what emptying might forget, and the other way round.
+        if self.asks_first {
+            for pool in &pools {
+                self.check_served(&self.memory, |bytes| {
+                    pool.alloc_bytes(bytes, self.device.default_stream()).map(drop)
+                });
+            }
+            self.check_all_served();
+        }
+        drop(pools);
         for memory in [&self.memory, &self.second] {
             count(&self.counts.liveness);
             if let Err(error) = memory.empty_cache() {
-                end("the cache cannot be emptied", &error);
+                self.report_end("the cache cannot be emptied", &error);
             }
-            let held = (memory.memory_allocated(), memory.memory_reserved());
-            if held != (0, 0) {
-                end("memory is not given back", &format_args!("{} allocated, {} reserved", held.0, held.1));
+            let stats = memory.stats();
+            let left = [stats.requested_bytes, stats.allocated_bytes, stats.active_bytes, stats.reserved_bytes];
+            let left = left.map(|stat| stat.all.current);
+            if left != [0; 4] {
+                let [requested, allocated, active, reserved] = left;
+                let left =
+                    format_args!("{requested} requested, {allocated} allocated, {active} active, {reserved} reserved");
+                self.report_end("memory is not given back", &left);
             }
         }
+        self.check_taken(0);
+        self.check_all_served();
+        self.check_violations();
+    }
+
+    fn report_end(&self, what: &str, why: &dyn Display) {
+        self.report(format!("at the end, {what}: {why}"));
+    }
+
+    /// Checks that no more of the device is taken than the allocators hold: memory of those that are
+    /// gone is back.
+    fn check_taken(&self, reserved: u64) {
         let total = self.device.info().total_bytes;
         match self.device.memory_info() {
-            Ok(info) if info.free == total => {}
-            Ok(info) => end("memory is missing on the device", &format_args!("{} of {total}", total - info.free)),
-            Err(error) => end("the device does not say what is free", &error),
+            Ok(info) if total - info.free <= reserved => {}
+            Ok(info) => self.report_end(
+                "memory is missing on the device",
+                &format_args!("{} bytes are taken, and {reserved} are reserved", total - info.free),
+            ),
+            Err(error) => self.report_end("the device does not say what is free", &error),
         }
-        // Everything is free, or idle in the other allocator, so a request that fits is served.
+    }
+
+    /// Checks that each allocator serves a request for all memory, also while the other one holds it
+    /// without need.
+    fn check_all_served(&self) {
         for memory in [&self.memory, &self.second, &self.memory] {
-            count(&self.counts.liveness);
-            let fits = (total - memory.config().headroom) / unit(memory) * unit(memory);
-            let calls = self.driver.calls_made();
-            match memory.alloc_bytes(fits, self.device.default_stream()) {
-                Ok(served) => drop(served),
-                Err(error) => end("a request that fits is refused", &error),
-            }
-            let calls = self.driver.calls_made() - calls;
-            if calls > CALLS_MAX * (total / MIB) {
-                end("a request takes too long", &format_args!("{calls} driver calls"));
-            }
+            self.check_served(memory, |bytes| memory.alloc_bytes(bytes, self.device.default_stream()).map(drop));
         }
-        self.check_violations();
+    }
+
+    /// Checks that a request for all memory is served, and soon: nothing is in use.
+    fn check_served(&self, of: &Allocator, ask: impl FnOnce(u64) -> Result<(), AllocError>) {
+        count(&self.counts.liveness);
+        let total = self.device.info().total_bytes;
+        let fits = (total - of.config().headroom) / unit(of) * unit(of);
+        let calls = self.driver.calls_made();
+        if let Err(error) = ask(fits) {
+            self.report_end("a request that fits is refused", &error);
+        }
+        let calls = self.driver.calls_made() - calls;
+        if calls > CALLS_MAX * (total / MIB) {
+            self.report_end("a request takes too long", &format_args!("{calls} driver calls"));
+        }
     }
 }
 

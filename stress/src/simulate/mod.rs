@@ -11,7 +11,7 @@
 //! panic, no error without a cause. *Liveness*, while a program of one thread runs: what fits is
 //! served, and wakes up. At the end of each program, once faults have stopped: all threads have ended,
 //! everything goes back to the device, and a request that fits is served within a bounded number of
-//! driver calls, also where the other allocator holds all memory without need.
+//! driver calls, also where a cache, an idle pool or the other allocator holds memory without need.
 
 mod bare;
 mod liveness;
@@ -21,6 +21,7 @@ mod sleep;
 mod world;
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use aquifer::device::sim::SimDriver;
 use aquifer_device::executor::{self, Body};
@@ -33,8 +34,9 @@ use world::World;
 /// Turns within which the threads of a program must have ended.
 const TURNS_MAX: u64 = 2_000_000;
 
-/// Programs tried while a failing one is made smaller.
+/// Programs tried, and time taken, while a failing one is made smaller.
 const TRIALS: usize = 400;
+const SHRINKING_MAX: Duration = Duration::from_secs(60);
 
 /// Of these, programs whose threads did not end: each leaves its threads behind.
 const STUCK_MAX: usize = 24;
@@ -103,8 +105,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failed> {
         is_stuck: !matches!(failure, executor::Failure::Panicked(_)),
     })?;
     let counts = std::mem::replace(&mut *result.lock(), Ok(Counts::default()))?;
-    let fails = |step: &Step| matches!(step, Step::Faults(_) | Step::Fault(_) | Step::Lose(_));
-    if !plan.threads.iter().flatten().any(fails) {
+    if !plan.threads.iter().flatten().any(Step::injects_faults) {
         check_objects(&driver)?;
     }
     Ok(Counts { turns, calls: driver.calls_made(), time_ns: driver.now_ns(), ..counts })
@@ -124,12 +125,14 @@ fn check_objects(driver: &SimDriver) -> Result<(), String> {
 pub fn shrink(plan: Plan, failure: Failed) -> (Plan, Failed) {
     let (mut plan, mut failure) = (plan, failure);
     let (mut trials, mut stuck) = (0, usize::from(failure.is_stuck));
+    let since = Instant::now();
+    let goes_on = |trials, stuck| trials < TRIALS && stuck < STUCK_MAX && since.elapsed() < SHRINKING_MAX;
     let mut length = plan.threads.iter().map(Vec::len).max().unwrap_or(0);
-    while length > 0 && trials < TRIALS {
+    while length > 0 && goes_on(trials, stuck) {
         let mut removed = false;
         for thread in 0..plan.threads.len() {
             let mut start = 0;
-            while start < plan.threads[thread].len() && trials < TRIALS && stuck < STUCK_MAX {
+            while start < plan.threads[thread].len() && goes_on(trials, stuck) {
                 trials += 1;
                 let smaller = plan.without(thread, start..start + length);
                 match run(&smaller) {

@@ -2,9 +2,18 @@
 
 use std::fmt;
 
+use aquifer_device::Operation;
+
 use crate::random::Random;
 
 const MIB: u64 = 1 << 20;
+
+/// Calls after whose failure there is something to undo or to try again, and that are too rare for a
+/// fault of any call to hit them.
+const AIMED_AT: [Operation; 6] = {
+    use Operation::{CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap};
+    [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap]
+};
 
 /// A program. The same plan always runs in the same way.
 #[derive(Debug, Clone)]
@@ -34,6 +43,8 @@ pub struct Plan {
 pub enum Ending {
     /// It is dropped.
     Drop,
+    /// It is dropped, and the driver refuses to end it.
+    Refuse,
     /// Another thread drops it.
     Hand,
     /// Its graph is kept, to be launched.
@@ -147,10 +158,14 @@ pub enum Step {
     TrimTo(u64),
     /// Sets the limit, or removes it.
     SetLimit(Option<u64>),
+    /// Sets the limit to the share of the device's memory that so much is.
+    SetShare(u64),
     /// Another process holds so much from now on.
     OtherProcess(u64),
     /// A second allocator of the device serves a request.
     Second { stream: u32, bytes: u64 },
+    /// Another allocator serves a request, and is dropped before the buffer is.
+    Outlive { stream: u32, bytes: u64 },
     /// An allocator takes pieces of this size until it is refused one, and then keeps so many.
     Fill { second: bool, stream: u32, bytes: u64, keep: u32 },
     /// Falls asleep, with or without saving contents; either waits for what keeps memory awake, or
@@ -162,10 +177,18 @@ pub enum Step {
     Look,
     /// Makes calls of the driver fail at this rate, in thousandths; 0 ends that.
     Faults(u32),
-    /// Makes the nth call from now fail.
-    Fault(u64),
+    /// Makes the nth call from now fail, or the nth one of an operation.
+    Fault { nth: u64, operation: Option<Operation> },
     /// The device is lost at the nth call from now.
     Lose(u64),
+}
+
+impl Step {
+    /// True if calls of the driver fail from then on.
+    pub(super) fn injects_faults(&self) -> bool {
+        let refuses = matches!(self, Step::Capture { ending: Ending::Refuse, .. });
+        refuses || matches!(self, Step::Faults(_) | Step::Fault { .. } | Step::Lose(_))
+    }
 }
 
 impl Plan {
@@ -186,7 +209,10 @@ impl Plan {
         let lag = if random.below(3) == 0 { random.size(1, 200) } else { 0 };
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
-        let threads = (0..count).map(|_| (0..steps).map(|_| step(random, &kind)).collect()).collect();
+        // Otherwise most threads end before they have a pool.
+        let first = (random.below(2) == 0).then_some(Step::CreatePool { lends: false });
+        let thread = |random: &mut Random| first.into_iter().chain((0..steps).map(|_| step(random, &kind))).collect();
+        let threads = (0..count).map(|_| thread(random)).collect();
         Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }
     }
 
@@ -298,7 +324,8 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         99..=102 => Step::Stall { stream, us: u64::from(random.below(40_000)) },
         103 => Step::NewStream { stream, blocking: other == 0 },
         104..=109 => {
-            let ending = [Ending::Drop, Ending::Hand, Ending::Keep, Ending::Keep][other as usize];
+            let dropped = if kind.faults && pick % 2 == 0 { Ending::Refuse } else { Ending::Drop };
+            let ending = [dropped, Ending::Hand, Ending::Keep, Ending::Keep][other as usize];
             Step::Capture { pool: pick, stream, bytes: small, ending }
         }
         110..=113 => Step::Launch { graph: pick, stream },
@@ -315,19 +342,25 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         132 | 133 => Step::AllocExportable { stream, bytes },
         134 | 135 => Step::EmptyCache,
         136 => Step::TrimTo(bytes),
+        137 if kind.others && other == 1 => Step::SetShare(8 * MIB + bytes),
         137 if kind.others => Step::SetLimit((other > 0).then_some(8 * MIB + bytes)),
         138 if kind.others => Step::OtherProcess(bytes % (40 * MIB)),
         139..=141 => Step::Second { stream, bytes },
         142 | 143 => Step::Fill { second: other < 2, stream, bytes: 256 * 1024 + bytes % (16 * MIB), keep: pick % 4 },
-        144..=147 => Step::Look,
+        144 => Step::Outlive { stream, bytes },
+        145..=147 => Step::Look,
         148..=151 if kind.sleeps => Step::Sleep { what: asleep(pick), save: other > 0, waits: stream > 0 },
         152..=157 if kind.sleeps => Step::Wake(asleep(pick)),
         158..=160 if kind.faults => Step::Faults(if other == 0 { 20 } else { 0 }),
-        161..=164 if kind.faults => Step::Fault(u64::from(1 + pick % 12)),
+        161..=164 if kind.faults => Step::Fault { nth: u64::from(1 + pick % 12), operation: None },
         165 | 166 if kind.lost => Step::Lose(u64::from(1 + pick % 40)),
         167..=169 => Step::Drop(pick),
         170..=173 if kind.alone => {
             Step::Fill { second: other < 2, stream, bytes: MIB + bytes % (24 * MIB), keep: pick % 8 }
+        }
+        174..=176 if kind.faults => {
+            let operation = AIMED_AT[pick as usize / 3 % AIMED_AT.len()];
+            Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation) }
         }
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }

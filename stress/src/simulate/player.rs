@@ -9,7 +9,7 @@ use std::{env, fs, process};
 
 use aquifer::Pending;
 use aquifer::device::{Graph, RawStream, StreamFlags};
-use aquifer::memory::{AllocError, PoolOptions, PrivatePool, TagScope};
+use aquifer::memory::{AllocError, Config, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
 use aquifer::transfer::{FilePart, TransferError};
 use aquifer_allocator::{Awake, PoolRoute};
@@ -56,6 +56,8 @@ pub(super) struct Player<'a> {
     pub(super) growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
     pub(super) handed: HashMap<u32, Arc<Dropping>>,
+    /// A stream whose capture it has dropped, if that did not end it.
+    pub(super) dropped: Option<Stream>,
     next_pattern: u8,
 }
 
@@ -71,8 +73,8 @@ impl<'a> Player<'a> {
             streams.extend(world.allow(made));
         }
         let next_pattern = u8::try_from(number * 50 % 200).unwrap_or(0);
-        let (owned, raw, pools, routes, graphs, growables, handed) = Default::default();
-        Player { world, streams, owned, raw, pools, routes, graphs, growables, handed, next_pattern }
+        let (owned, raw, pools, routes, graphs, growables, handed, dropped) = Default::default();
+        Player { world, streams, owned, raw, pools, routes, graphs, growables, handed, dropped, next_pattern }
     }
 
     /// Makes all steps, and gives everything back that the thread has.
@@ -81,13 +83,32 @@ impl<'a> Player<'a> {
             if self.world.has_failed() {
                 break;
             }
+            self.write_after_drop();
             self.step(step);
             self.world.check();
             executor::yield_now();
         }
         self.free_all_raw();
-        let Player { owned, pools, routes, graphs, growables, .. } = self;
-        drop((growables, graphs, owned, pools, routes));
+        for pick in 0..self.owned.len() {
+            self.verify(u32::try_from(pick).unwrap_or(0), 0);
+        }
+        let Player { world, owned, pools, routes, graphs, growables, .. } = self;
+        drop((growables, graphs, owned, routes));
+        pools.into_iter().for_each(|pool| world.hand(Handed::Pool(pool)));
+    }
+
+    /// Writes a buffer on a stream whose capture another thread has dropped, or its own thread
+    /// without ending it: the work must not be lost there.
+    fn write_after_drop(&mut self) {
+        let done = self.handed.iter().filter(|(_, dropping)| dropping.is_done()).map(|(&id, _)| id).min();
+        let id = done.inspect(|id| drop(self.handed.remove(id)));
+        let by_others = id.and_then(|id| self.streams.iter().find(|stream| stream.id() == id).cloned());
+        let Some(stream) = self.dropped.take().or(by_others) else { return };
+        let pattern = self.pattern();
+        if let Some(mut owned) = self.owned.pop() {
+            self.write_all(&mut owned, &stream, pattern);
+            self.owned.push(owned);
+        }
     }
 
     /// The stream that `pick` stands for, or the next one without a capture that another thread may
@@ -257,17 +278,23 @@ impl<'a> Player<'a> {
             Step::EmptyCache => drop(world.allow(world.memory.empty_cache())),
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
             Step::SetLimit(limit) => world.set_limit(limit),
+            Step::SetShare(bytes) => world.set_share(bytes),
             Step::OtherProcess(bytes) => world.set_other_process(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
                 self.add(&world.second, bytes, &stream, 0, || world.second.alloc(length(bytes), &stream));
+            }
+            Step::Outlive { stream, bytes } => {
+                let (stream, made) = (self.stream(stream), Allocator::new(&world.device, Config::default()));
+                let Some(memory) = world.allow(made) else { return };
+                self.add(&memory, bytes, &stream, 0, || memory.alloc(length(bytes), &stream));
             }
             Step::Fill { second, stream, bytes, keep } => self.fill(second, &self.stream(stream), bytes, keep),
             Step::Sleep { what, save, waits } => self.sleep(what, save, waits),
             Step::Wake(what) => self.wake(what),
             Step::Look => world.look(),
             Step::Faults(thousandths) => world.inject_rate(thousandths),
-            Step::Fault(nth) => world.inject(nth),
+            Step::Fault { nth, operation } => world.inject(nth, operation),
             Step::Lose(nth) => world.lose(nth),
         }
     }

@@ -10,8 +10,8 @@ use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
 use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer::{Allocator, Device};
 use aquifer_allocator::snapshot::Segment;
-use aquifer_device::Code;
 use aquifer_device::fork::Mutex;
+use aquifer_device::{Code, Operation};
 use aquifer_oracle::Judged;
 use aquifer_sim::{Lagging, Violation, ViolationKind};
 use aquifer_transfer::StagingConfig;
@@ -62,6 +62,8 @@ pub(super) struct World {
     /// In front of that.
     judged: Arc<Judged>,
     pub(super) threads: usize,
+    /// Allocators are asked for all memory at the end before anything is emptied.
+    pub(super) asks_first: bool,
     handed: Mutex<Vec<Handed>>,
     /// A fault was injected: any call may fail, and fail again.
     faulty: AtomicBool,
@@ -128,6 +130,7 @@ impl World {
             lagging,
             judged,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
+            asks_first: plan.seed.is_multiple_of(2),
             handed: Mutex::default(),
             faulty: false.into(),
             lost: false.into(),
@@ -150,6 +153,18 @@ impl World {
     pub(super) fn set_limit(&self, limit: Option<u64>) {
         self.limited.store(limit.is_some(), Ordering::Relaxed);
         self.memory.set_limit(limit);
+    }
+
+    /// Sets the limit to the share of the device's memory that `bytes` are. That allows `bytes`.
+    pub(super) fn set_share(&self, bytes: u64) {
+        self.limited.store(true, Ordering::Relaxed);
+        let total = self.device.info().total_bytes;
+        let bytes = bytes.min(total - 1);
+        self.allow(self.memory.set_memory_fraction(bytes as f64 / total as f64));
+        let limit = self.memory.limit();
+        if limit != Some(bytes) {
+            self.report(format!("the limit is {limit:?} where a share of {bytes} of {total} was set"));
+        }
     }
 
     /// True if nothing is in the way of requests but memory in use: what fits can be told exactly.
@@ -224,10 +239,10 @@ impl World {
         }
     }
 
-    /// Makes the nth call of the driver fail.
-    pub(super) fn inject(&self, nth: u64) {
+    /// Makes the nth call of the driver fail, or the nth one of an operation.
+    pub(super) fn inject(&self, nth: u64, operation: Option<Operation>) {
         self.faulty.store(true, Ordering::Relaxed);
-        self.driver.inject(Fault::Nth { operation: None, nth, code: Code(999) });
+        self.driver.inject(Fault::Nth { operation, nth, code: Code(999) });
     }
 
     /// Loses the device at the nth call.
