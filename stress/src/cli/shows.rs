@@ -130,8 +130,8 @@ memory should run out, they have a little more than the program uses. No other p
 of them, regardless of --device.
 
 JSON keys, by step; sizes are bytes:
-  replay    a program on a device with plenty of memory, in a model of PyTorch's allocator, when that
-            held the most:
+  replay    a program in a model of PyTorch's allocator, on a device with plenty of
+            memory, when it held the most:
             trace, device_bytes, peak_requested_bytes, peak_reserved_bytes, allocated_bytes,
             unused_segment_bytes (segments with nothing live), pieces, piece_bytes (free blocks
             elsewhere), ooms (requests refused; the other figures are those of served requests)
