@@ -174,7 +174,6 @@ impl Allocator {
             device: Some(device.for_memory()),
             classes: classes.clone(),
             crosses_streams,
-            collects_garbage: config.garbage_collection_threshold > 0.0,
             paged,
             ..SharedState::default()
         };

@@ -47,7 +47,6 @@ fn config(backing: Backing) -> impl Strategy<Value = Config> {
     (
         (cross_stream, prop_oneof![3 => Just(20 * MIB), 1 => mib(11, 33)]),
         (prop::option::weighted(0.4, mib(33, 80)), prop::option::weighted(0.2, mib(33, 80))),
-        prop_oneof![3 => Just(0.0), 1 => 0.1..0.9],
         (prop::option::weighted(0.3, mib(20, 200)), prop_oneof![4 => Just(0), 1 => mib(1, 40)]),
         (
             prop_oneof![4 => Just(0_u64), 1 => Just(4), 1 => Just(16)],
@@ -57,20 +56,11 @@ fn config(backing: Backing) -> impl Strategy<Value = Config> {
         (prop::bool::weighted(0.1), prop::bool::weighted(0.08)),
     )
         .prop_map(
-            move |(
-                streams,
-                split,
-                threshold,
-                (limit, headroom),
-                (divisions, frame),
-                history,
-                (fail_fast, no_cache),
-            )| {
+            move |(streams, split, (limit, headroom), (divisions, frame), history, (fail_fast, no_cache))| {
                 let mut config = Config::default();
                 config.backing = backing;
                 (config.cross_stream, config.large_segment_size) = streams;
                 (config.max_split_size, config.max_non_split_rounding) = split;
-                config.garbage_collection_threshold = threshold;
                 (config.limit, config.headroom) = (limit, headroom);
                 config.roundup_power2_divisions = [divisions; 16];
                 config.frame = frame;

@@ -29,9 +29,6 @@ pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
         Key::LargeSegmentSize => differing(config.large_segment_size, default.large_segment_size).map(mib),
         Key::MaxSplitSize => config.max_split_size.map(mib),
         Key::MaxNonSplitRounding => config.max_non_split_rounding.map(mib),
-        Key::GarbageCollectionThreshold => {
-            differing(config.garbage_collection_threshold, default.garbage_collection_threshold).map(plain)
-        }
         Key::RoundupPower2Divisions => {
             differing(config.roundup_power2_divisions, default.roundup_power2_divisions).map(|all| divisions(&all))
         }
@@ -54,7 +51,8 @@ pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
         Key::Tags => differing(config.tags, default.tags).map(plain),
         Key::NoCache => flag(config.no_cache),
         Key::Backend | Key::ReleaseLock => None,
-        Key::ExpandableReserve
+        Key::GarbageCollectionThreshold
+        | Key::ExpandableReserve
         | Key::ExpandableReserveByClass
         | Key::GraphCaptureReuse
         | Key::PinnedBackgroundThreads

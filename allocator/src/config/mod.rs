@@ -82,10 +82,6 @@ pub struct Config {
     /// MiB, at least `large_segment_size`, which is also what `None`, the default, stands for.
     /// Option `max_non_split_rounding_mb`.
     pub max_non_split_rounding: Option<u64>,
-    /// Share of the limit in use above which unused segments are released by age, in (0, 1); 0, the
-    /// default, is off. Without a limit, unlike in PyTorch, it is a share of the device's memory.
-    /// Option `garbage_collection_threshold`.
-    pub garbage_collection_threshold: f64,
     /// How many steps there are between a power of two and the next, to which requests are rounded
     /// up. Entry `i` holds for requests of 2^i to 2^(i+1) MiB, entry 0 also for smaller and entry
     /// 15 for larger ones. Each is a power of two, or 0 for off, the default. Requests up to 512
@@ -161,7 +157,6 @@ impl Default for Config {
             large_segment_size: size_class::LARGE_SEGMENT,
             max_split_size: None,
             max_non_split_rounding: None,
-            garbage_collection_threshold: 0.0,
             roundup_power2_divisions: [0; 16],
             per_process_memory_fraction: 1.0,
             fail_fast: false,
@@ -198,8 +193,8 @@ impl Config {
     }
 
     /// Sets the options that an option string names and leaves the others as they are. PyTorch,
-    /// when its settings change at run time, first takes back `max_split_size_mb`,
-    /// `roundup_power2_divisions` and `garbage_collection_threshold`; this does not.
+    /// when its settings change at run time, first takes back `max_split_size_mb` and
+    /// `roundup_power2_divisions`; this does not.
     ///
     /// # Errors
     ///

@@ -44,15 +44,15 @@ pub(crate) fn listed(ignored: &[IgnoredOption]) -> String {
 
 /// Why an option has no effect on memory that comes as `backing` says; `None` if it has one.
 ///
-/// Mapped memory splits every block, so none is oversize, and has no segments to collect. Private
+/// Mapped memory splits every block, so none is oversize. Private
 /// pools that hand out whole blocks have segments on either backing, but it is rare to set these
 /// options for them alone.
 pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'static str> {
     Some(match (key, backing) {
-        (
-            Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold,
-            Backing::Paged,
-        ) => "for `backing:segments` only, and this memory is mapped",
+        (Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding, Backing::Paged) => {
+            "for `backing:segments` only, and this memory is mapped"
+        }
+        (Key::GarbageCollectionThreshold, _) => "unused memory goes back when a request needs it, whatever its age",
         (Key::Granule | Key::Frame, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
         (Key::ExpandableSegments, Backing::Paged) => "mapped memory, which this is, does what it asks for",
         (Key::ExpandableSegments, Backing::Segments) => "what it asks for is `backing:paged`",
@@ -75,9 +75,7 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
 /// Why an option has no effect on memory in segments, given the others; `None` if it has one.
 pub(super) const fn without_effect_beside(key: Key, config: &Config) -> Option<&'static str> {
     Some(match key {
-        Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::GarbageCollectionThreshold
-            if config.no_cache =>
-        {
+        Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding if config.no_cache => {
             "for memory that is cached, and none is (`no_cache:True`)"
         }
         Key::MaxNonSplitRounding if config.max_split_size.is_none() => {
@@ -96,7 +94,8 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
         Key::MaxSplitSize => config.max_split_size = Some(word()?.mib()?),
         Key::MaxNonSplitRounding => config.max_non_split_rounding = Some(word()?.mib()?),
         Key::GarbageCollectionThreshold => {
-            config.garbage_collection_threshold = word()?.fraction(Excluded(0.0), Excluded(1.0))?;
+            word()?.fraction(Excluded(0.0), Excluded(1.0))?;
+            keep(config, pair);
         }
         Key::RoundupPower2Divisions => config.roundup_power2_divisions = divisions(pair)?,
         Key::PerProcessMemoryFraction => {

@@ -35,14 +35,13 @@ fn nothing_gives_the_defaults() {
 fn every_option_is_read() {
     let config = parse(
         "large_segment_size_mb:32,max_split_size_mb:40,max_non_split_rounding_mb:50,\
-         garbage_collection_threshold:0.6,roundup_power2_divisions:8,per_process_memory_fraction:0.5,\
+         roundup_power2_divisions:8,per_process_memory_fraction:0.5,\
          throw_on_cudamalloc_oom:True,backing:segments,cross_stream:wait,limit_mb:7,limit_free_fraction:0.25,\
          headroom_mb:3,history:99,oom_snapshot:/tmp/oom.pickle,tags:span,no_cache:True",
     );
     assert_eq!(config.large_segment_size, 32 * MIB);
     assert_eq!(config.max_split_size, Some(40 * MIB));
     assert_eq!(config.max_non_split_rounding, Some(50 * MIB));
-    assert_eq!(config.garbage_collection_threshold, 0.6);
     assert_eq!(config.roundup_power2_divisions, [8; 16]);
     assert_eq!(config.per_process_memory_fraction, 0.5);
     assert!(config.fail_fast);
@@ -208,16 +207,15 @@ fn an_ignored_option_describes_itself() {
 #[test]
 fn options_of_one_backing_are_ignored_on_the_other() {
     let ignored = |text: &str, backing| listed(&parse(text).ignored(backing));
-    let segments =
-        "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64,garbage_collection_threshold:0.5";
+    let segments = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64";
     assert_eq!(
         ignored(segments, Backing::Paged),
         format!("{} (for `backing:segments` only, and this memory is mapped)", segments.replace(',', ", "))
     );
     assert_eq!(ignored(segments, Backing::Segments), "");
     assert_eq!(
-        ignored("no_cache:True,large_segment_size_mb:40,garbage_collection_threshold:0.5", Backing::Segments),
-        "large_segment_size_mb:40, garbage_collection_threshold:0.5 (for memory that is cached, and none is (`no_cache:True`))"
+        ignored("no_cache:True,large_segment_size_mb:40", Backing::Segments),
+        "large_segment_size_mb:40 (for memory that is cached, and none is (`no_cache:True`))"
     );
     assert_eq!(
         ignored("max_non_split_rounding_mb:64", Backing::Segments),
@@ -229,6 +227,12 @@ fn options_of_one_backing_are_ignored_on_the_other() {
         "pinned_max_cached_size_mb:1, pinned_free_catch_all:True (page-locked memory is that of aquifer-transfer, which has \
          options of its own); granule_mb:4 (for mapped memory only, and this memory comes in segments)"
     );
+    for backing in [Backing::Paged, Backing::Segments] {
+        assert!(
+            ignored("garbage_collection_threshold:0.5", backing)
+                .starts_with("garbage_collection_threshold:0.5 (unused")
+        );
+    }
     // What is as by default asks for nothing.
     assert_eq!(ignored("large_segment_size_mb:20", Backing::Paged), "");
     assert!(ignored("expandable_segments:True", Backing::Paged).contains("does what it asks for"));

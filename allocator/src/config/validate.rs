@@ -63,14 +63,10 @@ impl Violation {
 impl Config {
     pub(super) fn check(&self) -> Result<(), Violation> {
         self.check_sizes()?;
-        // Written so that a value that is not a number breaks the rule.
-        let threshold = self.garbage_collection_threshold;
-        if !(0.0..1.0).contains(&threshold) {
-            return Err(Violation::range(Key::GarbageCollectionThreshold, threshold));
-        }
         if let Some(bad) = self.roundup_power2_divisions.iter().find(|n| **n != 0 && !n.is_power_of_two()) {
             return Err(Violation::range(Key::RoundupPower2Divisions, bad));
         }
+        // Written so that a value that is not a number breaks the rule.
         if !(0.0..=1.0).contains(&self.per_process_memory_fraction) {
             return Err(Violation::range(Key::PerProcessMemoryFraction, self.per_process_memory_fraction));
         }

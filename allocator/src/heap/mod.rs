@@ -64,8 +64,6 @@ pub(crate) struct Region {
     pub(crate) first: BlockId,
     /// Last uses of its granules; empty for a segment.
     pub(crate) granules: Granules,
-    /// The pool's search count when the region became one free block, for garbage collection.
-    pub(crate) age_base: u64,
 }
 
 /// By how much an operation changed the count and the bytes of free pieces of regions
@@ -138,7 +136,6 @@ impl Heap {
     ) -> Option<(BlockId, SplitChange)> {
         let piece = Piece { owner: self.home, size, requested };
         let record = self.pools.get_mut(pool)?;
-        record.searches += 1;
         let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
         match &mut record.own {
@@ -226,11 +223,11 @@ impl Heap {
         let (joined, change) = match self.pools[pool].index_mut(self.home, owner) {
             FreeIndex::Exact(index) => {
                 let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined, self.gave::<Exact>(&joined, pool))
+                (joined, self.gave::<Exact>(&joined))
             }
             FreeIndex::Bins(index) => {
                 let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined, self.gave::<Bins>(&joined, pool))
+                (joined, self.gave::<Bins>(&joined))
             }
         };
         if owner != self.home {
@@ -241,15 +238,12 @@ impl Heap {
 
     /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
-    fn gave<I: Index>(&mut self, joined: &Joined, pool: u16) -> SplitChange {
+    fn gave<I: Index>(&mut self, joined: &Joined) -> SplitChange {
         let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
         self.free += given;
         let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
         if !I::FIRST_STAYS && prev == BlockId::NONE {
             self.region_mut(region).first = id;
-        }
-        if is_whole_region {
-            self.region_mut(region).age_base = self.pools[pool].searches;
         }
         if !I::SEGMENTS {
             return SplitChange::default();
@@ -336,12 +330,10 @@ impl Heap {
     pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
         let home = self.home;
         let region = self.add_region_record(addr, bytes, pool);
-        let age_base = self.pools[pool].searches;
         let state = State::Free;
         let block = Block { addr, size: bytes, region, owner: home, pool, state, ..Block::default() };
         let first = self.blocks.insert(block);
-        let record = self.region_mut(region);
-        (record.first, record.age_base) = (first, age_base);
+        self.region_mut(region).first = first;
         self.free += bytes;
         self.index_alone(first);
         first
@@ -354,7 +346,7 @@ impl Heap {
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
         });
         let (home, first, granules) = (self.home, BlockId::NONE, Granules::default());
-        self.regions[number as usize] = Some(Region { addr, bytes, home, pool, first, granules, age_base: 0 });
+        self.regions[number as usize] = Some(Region { addr, bytes, home, pool, first, granules });
         self.total += bytes;
         self.pools[pool].regions += 1;
         number

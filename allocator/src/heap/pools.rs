@@ -19,9 +19,6 @@ pub(crate) struct Pool {
     /// Free blocks of the heap's home stream.
     pub(super) own: FreeIndex,
     pub(super) away: Away,
-    /// The clock of garbage collection: the number of searches here, or that of a busier arena, if
-    /// that is later.
-    pub(crate) searches: u64,
     /// Number of regions.
     pub(super) regions: usize,
 }
@@ -38,7 +35,7 @@ pub(crate) struct HeapPoolOptions {
 impl Pool {
     fn new(kind: PoolKind, index_kind: IndexKind, options: HeapPoolOptions) -> Pool {
         let (own, away) = (FreeIndex::new(index_kind), Away::default());
-        Pool { kind, options, index_kind, own, away, searches: 0, regions: 0 }
+        Pool { kind, options, index_kind, own, away, regions: 0 }
     }
 
     /// The index of `owner`'s free blocks.

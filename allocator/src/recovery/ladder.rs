@@ -7,22 +7,21 @@
 //!
 //! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the
 //!    policy says so;
-//! 2. collect garbage by age;
-//! 3. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
-//! 4. take a block of a private pool that lends on OOM; with `throw_on_cudamalloc_oom`, a request
+//! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
+//! 3. take a block of a private pool that lends on OOM; with `throw_on_cudamalloc_oom`, a request
 //!    that the limit refused fails here;
-//! 5. release oversize segments, and grow;
-//! 6. wait on the host for blocks that other streams still use;
-//! 7. make the stream wait for another stream's block, unless blocks never cross streams;
-//! 8. release everything unused, mapped memory where it stands in the way, and grow; then what
+//! 4. release oversize segments, and grow;
+//! 5. wait on the host for blocks that other streams still use;
+//! 6. make the stream wait for another stream's block, unless blocks never cross streams;
+//! 7. release everything unused, mapped memory where it stands in the way, and grow; then what
 //!    private pools keep although no graph may use it, as much as the request needs, and grow;
-//! 9. where the device refused, have the driver give back what its own pools keep unused, and other
+//! 8. where the device refused, have the driver give back what its own pools keep unused, and other
 //!    allocators of the process what they cache, and grow;
-//! 10. run the reclaimers by priority, each followed by a search, a release and a growth, and all
-//!     of them again as long as they free something (`reclaim.rs`);
-//! 11. wait until other threads have finished moving memory, search, and grow;
-//! 12. split frames that are partly in use, where the configuration allows it, and grow;
-//! 13. report that memory has run out.
+//! 9. run the reclaimers by priority, each followed by a search, a release and a growth, and all
+//!    of them again as long as they free something (`reclaim.rs`);
+//! 10. wait until other threads have finished moving memory, search, and grow;
+//! 11. split frames that are partly in use, where the configuration allows it, and grow;
+//! 12. report that memory has run out.
 //!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
@@ -43,7 +42,6 @@ use crate::heap::kind_of;
 use crate::pools::capture::{poll_launches, refuse_unannounced_capture};
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
-use crate::recovery::gc::collect_garbage;
 use crate::recovery::oom::report::Reclaimed;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
@@ -74,7 +72,6 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
     if let Some(granted) = cross_streams(allocator, request, tried)? {
         return Ok(Some(granted));
     }
-    collect_garbage(allocator)?;
     if let Some(granted) = try_grow(allocator, request, tried)? {
         allocator.state().shared().unborrowed += tried.instead_of_borrowing;
         return Ok(Some(granted));

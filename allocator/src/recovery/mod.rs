@@ -1,12 +1,10 @@
 //! Recovery: the attempts to serve a request that no cached block serves, up to the report that
 //! memory has run out.
 //!
-//! `ladder.rs` tries one rung after the other, among them garbage collection by age (`gc.rs`) and
-//! reclaimers (`reclaim.rs`). Callbacks that are registered with an allocator are kept in
+//! `ladder.rs` tries one rung after the other, among them reclaimers (`reclaim.rs`). Callbacks that are registered with an allocator are kept in
 //! `hooks.rs`. The last rung is the out-of-memory report (`oom/`).
 
 pub(crate) mod dedicated;
-pub(crate) mod gc;
 pub(crate) mod hooks;
 pub(crate) mod ladder;
 pub(crate) mod oom;

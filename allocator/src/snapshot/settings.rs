@@ -14,8 +14,7 @@ pub struct Settings {
     pub options: String,
     /// [`Config::max_split_size`].
     pub max_split_size: i64,
-    /// [`Config::garbage_collection_threshold`].
-    pub garbage_collection_threshold: f64,
+    garbage_collection_threshold: f64,
     /// [`Config::expandable_segments`], which has no effect in this version.
     pub expandable_segments: bool,
     pinned_num_register_threads: i64,
@@ -45,7 +44,9 @@ impl Settings {
         Settings {
             options: config.to_string(),
             max_split_size: config.max_split_size.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(-1)),
-            garbage_collection_threshold: config.garbage_collection_threshold,
+            garbage_collection_threshold: asked("garbage_collection_threshold")
+                .and_then(|value| value.parse().ok())
+                .unwrap_or(0.0),
             expandable_segments: config.expandable_segments,
             pinned_num_register_threads: number("pinned_num_register_threads").unwrap_or(1),
             release_lock_on_cudamalloc: true,

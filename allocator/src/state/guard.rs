@@ -12,10 +12,9 @@ use aquifer_device::Stream;
 use crate::accounting::counters::Counters;
 use crate::accounting::writer::CounterWriter;
 use crate::cross_stream::waiting_list::Waiting;
-use crate::heap::{Block, Heap, Passed, Region, Walk, kind_of};
+use crate::heap::{Block, Heap, Passed, Walk, kind_of};
 use crate::history::Action;
 use crate::request::{Place, Request};
-use crate::size_class::PoolKind;
 use crate::state::arena::{Arena, ArenaGuard, ArenaInner, Granted};
 use crate::state::settled::{FEW, Sought, Sums};
 use crate::state::shared::SharedState;
@@ -311,11 +310,6 @@ impl StateGuard {
         &self.heap(place).blocks[place.block]
     }
 
-    /// The region of a block.
-    pub(crate) fn region(&self, place: Place) -> &Region {
-        self.heap(place).region(self.block(place).region)
-    }
-
     fn heap(&self, place: Place) -> &Heap {
         let at = self.position(place.arena).unwrap_or_else(|| unreachable!("a block without an arena"));
         &self.arenas[at].heap
@@ -348,19 +342,6 @@ impl StateGuard {
         self.shared.settled.unsettled.push(arena);
         let held = self.arenas.partition_point(|locked| locked.arena.slot < slot);
         self.arenas.insert(held, locked);
-        if self.shared.collects_garbage {
-            self.lock_all();
-            self.synchronize_searches();
-        }
-    }
-
-    /// Raises every arena's number of searches in the default pools, which is its clock for garbage
-    /// collection, to the greatest of all. All locks are held.
-    pub(crate) fn synchronize_searches(&mut self) {
-        for pool in [PoolKind::Small as u16, PoolKind::Large as u16] {
-            let latest = self.heaps().map(|heap| heap.pools[pool].searches).max().unwrap_or(0);
-            self.arenas.iter_mut().for_each(|arena| arena.heap.pools[pool].searches = latest);
-        }
     }
 
     /// Makes the calling thread known as being at work here.

@@ -303,7 +303,7 @@ mod tests {
                 Just(""),
                 Just("backing:segments"),
                 Just("history:100"),
-                Just("backing:segments,garbage_collection_threshold:0.3"),
+                Just("backing:segments,max_split_size_mb:20"),
             ],
             steps in prop::collection::vec(step(), 1..120),
         ) {

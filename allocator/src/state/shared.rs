@@ -39,8 +39,6 @@ pub(crate) struct SharedState {
     /// True if all arenas are locked where some would do.
     #[cfg(test)]
     pub(crate) never_settles: bool,
-    /// True if segments are released by age.
-    pub(crate) collects_garbage: bool,
     /// The thread that writes to the shared counters, and how often the work has passed from one
     /// thread to another.
     pub(crate) writer: CounterWriter,

@@ -21,11 +21,10 @@ use crate::text::{Bytes, wrap};
 const SEGMENTS: &str = "backing:segments";
 
 /// Policies for every scenario.
-const POLICIES: [&str; 6] = [
+const POLICIES: [&str; 5] = [
     SEGMENTS,
     "backing:segments,max_split_size_mb:128",
     "backing:segments,roundup_power2_divisions:8",
-    "backing:segments,garbage_collection_threshold:0.8",
     "no_cache:True",
     "",
 ];

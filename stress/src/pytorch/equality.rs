@@ -12,7 +12,7 @@ use crate::input::{self, Event, Program};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Refused, Subject};
 
-const OPTIONS: [&str; 10] = [
+const OPTIONS: [&str; 9] = [
     "",
     "max_split_size_mb:128",
     "max_split_size_mb:20",
@@ -20,8 +20,7 @@ const OPTIONS: [&str; 10] = [
     "roundup_power2_divisions:8",
     "roundup_power2_divisions:[64:8,256:4,1024:2,>:1],max_split_size_mb:256",
     "large_segment_size_mb:64,max_split_size_mb:512",
-    "garbage_collection_threshold:0.6,per_process_memory_fraction:0.9",
-    "garbage_collection_threshold:0.8,per_process_memory_fraction:0.5,max_split_size_mb:64",
+    "per_process_memory_fraction:0.5,max_split_size_mb:64",
     "per_process_memory_fraction:0.97,throw_on_cudamalloc_oom:True",
 ];
 
@@ -131,9 +130,7 @@ fn recorded_programs() {
             sizes.extend([peak + peak / 50, peak + peak / 20, peak + peak / 4, peak - peak / 10]);
         }
         let begun = std::time::Instant::now();
-        // The library counts ages for each stream by itself.
-        let ages_count = |options: &&&str| program.streams.len() == 1 || !options.contains("garbage");
-        for options in OPTIONS.iter().filter(ages_count) {
+        for options in OPTIONS {
             for &size in &sizes {
                 let seen = compare(program, options, size.next_multiple_of(2 << 20), 2, 997);
                 runs += 1;
@@ -192,14 +189,6 @@ proptest! {
         options in prop::sample::select(OPTIONS.to_vec()),
         mib in prop::sample::select(vec![60_u64, 150, 400, 4000]),
     ) {
-        let on_one_stream = |event: &mut Event| match event {
-            Event::Alloc { stream, .. } | Event::RecordStream { stream, .. } => *stream = 0,
-            _ => {}
-        };
-        let mut program = program;
-        if options.contains("garbage") {
-            program.events.iter_mut().for_each(on_one_stream);
-        }
         compare(&program, options, mib << 20, 2, 1);
     }
 }

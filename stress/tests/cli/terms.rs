@@ -54,7 +54,7 @@ fn options_without_effect_are_named_in_one_warning() {
         let warnings = said.lines().filter(|line| line.starts_with("warning: --config"));
         warnings.map(str::to_owned).collect::<Vec<_>>()
     };
-    let for_segments = "large_segment_size_mb:32,max_split_size_mb:64,garbage_collection_threshold:0.5";
+    let for_segments = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64";
     let named = for_segments.replace(',', ", ");
     assert_eq!(
         warnings("sim:80GiB", &format!("{for_segments},pinned_free_catch_all:True")),

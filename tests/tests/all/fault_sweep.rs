@@ -136,7 +136,7 @@ fn faults_at_every_call_while_frames_move_and_are_broken() {
 
 #[test]
 fn faults_at_every_call_while_streams_wait() {
-    sweep_with("cross_stream:wait,max_split_size_mb:40,garbage_collection_threshold:0.3,limit_mb:100");
+    sweep_with("cross_stream:wait,max_split_size_mb:40,limit_mb:100");
 }
 
 #[test]

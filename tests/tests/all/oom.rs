@@ -42,37 +42,6 @@ fn rung_a_wait_for_another_stream() {
 }
 
 #[test]
-fn rung_garbage_collection() {
-    for options in
-        ["", ",limit_mb:100"].map(|limit| format!("backing:segments,garbage_collection_threshold:0.5{limit}"))
-    {
-        let bench = Bench::new(100 * MIB, &options);
-        drop(bench.alloc(60 * MIB));
-        let (held, stats) = served(&bench, 70 * MIB);
-        assert_eq!((stats.num_alloc_retries, stats.num_device_free), (0, 1), "{options}");
-        drop(held);
-        bench.assert_returned();
-    }
-}
-
-#[test]
-fn garbage_younger_than_the_average_stays() {
-    let bench = Bench::new(GIB, "backing:segments,garbage_collection_threshold:0.5,limit_mb:200");
-    let alloc = |mib: u64| bench.alloc(mib * MIB);
-    let (older, younger) = (alloc(30), alloc(20));
-    drop(older);
-    let held = alloc(40);
-    drop(younger);
-    let others = [alloc(36), alloc(50)];
-    // At the last request 126 MiB were held. The two free segments were 3 and 2 searches old, and
-    // the older one is enough.
-    let stats = bench.allocator.stats();
-    assert_eq!((stats.num_device_free, stats.reserved_bytes.all.current), (1, 146 * MIB));
-    drop((held, others));
-    bench.assert_returned();
-}
-
-#[test]
 fn rung_a_lending_pool() {
     let bench = Bench::new(64 * MIB, "");
     let pool = bench.lending_pool();

@@ -234,13 +234,10 @@ fn a_conflict_points_at_what_the_string_set() {
 
 #[test]
 fn fields_that_are_set_in_code_are_checked() {
-    let spoil: [fn(&mut Config); 12] = [
+    let spoil: [fn(&mut Config); 9] = [
         |config| config.large_segment_size = 10 << 20,
         |config| config.max_split_size = Some(1),
         |config| config.max_non_split_rounding = Some(1),
-        |config| config.garbage_collection_threshold = 1.0,
-        |config| config.garbage_collection_threshold = f64::NAN,
-        |config| config.garbage_collection_threshold = -0.1,
         |config| config.roundup_power2_divisions[7] = 3,
         |config| config.per_process_memory_fraction = f64::NAN,
         |config| config.per_process_memory_fraction = 1.1,

@@ -31,7 +31,7 @@ fn config() -> impl Strategy<Value = Config> {
     let division = prop_oneof![9 => (0..64_u32).prop_map(|log2| 1 << log2), 1 => 0..5_u64];
     let divisions = prop_oneof![4 => Just([0; 16]), 1 => prop::array::uniform16(division)];
     let sizes = (some(size()), some(size()), some(size()), some(size()), some(size()), some(size()), some(size()));
-    let fractions = (some(fraction()), some(fraction()), some(fraction()));
+    let fractions = (some(fraction()), some(fraction()));
     let others = (divisions, any::<u32>(), prop::sample::select(CrossStream::ALL), any::<bool>());
     (sizes, fractions, others).prop_map(|(sizes, fractions, (divisions, history, cross_stream, no_cache))| {
         let default = Config::default();
@@ -43,9 +43,8 @@ fn config() -> impl Strategy<Value = Config> {
             headroom: sizes.4.unwrap_or(0),
             granule: sizes.5,
             frame: sizes.6,
-            garbage_collection_threshold: fractions.0.unwrap_or(0.0),
-            per_process_memory_fraction: fractions.1.unwrap_or(1.0),
-            limit_free_fraction: fractions.2,
+            per_process_memory_fraction: fractions.0.unwrap_or(1.0),
+            limit_free_fraction: fractions.1,
             roundup_power2_divisions: divisions,
             history,
             cross_stream,

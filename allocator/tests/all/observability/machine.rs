@@ -70,7 +70,7 @@ pub(crate) fn configs() -> impl Strategy<Value = Config> {
         "cross_stream:wait",
         "max_split_size_mb:40",
         "roundup_power2_divisions:4",
-        "garbage_collection_threshold:0.3,limit_mb:400",
+        "limit_mb:400",
         "throw_on_cudamalloc_oom:True,limit_mb:200",
         "no_cache:True",
         "large_segment_size_mb:64,headroom_mb:32",

@@ -40,11 +40,7 @@ fn pinned_granules_are_not_trimmed_but_handed_out_again() {
 
 #[test]
 fn a_pinned_segment_is_not_released() {
-    for options in [
-        "backing:segments",
-        "backing:segments,max_split_size_mb:20",
-        "backing:segments,garbage_collection_threshold:0.1",
-    ] {
+    for options in ["backing:segments", "backing:segments,max_split_size_mb:20"] {
         let bench = Bench::new(128 * MIB, options);
         let block = bench.alloc(40 * MIB);
         let (ptr, pin) = (block.ptr(), bench.allocator.pin_mapping(&block).unwrap());

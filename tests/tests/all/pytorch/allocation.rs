@@ -138,7 +138,7 @@ fn item_14_allocator_settings() {
     let n = 84 * MIB;
     assert_eq!(growth("", n), (n, n));
     assert_eq!(growth("roundup_power2_divisions:4", n), (96 * MIB, n));
-    assert_eq!(growth("garbage_collection_threshold:0.5,max_split_size_mb:40", n), (n, n));
+    assert_eq!(growth("max_split_size_mb:40", n), (n, n));
     assert_eq!(growth(list, n), (88 * MIB, n));
     assert_eq!(growth(list, 400 * MIB), (512 * MIB, 400 * MIB));
 }
