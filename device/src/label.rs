@@ -12,7 +12,7 @@ use crate::fork::Mutex;
 
 use crate::driver::DeviceInfo;
 
-/// The name of a device for messages: the text that opens it ([`crate::DeviceSpec`]), and its
+/// The name of a device for messages: the text with which `aquifer` opens it, and its
 /// product name.
 ///
 /// ```

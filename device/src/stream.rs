@@ -388,7 +388,7 @@ impl Stream {
     }
 
     /// Enqueues work that takes its modelled time, touches the given ranges and computes nothing: a
-    /// stand-in for a kernel on a virtual device ([`DeviceInfo::is_virtual`]).
+    /// stand-in for a kernel on a virtual device ([`is_virtual`](crate::DeviceInfo::is_virtual)).
     ///
     /// # Errors
     /// Errors of the driver; not supported on real hardware.
