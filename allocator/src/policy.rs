@@ -55,12 +55,12 @@ pub(crate) struct Facts {
 impl Facts {
     /// True if memory is scarce when `more` bytes are taken from the device.
     pub(crate) fn is_scarce(&self, more: u64) -> bool {
-        self.leaves_little(more) || self.exceeds(more, OVER_SHARE)
+        self.little_is_left() || self.exceeds(more, OVER_SHARE)
     }
 
     /// True if `more` bytes are bought although free memory might move.
     pub(crate) fn buys_rather_than_moves(&self, more: u64) -> bool {
-        !self.leaves_little(more) && !self.exceeds(more, BUY_SHARE)
+        more <= self.left && !self.little_is_left() && !self.exceeds(more, BUY_SHARE)
     }
 
     /// Bytes of the largest frames that are made for a block when `more` bytes are taken. They are at
@@ -79,9 +79,8 @@ impl Facts {
         if self.is_scarce(more) { 0 } else { self.held / AHEAD_SHARE }
     }
 
-    /// True if little is left once `more` bytes are taken, or less than that is there.
-    fn leaves_little(&self, more: u64) -> bool {
-        self.left.checked_sub(more).is_none_or(|left| left < self.peak / LEFT_SHARE)
+    fn little_is_left(&self) -> bool {
+        self.left < self.peak / LEFT_SHARE
     }
 
     /// True if more than the peak of use and a share of it would be held.
@@ -111,7 +110,9 @@ mod tests {
     #[test]
     fn memory_is_bought_up_to_a_bound_unless_little_is_left() {
         assert!(ROOM.buys_rather_than_moves(100 * MIB) && !ROOM.buys_rather_than_moves(102 * MIB));
-        assert!(!Facts { left: 1201 * MIB, ..ROOM }.buys_rather_than_moves(2 * MIB));
+        assert!(!Facts { left: 1199 * MIB, ..ROOM }.buys_rather_than_moves(2 * MIB));
+        let empty = Facts { peak: 96 * MIB, held: 0, left: 94 * MIB };
+        assert!(empty.buys_rather_than_moves(94 * MIB) && !empty.buys_rather_than_moves(96 * MIB));
     }
 
     #[test]
