@@ -150,16 +150,3 @@ pub fn shrink(plan: Plan, failure: Failed) -> (Plan, Failed) {
     }
     (plan, failure)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_seed_fixes_everything() {
-        for seed in 0..20 {
-            let plan = Plan::of_seed(seed);
-            assert_eq!(run(&plan), run(&plan), "{plan}");
-        }
-    }
-}
