@@ -140,18 +140,13 @@ impl World {
         if self.is_lost() {
             return;
         }
-        if std::env::var_os("SYNC").is_some() {
-            self.device.synchronize().unwrap();
-        }
-        if std::env::var_os("EMPTY").is_some() {
-            for p in &pools {
-                p.empty_cache().unwrap();
-            }
-        }
-        if std::env::var_os("DROP").is_some() {
+        let mut woken = self.memory.wake();
+        // Free memory of pools that are open wakes up, too, and all that sleeps may not fit.
+        if matches!(&woken, Err(AllocError::Device(error)) if error.is_out_of_memory()) {
             pools.clear();
+            woken = self.memory.wake();
         }
-        if let Err(error) = self.memory.wake() {
+        if let Err(error) = woken {
             self.report_end("memory stays asleep", &error);
         }
         if let Err(error) = self.device.synchronize() {
