@@ -103,7 +103,7 @@ fn a_pipeline_on_a_device_that_lags_waits_for_nothing() {
 #[test]
 fn nothing_waits_while_there_is_room() {
     for options in ["", "cross_stream:off", "backing:segments"] {
-        let bench = Bench::new(80 * GIB, options);
+        let bench = Bench::new(8 * GIB, options);
         let copies = bench.new_stream();
         for _ in 0..16 {
             let block = bench.alloc(256 * MIB);
