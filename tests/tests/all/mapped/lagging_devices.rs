@@ -1,7 +1,13 @@
 //! Memory that moves while devices that lag are at work.
 
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+
 use aquifer_sim::Lagging;
 use aquifer_tests::prelude::*;
+
+use crate::allocator::events::Listener;
+use tracing::Level;
 
 /// Runs a program on a device that lags by 1000 events; returns its driver and allocator, and how
 /// many operations it made.
@@ -97,6 +103,32 @@ fn a_pipeline_on_a_device_that_lags_waits_for_nothing() {
     assert!(reserved < 5 * in_use, "{reserved} for {in_use}");
     assert_eq!((driver.stalls(), stats.cross_stream_waits), (0, 0));
     assert_eq!(aquifer_device::Driver::take_violation(&*driver), None);
+}
+
+#[test]
+fn a_request_does_not_wait_for_memory_that_another_thread_keeps_using() {
+    if !Subject::has_simulated_device() {
+        return;
+    }
+    let Bench { driver, allocator, stream, side, .. } = Bench::new(GIB, "backing:paged,cross_stream:off");
+    let (waits, requests) = (Arc::new(AtomicU32::new(0)), allocator.clone());
+    let counted = waits.clone();
+    // Uses memory on another stream whenever the host is about to wait, as another thread would.
+    let use_memory = move || {
+        let block = requests.alloc_bytes(64 * MIB, &side).unwrap();
+        driver.stall(&side, Duration::from_millis(10)).unwrap();
+        drop(block);
+    };
+    use_memory();
+    let waiting = Listener::new(
+        |metadata| *metadata.level() == Level::DEBUG && metadata.target() == "aquifer::wait",
+        move |_| {
+            counted.fetch_add(1, Relaxed);
+            use_memory();
+        },
+    );
+    let _block = tracing::subscriber::with_default(waiting, || allocator.alloc_bytes(64 * MIB, &stream)).unwrap();
+    assert_eq!(waits.load(Relaxed), 0);
 }
 
 /// Other streams work long on memory that was given back, and nearly all of the device is free.
