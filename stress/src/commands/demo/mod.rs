@@ -116,9 +116,8 @@ impl Story<'_> {
         let what = program.headers.iter().find(|(key, _)| key == "what").map_or("", |(_, value)| value);
         self.say(&format!(
             "{} is the recording of a PyTorch program: {what}. In {} allocations and frees it never uses more than \
-             {peak} at once. Here it is replayed on a simulated device of {} to a model of PyTorch's allocator, which \
-             takes a segment from the device when no free block is large enough, cuts blocks from it, \
-             and keeps it.",
+             {peak} at once. Here a model of PyTorch's allocator serves it on a simulated device of {}. It takes a \
+             segment from the device when no free block is large enough, cuts blocks from it, and keeps it.",
             program.name,
             program.operations(),
             size,
